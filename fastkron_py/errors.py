@@ -1,0 +1,19 @@
+"""One wording for every refused argument: the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _message(argument: str, expected: str, got: Any) -> str:
+    return f"{argument}: expected {expected}; got {got}"
+
+
+def value_error(argument: str, expected: str, got: Any) -> ValueError:
+    """Build (not raise) a ValueError that names the argument, the expectation and what came."""
+    return ValueError(_message(argument, expected, got))
+
+
+def type_error(argument: str, expected: str, got: Any) -> TypeError:
+    """Build (not raise) a TypeError that names the argument, the expectation and what came."""
+    return TypeError(_message(argument, expected, got))

@@ -1,0 +1,6 @@
+"""The public verbs: argument checks, array conversion, autocast, then one operator call each."""
+
+from fastkron_py.functional.kron import gekmm, gemkm, kron_matmul, kron_matmul_left
+from fastkron_py.functional.kronecker_product import KroneckerProduct
+
+__all__ = ["KroneckerProduct", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left"]

@@ -1,0 +1,57 @@
+"""The definitions, written plainly in torch: what every kernel is compared with.
+
+Nothing here is fast. Upcast the inputs (float64, complex128) to get a reference for lower precisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from fastkron_py.shapes import result_shape
+
+
+def kron_dense(factors: Sequence[Tensor]) -> Tensor:
+    """The Kronecker product itself: factors ``[*batch, P_i, Q_i]`` to ``[*batch, prod P_i, prod Q_i]``."""
+
+    def pair(a: Tensor, b: Tensor) -> Tensor:
+        product = torch.einsum("...pq,...rs->...prqs", a, b)
+        return product.reshape(*product.shape[:-4], a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1])
+
+    return reduce(pair, factors)
+
+
+def kron_matmul(
+    x: Tensor, factors: Sequence[Tensor], *, alpha: float = 1.0, beta: float = 0.0, z: Tensor | None = None, left: bool = False
+) -> Tensor:
+    """``alpha * x @ K + beta * z`` (``left``: ``alpha * K @ x + beta * z``), one factor after the other.
+
+    Each factor is contracted with its own mode of x by ``torch.tensordot``'s definition, so the
+    product is never built and large K can be checked; the order of the modes never changes.
+
+    Args:
+        x: ``[*batch, M, K]`` or ``[K]``; with ``left`` ``[*batch, K, M]`` or ``[K]``.
+        factors: each ``[*batch, P_i, Q_i]``.
+        z: broadcasts to the result; needed when beta is not 0.
+    """
+    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
+    if x.ndim == 1:
+        x = x[:, None] if left else x[None, :]
+    y = x if left else x.mT  # [*batch, K, M]
+    matrices = [f if left else f.mT for f in factors]  # [*batch, out, in]
+    columns = y.shape[-1]
+    before = 1
+    for i, f in enumerate(matrices):
+        out_size, in_size = f.shape[-2:]
+        after = math.prod(m.shape[-1] for m in matrices[i + 1 :])
+        modes = y.reshape(*y.shape[:-2], before, in_size, after * columns)
+        y = torch.einsum("...op,...bpa->...boa", f, modes)
+        before *= out_size
+        y = y.reshape(*y.shape[:-3], before * after, columns)
+    y = y if left else y.mT
+    y = alpha * y.reshape(shape)
+    return y if beta == 0 else y + beta * z  # type: ignore[operator]
