@@ -1,0 +1,88 @@
+# Every target does its own set-up. VENV= (empty) uses PYTHON as it stands and installs nothing.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+N ?= 4
+NAME ?=
+OUT ?= out/demo.png
+
+ifeq ($(strip $(VENV)),)
+  PY := PYTHONPATH=$(CURDIR) $(PYTHON)
+  DEMO_READY :=
+  TEST_READY :=
+  BENCH_READY :=
+else
+  PY := $(VENV)/bin/python
+  DEMO_READY := $(VENV)/.ready-demo
+  TEST_READY := $(VENV)/.ready-dev
+  BENCH_READY := $(VENV)/.ready-bench
+endif
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Small tensors in many test processes: one thread each is fastest.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto' if u.find_spec('xdist') else '')")
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(DEMO_READY)  ## blur and compress a photograph with Kronecker products, write OUT=out/demo.png
+	$(PY) -m fastkron_py demo --out $(OUT)
+
+test: check  ## checks, then every test that needs no GPU (PYTEST_ARGS=...)
+	$(PYTEST) $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
+
+check: check-format check-lint check-types check-imports  ## format, lint, types, import contracts
+
+check-format: $(TEST_READY)
+	$(PY) -m ruff format --check .
+check-lint: $(TEST_READY)
+	$(PY) -m ruff check .
+check-types: $(TEST_READY)
+	$(PY) -m mypy --strict -p fastkron_py
+check-imports: $(TEST_READY)
+	$(PY) -c "from importlinter.cli import lint_imports_command as main; main()"
+
+test-gpu: $(TEST_READY)  ## every test, kernels compiled; on a prepared machine: make test-gpu PYTHON=python3 VENV=
+	TRITON_INTERPRET=0 $(PYTEST) -m gpu $(PYTEST_ARGS)
+	TRITON_INTERPRET=0 $(PYTEST) $(PARALLEL) -m "not gpu and not dist" $(PYTEST_ARGS)
+
+test-dist: $(TEST_READY)  ## tests over several processes (N=4)
+	FASTKRON_TEST_RANKS=$(N) $(PYTEST) -m dist $(PYTEST_ARGS)
+
+test-wheel: $(TEST_READY)  ## build the wheel, install it in a new environment, run the tests against it
+	$(PY) tests/packaging/check_wheel.py $(PYTEST_ARGS)
+
+bench: $(BENCH_READY)  ## run benchmarks (NAME=... for one)
+	$(PY) -m benchmarks $(NAME)
+
+clean:  ## remove what the other targets made
+	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(strip $(VENV)),)
+# Debian's python3 comes without venv; torch.compile and Triton call a C++ compiler.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+
+# Torch by itself and first: its pin decides for the packages that depend on it.
+$(VENV)/.ready-torch: $(VENV)/bin/python constraints.txt
+	$(PIP) torch
+	touch $@
+
+$(DEMO_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[demo]'
+	touch $@
+
+$(TEST_READY): $(VENV)/.ready-torch pyproject.toml
+	command -v c++ >/dev/null || { apt-get update && apt-get install -y g++; }
+	$(PIP) -e '.[dev]'
+	touch $@
+
+$(BENCH_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[bench]'
+	$(PIP) --no-deps pyfastkron  # its metadata asks for torchvision, which it does not use
+	touch $@
+endif
