@@ -1,0 +1,51 @@
+"""Kernel of the factor gradient: a reduction over all slices, in two deterministic stages."""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.kernels.tiling import dot, load_slices, slice_index, slice_offsets
+
+
+@triton.jit
+def _factor_gradient_kernel(
+    u_ptr,  # [B, L, before, P, after]
+    v_ptr,  # [B, L, before, Q, after]
+    partial_ptr,  # [splits, B, P, Q], in the accumulator's type
+    u_strides,
+    v_strides,
+    num_slices,
+    slices_per_split,  # a multiple of BLOCK_S
+    num_batches,
+    before,
+    after,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``partial[split, b, p, q] = sum over the split's slices of u[s, p] * v[s, q]``."""
+    BLOCKS_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    tile = tl.program_id(0)
+    first_q = tile % BLOCKS_Q * BLOCK_Q
+    first_p = tile // BLOCKS_Q % BLOCKS_P * BLOCK_P
+    batch = (tile // (BLOCKS_Q * BLOCKS_P) % num_batches).to(tl.int64)
+    split = (tile // (BLOCKS_Q * BLOCKS_P) // num_batches).to(tl.int64)
+    acc = tl.zeros((BLOCK_P, BLOCK_Q), ACC)
+    for start in range(0, slices_per_split, BLOCK_S):
+        first = split * slices_per_split + start
+        sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = first + tl.arange(0, BLOCK_S) < num_slices
+        u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P)
+        v = load_slices(v_ptr + slice_offsets(v_strides, batch, sl, sj, sa), mask_s, first_q, v_strides[3], Q, BLOCK_Q)
+        acc = dot(tl.trans(u.to(COMPUTE)), v.to(COMPUTE), acc, PRECISION)
+    p = first_p + tl.arange(0, BLOCK_P)[:, None]
+    q = first_q + tl.arange(0, BLOCK_Q)[None, :]
+    tl.store(partial_ptr + ((split * num_batches + batch) * P + p) * Q + q, acc, mask=(p < P) & (q < Q))

@@ -1,0 +1,130 @@
+"""Device functions that every kernel is built from: addresses of slices, factor tiles, dots, scalars.
+
+A *slice* is one run of a mode: with the operand seen as ``[rows, P, after]``, slice ``s = row * after + a``
+holds the P elements ``(row, :, a)``. Multiplying a mode is then a plain ``[slices, P] @ [P, Q]``, whatever
+the mode's place, and only addresses differ. All offsets are 64-bit; divisions are done on scalars where the
+tile lets them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_index(first, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED: tl.constexpr):
+    """(index // size, index % size) of ``first + [0, BLOCK)``, int64.
+
+    ONE: size is 1. ALIGNED: BLOCK divides size, so that the quotient is one number.
+    """
+    i = tl.arange(0, BLOCK)
+    if ONE:
+        return first + i, tl.zeros((BLOCK,), tl.int64)
+    outer = first // size
+    inner = (first % size).to(size.dtype) + i
+    if ALIGNED:
+        return outer + tl.zeros((BLOCK,), tl.int64), inner.to(tl.int64)
+    else:
+        return outer + (inner // size).to(tl.int64), (inner % size).to(tl.int64)
+
+
+@triton.jit
+def slice_index(first, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr):
+    """(l, j, a) of slices ``first + [0, BLOCK_S)``, for s = (l * before + j) * after + a.
+
+    HEAD: rows l and modes j before this one have strides of their own (else all is in l).
+    TAIL: something comes after this mode. ALIGNED: BLOCK_S divides what comes after it.
+    """
+    row, a = split_index(first, BLOCK_S, after, not TAIL, ALIGNED)
+    if HEAD:
+        if not TAIL:
+            row, j = split_index(first, BLOCK_S, before, False, False)
+            return row, j, a
+        else:
+            return row // before, row % before, a
+    else:
+        return row, tl.zeros((BLOCK_S,), tl.int64), a
+
+
+@triton.jit
+def slice_offsets(strides, batch, l, j, a):  # noqa: E741
+    """Offsets of slices in an operand with strides (batch, l, before, mode, after)."""
+    return batch * strides[0] + l * strides[1] + j * strides[2] + a * strides[4]
+
+
+@triton.jit
+def load_slices(rows, mask_s, first_p, stride_p, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Elements ``first_p + [0, BLOCK_P)`` of the slices that begin at rows, 0 beyond P."""
+    p = (first_p + tl.arange(0, BLOCK_P)).to(tl.int64)[None, :]
+    mask = mask_s[:, None]
+    if P % BLOCK_P != 0:
+        mask = mask & (p < P)
+    return tl.load(rows[:, None] + p * stride_p, mask=mask, other=0.0)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b``.
+
+    PRECISION: tl.dot's name, which matters for float32 only; or "emulated" for the interpreter, whose dot takes
+    bfloat16 for integers: the operands go to float32 first, which holds their products exactly.
+    """
+    if PRECISION == "emulated":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee", out_dtype=acc.dtype)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def scalar(bits, DTYPE: tl.constexpr):
+    """A host float passed as the int64 pattern of its float64 (a plain float argument would be rounded to float32)."""
+    return bits.to(tl.float64, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def _times_factor(
+    tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr
+):
+    if OUTERMOST:
+        return tile * tl.load(ptr + p * stride_p + q * stride_q, mask=(p < ROWS) & (q < COLS), other=0.0).to(ACC)
+    else:
+        return tile * tl.load(ptr + (p % ROWS) * stride_p + (q % COLS) * stride_q).to(ACC)
+
+
+@triton.jit
+def load_factor(
+    ptrs,
+    strides,
+    batch,
+    first_p,
+    first_q,
+    SHAPES: tl.constexpr,
+    START: tl.constexpr,
+    STOP: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Tile ``[BLOCK_P, BLOCK_Q]`` of the product of neighbouring factors START to STOP, 0 outside of it.
+
+    ptrs, strides: one pointer and one (batch, row, column) stride triple for each factor.
+    SHAPES: (P_i, Q_i) of each factor. The neighbours are multiplied out here, element by element.
+    """
+    p = first_p + tl.arange(0, BLOCK_P)[:, None]
+    q = first_q + tl.arange(0, BLOCK_Q)[None, :]
+    tile = tl.full((BLOCK_P, BLOCK_Q), 1.0, ACC)
+    for n in tl.static_range(STOP - START):
+        tile = _times_factor(
+            tile,
+            p,
+            q,
+            ptrs[STOP - 1 - n] + batch * strides[STOP - 1 - n][0],
+            strides[STOP - 1 - n][1],
+            strides[STOP - 1 - n][2],
+            SHAPES[STOP - 1 - n][0],
+            SHAPES[STOP - 1 - n][1],
+            n == STOP - START - 1,
+            ACC,
+        )
+        p = p // SHAPES[STOP - 1 - n][0]
+        q = q // SHAPES[STOP - 1 - n][1]
+    return tile

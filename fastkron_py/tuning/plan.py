@@ -1,0 +1,172 @@
+"""Plans of a Kronecker multiply: which neighbouring factors are multiplied out, which steps share a launch.
+
+A *step* multiplies one mode, of one factor or of several neighbours multiplied out (their product is a
+Kronecker product again). A *launch* runs one step or a chain of them over a tile that stays on chip.
+Everything here is closed-form: no timing, no device, no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+# Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
+MERGE_WIDTH: Final = 64
+# Steps wider than this loop over blocks of the factor and are not chained.
+CHAIN_WIDTH: Final = 64
+# Elements of a chained tile, by bytes of an element; a chain holds a tile in registers and once in shared memory.
+CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
+# Consecutive elements that a load or store should at least touch: one 32-byte sector.
+SECTOR_BYTES: Final = 32
+# The smallest side of a tensor-core product in Triton.
+DOT_SIDE: Final = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """One mode: factors start to stop multiplied out, P x Q in all, held in P_pad x Q_pad."""
+
+    start: int
+    stop: int
+    p: int
+    q: int
+
+    @property
+    def p_pad(self) -> int:
+        """P as held on chip: a power of two that a dot takes."""
+        return padded(self.p)
+
+    @property
+    def q_pad(self) -> int:
+        """Q as held on chip."""
+        return padded(self.q)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Steps that share one kernel launch, first factors first; one step, or a chain."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def start(self) -> int:
+        """First factor."""
+        return self.steps[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last factor."""
+        return self.steps[-1].stop
+
+    @property
+    def p(self) -> int:
+        """Rows of the launch's product."""
+        return math.prod(s.p for s in self.steps)
+
+    @property
+    def q(self) -> int:
+        """Columns of the launch's product."""
+        return math.prod(s.q for s in self.steps)
+
+    def shifted(self, offset: int) -> Launch:
+        """The same launch with offset added to its factors' numbers."""
+        return Launch(tuple(replace(s, start=s.start + offset, stop=s.stop + offset) for s in self.steps))
+
+    @property
+    def tile_width(self) -> int:
+        """Widest the padded slice gets while the chain runs (last step first)."""
+        width = math.prod(s.p_pad for s in self.steps)
+        widest = width
+        for s in reversed(self.steps):
+            width = width // s.p_pad * s.q_pad
+            widest = max(widest, width)
+        return widest
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least `DOT_SIDE`."""
+    return max(DOT_SIDE, 1 << (size - 1).bit_length())
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is not below size (size >= 1)."""
+    return 1 << (size - 1).bit_length()
+
+
+def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> tuple[Step, ...]:
+    """Multiply neighbours out, from the last, as long as they stay within `MERGE_WIDTH`."""
+    steps: list[Step] = []
+    end = stop
+    while end > start:
+        begin = end - 1
+        p, q = ps[begin], qs[begin]
+        while begin > start and p * ps[begin - 1] <= MERGE_WIDTH and q * qs[begin - 1] <= MERGE_WIDTH:
+            begin -= 1
+            p, q = p * ps[begin], q * qs[begin]
+        steps.append(Step(begin, end, p, q))
+        end = begin
+    return tuple(reversed(steps))
+
+
+def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
+    """Whether a chain's tile fits on chip: the single statement of what may be fused.
+
+    Args:
+        launch: the steps.
+        itemsize: bytes of an element.
+        last: nothing comes after the launch's modes, so that a slice is one run of memory.
+    """
+    if any(max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+        return False
+    run = 1 if last else max(1, SECTOR_BYTES // itemsize)
+    return launch.tile_width * run <= CHAIN_TILE[itemsize]
+
+
+def _cost(launch: Launch, itemsize: int, elements: tuple[float, float], overhead: float) -> float:
+    """Time of a launch in units of moving one element once: memory, then work on chip that does not overlap."""
+    moved = sum(elements)
+    on_chip = 0.0
+    width = float(elements[0])
+    for s in reversed(launch.steps):
+        wide = width * s.p_pad / s.p  # padding is multiplied too
+        width = width * s.q / s.p
+        on_chip += wide * s.q_pad / 256 + (0.35 * (wide + width) if len(launch.steps) > 1 else 0.0)
+    return moved + on_chip + overhead
+
+
+@lru_cache(maxsize=4096)
+def plan(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, rows: int, columns: int) -> tuple[Launch, ...]:
+    """Split factors into launches, in the order in which they run.
+
+    Dynamic programming over segments of neighbours for the least modelled time; then shrinking launches
+    run first, since modes are multiplied in place and any order is right.
+
+    Args:
+        ps: rows of the factors (all positive).
+        qs: columns of the factors.
+        itemsize: bytes of an element.
+        rows: number of products that share the factors (rows of x times batches).
+        columns: trailing columns R of the canonical form; above 1 no slice is one run of memory.
+    """
+    count = len(ps)
+    # One launch costs about as much as moving 4 MB.
+    overhead = 4e6 / itemsize / max(1, rows * columns)
+    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]
+    for stop in range(1, count + 1):
+        candidates = []
+        for start in range(stop - 1, -1, -1):
+            launch = Launch(_merge(ps, qs, start, stop))
+            if len(launch.steps) > 1 and not is_chain(launch, itemsize, stop == count and columns == 1):
+                if stop - start > 1 and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > CHAIN_TILE[itemsize] ** 2:
+                    break
+                continue
+            # Sizes around this segment as if everything later were done and everything earlier were not.
+            outside = math.prod(ps[:start]) * math.prod(qs[stop:])
+            cost = best[start][0] + _cost(launch, itemsize, (float(outside * launch.p), float(outside * launch.q)), overhead)
+            candidates.append((cost, (*best[start][1], launch)))
+        best.append(min(candidates, key=lambda c: (c[0], len(c[1]))))
+    launches = best[count][1]
+    return tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))
