@@ -17,3 +17,11 @@ def value_error(argument: str, expected: str, got: Any) -> ValueError:
 def type_error(argument: str, expected: str, got: Any) -> TypeError:
     """Build (not raise) a TypeError that names the argument, the expectation and what came."""
     return TypeError(_message(argument, expected, got))
+
+
+def type_name(value: Any) -> str:
+    """How errors call the type of a value: ``list``, ``numpy.ndarray``, ``None``."""
+    kind = type(value)
+    if value is None:
+        return "None"
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

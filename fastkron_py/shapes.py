@@ -20,7 +20,7 @@ def broadcast_batch(shapes: Sequence[Shape], argument: str) -> Shape:
     Raises:
         ValueError: two sizes of one dimension differ and neither is 1.
     """
-    rank = max((len(s) for s in shapes), default=0)
+    rank = max([0, *[len(s) for s in shapes]])
     result = [1] * rank
     for shape in shapes:
         for i, size in enumerate(shape, start=rank - len(shape)):
@@ -56,6 +56,7 @@ def result_shape(x: Shape, factors: Sequence[Shape], *, left: bool = False, name
     Args:
         x: ``[*batch, M, K]`` or ``[K]``; with ``left`` ``[*batch, K, M]`` or ``[K]``.
         factors: each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        left: the product stands to the left of x.
         names: how the two arguments are called in errors.
 
     Returns:
@@ -74,9 +75,8 @@ def result_shape(x: Shape, factors: Sequence[Shape], *, left: bool = False, name
     axis = -2 if left and not vector else -1
     if x[axis] != math.prod(inner):
         side = "columns" if left else "rows"
-        raise value_error(
-            names[0], f"dimension {axis} of size {_product_text(inner)}, the product of the {side} of {names[1]}", f"size {x[axis]} in shape {tuple(x)}"
-        )
+        expected = f"dimension {axis} of size {_product_text(inner)}, the product of the {side} of {names[1]}"
+        raise value_error(names[0], expected, f"size {x[axis]} in shape {tuple(x)}")
     batch = broadcast_batch([tuple(x[:-2]), *(tuple(f[:-2]) for f in factors)], f"{names[0]}, {names[1]}")
     n = math.prod(outer)
     if vector:

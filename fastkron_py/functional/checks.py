@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fastkron_py.errors import type_error, value_error
+from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.shapes import Shape, result_shape
 
 PRECISIONS: Final = ("highest", "high", "medium")
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_SCALAR: Final = "a number or a 0-dimensional floating-point tensor"
 
 
-def check_scalar(name: str, value: Any) -> None:
-    """Accept a finite real number or a 0-dimensional real tensor (whose value is not looked at)."""
+def check_scalar(name: str, value: Any) -> Any:
+    """Accept a finite number (NumPy's too) or a 0-dimensional tensor, whose value is not looked at.
+
+    Returns:
+        A float, a complex, a symbolic number of a compiler, or the tensor.
+    """
     if isinstance(value, Tensor):
-        if value.ndim != 0 or value.dtype not in DTYPES:
-            raise value_error(name, "a number or a 0-dimensional floating-point tensor", f"a tensor of shape {tuple(value.shape)}, {value.dtype}")
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float | complex | torch.SymFloat | torch.SymInt):
-        raise type_error(name, "a number or a 0-dimensional floating-point tensor", type(value).__name__)
-    if isinstance(value, complex):
-        finite = math.isfinite(value.real) and math.isfinite(value.imag)
-    else:
-        finite = isinstance(value, torch.SymFloat | torch.SymInt) or math.isfinite(value)
-    if not finite:
-        raise value_error(name, "a finite number", value)
+        if value.dtype not in DTYPES:
+            raise type_error(name, _SCALAR, f"a tensor of {value.dtype}")
+        if value.ndim != 0:
+            raise value_error(name, _SCALAR, f"a tensor of shape {tuple(value.shape)}")
+        return value
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Complex):
+        raise type_error(name, _SCALAR, type_name(value))
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else complex(value)
+    except OverflowError:
+        raise value_error(name, "a finite number", "an integer too large for a float") from None
+    # By comparison: Dynamo can follow that for a float whose value it does not know, math.isfinite it cannot.
+    parts = [number.real, number.imag] if isinstance(number, complex) else [number]
+    if not all([-math.inf < part < math.inf for part in parts]):
+        raise value_error(name, "a finite number", number)
+    return number
+
+
+def check_scalar_fits(name: str, value: Any, x: Tensor, x_name: str = "x") -> None:
+    """A checked scalar must not change the result's dtype or device: no complex one for a real x."""
+    if isinstance(value, Tensor):
+        if value.is_complex() and not x.is_complex():
+            raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", f"a tensor of {value.dtype}")
+        if value.device not in (x.device, torch.device("cpu")):
+            raise value_error(name, f"{x_name}'s device {x.device} or cpu", value.device)
+    elif isinstance(value, complex) and not x.is_complex():
+        raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", value)
 
 
 def check_precision(precision: Any) -> None:
@@ -37,34 +61,42 @@ def check_precision(precision: Any) -> None:
     if precision is None:
         return
     if not isinstance(precision, str):
-        raise type_error("precision", f"None or one of {', '.join(PRECISIONS)}", type(precision).__name__)
+        raise type_error("precision", f"None or one of {', '.join(PRECISIONS)}", type_name(precision))
     if precision not in PRECISIONS:
         raise value_error("precision", f"None or one of {', '.join(PRECISIONS)}", repr(precision))
 
 
 def factor_list(factors: Any, name: str = "factors") -> list[Any]:
     """The factors as a list; a lone array is refused, since iterating over it would take rows for factors."""
-    if not isinstance(factors, Sequence) or isinstance(factors, str | bytes):
-        raise type_error(name, "a list or tuple of matrices", type(factors).__name__)
-    return list(factors)
+    if not isinstance(factors, Sequence | torch.nn.ParameterList) or isinstance(factors, str | bytes):
+        raise type_error(name, "a list or tuple of matrices", type_name(factors))
+    listed = list(factors)
+    if not listed:
+        raise value_error(name, "at least one factor", "an empty sequence")
+    return listed
+
+
+def check_tensor(name: str, t: Any, like: Any, like_name: str) -> None:
+    """A dense floating-point tensor of another one's dtype and on its device."""
+    if not isinstance(t, Tensor):
+        raise type_error(name, f"a torch tensor, like {like_name}", type_name(t))
+    if t.layout != torch.strided or t.is_nested:
+        raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
+    if t.dtype not in DTYPES:
+        raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+    if t.dtype != like.dtype:
+        raise type_error(name, f"{like_name}'s dtype {like.dtype}", t.dtype)
+    if t.device != like.device:
+        raise value_error(name, f"{like_name}'s device {like.device}", t.device)
 
 
 def check_tensors(x: Any, factors: Sequence[Any], z: Any, names: tuple[str, str, str]) -> None:
     """Every argument a floating-point tensor, all of one dtype and on one device."""
-    named = [(names[0], x), *((f"{names[1]}[{i}]", f) for i, f in enumerate(factors))]
+    check_tensor(names[0], x, x, names[0])
+    for i, f in enumerate(factors):
+        check_tensor(f"{names[1]}[{i}]", f, x, names[0])
     if z is not None:
-        named.append((names[2], z))
-    for name, t in named:
-        if not isinstance(t, Tensor):
-            raise type_error(name, "a tensor, like the other arguments", type(t).__name__)
-        if t.dtype not in DTYPES:
-            raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
-        if t.layout != torch.strided:
-            raise type_error(name, "a dense (strided) tensor", t.layout)
-        if t.dtype != x.dtype:
-            raise type_error(name, f"{names[0]}'s dtype {x.dtype}", t.dtype)
-        if t.device != x.device:
-            raise value_error(name, f"{names[0]}'s device {x.device}", t.device)
+        check_tensor(names[2], z, x, names[0])
 
 
 def check_problem(x: Tensor, factors: Sequence[Tensor], beta: Any, z: Tensor | None, left: bool, names: tuple[str, str, str]) -> Shape:

@@ -8,8 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastkron_py.arrays import as_torch
-from fastkron_py.functional.checks import check_precision, check_problem, check_scalar, check_tensors, factor_list
+from fastkron_py.arrays import find_bridge
+from fastkron_py.errors import type_error
+from fastkron_py.functional.checks import (
+    check_precision,
+    check_problem,
+    check_scalar,
+    check_scalar_fits,
+    check_tensors,
+    factor_list,
+)
 from fastkron_py.ops.backend import requested_backend
 
 ArrayT = TypeVar("ArrayT")
@@ -38,7 +46,8 @@ def kron_matmul(
             Batch dimensions of x and of the factors broadcast.
         alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
         beta: scales z, likewise; other than 0 it needs z.
-        z: added to the product; broadcasts to the result.
+        z: added to the product; broadcasts to the result. Where beta is the number 0, z's shape is checked
+            and its values are not read, as in BLAS: NaN in it does not spread, and it gets no gradient.
         precision: of float32 products: ``"highest"`` (float32-class error), ``"high"`` or ``"medium"``
             (TF32 allowed); None obeys `torch.get_float32_matmul_precision`.
 
@@ -112,14 +121,20 @@ def _call(
     x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]
 ) -> Any:
     factors = factor_list(factors, names[1])
-    check_scalar("alpha", alpha)
-    check_scalar("beta", beta)
+    alpha = check_scalar("alpha", alpha)
+    beta = check_scalar("beta", beta)
     check_precision(precision)
-    if not isinstance(x, Tensor):
-        tensors, give_back = as_torch([x, *factors, z], [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]])
-        with give_back.stream():
-            return give_back(_multiply(tensors[0], tensors[1:-1], alpha, beta, tensors[-1], precision, left, names))
-    return _multiply(x, factors, alpha, beta, z, precision, left, names)
+    if isinstance(x, Tensor):
+        return _multiply(x, factors, alpha, beta, z, precision, left, names)
+    arrays = [x, *factors, z]
+    labels = [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]]
+    bridge = find_bridge(arrays, labels)
+    for name, scalar in (("alpha", alpha), ("beta", beta)):
+        if isinstance(scalar, Tensor):
+            raise type_error(name, f"a number, since {names[0]} is {bridge.noun}", "a torch tensor")
+    with bridge.context():
+        x, *factors, z = (None if a is None else bridge.load(a, label) for a, label in zip(arrays, labels, strict=True))
+        return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
 
 
 def _multiply(
@@ -132,9 +147,11 @@ def _multiply(
     left: bool,
     names: tuple[str, str, str],
 ) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x, factors, z = _autocast(x, factors, z)
     check_tensors(x, factors, z, names)
+    check_scalar_fits("alpha", alpha, x, names[0])
+    check_scalar_fits("beta", beta, x, names[0])
     shape = check_problem(x, factors, beta, z, left, names)
     if z is not None and not isinstance(beta, Tensor) and beta == 0:
         z = None
