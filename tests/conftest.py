@@ -1,0 +1,82 @@
+"""Fixtures of the whole suite: where it runs, with which backend, on which random numbers, over poisoned memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+# cuBLAS reads this when its handle is made; deterministic algorithms need it (see `poison`).
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated, so it is set before any test module is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files: shapes_list
+
+import fastkron_py  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:
+    torch.set_num_threads(1)  # one core for each worker; more only makes them wait for each other
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """CUDA where there is a GPU, else the CPU (where Triton kernels are interpreted)."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend_name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once inside ``fastkron_py.backend(...)`` of each backend."""
+    with fastkron_py.backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed torch's generators from the test's name: the same numbers alone, in order and under xdist."""
+    value = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def generator(seed: int) -> torch.Generator:
+    """A CPU generator of the test's own."""
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Fill what torch.empty and its kin return with NaN, so that an element no kernel wrote shows.
+
+    torch does this itself under deterministic algorithms: in C++, hence also for allocations that
+    no Python name would catch, and without a patch in the way of torch.compile.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,404 @@
+"""`kron_matmul`, `kron_matmul_left`, `gemkm` and `gekmm` against the definition in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from shapes_list import (
+    BATCHES,
+    CASES,
+    COMPLEX,
+    EMPTY,
+    ODD,
+    REAL,
+    TOLERANCES,
+    Case,
+    assert_near,
+    assert_same,
+    call,
+    expected,
+    ids,
+    on_backends,
+    power,
+    problem,
+    relative_error,
+)
+from torch import Tensor
+
+from fastkron_py import gekmm, gemkm, kron_matmul, kron_matmul_left, reference
+
+# One case for each kind of path: one factor, fused equal ones, unequal, rectangular, wide, batched.
+FEW = [
+    power(13, 3, 3, 1),
+    power(3, 8, 8, 3),
+    power(17, 16, 16, 2),
+    power(3, 2, 2, 10),
+    power(3, 50, 50, 2),
+    Case(16, ((2, 3), (5, 2), (6, 4))),
+    Case(5, ((1, 3), (11, 1), (1, 2), (4, 5))),
+    Case(3, ((4, 3), (2, 5)), (2, 1), (3,)),
+]
+SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+# NumPy, which interprets the kernels, warns where an infinity makes a NaN; what counts is where the NaN comes out.
+NONFINITE = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=ids)
+@on_backends(CASES)
+@SIDES
+def test_random(case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(case, dtype, device, generator, left=left)
+    y = call(left)(x, factors)
+    assert y.dtype == dtype and y.device.type == device.type and y.is_contiguous()
+    assert_near(y, expected(x, factors, left=left))
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=ids)
+@on_backends([*FEW, *BATCHES, *ODD], limit=10_000)
+@SIDES
+def test_integers_are_exact(
+    case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    x, factors = problem(case, dtype, device, generator, left=left, integers=True)
+    assert_same(call(left)(x, factors), expected(x, factors, left=left).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=ids)
+@pytest.mark.parametrize("case", [*FEW, *BATCHES], ids=ids)
+@SIDES
+def test_complex(case: Case, dtype: torch.dtype, left: bool, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(case, dtype, device, generator, left=left)
+    z = torch.randn(1, dtype=dtype, device=device)
+    assert_near(call(left)(x, factors), expected(x, factors, left=left))
+    scalars = {"alpha": 0.5 - 2j, "beta": 1j, "z": z}
+    assert_near(call(left)(x, factors, **scalars), expected(x, factors, left=left, **scalars))
+    conjugate = call(left)(x.conj(), [f.conj() for f in factors])
+    assert_near(conjugate, expected(x, factors, left=left).conj())
+
+
+@on_backends(FEW)
+@SIDES
+def test_dense_product(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Beside the reference, numpy.kron itself: nothing of this library on the wanted side."""
+    x, factors = problem(case._replace(x_batch=(), factor_batch=()), torch.float64, device, generator, left=left)
+    dense = np.eye(1)
+    for f in factors:
+        dense = np.kron(dense, f.cpu().numpy())
+    wanted = dense @ x.cpu().numpy() if left else x.cpu().numpy() @ dense
+    assert_near(call(left)(x, factors).cpu(), torch.from_numpy(wanted))
+    assert_near(reference.kron_matmul(x, factors, left=left).cpu(), torch.from_numpy(wanted))
+    assert_near(reference.kron_dense(factors).cpu(), torch.from_numpy(dense))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=ids)
+@on_backends(FEW)
+@SIDES
+def test_vector(case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(case._replace(rows=1, x_batch=()), dtype, device, generator, left=left)
+    x = x.reshape(-1)
+    y = call(left)(x, factors)
+    assert_near(y, expected(x, factors, left=left))
+    z = torch.randn(y.shape[-1], device=device).to(dtype)
+    assert_near(call(left)(x, factors, beta=-1.0, z=z), expected(x, factors, left=left, beta=-1.0, z=z))
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=ids)
+@pytest.mark.parametrize("z_shape", [None, "full", (1,), (1, 1)], ids=str)
+@SIDES
+def test_empty(
+    case: Case, z_shape: str | tuple[int, ...] | None, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """No rows, no batches, or factors without rows (a sum over nothing: beta * z) or columns."""
+    x, factors = problem(case, torch.float32, device, generator, left=left)
+    shape = tuple(call(left)(x, factors).shape)
+    assert shape == tuple(expected(x, factors, left=left).shape)
+    if z_shape is None:
+        assert_same(call(left)(x, factors), torch.zeros(shape, device=device))
+        return
+    z = torch.randn(shape if z_shape == "full" else z_shape, device=device)
+    y = call(left)(x, factors, alpha=3.0, beta=0.5, z=z)
+    assert_same(y, (0.5 * z).expand(shape))
+    assert y.data_ptr() != z.data_ptr() or y.numel() == 0
+
+
+# ---- alpha, beta, z ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha, beta", [(1.0, 1.0), (-2.5, 0.0), (0.5, -3.0), (0.0, 2.0), (3, 1)])
+@pytest.mark.parametrize("case", FEW, ids=ids)
+@SIDES
+def test_scalars(
+    case: Case, alpha: float, beta: float, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    x, factors = problem(case, torch.float32, device, generator, left=left)
+    z = torch.randn(expected(x, factors, left=left).shape, device=device)
+    kept = z.clone()
+    y = call(left)(x, factors, alpha=alpha, beta=beta, z=z)
+    assert_near(y, expected(x, factors, left=left, alpha=alpha, beta=beta, z=z))
+    assert_same(z, kept)
+
+
+# How z is made from the result's shape [3, 2, 5, 24].
+Z_FORMS: dict[str, Callable[..., Tensor]] = {
+    "one": lambda shape, **o: torch.randn(1, **o),
+    "zero_dim": lambda shape, **o: torch.randn((), **o),
+    "row": lambda shape, **o: torch.randn(shape[-1], **o),
+    "row_matrix": lambda shape, **o: torch.randn(1, shape[-1], **o),
+    "column": lambda shape, **o: torch.randn(shape[-2], 1, **o),
+    "batch": lambda shape, **o: torch.randn(shape[0], 1, 1, 1, **o),
+    "inner_batch": lambda shape, **o: torch.randn(shape[1], *shape[2:], **o),
+    "full": lambda shape, **o: torch.randn(shape, **o),
+    "transposed": lambda shape, **o: torch.randn(*shape[:-2], shape[-1], shape[-2], **o).mT,
+    "strided": lambda shape, **o: torch.randn(*shape[:-1], 2 * shape[-1], **o)[..., ::2],
+    "expanded": lambda shape, **o: torch.randn(shape[-2], 1, **o).expand(shape),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=ids)
+@pytest.mark.parametrize("form", Z_FORMS)
+@SIDES
+def test_z_broadcasts(form: str, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (3, 1), (2,)), dtype, device, generator, left=left)
+    shape = call(left)(x, factors).shape
+    z = Z_FORMS[form](shape, device=device, dtype=dtype)
+    assert_near(call(left)(x, factors, alpha=0.5, beta=2.0, z=z), expected(x, factors, left=left, alpha=0.5, beta=2.0, z=z))
+
+
+@SIDES
+def test_scalar_tensors(left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """0-dimensional tensors as alpha and beta give what numbers give, in the operands' dtype."""
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator, left=left)
+    z = torch.randn(3, device=device) if left else torch.randn(16, device=device)
+    wanted = expected(x, factors, left=left, alpha=0.3, beta=-2.0, z=z)
+    for dtype in (torch.float32, torch.float64):
+        alpha, beta = torch.tensor(0.3, dtype=dtype, device=device), torch.tensor(-2.0, dtype=dtype, device=device)
+        y = call(left)(x, factors, alpha=alpha, beta=beta, z=z)
+        assert y.dtype == torch.float32
+        assert_near(y, wanted)
+
+
+@pytest.mark.parametrize("case", FEW, ids=ids)
+def test_fastkron_call_forms(case: Case, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for left in (False, True):
+        x, factors = problem(case, torch.float32, device, generator, left=left)
+        plain = call(left)(x, factors)
+        y = torch.randn_like(plain)
+        full = call(left)(x, factors, alpha=2.0, beta=0.5, z=y)
+        assert_same(gekmm(factors, x) if left else gemkm(x, factors), plain)
+        assert_same(gekmm(factors, x, 2.0, 0.5, y) if left else gemkm(x, factors, 2.0, 0.5, y), full)
+        assert_same(gekmm(tuple(factors), x, alpha=3.0) if left else gemkm(x, tuple(factors), alpha=3.0), call(left)(x, factors, alpha=3.0))
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+# Other strides for the same numbers.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "strided_columns": lambda t: torch.stack([t, torch.full_like(t, math.nan)], -1).flatten(-2)[..., ::2],
+    "strided_rows": lambda t: torch.stack([t, torch.full_like(t, math.nan)], -2).flatten(-3, -2)[..., ::2, :],
+    "offset": lambda t: torch.cat([torch.full_like(t[..., :1], math.nan), t], -1)[..., 1:],
+    "permuted_batch": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    "both_batches_last": lambda t: t.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1),
+    "negated_view": lambda t: torch._neg_view(t.neg()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "factors", "both"])
+@SIDES
+def test_layouts(which: str, layout: str, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (2, 3), (2, 3)), torch.float32, device, generator, left=left)
+    wanted = expected(x, factors, left=left)
+    change = LAYOUTS[layout]
+    if which != "factors":
+        x = change(x)
+    if which != "x":
+        factors = [change(f) for f in factors]
+    assert_near(call(left)(x, factors), wanted)
+
+
+@SIDES
+def test_expanded(left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Strides of 0: over batches, and over every dimension of a constant matrix."""
+    x, factors = problem(Case(5, ((4, 3), (2, 5))), torch.float32, device, generator, left=left)
+    wanted = expected(x, factors, left=left)
+    spread = [t.expand(3, 2, *t.shape) for t in (x, *factors)]
+    assert_near(call(left)(spread[0], spread[1:]), wanted.expand(3, 2, *wanted.shape))
+    assert_near(call(left)(spread[0], factors), wanted.expand(3, 2, *wanted.shape))
+    assert_near(call(left)(x, [factors[0], spread[2]]), wanted.expand(3, 2, *wanted.shape))
+    ones = torch.ones((), device=device)
+    constant = [ones.expand(t.shape) for t in (x, *factors)]
+    assert_near(call(left)(constant[0], constant[1:]), expected(constant[0], constant[1:], left=left))
+
+
+@SIDES
+def test_parameters(left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """nn.Parameter and ParameterList factors, and leading batch dimensions of size 1."""
+    x, factors = problem(Case(3, ((4, 3), (2, 5))), torch.float32, device, generator, left=left)
+    wanted = expected(x, factors, left=left)
+    parameters = torch.nn.ParameterList(factors)
+    y = call(left)(x, list(parameters))
+    assert y.requires_grad
+    assert_near(y, wanted)
+    assert_near(call(left)(x, tuple(parameters)), wanted)
+    assert_near(call(left)(x[None, None], [p[None] for p in parameters]), wanted[None, None])
+
+
+def test_arguments_are_kept(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Nothing is written into an argument, and the result shares memory with none (not even for 1 x 1 factors)."""
+    for case in (power(3, 1, 1, 1), power(3, 1, 1, 3), power(3, 4, 4, 2)):
+        x, factors = problem(case, torch.float32, device, generator)
+        z = torch.randn(3, x.shape[-1], device=device)
+        before = [t.clone() for t in (x, *factors, z)]
+        y = kron_matmul(x, factors, beta=1.0, z=z)
+        pointers = {t.untyped_storage().data_ptr() for t in (x, *factors, z)}
+        assert y.untyped_storage().data_ptr() not in pointers
+        assert kron_matmul(x, factors).untyped_storage().data_ptr() not in pointers
+        for t, kept in zip((x, *factors, z), before, strict=True):
+            assert_same(t, kept)
+
+
+# ---- NaN, Inf, range -----------------------------------------------------------------------------
+
+
+@NONFINITE
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("where", ["x", "first", "last", "z"])
+@pytest.mark.parametrize("dtype", REAL, ids=ids)
+@SIDES
+def test_nonfinite(
+    value: float, where: str, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """NaN and Inf come out where the dense product has them: not in rows beside, not in padding, not lost in a 0 * x.
+
+    Entries are powers of two and one of a kind of sign, so that no Inf meets an opposite one and no zero.
+    """
+    x, factors = problem(Case(5, ((4, 3), (3, 5))), dtype, device, generator, left=left)
+    z = torch.ones((15, 5) if left else (5, 15), dtype=dtype, device=device)
+    x.fill_(0.5)
+    for f in factors:
+        f.fill_(2.0)
+    place = {"x": x, "first": factors[0], "last": factors[1], "z": z}[where]
+    place[1, 2] = value
+    y = call(left)(x, factors, beta=1.0, z=z)
+    dense = reference.kron_dense([f.double() for f in factors])
+    wanted = (dense @ x.double() if left else x.double() @ dense) + z.double()
+    assert 0 < int(wanted.isfinite().sum()) < wanted.numel() or where == "first"
+    assert_same(y, wanted.to(dtype))
+
+
+@NONFINITE
+def test_zero_times_infinity(backend_name: str, device: torch.device) -> None:
+    """A zero in a factor does not hide an Inf or NaN of x, as it would if zeros were skipped."""
+    x = torch.ones(2, 6, device=device)
+    x[0, 3] = math.inf
+    factors = [torch.zeros(2, 2, device=device), torch.zeros(3, 2, device=device)]
+    y = kron_matmul(x, factors)
+    assert y[0].isnan().all() and (y[1] == 0).all()
+
+
+@NONFINITE
+def test_one_infinity_per_mode(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Random entries and an Inf in x: the row of the dense product it meets is +-Inf by the signs of the factors."""
+    x, factors = problem(power(3, 4, 4, 3), torch.float32, device, generator)
+    x[1, 21] = math.inf
+    y = kron_matmul(x, factors)
+    dense = reference.kron_dense(factors)
+    assert (y[1] == math.inf * dense[21].sign()).all()
+    assert y[[0, 2]].isfinite().all()
+
+
+def test_beta_zero_ignores_z(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """As in BLAS: with beta 0, z is not read, NaN or not."""
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+    z = torch.full((3, 16), math.nan, device=device)
+    assert_same(kron_matmul(x, factors, beta=0.0, z=z), kron_matmul(x, factors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=ids)
+def test_half_types_accumulate_in_float32(dtype: torch.dtype, backend_name: str, device: torch.device) -> None:
+    """A sum whose running value needs more bits than the type has: 1 added 2^12 times, where float16 sticks at 2^11."""
+    x = torch.ones(2, 4096, dtype=dtype, device=device)
+    factor = torch.ones(4096, 2, dtype=dtype, device=device)
+    assert_same(kron_matmul(x, [factor]), torch.full((2, 2), 4096.0, dtype=dtype, device=device))
+
+
+# ---- precision and repeatability -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "highest", "high", "medium"])
+def test_precision(precision: str | None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(power(17, 16, 16, 2), torch.float32, device, generator)
+    y = kron_matmul(x, factors, precision=precision)
+    # TF32 keeps 11 bits of each operand: errors like those of float16 inputs.
+    limit = TOLERANCES[torch.float32] if precision in (None, "highest") else TOLERANCES[torch.float16]
+    assert relative_error(y, expected(x, factors)) <= limit
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=ids)
+@pytest.mark.parametrize("case", FEW, ids=ids)
+def test_same_bits_twice(case: Case, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(case, dtype, device, generator)
+    x.requires_grad_()
+    [f.requires_grad_() for f in factors]
+    runs = []
+    for _ in range(2):
+        y = kron_matmul(x, factors)
+        runs.append([y, *torch.autograd.grad(y.square().sum(), [x, *factors])])
+    for first, second in zip(*runs, strict=True):
+        assert_same(first, second)
+
+
+# ---- the comparison can fail ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=ids)
+def test_negative_controls(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """`assert_near` passes on the right result and fails on each of these wrong ones."""
+    x, factors = problem(power(16, 8, 8, 3), dtype, device, generator)
+    wanted = expected(x, factors)
+    good = wanted.to(dtype)
+    assert_near(good, wanted)
+
+    def changed(place: tuple[int, int], value: float) -> Tensor:
+        y = good.clone()
+        y[place] = value
+        return y
+
+    tolerance = TOLERANCES[dtype]
+    other = torch.randn(good.shape, dtype=torch.float64, device=device)
+    wrong = {
+        "swapped factors": expected(x, factors[::-1]).to(dtype),
+        "transposed factor": expected(x, [factors[0].mT, *factors[1:]]).to(dtype),
+        "unwritten element": changed((3, 77), math.nan),
+        "element at zero": changed((3, 77), 0.0),
+        "last element at zero": changed((15, 511), 0.0),
+        "infinite element": changed((0, 0), math.inf),
+        "row beside": good.roll(1, 0),
+        "noise of four tolerances": wanted.add(other, alpha=4 * tolerance).to(torch.float64 if dtype == torch.float64 else dtype),
+        "one row short": good[:-1],
+    }
+    for name, y in wrong.items():
+        with pytest.raises(AssertionError):
+            assert_near(y, wanted)
+            pytest.fail(f"{name} passed", pytrace=False)
+
+
+def test_negative_control_of_exactness(device: torch.device, generator: torch.Generator) -> None:
+    """Integer cases tell a result off by one unit in one place, and draw enough nonzeros for that to mean something."""
+    x, factors = problem(power(17, 16, 16, 2), torch.float16, device, generator, integers=True)
+    wanted = expected(x, factors).to(torch.float16)
+    assert float((wanted != 0).float().mean()) > 0.5
+    y = wanted.clone()
+    y[16, 255] += 1
+    with pytest.raises(AssertionError):
+        assert_same(y, wanted)
+
+
+def test_left_is_the_transpose_of_right(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (2,), ()), torch.float32, device, generator)
+    assert_near(kron_matmul_left([f.mT for f in factors], x.mT), expected(x, factors).mT)
