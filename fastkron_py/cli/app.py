@@ -1,0 +1,121 @@
+"""The commands of ``python -m fastkron_py``."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastkron_py.cli.demo import Check, Cost, Demo, photograph
+from fastkron_py.cli.environment import report
+from fastkron_py.cli.text import bytes_text, seconds_text
+
+app = typer.Typer(help="Kronecker products, fast.", no_args_is_help=True, add_completion=False)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show versions, devices, and which backend multiplies where, and why."""
+    found = report()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    console = Console()
+    console.print(_table("Versions", ["package", "version"], [[k, v or "not installed"] for k, v in found["versions"].items()]))
+    rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0)] for d in found["devices"]]
+    console.print(_table("Devices", ["device", "name", "capability", "memory"], rows))
+    backend = found["backend"]
+    rows = [[c["device"], c["dtype"], c["backend"], c["why"]] for c in backend["auto"]]
+    console.print(_table(f'What backend "auto" takes (in force: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows))
+    console.print(_table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.png"),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    image: Annotated[str, typer.Option(help="A picture inside scikit-image, or a path.")] = "chelsea.png",
+    size: Annotated[int, typer.Option(min=0, help="Crop to this many pixels a side; 0: the whole picture.")] = 0,
+) -> None:
+    """Blur, compress and transform a photograph with Kronecker products, check them against SciPy, draw the results."""
+    console = Console()
+    missing = [name for name in ("scipy", "matplotlib", "skimage") if find_spec(name) is None]
+    if missing:
+        _fail(console, f"the demo needs {', '.join(missing)}: pip install 'fastkron_py\\[demo]'")
+    try:
+        work = Demo(photograph(image, size), _device(device))
+    except (ValueError, RuntimeError) as error:
+        _fail(console, str(error))
+    height, width, _ = work.image.shape
+    console.print(f"[bold]{image}[/bold], {height} x {width} pixels, on {_device_name(work.device)}")
+    _run(console, work, out)
+
+    console.print(_table("Checks", ["result", "against", "relative error", "limit", ""], [_check_row(c) for c in work.checks]))
+    console.print(_table("Blur of 3 channels, float32", ["pixels", "method", "time", "memory"], [_cost_row(c) for c in work.costs]))
+    console.print("Memory is the operator's and the most that a call holds at once, its result included.", style="dim")
+    console.print(f"Picture: {out}", soft_wrap=True)
+    failed = [c.what for c in work.checks if not c.ok]
+    if failed:
+        _fail(console, f"wrong: {', '.join(failed)}")
+
+
+def _run(console: Console, work: Demo, out: Path) -> None:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        steps = list(work.steps())
+        task = progress.add_task("", total=len(steps) + 1)
+        for description, step in steps:
+            progress.update(task, description=description)
+            step()
+            progress.advance(task)
+        progress.update(task, description="Drawing")
+        from fastkron_py.cli.picture import draw
+
+        draw(work, out)
+        progress.update(task, description="Done", advance=1)
+
+
+def _fail(console: Console, message: str) -> Any:
+    console.print(f"[bold red]{message}[/bold red]")
+    raise typer.Exit(1)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    torch.empty(0, device=device)  # an absent device is refused here, by torch's own message
+    return device
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads of {os.cpu_count()}"
+
+
+def _check_row(check: Check) -> list[str]:
+    verdict = "[green]ok[/green]" if check.ok else "[bold red]WRONG[/bold red]"
+    return [check.what, check.against, f"{check.error:.1e}", f"{check.limit:.0e}", verdict]
+
+
+def _cost_row(cost: Cost) -> list[str]:
+    time = "not built" if cost.seconds is None else seconds_text(cost.seconds)
+    return [f"{cost.height} x {cost.width}", cost.method, time, bytes_text(cost.memory_bytes)]
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,228 @@
+"""The demo's arithmetic: a photograph blurred, compressed and transformed by Kronecker products, checked against SciPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastkron_py import kron_matmul, kron_matmul_left
+from fastkron_py.cli.measure import best_seconds, peak_bytes
+from fastkron_py.errors import value_error
+
+SIGMA: Final = 4.0  # of the blur, in pixels
+KEEP: Final = 0.05  # share of the DCT coefficients that compression keeps
+PATCH: Final = 64  # side of the patch on which the dense product is affordable
+FLOAT64_LIMIT: Final = 1e-12  # relative errors against SciPy in float64; rounding alone stays below 1e-14
+FLOAT32_LIMIT: Final = 1e-6
+
+Array = NDArray[np.float64]
+Method = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A result compared with a reference that knows no Kronecker products."""
+
+    what: str
+    against: str
+    error: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within its limit; NaN is not."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time and memory of one method on one size; None where it was not run."""
+
+    method: str
+    height: int
+    width: int
+    seconds: float | None
+    memory_bytes: int
+
+
+@dataclass
+class Demo:
+    """Pictures ``[H, W, 3]``, spectra ``[H, W]``, checks and costs, filled in step by step."""
+
+    image: Array
+    device: torch.device
+    blurred: Array = field(init=False)
+    compressed: Array = field(init=False)
+    dct: Array = field(init=False)
+    walsh: Array = field(init=False)
+    checks: list[Check] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+    def steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Each step with its description, in order."""
+        yield "Gaussian blur, B_h (x) B_w", self.blur
+        yield "DCT compression, D_h (x) D_w and back", self.compress
+        yield "Walsh-Hadamard transform, factors of 2 x 2", self.walsh_hadamard
+        yield f"Time and memory on {PATCH} x {PATCH}", lambda: self.compare(PATCH, PATCH)
+        yield "Time and memory on the whole picture", lambda: self.compare(*self.image.shape[:2])
+
+    def blur(self) -> None:
+        """Blur with the channels as rows: ``x [3, H*W] @ (B_h (x) B_w)^T``."""
+        from scipy import ndimage
+
+        height, width, channels = self.image.shape
+        factors = [self._to_device(blur_matrix(n, SIGMA).T) for n in (height, width)]
+        x = self._to_device(self.image.transpose(2, 0, 1).reshape(channels, -1))
+        expected = ndimage.gaussian_filter(self.image, SIGMA, mode="reflect", axes=(0, 1))
+        for dtype, limit in ((torch.float32, FLOAT32_LIMIT), (torch.float64, FLOAT64_LIMIT)):
+            y = kron_matmul(x.to(dtype), [f.to(dtype) for f in factors])
+            self.blurred = _to_numpy(y).reshape(channels, height, width).transpose(1, 2, 0)
+            self._check(f"blur, {_name(dtype)}", "scipy.ndimage.gaussian_filter", self.blurred, expected, limit)
+
+    def compress(self) -> None:
+        """Keep the largest coefficients of ``(D_h (x) D_w) @ x [H*W, 3]``, and go back with transposed factors."""
+        from scipy import fft
+
+        height, width, channels = self.image.shape
+        factors = [self._to_device(dct_matrix(n)) for n in (height, width)]
+        coefficients = kron_matmul_left(factors, self._to_device(self.image.reshape(-1, channels)))
+        spectrum = _to_numpy(coefficients).reshape(self.image.shape)
+        expected = fft.dctn(self.image, type=2, norm="ortho", axes=(0, 1))
+        self._check("DCT-II, float64", "scipy.fft.dctn", spectrum, expected, FLOAT64_LIMIT)
+
+        count = math.ceil(KEEP * coefficients.numel())
+        threshold = coefficients.abs().flatten().topk(count).values[-1]
+        kept = torch.where(coefficients.abs() >= threshold, coefficients, 0)
+        self.compressed = _to_numpy(kron_matmul_left([f.mT for f in factors], kept)).reshape(self.image.shape)
+        expected = fft.idctn(_to_numpy(kept).reshape(self.image.shape), type=2, norm="ortho", axes=(0, 1))
+        self._check("inverse DCT, float64", "scipy.fft.idctn", self.compressed, expected, FLOAT64_LIMIT)
+        self.dct = np.abs(spectrum).mean(axis=2)
+
+    def walsh_hadamard(self) -> None:
+        """Transform the largest crop with sides 2^k by as many factors [[1, 1], [1, -1]] as its sides have bits."""
+        from scipy.linalg import hadamard
+
+        butterfly = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device=self.device)
+        bits = min(5, *(n.bit_length() - 1 for n in self.image.shape[:2]))
+        patch = self._crop(bits, bits).reshape(-1, self.image.shape[2])
+        y = kron_matmul_left([butterfly] * (2 * bits), self._to_device(patch))
+        self._check(f"{2 * bits} factors, float64", "scipy.linalg.hadamard", _to_numpy(y), hadamard(4**bits) @ patch, FLOAT64_LIMIT)
+
+        high, wide = (n.bit_length() - 1 for n in self.image.shape[:2])
+        crop = self._crop(high, wide)
+        x = self._to_device(crop.reshape(-1, self.image.shape[2]))
+        spectrum = kron_matmul_left([butterfly] * (high + wide), x)
+        back = kron_matmul_left([butterfly] * (high + wide), spectrum) / x.shape[0]
+        self._check(f"{high + wide} factors, twice", "the picture itself", _to_numpy(back), crop.reshape(x.shape), FLOAT64_LIMIT)
+        self.walsh = _sequency(np.abs(_to_numpy(spectrum)).mean(axis=1).reshape(crop.shape[:2]))
+
+    def compare(self, height: int, width: int) -> None:
+        """Blur ``[3, height*width]`` in float32 by each method; the dense product only where it is a patch."""
+        size = 4 * (height * width) ** 2
+        x = torch.rand(self.image.shape[2], height * width, device=self.device)
+        factors = [self._to_device(blur_matrix(n, SIGMA).T).float() for n in (height, width)]
+        held = sum(4 * f.numel() for f in factors)
+        if height * width <= PATCH * PATCH:
+            dense = torch.kron(*factors)
+            self._cost("dense", height, width, lambda: x @ dense, size)
+        else:
+            self.costs.append(Cost("dense", height, width, None, size))
+        self._cost("loop", height, width, lambda: matmul_transpose_loop(x, factors), held)
+        self._cost("fastkron_py", height, width, lambda: kron_matmul(x, factors), held)
+
+    def _cost(self, method: str, height: int, width: int, call: Callable[[], Tensor], held: int) -> None:
+        seconds = best_seconds(call, self.device)
+        self.costs.append(Cost(method, height, width, seconds, held + peak_bytes(call, self.device)))
+
+    def _crop(self, high_bits: int, wide_bits: int) -> Array:
+        """The central crop with these powers of two as its sides."""
+        high, wide = 2**high_bits, 2**wide_bits
+        top, left = (self.image.shape[0] - high) // 2, (self.image.shape[1] - wide) // 2
+        return self.image[top : top + high, left : left + wide]
+
+    def _check(self, what: str, against: str, got: Array, expected: Array, limit: float) -> None:
+        error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+        self.checks.append(Check(what, against, error, limit))
+
+    def _to_device(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _to_numpy(t: Tensor) -> Array:
+    return np.asarray(t.double().cpu())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def blur_matrix(n: int, sigma: float) -> Array:
+    """One-dimensional Gaussian blur as a matrix ``[n, n]``, the signal mirrored at its ends."""
+    radius = int(4 * sigma + 0.5)
+    offsets = np.arange(-radius, radius + 1)
+    weights = np.exp(-0.5 * (offsets / sigma) ** 2)
+    weights /= weights.sum()
+    position = (np.arange(n)[:, None] + offsets) % (2 * n)  # [n, taps] in the signal followed by its mirror image
+    matrix = np.zeros((n, n))
+    np.add.at(matrix, (np.arange(n)[:, None], np.minimum(position, 2 * n - 1 - position)), weights)
+    return matrix
+
+
+def dct_matrix(n: int) -> Array:
+    """The orthonormal DCT-II as a matrix ``[n, n]``: row k is the k-th cosine."""
+    k, i = np.arange(n)[:, None], np.arange(n)
+    quarter_turns = k * (2 * i + 1) % (4 * n)  # of n parts each; reduced as integers, which keeps cos exact to rounding
+    matrix: Array = np.sqrt(2 / n) * np.cos(np.pi / (2 * n) * quarter_turns)
+    matrix[0] /= np.sqrt(2)
+    return matrix
+
+
+def matmul_transpose_loop(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    """What one writes without a library: a matmul and a transposing copy for each factor. x ``[M, K]``."""
+    rows = x.shape[0]
+    for f in reversed(factors):
+        x = (x.reshape(-1, f.shape[0]) @ f).reshape(rows, -1, f.shape[1]).mT.reshape(rows, -1)
+    return x
+
+
+def _sequency(spectrum: Array) -> Array:
+    """Order a Walsh-Hadamard spectrum by sign changes along both axes, so that neighbours are alike."""
+    for axis in (0, 1):
+        bits = spectrum.shape[axis].bit_length() - 1
+        gray = [i ^ (i >> 1) for i in range(2**bits)]
+        order = [int(f"{g:0{bits}b}"[::-1], 2) if bits else 0 for g in gray]
+        spectrum = np.take(spectrum, order, axis=axis)
+    return spectrum
+
+
+def photograph(name: str, size: int = 0) -> Array:
+    """A colour picture ``[H, W, 3]`` in 0..1.
+
+    Args:
+        name: of a picture inside scikit-image's wheel, such as "chelsea.png", or a path.
+        size: crop to at most this many pixels a side, around the centre; 0 takes the whole picture.
+
+    Raises:
+        ValueError: there is no such picture.
+    """
+    from PIL import Image
+
+    inside: Any = files("skimage") / "data" / name
+    source = inside if inside.is_file() else Path(name)
+    if not source.is_file():
+        raise value_error("image", "a path, or a picture that ships with scikit-image, like chelsea.png", name)
+    with source.open("rb") as stream:
+        pixels: Array = np.asarray(Image.open(stream).convert("RGB"), dtype=np.float64) / 255
+    if size:
+        top, left = (max(0, (n - size) // 2) for n in pixels.shape[:2])
+        pixels = pixels[top : top + size, left : left + size]
+    return pixels

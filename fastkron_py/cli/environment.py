@@ -1,0 +1,108 @@
+"""What `info` tells: versions, devices, and which backend "auto" takes where, and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import fastkron_py
+from fastkron_py.functional.checks import DTYPES
+from fastkron_py.ops.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
+
+CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that tensors can live on."""
+
+    device: str
+    name: str
+    capability: str | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that "auto" takes for tensors of one dtype on one device."""
+
+    device: str
+    dtype: str
+    backend: str
+    why: str
+
+
+def installed(*distributions: str) -> str | None:
+    """Version of the first of these distributions that is installed. Nothing is imported."""
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of this library and of what it runs on; None where a package is not installed."""
+    return {
+        "fastkron_py": fastkron_py.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "numpy": installed("numpy"),
+        "array-api-compat": installed("array-api-compat"),
+        "cupy": installed(*CUPY_DISTRIBUTIONS),
+    }
+
+
+def _host_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return None
+
+
+def devices() -> list[Device]:
+    """The CPU, then every CUDA device."""
+    found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, _host_memory())]
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        found.append(Device(f"cuda:{i}", properties.name, f"{properties.major}.{properties.minor}", properties.total_memory))
+    return found
+
+
+def choice(device: str, dtype: torch.dtype) -> Choice:
+    """What "auto" takes for this dtype on this device."""
+    sample = torch.empty(1, dtype=dtype, device=device)
+    taken = choose_backend("auto", sample)
+    if taken == "triton":
+        why = "compiled kernels take this dtype on this device"
+    else:
+        why = triton_obstacle(sample) or 'Triton\'s interpreter is for tests: "auto" never takes it, backend("triton") does'
+    return Choice(device, str(dtype).removeprefix("torch."), taken, why)
+
+
+def caches() -> dict[str, str]:
+    """Where compiled kernels are kept."""
+    return {"triton": os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")}
+
+
+def report() -> dict[str, Any]:
+    """Everything that ``info`` shows, ready for JSON."""
+    found = devices()
+    return {
+        "versions": versions(),
+        "devices": [asdict(d) for d in found],
+        "backend": {
+            "requested": requested_backend(),
+            "triton_interpreter": is_interpreting(),
+            "auto": [asdict(choice(d.device, dtype)) for d in found for dtype in DTYPES],
+        },
+        "caches": caches(),
+    }

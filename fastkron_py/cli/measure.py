@@ -1,0 +1,62 @@
+"""Time and memory of a call, measured in this process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def best_seconds(call: Callable[[], Any], device: torch.device, budget: float = 0.5) -> float:
+    """The shortest time of a call, over as many calls as fit the budget, after one to warm up.
+
+    Whatever else runs on the machine can only make a call slower, so the shortest is the most repeatable.
+
+    Args:
+        call: what is timed.
+        device: waited for before the clock is read.
+        budget: seconds to spend; at least five calls are made.
+    """
+    call()
+    _wait(device)
+    best, calls, now = float("inf"), 0, time.perf_counter()
+    end = now + budget
+    while calls < 5 or now < end:
+        start = now
+        call()
+        _wait(device)
+        now = time.perf_counter()
+        best, calls = min(best, now - start), calls + 1
+    return best
+
+
+def peak_bytes(call: Callable[[], Tensor], device: torch.device) -> int:
+    """The most memory that a call holds at once beyond what was held before, its result included."""
+    call()
+    if device.type == "cuda":
+        _wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        _wait(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints where a progress display is drawn
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = call()
+    del result
+    # The profiler's tables add up allocations; only its raw events, in order of time, tell the peak.
+    events: list[Any] = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
