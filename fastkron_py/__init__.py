@@ -1,12 +1,29 @@
 """Multiply with Kronecker products, fast, without building them.
 
-``import fastkron_py`` imports torch and nothing else that is large; it does not touch a GPU.
+``import fastkron_py`` imports torch and nothing else that is large; it does not touch a GPU. The
+submodules ``distributed``, ``integrations``, ``nn``, ``reference`` and ``testing`` are imported on first use.
 """
 
-from fastkron_py import ops as _ops
+from typing import TYPE_CHECKING
+
 from fastkron_py.functional import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.ops.backend import backend, set_backend
 
 __version__ = "0.1.0"
 
 __all__ = ["KroneckerProduct", "backend", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left", "set_backend"]
+
+if TYPE_CHECKING:  # a type checker shall see these modules, and no others
+    from fastkron_py import distributed as distributed
+    from fastkron_py import integrations as integrations
+    from fastkron_py import nn as nn
+    from fastkron_py import reference as reference
+    from fastkron_py import testing as testing
+else:
+
+    def __getattr__(name):
+        if name in ("distributed", "integrations", "nn", "reference", "testing"):
+            from importlib import import_module
+
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
