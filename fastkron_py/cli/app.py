@@ -17,6 +17,7 @@ from rich.table import Table
 from fastkron_py.cli.demo import Check, Cost, Demo, photograph
 from fastkron_py.cli.environment import report
 from fastkron_py.cli.text import bytes_text, seconds_text
+from fastkron_py.errors import value_error
 
 app = typer.Typer(help="Kronecker products, fast.", no_args_is_help=True, add_completion=False)
 
@@ -92,7 +93,8 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    torch.empty(0, device=device)  # an absent device is refused here, by torch's own message
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise value_error("device", f"auto, cpu, or one of {torch.cuda.device_count()} CUDA devices", name)
     return device
 
 

@@ -1,0 +1,131 @@
+"""`python -m fastkron_py demo`: its matrices, its checks, its picture, and its exit code when a check is off."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import fft, ndimage
+from typer.testing import CliRunner
+
+from fastkron_py.cli import demo
+from fastkron_py.cli.app import app
+from fastkron_py.cli.measure import best_seconds, peak_bytes
+from fastkron_py.reference import kron_matmul as reference_kron_matmul
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+@pytest.mark.parametrize("sigma", [0.7, 4.0])
+@pytest.mark.parametrize("n", [1, 2, 7, 40])
+def test_blur_matrix_is_scipy_s_filter(n: int, sigma: float) -> None:
+    signal = np.random.default_rng(n).normal(size=n)
+    expected = ndimage.gaussian_filter1d(signal, sigma, mode="reflect")
+    np.testing.assert_allclose(demo.blur_matrix(n, sigma) @ signal, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 451])
+def test_dct_matrix_is_orthonormal_and_scipy_s(n: int) -> None:
+    matrix = demo.dct_matrix(n)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-13)
+    np.testing.assert_allclose(matrix, fft.dct(np.eye(n), norm="ortho", axis=0), atol=1e-13)
+
+
+def test_loop_is_the_product() -> None:
+    x = torch.randn(3, 24, dtype=torch.float64)
+    factors = [torch.randn(p, q, dtype=torch.float64) for p, q in ((2, 5), (4, 1), (3, 3))]
+    torch.testing.assert_close(demo.matmul_transpose_loop(x, factors), reference_kron_matmul(x, factors))
+
+
+def test_photograph_ships_with_scikit_image() -> None:
+    picture = demo.photograph("chelsea.png")
+    assert picture.shape == (300, 451, 3)
+    assert 0 <= picture.min() < 0.1
+    assert 0.9 < picture.max() <= 1
+    np.testing.assert_array_equal(demo.photograph("chelsea.png", 32), picture[134:166, 209:241])
+
+
+def test_photograph_from_a_path(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("L", (5, 4), 51).save(tmp_path / "grey.png")
+    np.testing.assert_array_equal(demo.photograph(str(tmp_path / "grey.png")), np.full((4, 5, 3), 0.2))
+
+
+def test_demo_writes_a_picture(runner: CliRunner, tmp_path: Path) -> None:
+    from PIL import Image
+
+    out = tmp_path / "new" / "demo.png"
+    result = runner.invoke(app, ["demo", "--out", str(out), "--size", "80", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "80 x 80 pixels, on cpu" in result.output
+    assert str(out) in result.output
+
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in result.output.splitlines() if line.startswith("│")]
+    checks = [row for row in rows if row[-1] == "ok"]
+    assert len(checks) == 6
+    for what, _, error, limit, _ in checks:
+        assert 0 <= float(error) <= float(limit) <= (1e-6 if "float32" in what else 1e-12), what
+
+    costs = {(size, method): (time, memory) for size, method, time, memory in (row for row in rows if len(row) == 4)}
+    assert len(costs) == 6
+    assert costs["64 x 64", "dense"][1].startswith("67.")  # (64^2)^2 float32 are 67.1 MB, and a little for the result
+    assert costs["80 x 80", "dense"] == ("not built", "164 MB")
+    assert all(memory.endswith("kB") for (_, method), (_, memory) in costs.items() if method != "dense")
+
+    with Image.open(out) as picture:
+        assert picture.size > (1000, 800)
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 500
+    assert out.stat().st_size > 100_000
+
+
+@pytest.mark.gpu
+def test_demo_on_a_gpu(runner: CliRunner, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png")])
+    assert result.exit_code == 0, result.output
+    assert torch.cuda.get_device_name(0) in result.output
+
+
+@pytest.mark.parametrize(("verb", "wrong"), [("kron_matmul", "blur"), ("kron_matmul_left", "DCT-II")])
+def test_a_wrong_result_fails_the_demo(runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, wrong: str) -> None:
+    right = getattr(demo, verb)
+    monkeypatch.setattr(demo, verb, lambda *args: right(*args) * (1 + 1e-5))
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), "--size", "64", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "WRONG" in result.output
+    assert re.search(rf"wrong: .*{wrong}", result.output)
+
+
+def test_nan_fails_a_check() -> None:
+    assert not demo.Check("", "", float("nan"), 1.0).ok
+    assert demo.Check("", "", 0.0, 1e-12).ok
+
+
+@pytest.mark.parametrize(("option", "value"), [("--image", "nonesuch.png"), ("--device", "nonesuch"), ("--device", "cuda:99")])
+def test_what_is_not_there_is_named(runner: CliRunner, tmp_path: Path, option: str, value: str) -> None:
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), option, value])
+    assert result.exit_code == 1
+    assert not (tmp_path / "demo.png").exists()
+    assert value in result.output
+
+
+def test_missing_packages_are_named(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastkron_py.cli.app.find_spec", lambda name: None)
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert "scipy, matplotlib, skimage: pip install 'fastkron_py[demo]'" in result.output
+
+
+def test_measures(device: torch.device) -> None:
+    x = torch.zeros(1000, 1000, device=device)
+    assert 0 < best_seconds(lambda: x + 1, device, budget=0.01) < 1
+    once, twice = peak_bytes(lambda: x + 1, device), peak_bytes(lambda: (x + 1) + 1, device)
+    assert once == pytest.approx(4e6, rel=0.1)
+    assert twice == pytest.approx(8e6, rel=0.1)

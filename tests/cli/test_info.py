@@ -1,0 +1,101 @@
+"""`python -m fastkron_py info`: text, JSON, and the reasons for a backend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fastkron_py
+from fastkron_py.cli.app import app
+from fastkron_py.cli.environment import choice, installed
+from fastkron_py.cli.text import bytes_text, seconds_text
+from fastkron_py.functional.checks import DTYPES
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+def test_info_as_text(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["info"])
+    assert result.exit_code == 0, result.output
+    for part in (
+        fastkron_py.__version__,
+        torch.__version__,
+        "Devices",
+        "cpu",
+        "bfloat16",
+        "complex128",
+        'What backend "auto" takes',
+        "Caches",
+    ):
+        assert part in result.output
+
+
+def test_info_as_json(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["info", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert set(found) == {"versions", "devices", "backend", "caches"}
+    assert found["versions"]["torch"] == torch.__version__
+    assert [d["device"] for d in found["devices"]] == ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    auto = found["backend"]["auto"]
+    assert len(auto) == len(found["devices"]) * len(DTYPES)
+    assert {c["backend"] for c in auto if c["device"] == "cpu"} == {"torch"}
+    assert all(c["why"] for c in auto)
+
+
+def test_info_follows_the_backend_in_force(runner: CliRunner) -> None:
+    with fastkron_py.backend("torch"):
+        assert json.loads(runner.invoke(app, ["info", "--json"]).output)["backend"]["requested"] == "torch"
+
+
+def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not among" in choice("cpu", torch.complex64).why
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "not cuda" in choice("cpu", torch.float32).why
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "interpreter" in choice("cpu", torch.float32).why
+
+
+@pytest.mark.gpu
+def test_reasons_on_a_gpu() -> None:
+    assert choice("cuda", torch.float32).backend == "triton"
+    assert choice("cuda", torch.complex64).backend == "torch"
+
+
+def test_info_initialises_no_triton() -> None:
+    code = "import sys; sys.argv = ['x', 'info', '--json']; from fastkron_py.cli.app import app\ntry:\n app()\nexcept SystemExit: pass\n"
+    code += "print('triton' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_installed_finds_the_first() -> None:
+    assert installed("no-such-distribution", "torch") == installed("torch")
+    assert installed("no-such-distribution") is None
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (73.2e9, "73.2 GB"), (5e12, "5 TB"), (5e15, "5e+03 TB")]
+)
+def test_bytes(count: float, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0125, "12.5 ms"), (3.1e-6, "3.1 us")])
+def test_seconds(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_no_command_shows_help(runner: CliRunner) -> None:
+    result = runner.invoke(app, [])
+    assert "demo" in result.output
+    assert "info" in result.output

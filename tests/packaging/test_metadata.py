@@ -1,0 +1,67 @@
+"""The package's metadata, its public names, and what must not stand in its files."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+import pytest
+
+import fastkron_py
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(fastkron_py.__file__).parent
+
+
+def test_version_is_the_distribution_s() -> None:
+    try:
+        installed = metadata("fastkron_py")["Version"]
+    except PackageNotFoundError:
+        pytest.skip("fastkron_py is on the path but not installed")
+    assert fastkron_py.__version__ == installed
+    assert re.fullmatch(r"\d+\.\d+\.\d+", installed)
+
+
+def test_every_room_is_installed() -> None:
+    rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
+    assert rooms == {"cli", "distributed", "functional", "integrations", "kernels", "nn", "ops", "tuning"}
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]) == {"gp", "mpi", "cupy", "vision", "llm", "bench", "demo", "docs", "test", "dev"}
+
+
+@pytest.mark.parametrize("name", fastkron_py.__all__)
+def test_public_names_are_described(name: str) -> None:
+    doc = inspect.getdoc(getattr(fastkron_py, name)) or ""
+    assert len(doc.splitlines()[0]) > 20
+    for section in ("Args:", "Raises:"):
+        assert re.search(rf"^{section}$", doc, re.MULTILINE), f"{name} has no {section}"
+
+
+@pytest.mark.parametrize("name", fastkron_py.__all__)
+def test_every_parameter_is_described(name: str) -> None:
+    public = getattr(fastkron_py, name)
+    doc = inspect.getdoc(public) or ""
+    described = doc.partition("Args:\n")[2]
+    missing = [p for p in inspect.signature(public).parameters if not re.search(rf"^ +\*?{p}\b.*:", described, re.MULTILINE)]
+    assert not missing
+
+
+def test_no_machine_path_in_any_file() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink() and path.suffix not in (".png", ".json"):
+            text = path.read_text()
+            found += [f"{name}: {m.group()}" for m in re.finditer(r"(?<![\w.])/(?:home|root|work|farm|opt|mnt|Users)/\w[\w./-]*", text)]
+    assert not found
