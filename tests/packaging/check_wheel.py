@@ -28,8 +28,10 @@ def run(*command: str | Path, cwd: Path) -> None:
 
 def check_contents(wheel: Path, sdist: Path) -> None:
     """The rooms lie inside the package, in both distributions, and nothing lies beside it."""
-    inside = zipfile.ZipFile(wheel).namelist()
-    packed = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        inside = archive.namelist()
+    with tarfile.open(sdist) as packed_archive:
+        packed = {name.partition("/")[2] for name in packed_archive.getnames()}
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "fastkron_py").rglob("*.py")}
     modules |= {
         f"fastkron_py/{p.relative_to(ROOT).as_posix()}" for room in ("distributed", "integrations") for p in (ROOT / room).rglob("*.py")
