@@ -11,17 +11,17 @@ from pathlib import Path
 # cuBLAS reads this when its handle is made; deterministic algorithms need it (see `poison`).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it is set before any test module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest  # noqa: E402
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files: shapes_list
 
-import fastkron_py  # noqa: E402
+import fastkron_py
 
 HAS_GPU = torch.cuda.is_available()
 if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:

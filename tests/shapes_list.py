@@ -128,23 +128,35 @@ INTERPRETED_ELEMENTS = 40_000
 
 
 def ids(value: Any) -> str | None:
-    """Parameter names: of cases, dtypes and functions."""
+    """Parameter names: of cases, dtypes, functions and tuples of names."""
     if isinstance(value, Case):
         return value.name
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, tuple) and all(isinstance(v, str) for v in value):
+        return "-".join(value) or "none"
     return getattr(value, "__name__", None)
 
 
-def on_backends(cases: Iterable[Case], limit: int = INTERPRETED_ELEMENTS) -> pytest.MarkDecorator:
-    """Parametrise over ``backend_name`` and ``case``; the largest cases are left out for interpreted Triton.
+def on_backends(cases: Iterable[Case], limit: int = INTERPRETED_ELEMENTS, factors: int = 64) -> pytest.MarkDecorator:
+    """Parametrise over ``backend_name`` and ``case``; the longest-running cases are left out for interpreted Triton.
 
-    Each case left out has a smaller twin of the same widths or the same number of factors in `CASES`.
+    Each case left out has a smaller twin of the same widths or the same kind in `CASES`.
+
+    Args:
+        cases: problems.
+        limit: most elements when interpreted.
+        factors: most factors when interpreted.
     """
-    cases = list(cases)
-    pairs = [("torch", case) for case in cases]
-    pairs += [("triton", case) for case in cases if not is_interpreting() or case.elements <= limit]
-    return pytest.mark.parametrize(("backend_name", "case"), pairs, indirect=["backend_name"], ids=ids)
+    few = [case for case in cases if case.elements <= limit and len(case.factors) <= factors]
+    return backend_pairs("case", cases, few)
+
+
+def backend_pairs(argument: str, values: Iterable[Any], interpreted: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise over ``backend_name`` and an argument, which for interpreted Triton takes fewer values."""
+    pairs = [("torch", value) for value in values]
+    pairs += [("triton", value) for value in (interpreted if is_interpreting() else values)]
+    return pytest.mark.parametrize(("backend_name", argument), pairs, indirect=["backend_name"], ids=ids)
 
 
 def problem(
