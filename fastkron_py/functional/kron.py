@@ -18,6 +18,7 @@ from fastkron_py.functional.checks import (
     check_tensors,
     factor_list,
 )
+from fastkron_py.ops import kron_matmul as operator
 from fastkron_py.ops.backend import requested_backend
 
 ArrayT = TypeVar("ArrayT")
@@ -160,7 +161,7 @@ def _multiply(
         z = None if z is None else z.expand(shape).unsqueeze(-1 if left else -2)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    op = torch.ops.fastkron.kron_matmul
+    op = operator.kron_matmul
     if isinstance(alpha, float | int) and isinstance(beta, float | int):
         y: Tensor = op(x, factors, z, float(alpha), float(beta), precision, backend, left)
     else:  # scalars with gradients, and complex ones

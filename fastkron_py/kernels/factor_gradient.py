@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.tiling import dot, load_slices, slice_index, slice_offsets
+from fastkron_py.kernels.tiling import dot, load_slices, slice_index, slice_mask, slice_offsets
 
 
 @triton.jit
@@ -26,6 +26,7 @@ def _factor_gradient_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -42,7 +43,7 @@ def _factor_gradient_kernel(
     for start in range(0, slices_per_split, BLOCK_S):
         first = split * slices_per_split + start
         sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = first + tl.arange(0, BLOCK_S) < num_slices
+        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
         u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P)
         v = load_slices(v_ptr + slice_offsets(v_strides, batch, sl, sj, sa), mask_s, first_q, v_strides[3], Q, BLOCK_Q)
         acc = dot(tl.trans(u.to(COMPUTE)), v.to(COMPUTE), acc, PRECISION)

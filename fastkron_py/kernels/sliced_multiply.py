@@ -7,7 +7,7 @@ functions ``finish(acc, alpha, beta, z_ptr, offsets, mask)``.
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.tiling import dot, load_factor, load_slices, scalar, slice_index, slice_offsets
+from fastkron_py.kernels.tiling import dot, load_factor, load_slices, scalar, slice_index, slice_mask, slice_offsets
 
 
 @triton.jit
@@ -55,6 +55,7 @@ def _sliced_multiply_fwd_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -71,7 +72,7 @@ def _sliced_multiply_fwd_kernel(
         batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
         first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
         sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = first + tl.arange(0, BLOCK_S) < num_slices
+        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_S, BLOCK_Q), ACC)
         if RESIDENT:
@@ -165,6 +166,7 @@ def _fused_multiply_fwd_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -182,7 +184,7 @@ def _fused_multiply_fwd_kernel(
         batch = (tile // blocks_s).to(tl.int64)
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
         sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = first + tl.arange(0, BLOCK_S) < num_slices
+        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         t = tl.load(x_rows[:, None] + p[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
         for k in tl.static_range(len(STEPS)):

@@ -18,13 +18,19 @@ def split_index(first, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED: tl
     """
     i = tl.arange(0, BLOCK)
     if ONE:
-        return first + i, tl.zeros((BLOCK,), tl.int64)
-    outer = first // size
-    inner = (first % size).to(size.dtype) + i
-    if ALIGNED:
-        return outer + tl.zeros((BLOCK,), tl.int64), inner.to(tl.int64)
+        outer = first + i
+        inner = tl.zeros((BLOCK,), tl.int64)
     else:
-        return outer + (inner // size).to(tl.int64), (inner % size).to(tl.int64)
+        outer = first // size + tl.zeros((BLOCK,), tl.int64)
+        inner = (first % size).to(size.dtype) + i
+        if not ALIGNED:
+            outer += (inner // size).to(tl.int64)
+            inner = inner % size
+        inner = inner.to(tl.int64)
+        if ALIGNED:
+            # Spelled out, since the compiler loses it over the division, and with it the wide loads and stores.
+            inner = tl.max_contiguous(tl.multiple_of(inner, BLOCK), BLOCK)
+    return outer, inner
 
 
 @triton.jit
@@ -32,17 +38,27 @@ def slice_index(first, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr,
     """(l, j, a) of slices ``first + [0, BLOCK_S)``, for s = (l * before + j) * after + a.
 
     HEAD: rows l and modes j before this one have strides of their own (else all is in l).
-    TAIL: something comes after this mode. ALIGNED: BLOCK_S divides what comes after it.
+    TAIL: something comes after this mode. ALIGNED: BLOCK_S divides what runs fastest, after or else before.
     """
     row, a = split_index(first, BLOCK_S, after, not TAIL, ALIGNED)
+    j = tl.zeros((BLOCK_S,), tl.int64)
     if HEAD:
-        if not TAIL:
-            row, j = split_index(first, BLOCK_S, before, False, False)
-            return row, j, a
+        if TAIL:
+            j = row % before
+            row = row // before
         else:
-            return row // before, row % before, a
+            row, j = split_index(first, BLOCK_S, before, False, ALIGNED)
+    return row, j, a
+
+
+@triton.jit
+def slice_mask(first, BLOCK_S: tl.constexpr, num_slices, EVEN: tl.constexpr):
+    """Which of slices ``first + [0, BLOCK_S)`` exist; EVEN: BLOCK_S divides num_slices, so all do."""
+    if EVEN:
+        mask = tl.full((BLOCK_S,), True, tl.int1)
     else:
-        return row, tl.zeros((BLOCK_S,), tl.int64), a
+        mask = first + tl.arange(0, BLOCK_S) < num_slices
+    return mask
 
 
 @triton.jit

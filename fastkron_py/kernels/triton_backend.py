@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kernels.sliced_multiply import (
@@ -22,12 +23,15 @@ from fastkron_py.kernels.sliced_multiply import (
     finish_plain,
     finish_scale,
 )
-from fastkron_py.tuning.launch import chain_config, gradient_config, single_config
+from fastkron_py.tuning.launch import chain_configs, gradient_config, single_configs
 from fastkron_py.tuning.plan import Launch, plan
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 # Programs to start on a device without multiprocessors: Triton's interpreter.
 _INTERPRETED_PROGRAMS: Final = 2
+
+
+_Strides = tuple[int, int, int, int, int]
 
 
 class _Arithmetic(NamedTuple):
@@ -84,17 +88,21 @@ def _mergeable(t: Tensor) -> Tensor:
 
 
 class _Modes(NamedTuple):
-    """An operand ``[B, L, before, mode, after]`` of which (before, mode, after) is linear in memory."""
+    """An operand ``[B, L, n, R]`` whose last two dimensions are one run of memory with a constant stride."""
 
     tensor: Tensor
     batch_stride: int
     row_stride: int
-    unit: int  # stride of after's last element
+    unit: int  # stride of neighbours within a row
 
-    def strides(self, mode: int, after: int, merged: bool) -> tuple[int, int, int, int, int]:
-        """(batch, l, j, mode, after); with merged l counts (row, before) pairs."""
+    def in_place(self, mode: int, after: int, merged: bool) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, before, mode, after]``; merged: l counts rows and modes before."""
         step = mode * after * self.unit
         return (self.batch_stride, step if merged else self.row_stride, 0 if merged else step, after * self.unit, self.unit)
+
+    def turned(self, others: int) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, mode, others]``, where j counts the others."""
+        return (self.batch_stride, self.row_stride, self.unit, others * self.unit, 0)
 
 
 def _modes(t: Tensor) -> _Modes:
@@ -118,33 +126,40 @@ def _run(
     y: _Modes,
     z: _Modes | None,
     shape: tuple[int, int, int, int],
+    turn: bool,
     alpha: float,
     beta: float,
     precision: str | None,
 ) -> None:
-    """Carry out one launch. shape: (B, L, before, after) around its modes."""
+    """Carry out one launch.
+
+    shape: (B, L, before, after) around its modes. turn: the modes, which are the last ones, become the first.
+    """
     groups, rows, before, after = shape
-    operands = (x, y) if z is None else (x, y, z)
-    sizes = (launch.p, launch.q, launch.q)
-    merged = before == 1 or all(m.row_stride == before * size * after * m.unit for m, size in zip(operands, sizes, strict=False))
-    if before == 1:
-        merged = False  # l alone counts rows, with the operand's own stride
-    num_slices = rows * before * after
-    chain = len(launch.steps) > 1
-    mine = factors[launch.start : launch.stop]
-    exact = not chain and len(mine) == 1
-    compute, acc, dot_precision = _arithmetic(x.tensor.dtype, precision, exact)
     finish = finish_axpby if z is not None else finish_plain if alpha == 1 else finish_scale
     z = y if z is None else z
+    if turn:
+        merged = False
+        x_strides, y_strides, z_strides = x.in_place(launch.p, 1, False), y.turned(before), z.turned(before)
+    else:
+        pairs = ((x, launch.p), (y, launch.q), (z, launch.q))
+        merged = before > 1 and all(m.row_stride == before * size * after * m.unit for m, size in pairs)
+        x_strides = x.in_place(launch.p, after, merged)
+        y_strides, z_strides = y.in_place(launch.q, after, merged), z.in_place(launch.q, after, merged)
+    num_slices = rows * before * after
+    fastest = after if after != 1 else before
+    chain = len(launch.steps) > 1
+    mine = factors[launch.start : launch.stop]
+    compute, acc, dot_precision = _arithmetic(x.tensor.dtype, precision, not chain and len(mine) == 1)
     common = {
         "x_ptr": x.tensor,
         "factor_ptrs": tuple(mine),
         "z_ptr": z.tensor,
         "y_ptr": y.tensor,
-        "x_strides": x.strides(launch.p, after, merged),
+        "x_strides": x_strides,
         "factor_strides": tuple((f.stride(0) if groups > 1 else 0, f.stride(1), f.stride(2)) for f in mine),
-        "z_strides": z.strides(launch.q, after, merged),
-        "y_strides": y.strides(launch.q, after, merged),
+        "z_strides": z_strides,
+        "y_strides": y_strides,
         "alpha": _bits(alpha),
         "beta": _bits(beta),
         "num_slices": num_slices,
@@ -161,44 +176,54 @@ def _run(
     itemsize = x.tensor.element_size()
     programs = _multiprocessors(x.tensor.device)
     if chain:
-        config = chain_config(launch, itemsize, num_slices, after)
-        num_tiles = groups * math.ceil(num_slices / config.block_s)
-        steps, rest = [], math.prod(s.p_pad for s in launch.steps)
-        for s in reversed(launch.steps):
-            rest //= s.p_pad
-            steps.append((s.start - launch.start, s.stop - launch.start, s.p, s.p_pad, s.q_pad, rest))
-            rest *= s.q_pad
-        _fused_multiply_fwd_kernel[(min(num_tiles, programs * config.programs_per_sm),)](
-            **common,
-            num_tiles=num_tiles,
-            STEPS=tuple(steps),
-            P_SIZES=tuple(s.p for s in launch.steps),
-            P_PADS=tuple(s.p_pad for s in launch.steps),
-            P_TOTAL=math.prod(s.p_pad for s in launch.steps),
-            Q_SIZES=tuple(s.q for s in launch.steps),
-            Q_PADS=tuple(s.q_pad for s in launch.steps),
-            Q_TOTAL=math.prod(s.q_pad for s in launch.steps),
-            BLOCK_S=config.block_s,
-            ALIGNED=after % config.block_s == 0,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-        return
-    single = single_config(launch.p, launch.q, itemsize, num_slices)
-    num_tiles = groups * math.ceil(num_slices / single.block_s) * math.ceil(launch.q / single.block_q)
-    _sliced_multiply_fwd_kernel[(min(num_tiles, programs * single.programs_per_sm),)](
-        **common,
-        num_tiles=num_tiles,
-        P=launch.p,
-        Q=launch.q,
-        BLOCK_S=single.block_s,
-        BLOCK_P=single.block_p,
-        BLOCK_Q=single.block_q,
-        RESIDENT=groups == 1 and launch.p <= single.block_p and launch.q <= single.block_q,
-        ALIGNED=after % single.block_s == 0,
-        num_warps=single.num_warps,
-        num_stages=single.num_stages,
-    )
+        for config in chain_configs(launch, itemsize, num_slices, fastest):
+            num_tiles = groups * math.ceil(num_slices / config.block_s)
+            steps, rest = [], math.prod(s.p_pad for s in launch.steps)
+            for s in reversed(launch.steps):
+                rest //= s.p_pad
+                steps.append((s.start - launch.start, s.stop - launch.start, s.p, s.p_pad, s.q_pad, rest))
+                rest *= s.q_pad
+            grid = (min(num_tiles, programs * config.programs_per_sm),)
+            constants = {
+                "STEPS": tuple(steps),
+                "P_SIZES": tuple(s.p for s in launch.steps),
+                "P_PADS": tuple(s.p_pad for s in launch.steps),
+                "P_TOTAL": math.prod(s.p_pad for s in launch.steps),
+                "Q_SIZES": tuple(s.q for s in launch.steps),
+                "Q_PADS": tuple(s.q_pad for s in launch.steps),
+                "Q_TOTAL": math.prod(s.q_pad for s in launch.steps),
+                "BLOCK_S": config.block_s,
+                "ALIGNED": fastest % config.block_s == 0,
+                "EVEN": num_slices % config.block_s == 0,
+            }
+            if _launched(_fused_multiply_fwd_kernel, grid, common, num_tiles, constants, config):
+                return
+    else:
+        for single in single_configs(launch.p, launch.q, itemsize, num_slices):
+            num_tiles = groups * math.ceil(num_slices / single.block_s) * math.ceil(launch.q / single.block_q)
+            grid = (min(num_tiles, programs * single.programs_per_sm),)
+            constants = {
+                "P": launch.p,
+                "Q": launch.q,
+                "BLOCK_S": single.block_s,
+                "BLOCK_P": single.block_p,
+                "BLOCK_Q": single.block_q,
+                "RESIDENT": groups == 1 and launch.p <= single.block_p and launch.q <= single.block_q,
+                "ALIGNED": fastest % single.block_s == 0,
+                "EVEN": num_slices % single.block_s == 0,
+            }
+            if _launched(_sliced_multiply_fwd_kernel, grid, common, num_tiles, constants, single):
+                return
+    raise RuntimeError(f"no launch configuration of a {launch.p} x {launch.q} step fits on {x.tensor.device}")
+
+
+def _launched(kernel: Any, grid: tuple[int], common: dict[str, Any], num_tiles: int, constants: dict[str, Any], config: Any) -> bool:
+    """Launch; False where the device has too little shared memory for this configuration."""
+    try:
+        kernel[grid](**common, num_tiles=num_tiles, **constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    except OutOfResources:
+        return False
+    return True
 
 
 def _carry_out(
@@ -211,13 +236,20 @@ def _carry_out(
     precision: str | None,
     sizes: list[int],
 ) -> Tensor:
-    """Run launches over x ``[B, L, K, R]``; sizes, the current width of each mode, is updated."""
+    """Run launches over x ``[B, L, K, R]``; sizes, the current width of each mode, is updated.
+
+    A run over all modes from last to first turns each launch's modes to the front, which reads whole runs of
+    memory and leaves them in order at the end; other runs multiply in place.
+    """
     groups, rows, _, columns = x.shape
+    turn = columns == 1 and _covers_backwards(launches, len(factors))
     current = _modes(_mergeable(x))
     for i, launch in enumerate(launches):
         before = math.prod(sizes[: launch.start])
         after = math.prod(sizes[launch.stop :]) * columns
-        y = torch.empty((groups, rows, before * launch.q * (after // columns), columns), dtype=x.dtype, device=x.device)
+        if turn:
+            before, after = before * after, 1
+        y = torch.empty((groups, rows, before * launch.q * after // columns, columns), dtype=x.dtype, device=x.device)
         final = i == len(launches) - 1
         _run(
             launch,
@@ -226,6 +258,7 @@ def _carry_out(
             _modes(y),
             _z_modes(z) if final and z is not None else None,
             (groups, rows, before, after),
+            turn and before > 1,
             alpha if final else 1.0,
             beta if final else 0.0,
             precision,
@@ -234,6 +267,15 @@ def _carry_out(
             sizes[s.start : s.stop] = [f.shape[2] for f in factors[s.start : s.stop]]
         current = _modes(y)
     return current.tensor
+
+
+def _covers_backwards(launches: Sequence[Launch], count: int) -> bool:
+    """Whether launches run through all of count factors from the last to the first."""
+    for launch in launches:
+        if launch.stop != count:
+            return False
+        count = launch.start
+    return count == 0
 
 
 def _plan_for(x: Tensor, factors: Sequence[Tensor]) -> tuple[Launch, ...]:
@@ -276,8 +318,8 @@ def _factor_gradient(
         um.tensor,
         vm.tensor,
         partial,
-        um.strides(p, after, merged),
-        vm.strides(q, after, merged),
+        um.in_place(p, after, merged),
+        vm.in_place(q, after, merged),
         num_slices,
         config.slices_per_split,
         groups,
@@ -291,6 +333,7 @@ def _factor_gradient(
         HEAD=not merged and before != 1,
         TAIL=after != 1,
         ALIGNED=after % config.block_s == 0,
+        EVEN=num_slices % config.block_s == 0,
         COMPUTE=compute,
         ACC=acc,
         PRECISION=dot_precision,

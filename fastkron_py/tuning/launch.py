@@ -47,28 +47,35 @@ class GradientConfig:
     num_stages: int
 
 
-def chain_config(launch: Launch, itemsize: int, num_slices: int, after: int) -> ChainConfig:
-    """The tile of a chain.
+def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int) -> tuple[ChainConfig, ...]:
+    """Tiles for a chain, the preferred one first, then what a device with less shared memory may take.
 
     Args:
         launch: its steps.
         itemsize: bytes of an element.
         num_slices: slices there are in all.
-        after: elements after the launch's modes; above 1 a tile holds at least a sector of them.
+        fastest: neighbours that consecutive slices have in memory, when stored.
     """
     width = launch.tile_width
-    block_s = max(1, CHAIN_TILE[itemsize] // width)
-    run = 1 if after == 1 else SECTOR_BYTES // itemsize
-    block_s = max(min(block_s, next_power_of_two(num_slices)), min(run, next_power_of_two(after)))
+    block_s = max(1, CHAIN_TILE[itemsize] // 2 // width)
+    run = min(SECTOR_BYTES // itemsize, next_power_of_two(fastest))
+    block_s = max(min(block_s, next_power_of_two(num_slices)), run)
     # Each step's product has block_s * rest rows: at least a dot's side.
     narrowest = min(width // max(s.p_pad, s.q_pad) for s in launch.steps)
-    block_s = max(block_s, math.ceil(DOT_SIDE / max(1, narrowest)))
-    tile = block_s * width
-    return ChainConfig(block_s, 8 if tile >= 8192 else 4, 2, 2)
+    least = math.ceil(DOT_SIDE / max(1, narrowest))
+    block_s = max(block_s, least)
+    warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
+    smaller = max(least, block_s // 2)
+    return (
+        ChainConfig(block_s, warps, 3 if warps == 4 else 2, 2),
+        ChainConfig(block_s, warps, 1, 1),
+        ChainConfig(smaller, 4, 1, 1),
+        ChainConfig(least, 4, 1, 1),
+    )
 
 
-def single_config(p: int, q: int, itemsize: int, num_slices: int) -> SingleConfig:
-    """Blocks of a single step p x q.
+def single_configs(p: int, q: int, itemsize: int, num_slices: int) -> tuple[SingleConfig, ...]:
+    """Blocks for a single step p x q, the preferred ones first, then what a device with less shared memory may take.
 
     Args:
         p: rows of the (multiplied-out) factor.
@@ -78,14 +85,23 @@ def single_config(p: int, q: int, itemsize: int, num_slices: int) -> SingleConfi
     """
     block_p, block_q = padded(p), padded(q)
     slices = max(DOT_SIDE, next_power_of_two(num_slices))
-    if max(block_p, block_q) <= 64:
-        elements = 8192 if itemsize < 8 else 4096
-        block_s = max(DOT_SIDE, min(128, slices, elements // max(block_p, block_q)))
-        return SingleConfig(block_s, block_p, block_q, 4, 3, 3)
-    block_p = min(block_p, 32 if itemsize >= 4 else 64)
-    block_q = min(block_q, 128 if itemsize < 8 else 64)
-    block_s = min(128 if itemsize < 8 else 64, slices)
-    return SingleConfig(block_s, block_p, block_q, 8 if block_s * block_q >= 16384 else 4, 3, 2)
+    block_s = min(128, slices)
+    spare = SingleConfig(min(32, slices), min(block_p, 32), min(block_q, 32), 4, 1, 2)
+    widest = max(block_p, block_q)
+    if widest <= 64:
+        warps, programs = (4, 3) if itemsize == 2 else (8, 2)
+        return (
+            SingleConfig(block_s, block_p, block_q, warps, 3, programs),
+            SingleConfig(block_s, block_p, block_q, warps, 1, programs),
+            spare,
+        )
+    looped = SingleConfig(min(block_s, 64), min(block_p, 32), min(block_q, 64), 4, 3, 2)
+    if itemsize == 8:
+        return (looped, spare)
+    if widest <= 128:
+        # The whole factor stays in shared memory, both halves of it in three-pass TF32.
+        return (SingleConfig(block_s, block_p, block_q, 8, 1 if itemsize == 4 else 3, 1), looped, spare)
+    return (SingleConfig(block_s, 64, min(block_q, 64), 4, 2, 2), looped, spare)
 
 
 def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, multiprocessors: int) -> GradientConfig:

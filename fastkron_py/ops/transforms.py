@@ -1,0 +1,120 @@
+"""The Kronecker operators as `torch.autograd.Function`s, for torch.func and forward-mode differentiation.
+
+A registered operator supports autograd, vmap and compilation, but neither torch.func's grad nor forward mode.
+These functions do: they wrap the operators and derive through themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fastkron_py.ops import batching, derivatives
+from fastkron_py.ops.derivatives import Calls
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform or a forward-mode level is in force.
+
+    A graph that is being compiled takes the operator itself, which vmap can batch.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+class _Multiply(torch.autograd.Function):
+    """``fastkron::kron_matmul`` with its factors last, since a Function takes no lists."""
+
+    @staticmethod
+    def forward(x: Tensor, z: Tensor | None, options: tuple[Any, ...], *factors: Tensor) -> Tensor:
+        y: Tensor = torch.ops.fastkron.kron_matmul(x, list(factors), z, *options)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, z, options, *factors = inputs
+        ctx.save_for_backward(x, *factors)
+        ctx.save_for_forward(x, *factors)
+        ctx.z_shape = None if z is None else z.shape
+        ctx.options = options
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, *factors = ctx.saved_tensors
+        alpha, beta, *rest = ctx.options
+        need_x, need_z, _, *need_factors = ctx.needs_input_grad
+        dx, dfs = derivatives.reverse(CALLS, dy, x, factors, need_x, need_factors, (alpha, *rest))
+        dz = (beta * dy).sum_to_size(ctx.z_shape) if need_z else None
+        return dx, dz, None, *dfs
+
+    @staticmethod
+    def jvp(ctx: Any, tx: Tensor | None, tz: Tensor | None, _: None, *tfactors: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        x, *factors = ctx.saved_tensors
+        alpha, beta, *rest = ctx.options
+        ty = derivatives.forward(CALLS, x, factors, tx, tfactors, (alpha, *rest))
+        if tz is None:
+            return ty
+        return beta * tz if ty is None else ty + beta * tz
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, z: Tensor | None, options: Any, *factors: Tensor) -> tuple[Tensor, int]:
+        x_dim, z_dim, _, *factor_dims = in_dims
+        return batching.vmap_multiply(CALLS, (x_dim, factor_dims, z_dim), x, list(factors), z, *options)
+
+
+class _Gradients(torch.autograd.Function):
+    """``fastkron::kron_matmul_backward`` with its factors last."""
+
+    @staticmethod
+    def forward(dy: Tensor, x: Tensor, wanted: tuple[bool, list[bool]], options: tuple[Any, ...], *factors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.ops.fastkron.kron_matmul_backward(dy, x, list(factors), *wanted, *options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        dy, x, wanted, options, *factors = inputs
+        ctx.save_for_backward(dy, x, *factors)
+        ctx.save_for_forward(dy, x, *factors)
+        ctx.wanted, ctx.options = wanted, options
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        dy, x, *factors = ctx.saved_tensors
+        need_x, need_factors = ctx.wanted
+        given = iter(cotangents)
+        cx = next(given) if need_x else None
+        cfs = [next(given) if need else None for need in need_factors]
+        flags = ctx.needs_input_grad
+        ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cx, cfs, dy, x, factors, flags[0], flags[1], flags[4:], ctx.options)
+        return ddy, dx, None, None, *dfs
+
+    @staticmethod
+    def jvp(ctx: Any, tdy: Tensor | None, tx: Tensor | None, _w: None, _o: None, *tfactors: Tensor | None) -> Any:  # type: ignore[override]
+        dy, x, *factors = ctx.saved_tensors
+        need_x, need_factors = ctx.wanted
+        return tuple(
+            derivatives.forward_of_gradients(CALLS, dy, x, factors, tdy, tx, tfactors, need_x, need_factors, ctx.options)
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], dy: Tensor, x: Tensor, wanted: Any, options: Any, *factors: Tensor) -> Any:
+        dy_dim, x_dim, _, _, *factor_dims = in_dims
+        dims = (dy_dim, x_dim, factor_dims)
+        results, out_dims = batching.vmap_gradients(CALLS, info.batch_size, dims, dy, x, list(factors), *wanted, *options)
+        return tuple(results), tuple(out_dims)
+
+
+def _multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, *options: Any) -> Tensor:
+    y: Tensor = _Multiply.apply(x, z, options, *factors)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _gradients(dy: Tensor, x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: list[bool], *options: Any) -> list[Tensor]:
+    return list(_Gradients.apply(dy, x, (need_x, need_factors), options, *factors))  # type: ignore[no-untyped-call]
+
+
+CALLS = Calls(_multiply, _gradients)
