@@ -1,28 +1,249 @@
 """Kronecker multiplies with torch's own operations: CPUs, complex numbers and other devices.
 
-Each factor multiplies its own mode in place, ``[A, P, C] -> [A, Q, C]``, so the large operand is
-never transposed.
+Each factor multiplies its own mode in place, ``[A, P, C] -> [A, Q, C]``, as one batched matrix
+product, so the large operand is never transposed. Rows are taken in chunks that stay in cache while
+every factor passes over them, and neighbouring factors too small for a matrix product to be fast are
+multiplied out first (`plan`). docs/cpu.md explains the choices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+CHUNK_BYTES = {"cpu": 1 << 21}  # of one intermediate: two of them share the last cache level with x and y
+OTHER_CHUNK_BYTES = 1 << 28  # on other devices chunks only bound the memory
+GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
+BLOCK_ROWS = 128  # a tall product is split into a batch of these, which torch spreads over threads
+HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 
-def _multiply_mode(x: Tensor, factor: Tensor, before: int, after: int) -> Tensor:
-    """x ``[B, L, before * P * after, R]`` times factor ``[B, P, Q]`` along its mode."""
-    groups, rows, _, columns = x.shape
-    p, q = factor.shape[-2:]
-    tail = after * columns
-    if tail == 1:
-        y = x.reshape(groups, rows * before, p) @ factor
+# The cost model, in units of one multiply-add of a large product; fitted on an AVX-512 CPU with MKL.
+PASS_COST: Final = 6.0  # reading or writing one element of an intermediate
+CALL_COST: Final = 5.0e5  # one call into torch
+VECTOR: Final = 16  # innermost widths below this run at a fraction of the speed
+
+
+class Step(NamedTuple):
+    """Multiply the product of factors[first:last], ``[P, Q]``, into its mode of ``[before, P, after]``."""
+
+    first: int
+    last: int
+    p: int
+    q: int
+    before: int
+    after: int
+
+    @property
+    def size_in(self) -> int:
+        """Elements of a row that the step reads."""
+        return self.before * self.p * self.after
+
+    @property
+    def size_out(self) -> int:
+        """Elements of a row that the step writes."""
+        return self.before * self.q * self.after
+
+
+def _slowdown(width: int) -> float:
+    """Time of a matrix product of this innermost width, relative to the same work in a wide one."""
+    return 1 + 0.6 * (VECTOR / width) ** 2 if width >= VECTOR else 4.0 * VECTOR / width
+
+
+@lru_cache(maxsize=1024)
+def plan(shapes: tuple[tuple[int, int], ...], rows: int, columns: int) -> tuple[Step, ...]:
+    """Which neighbouring factors to multiply out, and the order in which to apply the results.
+
+    Of all ways to cut the factors into runs of neighbours it takes the one with the least modelled time:
+    each run costs its multiply-adds, times `_slowdown` of the innermost width, plus reading and writing the
+    operand, plus building the run's matrix. Runs then go in the order of least work, narrowing ones first:
+    swapping two neighbours in time shows that it is the order of falling 1/Q - 1/P.
+
+    Args:
+        shapes: (P_i, Q_i) of each factor.
+        rows: how many rows share one set of factors.
+        columns: R, elements that lie side by side behind every mode.
+    """
+    count = len(shapes)
+    after = [1] * (count + 1)
+    before = [1] * (count + 1)
+    for i in reversed(range(count)):
+        after[i] = after[i + 1] * shapes[i][1]
+    for i in range(count):
+        before[i + 1] = before[i] * shapes[i][0]
+    best: list[tuple[float, int]] = [(0.0, count)] * (count + 1)  # of factors[i:]: cost, end of the first run
+    for first in reversed(range(count)):
+        choices = []
+        p = q = 1
+        for last in range(first + 1, count + 1):
+            p, q = p * shapes[last - 1][0], q * shapes[last - 1][1]
+            if last > first + 1 and max(p, q) > 4096:
+                break
+            tail = after[last] * columns
+            read, written = before[first] * p * tail, before[first] * q * tail
+            work = read * q * _slowdown(q if tail == 1 else tail) + PASS_COST * (read + written)
+            build = PASS_COST * p * q if last > first + 1 else 0.0
+            choices.append((best[last][0] + rows * work + build + CALL_COST, last))
+        best[first] = min(choices)
+    runs = []
+    first = 0
+    while first < count:
+        last = best[first][1]
+        runs.append((first, last, math.prod(s[0] for s in shapes[first:last]), math.prod(s[1] for s in shapes[first:last])))
+        first = last
+    return _ordered(runs)
+
+
+def _ordered(runs: Sequence[tuple[int, int, int, int]]) -> tuple[Step, ...]:
+    """The runs as steps, least work first; equals go from the last to the first."""
+    sizes = [p for _, _, p, _ in runs]
+    steps = []
+    for i in sorted(reversed(range(len(runs))), key=lambda i: 1 / runs[i][2] - 1 / runs[i][3]):
+        first, last, p, q = runs[i]
+        steps.append(Step(first, last, p, q, math.prod(sizes[:i]), math.prod(sizes[i + 1 :])))
+        sizes[i] = q
+    return tuple(steps)
+
+
+class Chunk(NamedTuple):
+    """A part of ``[B, L, :, R]``."""
+
+    groups: slice
+    rows: slice
+    columns: slice
+
+    def of(self, t: Tensor) -> Tensor:
+        """The part of a four-dimensional tensor, as a view."""
+        return t[self.groups, self.rows, :, self.columns]
+
+
+def _pieces(total: int, most: int) -> Iterator[slice]:
+    """Cut range(total) into the fewest pieces of at most this size, of nearly equal sizes."""
+    size = -(-total // -(-total // most))
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Chunk]:
+    """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
+
+    Many groups go together only when each is small; then a chunk holds all of their rows.
+    """
+    groups, length, _, width = x.shape
+    limit = CHUNK_BYTES.get(x.device.type, OTHER_CHUNK_BYTES) // dtype.itemsize
+    widest = max(max(s.size_in, s.size_out) for s in steps)
+    rows, columns, together = length, width, 1
+    if widest * width > limit:
+        rows, columns = 1, min(width, max(VECTOR, limit // widest // VECTOR * VECTOR))
+    elif length * widest * width > limit:
+        rows = limit // (widest * width)
+    elif length * widest * width <= GROUP_ELEMENTS:
+        together = limit // (length * widest * width)
+    for g in _pieces(groups, together):
+        for r in _pieces(length, rows):
+            for c in _pieces(width, columns):
+                yield Chunk(g, r, c)
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF_DTYPES else dtype
+
+
+def _kron(factors: Sequence[Tensor]) -> Tensor:
+    """Kronecker product of ``[B, P_i, Q_i]``."""
+    product = factors[0]
+    for f in factors[1:]:
+        groups, p, q = product.shape
+        pairs = product[:, :, None, :, None] * f[:, None, :, None, :]
+        product = pairs.reshape(groups, p * f.shape[1], q * f.shape[2])
+    return product
+
+
+def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dtype) -> list[Tensor]:
+    """The matrix of each step, ``[B, P, Q]``."""
+    return [_kron([f.to(dtype) for f in factors[s.first : s.last]]).contiguous() for s in steps]
+
+
+def _plan_for(x: Tensor, factors: Sequence[Tensor]) -> tuple[Step, ...]:
+    rows = 1 << (x.shape[1] - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
+    return plan(tuple((f.shape[1], f.shape[2]) for f in factors), rows, x.shape[3])
+
+
+class Finish(NamedTuple):
+    """What the last product of a multiply applies: ``alpha * product + beta * z``."""
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    z: Tensor | None = None
+
+    def rows(self, start: int, stop: int, like: Tensor) -> Finish:
+        """The part for rows start to stop of z as a matrix with as many columns as ``like``."""
+        return self if self.z is None else self._replace(z=self.z.reshape(-1, like.shape[-1])[start:stop])
+
+
+PLAIN: Final = Finish()
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
+    """``[A, I, J] @ [A, J, K]`` into a contiguous ``out``."""
+    if finish.z is not None:
+        torch.baddbmm(finish.z.reshape(out.shape), a, b, beta=finish.beta, alpha=finish.alpha, out=out)
+    elif finish.alpha != 1:
+        torch.baddbmm(out, a, b, beta=0, alpha=finish.alpha, out=out)
     else:
-        y = factor.mT[:, None] @ x.reshape(groups, rows * before, p, tail)
-    return y.reshape(groups, rows, before * q * after, columns)
+        torch.bmm(a, b, out=out)
+
+
+def _tall_product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
+    """``[A, J] @ [J, K]`` with many rows, which one matrix product would not spread well over threads."""
+    length, inner = a.shape
+    width = b.shape[-1]
+    whole = length // BLOCK_ROWS * BLOCK_ROWS
+    if whole:
+        shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
+        blocks = b.expand(shape[0], inner, width)
+        _product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), finish.rows(0, whole, out))
+    if whole < length:
+        _product(a[None, whole:], b[None], out[None, whole:], finish.rows(whole, length, out))
+
+
+def _ready(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[A, I, J]``, copied where its dtype or strides would make torch copy it item by item."""
+    if t.dtype == dtype and not t.is_conj():
+        row, column = t.stride()[1:]
+        height, width = t.shape[1:]
+        if (column == 1 and (height == 1 or row >= width)) or (row == 1 and (width == 1 or column >= height)):
+            return t
+    return t.to(dtype).resolve_conj().contiguous()
+
+
+def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, finish: Finish = PLAIN) -> None:
+    """One step on a chunk.
+
+    Args:
+        source: ``[G, L, before * P * after, R]``, any strides and dtype.
+        matrix: ``[G or 1, P, Q]``.
+        step: its place.
+        out: ``[G, L, before * Q * after, R]``, contiguous.
+        finish: applied to the result.
+    """
+    groups, rows, _, columns = source.shape
+    count, tail = rows * step.before, step.after * columns
+    shared = matrix.shape[0] == 1
+    p, q = matrix.shape[1:]
+    if tail == 1 and shared:
+        a = _ready(source.reshape(1, groups * count, p), matrix.dtype)
+        _tall_product(a[0], matrix[0], out.view(-1, q), finish)
+    elif tail == 1:
+        _product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), finish)
+    else:
+        a = _ready(source.reshape(groups * count, p, tail), matrix.dtype)
+        left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
+        _product(left, a, out.view(groups * count, q, tail), finish)
 
 
 def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
@@ -32,21 +253,54 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         x: ``[B, L, K, R]``.
         factors: ``[B, P_i, Q_i]``, any strides.
         z: ``[B, L, N, R]`` or None.
+        alpha: scales the product.
+        beta: scales z.
 
     Returns:
         ``[B, L, N, R]``, contiguous.
     """
-    y = x
-    after = 1
-    for i in range(len(factors) - 1, -1, -1):
-        before = math.prod(f.shape[-2] for f in factors[:i])
-        y = _multiply_mode(y, factors[i], before, after)
-        after *= factors[i].shape[-1]
-    if alpha != 1:
-        y = y * alpha
-    if z is not None:
-        y = torch.add(y, z, alpha=beta)
-    return y.contiguous()
+    with torch.no_grad():
+        steps = _plan_for(x, factors)
+        dtype = _accumulation_dtype(x.dtype)
+        matrices = _matrices(factors, steps, dtype)
+        n = math.prod(f.shape[2] for f in factors)
+        y = x.new_empty(x.shape[0], x.shape[1], n, x.shape[3])
+        scratch = Scratch(x, dtype)
+        for chunk in _chunks(x, steps, dtype):
+            part = None if z is None else chunk.of(z).to(dtype)
+            finish = Finish(alpha, beta, part)
+            _run(chunk.of(x), [_select(m, chunk) for m in matrices], steps, chunk.of(y), scratch, finish)
+        return y
+
+
+class Scratch:
+    """Two buffers that the steps of a chunk alternate between, kept from chunk to chunk."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._buffers = [like.new_empty(0, dtype=dtype) for _ in range(2)]
+
+    def take(self, index: int, shape: tuple[int, ...]) -> Tensor:
+        """Buffer index % 2 as a contiguous tensor; its content is not kept."""
+        count = math.prod(shape)
+        if self._buffers[index % 2].numel() < count:
+            self._buffers[index % 2] = self._buffers[index % 2].new_empty(count)
+        return self._buffers[index % 2][:count].view(shape)
+
+
+def _select(matrix: Tensor, chunk: Chunk) -> Tensor:
+    return matrix if matrix.shape[0] == 1 else matrix[chunk.groups]
+
+
+def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, finish: Finish) -> None:
+    """All steps on one chunk, the last straight into y where its dtype and strides allow it."""
+    for i, (matrix, step) in enumerate(zip(matrices, steps, strict=True)):
+        shape = (*source.shape[:2], step.size_out, source.shape[3])
+        final = i == len(steps) - 1
+        out = y if final and y.dtype == matrix.dtype and y.is_contiguous() else scratch.take(i, shape)
+        _apply(source, matrix, step, out, finish if final else PLAIN)
+        source = out
+    if source is not y:
+        y.copy_(source)
 
 
 def backward(
@@ -54,34 +308,120 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of ``alpha * x (F1 (x) ... (x) FN)``, without conjugation.
 
+    Chunk by chunk: the intermediates of a chunk are computed again, and the gradients of the steps' matrices
+    summed over chunks, so that the memory does not grow with x.
+
     Args:
         dy: ``[B, L, N, R]``.
         x: ``[B, L, K, R]``.
         factors: ``[B, P_i, Q_i]``.
+        alpha: scales the product.
         need_x: whether dx is wanted.
         need_factors: which factor gradients are wanted.
 
     Returns:
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
     """
-    count = len(factors)
-    inputs: list[Tensor] = [x] * count  # inputs[i]: x with the factors after i applied
-    after = 1
-    for i in range(count - 1, 0, -1):
-        before = math.prod(f.shape[-2] for f in factors[:i])
-        inputs[i - 1] = _multiply_mode(inputs[i], factors[i], before, after)
-        after *= factors[i].shape[-1]
-    gradients: list[Tensor | None] = [None] * count
-    g = dy * alpha if alpha != 1 else dy
-    groups, rows, _, columns = x.shape
-    before = 1
-    for i, f in enumerate(factors):
-        p, q = f.shape[-2:]
-        after = math.prod(h.shape[-1] for h in factors[i + 1 :])
-        if need_factors[i]:
-            u = inputs[i].reshape(groups, rows * before, p, after * columns)
-            v = g.reshape(groups, rows * before, q, after * columns)
-            gradients[i] = torch.einsum("bapc,baqc->bpq", u, v)
-        g = _multiply_mode(g, f.mT, before, after)
-        before *= p
-    return (g if need_x else None), gradients
+    with torch.no_grad():
+        steps = _plan_for(x, factors)
+        dtype = _accumulation_dtype(x.dtype)
+        matrices = _matrices(factors, steps, dtype)
+        sums = [torch.zeros_like(m) if any(need_factors[s.first : s.last]) else None for m, s in zip(matrices, steps, strict=True)]
+        dx = x.new_empty(x.shape) if need_x else None
+        scratch = Scratch(x, dtype)
+        for chunk in _chunks(x, steps, dtype):
+            parts = [_select(m, chunk) for m in matrices]
+            part_sums = [None if s is None else _select(s, chunk) for s in sums]
+            part_dx = None if dx is None else chunk.of(dx)
+            _run_backward(chunk.of(dy), chunk.of(x), parts, steps, part_sums, part_dx, alpha, scratch)
+        gradients: list[Tensor | None] = [None] * len(factors)
+        for total, step in zip(sums, steps, strict=True):
+            if total is not None:
+                run = slice(step.first, step.last)
+                gradients[run] = _split(total * alpha if alpha != 1 else total, factors[run], need_factors[run])
+        return dx, gradients
+
+
+def _run_backward(
+    dy: Tensor,
+    x: Tensor,
+    matrices: Sequence[Tensor],
+    steps: Sequence[Step],
+    sums: Sequence[Tensor | None],
+    dx: Tensor | None,
+    alpha: float,
+    scratch: Scratch,
+) -> None:
+    """Add one chunk's matrix gradients to sums, and write its dx."""
+    wanted = [i for i, s in enumerate(sums) if s is not None]
+    inputs = [x]
+    for matrix, step in zip(matrices[: max(wanted, default=0)], steps, strict=False):
+        out = matrix.new_empty(*x.shape[:2], step.size_out, x.shape[3])
+        _apply(inputs[-1], matrix, step, out)
+        inputs.append(out)
+    lowest = 0 if dx is not None else min(wanted)
+    gradient = dy
+    for i in reversed(range(lowest, len(steps))):
+        step, total = steps[i], sums[i]
+        if total is not None:
+            _add_gradient(inputs[i], gradient, step, total)
+        if i > lowest or dx is not None:
+            final = i == 0
+            direct = dx if final and dx is not None and dx.dtype == matrices[i].dtype and dx.is_contiguous() else None
+            out = direct if direct is not None else scratch.take(i, (*x.shape[:2], step.size_in, x.shape[3]))
+            _apply(gradient, matrices[i].mT, _transposed(step), out, Finish(alpha) if final else PLAIN)
+            gradient = out
+    if dx is not None and gradient is not dx:
+        dx.copy_(gradient)
+
+
+def _transposed(step: Step) -> Step:
+    return step._replace(p=step.q, q=step.p)
+
+
+def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor) -> None:
+    """Add ``sum over [before, after] of source^T gradient`` to total ``[G or 1, P, Q]``.
+
+    Args:
+        source: ``[G, L, before * P * after, R]``.
+        gradient: ``[G, L, before * Q * after, R]``.
+        step: the place of P and Q.
+        total: of the chunk's groups.
+    """
+    groups, rows, _, columns = source.shape
+    count, tail = rows * step.before, step.after * columns
+    shared = total.shape[0] == 1
+    outer = 1 if shared else groups
+    if tail == 1:
+        length = groups * count // outer
+        u = _ready(source.reshape(outer, length, step.p), total.dtype)
+        v = _ready(gradient.reshape(outer, length, step.q), total.dtype)
+        if not shared or length <= BLOCK_ROWS:
+            total += torch.bmm(u.mT, v)
+            return
+        whole = length // BLOCK_ROWS * BLOCK_ROWS
+        blocks = (u[:, :whole].view(-1, BLOCK_ROWS, step.p), v[:, :whole].view(-1, BLOCK_ROWS, step.q))
+        total += torch.bmm(blocks[0].mT, blocks[1]).sum(0)
+        if whole < length:
+            total += torch.bmm(u[:, whole:].mT, v[:, whole:])
+        return
+    u = _ready(source.reshape(groups * count, step.p, tail), total.dtype)
+    v = _ready(gradient.reshape(groups * count, step.q, tail), total.dtype)
+    total += torch.bmm(u, v.mT).view(outer, -1, step.p, step.q).sum(1)
+
+
+def _split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the factors ``[B, P_i, Q_i]`` of a Kronecker product from that of the product ``[B, P, Q]``."""
+    gradients: list[Tensor | None] = [None] * len(factors)
+    for i in reversed(range(len(factors))):
+        f = factors[i].to(total.dtype)
+        if i == 0:
+            gradients[0] = total.to(factors[0].dtype) if needed[0] else None
+            break
+        groups, p, q = f.shape
+        modes = total.view(groups, total.shape[1] // p, p, total.shape[2] // q, q)
+        if needed[i]:
+            others = _kron([g.to(total.dtype) for g in factors[:i]])
+            gradients[i] = torch.einsum("gapbq,gab->gpq", modes, others).to(factors[i].dtype)
+        total = torch.einsum("gapbq,gpq->gab", modes, f).contiguous()
+    return gradients
