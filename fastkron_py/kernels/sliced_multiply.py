@@ -18,13 +18,13 @@ def finish_plain(acc, alpha, beta, z_ptr, offsets, mask):
 
 @triton.jit
 def finish_scale(acc, alpha, beta, z_ptr, offsets, mask):
-    """alpha * product."""
+    """Scale by alpha."""
     return acc * scalar(alpha, acc.dtype)
 
 
 @triton.jit
 def finish_axpby(acc, alpha, beta, z_ptr, offsets, mask):
-    """alpha * product + beta * z."""
+    """Scale by alpha and add beta * z."""
     z = tl.load(z_ptr + offsets, mask=mask, other=0.0).to(acc.dtype)
     return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
 

@@ -54,11 +54,7 @@ def slice_index(first, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr,
 @triton.jit
 def slice_mask(first, BLOCK_S: tl.constexpr, num_slices, EVEN: tl.constexpr):
     """Which of slices ``first + [0, BLOCK_S)`` exist; EVEN: BLOCK_S divides num_slices, so all do."""
-    if EVEN:
-        mask = tl.full((BLOCK_S,), True, tl.int1)
-    else:
-        mask = first + tl.arange(0, BLOCK_S) < num_slices
-    return mask
+    return tl.full((BLOCK_S,), True, tl.int1) if EVEN else first + tl.arange(0, BLOCK_S) < num_slices
 
 
 @triton.jit
@@ -97,9 +93,7 @@ def scalar(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _times_factor(
-    tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr
-):
+def _times_factor(tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr):
     if OUTERMOST:
         return tile * tl.load(ptr + p * stride_p + q * stride_q, mask=(p < ROWS) & (q < COLS), other=0.0).to(ACC)
     else:

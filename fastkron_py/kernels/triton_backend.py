@@ -10,59 +10,29 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
-from fastkron_py.kernels.sliced_multiply import (
-    _fused_multiply_fwd_kernel,
-    _sliced_multiply_fwd_kernel,
-    finish_axpby,
-    finish_plain,
-    finish_scale,
-)
-from fastkron_py.tuning.launch import chain_configs, gradient_config, single_configs
+from fastkron_py.kernels.recipes import Case, Rows, arithmetic, recipes
+from fastkron_py.tuning.launch import gradient_config
 from fastkron_py.tuning.plan import Launch, plan
 
-_TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-# Programs to start on a device without multiprocessors: Triton's interpreter.
+# Programs to start where there are no multiprocessors: Triton's interpreter.
 _INTERPRETED_PROGRAMS: Final = 2
 
-
-_Strides = tuple[int, int, int, int, int]
-
-
-class _Arithmetic(NamedTuple):
-    """The types and the product's precision inside a kernel."""
-
-    compute: Any  # operands of the products
-    acc: Any  # sums, and what the finisher sees
-    precision: str  # tl.dot's name
-
-
-def _arithmetic(dtype: torch.dtype, precision: str | None, exact_operands: bool) -> _Arithmetic:
-    """Arithmetic for tensors of dtype.
-
-    exact_operands: both operands of every product are given numbers, not results of earlier steps.
-    """
-    if dtype == torch.float64:
-        return _Arithmetic(tl.float64, tl.float64, "ieee")
-    if dtype == torch.float32:
-        asked = precision or torch.get_float32_matmul_precision()
-        return _Arithmetic(tl.float32, tl.float32, "tf32x3" if asked == "highest" else "tf32")
-    if dtype == torch.float16 and not exact_operands:
-        # TF32 has float16's mantissa and float32's range: nothing between two steps overflows.
-        return _Arithmetic(tl.float32, tl.float32, "tf32")
-    emulated = dtype == torch.bfloat16 and knobs.runtime.interpret
-    return _Arithmetic(_TYPES[dtype], tl.float32, "emulated" if emulated else "ieee")
+# Which of a case's recipes its device has room for, once one has not fitted.
+_fitting: dict[tuple[Case, torch.device], int] = {}
 
 
 def _bits(value: float) -> int:
     """The float64 pattern of a scalar, as the kernels' int64 argument."""
     pattern: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return pattern
+
+
+def _resolved(precision: str | None) -> str:
+    return precision or torch.get_float32_matmul_precision()
 
 
 @lru_cache(maxsize=64)
@@ -80,150 +50,84 @@ def _on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _mergeable(t: Tensor) -> Tensor:
-    """t ``[B, L, n, R]`` itself if (n, R) is one run of memory, else a copy."""
+    """Return t ``[B, L, n, R]`` itself if (n, R) is one run of memory, else a copy."""
     _, _, n, columns = t.shape
     inner = columns == 1 or t.stride(3) == 1
     outer = n == 1 or t.stride(2) == columns
     return t if inner and outer else t.contiguous()
 
 
-class _Modes(NamedTuple):
-    """An operand ``[B, L, n, R]`` whose last two dimensions are one run of memory with a constant stride."""
+class _Operand(NamedTuple):
+    """An operand ``[B, L, n, R]`` and its strides."""
 
     tensor: Tensor
-    batch_stride: int
-    row_stride: int
-    unit: int  # stride of neighbours within a row
-
-    def in_place(self, mode: int, after: int, merged: bool) -> _Strides:
-        """Strides of (batch, l, j, mode, a) in ``[B, L, before, mode, after]``; merged: l counts rows and modes before."""
-        step = mode * after * self.unit
-        return (self.batch_stride, step if merged else self.row_stride, 0 if merged else step, after * self.unit, self.unit)
-
-    def turned(self, others: int) -> _Strides:
-        """Strides of (batch, l, j, mode, a) in ``[B, L, mode, others]``, where j counts the others."""
-        return (self.batch_stride, self.row_stride, self.unit, others * self.unit, 0)
+    rows: Rows
 
 
-def _modes(t: Tensor) -> _Modes:
-    return _Modes(t, t.stride(0), t.stride(1), 1)
+def _operand(t: Tensor) -> _Operand:
+    """A tensor of which (n, R) is one run of memory."""
+    return _Operand(t, Rows(t.stride(0), t.stride(1), 1))
 
 
-def _z_modes(z: Tensor) -> _Modes:
-    """z with any strides: broadcast rows and columns are read in place where (n, R) stays linear."""
+def _addend(z: Tensor) -> _Operand:
+    """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride."""
     _, _, n, columns = z.shape
     if columns == 1:
-        return _Modes(z, z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0)
+        return _Operand(z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0))
     if n == 1 or z.stride(2) == columns * z.stride(3):
-        return _Modes(z, z.stride(0), z.stride(1), z.stride(3))
-    return _modes(z.contiguous())
+        return _Operand(z, Rows(z.stride(0), z.stride(1), z.stride(3)))
+    return _operand(z.contiguous())
 
 
 def _run(
     launch: Launch,
-    x: _Modes,
+    x: _Operand,
     factors: Sequence[Tensor],
-    y: _Modes,
-    z: _Modes | None,
+    y: _Operand,
+    z: _Operand | None,
     shape: tuple[int, int, int, int],
     turn: bool,
     alpha: float,
     beta: float,
-    precision: str | None,
+    precision: str,
 ) -> None:
-    """Carry out one launch.
-
-    shape: (B, L, before, after) around its modes. turn: the modes, which are the last ones, become the first.
-    """
-    groups, rows, before, after = shape
-    finish = finish_axpby if z is not None else finish_plain if alpha == 1 else finish_scale
-    z = y if z is None else z
-    if turn:
-        merged = False
-        x_strides, y_strides, z_strides = x.in_place(launch.p, 1, False), y.turned(before), z.turned(before)
-    else:
-        pairs = ((x, launch.p), (y, launch.q), (z, launch.q))
-        merged = before > 1 and all(m.row_stride == before * size * after * m.unit for m, size in pairs)
-        x_strides = x.in_place(launch.p, after, merged)
-        y_strides, z_strides = y.in_place(launch.q, after, merged), z.in_place(launch.q, after, merged)
-    num_slices = rows * before * after
-    fastest = after if after != 1 else before
-    chain = len(launch.steps) > 1
+    """Carry out one launch; shape and turn as in `recipes.Case`."""
     mine = factors[launch.start : launch.stop]
-    compute, acc, dot_precision = _arithmetic(x.tensor.dtype, precision, not chain and len(mine) == 1)
-    common = {
-        "x_ptr": x.tensor,
-        "factor_ptrs": tuple(mine),
-        "z_ptr": z.tensor,
-        "y_ptr": y.tensor,
-        "x_strides": x_strides,
-        "factor_strides": tuple((f.stride(0) if groups > 1 else 0, f.stride(1), f.stride(2)) for f in mine),
-        "z_strides": z_strides,
-        "y_strides": y_strides,
-        "alpha": _bits(alpha),
-        "beta": _bits(beta),
-        "num_slices": num_slices,
-        "before": before,
-        "after": after,
-        "SHAPES": tuple((f.shape[1], f.shape[2]) for f in mine),
-        "HEAD": not merged and before != 1,
-        "TAIL": after != 1,
-        "COMPUTE": compute,
-        "ACC": acc,
-        "PRECISION": dot_precision,
-        "FINISH": finish,
-    }
-    itemsize = x.tensor.element_size()
-    programs = _multiprocessors(x.tensor.device)
-    if chain:
-        for config in chain_configs(launch, itemsize, num_slices, fastest):
-            num_tiles = groups * math.ceil(num_slices / config.block_s)
-            steps, rest = [], math.prod(s.p_pad for s in launch.steps)
-            for s in reversed(launch.steps):
-                rest //= s.p_pad
-                steps.append((s.start - launch.start, s.stop - launch.start, s.p, s.p_pad, s.q_pad, rest))
-                rest *= s.q_pad
-            grid = (min(num_tiles, programs * config.programs_per_sm),)
-            constants = {
-                "STEPS": tuple(steps),
-                "P_SIZES": tuple(s.p for s in launch.steps),
-                "P_PADS": tuple(s.p_pad for s in launch.steps),
-                "P_TOTAL": math.prod(s.p_pad for s in launch.steps),
-                "Q_SIZES": tuple(s.q for s in launch.steps),
-                "Q_PADS": tuple(s.q_pad for s in launch.steps),
-                "Q_TOTAL": math.prod(s.q_pad for s in launch.steps),
-                "BLOCK_S": config.block_s,
-                "ALIGNED": fastest % config.block_s == 0,
-                "EVEN": num_slices % config.block_s == 0,
-            }
-            if _launched(_fused_multiply_fwd_kernel, grid, common, num_tiles, constants, config):
-                return
-    else:
-        for single in single_configs(launch.p, launch.q, itemsize, num_slices):
-            num_tiles = groups * math.ceil(num_slices / single.block_s) * math.ceil(launch.q / single.block_q)
-            grid = (min(num_tiles, programs * single.programs_per_sm),)
-            constants = {
-                "P": launch.p,
-                "Q": launch.q,
-                "BLOCK_S": single.block_s,
-                "BLOCK_P": single.block_p,
-                "BLOCK_Q": single.block_q,
-                "RESIDENT": groups == 1 and launch.p <= single.block_p and launch.q <= single.block_q,
-                "ALIGNED": fastest % single.block_s == 0,
-                "EVEN": num_slices % single.block_s == 0,
-            }
-            if _launched(_sliced_multiply_fwd_kernel, grid, common, num_tiles, constants, single):
-                return
-    raise RuntimeError(f"no launch configuration of a {launch.p} x {launch.q} step fits on {x.tensor.device}")
-
-
-def _launched(kernel: Any, grid: tuple[int], common: dict[str, Any], num_tiles: int, constants: dict[str, Any], config: Any) -> bool:
-    """Launch; False where the device has too little shared memory for this configuration."""
-    try:
-        kernel[grid](**common, num_tiles=num_tiles, **constants, num_warps=config.num_warps, num_stages=config.num_stages)
-    except OutOfResources:
-        return False
-    return True
+    addend = y if z is None else z
+    device = x.tensor.device
+    case = Case(
+        launch,
+        x.tensor.dtype,
+        precision,
+        "axpby" if z is not None else "plain" if alpha == 1 else "scale",
+        shape,
+        turn,
+        x.rows,
+        y.rows,
+        addend.rows,
+        tuple((f.shape[1], f.shape[2]) for f in mine),
+        tuple((f.stride(0) if shape[0] > 1 else 0, f.stride(1), f.stride(2)) for f in mine),
+        _multiprocessors(device),
+    )
+    ways = recipes(case)
+    first = _fitting.get((case, device), 0) if _fitting else 0
+    for i, (kernel, grid, arguments) in enumerate(ways[first:], start=first):
+        try:
+            kernel[grid](
+                x_ptr=x.tensor,
+                factor_ptrs=tuple(mine),
+                z_ptr=addend.tensor,
+                y_ptr=y.tensor,
+                alpha=_bits(alpha),
+                beta=_bits(beta),
+                **arguments,
+            )
+        except OutOfResources:
+            if i + 1 == len(ways):
+                raise
+            _fitting[case, device] = i + 1
+        else:
+            return
 
 
 def _carry_out(
@@ -233,7 +137,7 @@ def _carry_out(
     z: Tensor | None,
     alpha: float,
     beta: float,
-    precision: str | None,
+    precision: str,
     sizes: list[int],
 ) -> Tensor:
     """Run launches over x ``[B, L, K, R]``; sizes, the current width of each mode, is updated.
@@ -243,7 +147,7 @@ def _carry_out(
     """
     groups, rows, _, columns = x.shape
     turn = columns == 1 and _covers_backwards(launches, len(factors))
-    current = _modes(_mergeable(x))
+    current = _operand(_mergeable(x))
     for i, launch in enumerate(launches):
         before = math.prod(sizes[: launch.start])
         after = math.prod(sizes[launch.stop :]) * columns
@@ -255,8 +159,8 @@ def _carry_out(
             launch,
             current,
             factors,
-            _modes(y),
-            _z_modes(z) if final and z is not None else None,
+            _operand(y),
+            _addend(z) if final and z is not None else None,
             (groups, rows, before, after),
             turn and before > 1,
             alpha if final else 1.0,
@@ -265,7 +169,7 @@ def _carry_out(
         )
         for s in launch.steps:
             sizes[s.start : s.stop] = [f.shape[2] for f in factors[s.start : s.stop]]
-        current = _modes(y)
+        current = _operand(y)
     return current.tensor
 
 
@@ -299,18 +203,16 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         ``[B, L, N, R]``, contiguous.
     """
     with _on_device(x):
-        return _carry_out(_plan_for(x, factors), x, factors, z, alpha, beta, precision, [f.shape[1] for f in factors])
+        return _carry_out(_plan_for(x, factors), x, factors, z, alpha, beta, _resolved(precision), [f.shape[1] for f in factors])
 
 
-def _factor_gradient(
-    u: Tensor, v: Tensor, p: int, q: int, before: int, after: int, alpha: float, precision: str | None
-) -> Tensor:
+def _factor_gradient(u: Tensor, v: Tensor, p: int, q: int, before: int, after: int, alpha: float, precision: str) -> Tensor:
     """``[B, p, q]``: alpha times the sum over rows, before and after of u ``[B, L, before * p * after]`` and v alike."""
     groups, rows = u.shape[:2]
-    um, vm = _modes(_mergeable(u)), _modes(_mergeable(v))
-    merged = before != 1 and um.row_stride == before * p * after and vm.row_stride == before * q * after
+    um, vm = _operand(_mergeable(u)), _operand(_mergeable(v))
+    merged = before != 1 and um.rows.row == before * p * after and vm.rows.row == before * q * after
     num_slices = rows * before * after
-    compute, acc, dot_precision = _arithmetic(u.dtype, precision, True)
+    compute, acc, dot_precision = arithmetic(u.dtype, precision, True)
     config = gradient_config(p, q, u.element_size(), num_slices, groups, _multiprocessors(u.device))
     partial = torch.empty((config.splits, groups, p, q), dtype=torch.promote_types(u.dtype, torch.float32), device=u.device)
     blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
@@ -318,8 +220,8 @@ def _factor_gradient(
         um.tensor,
         vm.tensor,
         partial,
-        um.in_place(p, after, merged),
-        vm.in_place(q, after, merged),
+        um.rows.in_place(p, after, merged),
+        vm.rows.in_place(q, after, merged),
         num_slices,
         config.slices_per_split,
         groups,
@@ -368,6 +270,7 @@ def backward(
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
     """
     with _on_device(x):
+        precision = _resolved(precision)
         gradients: list[Tensor | None] = [None] * len(factors)
         wanted = [i for i, need in enumerate(need_factors) if need]
         transposed = [f.mT for f in factors]
@@ -389,7 +292,7 @@ def backward(
         return (g if need_x else None), gradients
 
 
-def _inputs(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[int], precision: str | None) -> dict[int, Tensor]:
+def _inputs(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[int], precision: str) -> dict[int, Tensor]:
     """For each wanted i, x with the factors after i applied."""
     inputs: dict[int, Tensor] = {}
     sizes = [f.shape[1] for f in factors]

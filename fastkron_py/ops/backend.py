@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -71,15 +73,27 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=64)
+def _is_too_old(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def triton_obstacle(x: Tensor) -> str | None:
     """Why Triton cannot take tensors like x, or None."""
     if x.dtype not in TRITON_DTYPES:
         return f"dtype {x.dtype} is not among {', '.join(str(d).removeprefix('torch.') for d in TRITON_DTYPES)}"
+    if not _has_triton():
+        return "triton is not installed"
     if is_interpreting():
         return None
     if x.device.type != "cuda":
         return f"device {x.device.type} is not cuda, and TRITON_INTERPRET is not set"
-    if torch.version.hip is None and torch.cuda.get_device_capability(x.device) < (8, 0):
+    if _is_too_old(x.device):
         return "compute capability is below 8.0"
     return None
 
@@ -89,6 +103,7 @@ def choose_backend(name: str, x: Tensor) -> str:
 
     Args:
         name: one of `BACKENDS`, or "" for what is in force in this thread.
+        x: a tensor of the kind that is multiplied.
 
     Raises:
         ValueError: "triton" was asked for and cannot take x.
@@ -96,9 +111,8 @@ def choose_backend(name: str, x: Tensor) -> str:
     name = name or requested_backend()
     if name == "torch":
         return name
-    if name == "auto" and x.device.type != "cuda":
-        return "torch"
-    obstacle = triton_obstacle(x)
+    # Interpreted kernels are for tests: CPU tensors get them on request only.
+    obstacle = "device cpu has the torch backend" if name == "auto" and x.device.type == "cpu" else triton_obstacle(x)
     if name == "triton" and obstacle is not None:
         raise value_error("backend", "tensors that Triton can take", f"backend 'triton', but {obstacle}")
     chosen = "torch" if obstacle else "triton"

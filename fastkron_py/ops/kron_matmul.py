@@ -25,8 +25,7 @@ from fastkron_py.shapes import result_shape
 LIBRARY = torch.library.Library("fastkron", "DEF")
 # No defaults: the dispatcher drops arguments that equal theirs, and the autograd wrapper then miscounts.
 LIBRARY.define(
-    "kron_matmul(Tensor x, Tensor[] factors, Tensor? z, float alpha, float beta, "
-    "str? precision, str backend, bool left) -> Tensor"
+    "kron_matmul(Tensor x, Tensor[] factors, Tensor? z, float alpha, float beta, str? precision, str backend, bool left) -> Tensor"
 )
 LIBRARY.define(
     "kron_matmul_backward(Tensor dy, Tensor x, Tensor[] factors, bool need_x, bool[] need_factors, float alpha, "

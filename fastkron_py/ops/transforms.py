@@ -44,7 +44,7 @@ class _Multiply(torch.autograd.Function):
         ctx.options = options
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *factors = ctx.saved_tensors
         alpha, beta, *rest = ctx.options
         need_x, need_z, _, *need_factors = ctx.needs_input_grad
@@ -53,13 +53,14 @@ class _Multiply(torch.autograd.Function):
         return dx, dz, None, *dfs
 
     @staticmethod
-    def jvp(ctx: Any, tx: Tensor | None, tz: Tensor | None, _: None, *tfactors: Tensor | None) -> Tensor | None:  # type: ignore[override]
+    def jvp(ctx: Any, tx: Tensor | None, tz: Tensor | None, _: None, *tfactors: Tensor | None) -> Tensor | None:
         x, *factors = ctx.saved_tensors
         alpha, beta, *rest = ctx.options
         ty = derivatives.forward(CALLS, x, factors, tx, tfactors, (alpha, *rest))
         if tz is None:
             return ty
-        return beta * tz if ty is None else ty + beta * tz
+        shift: Tensor = beta * tz
+        return shift if ty is None else ty + shift
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, z: Tensor | None, options: Any, *factors: Tensor) -> tuple[Tensor, int]:
@@ -93,12 +94,10 @@ class _Gradients(torch.autograd.Function):
         return ddy, dx, None, None, *dfs
 
     @staticmethod
-    def jvp(ctx: Any, tdy: Tensor | None, tx: Tensor | None, _w: None, _o: None, *tfactors: Tensor | None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tdy: Tensor | None, tx: Tensor | None, _w: None, _o: None, *tfactors: Tensor | None) -> Any:
         dy, x, *factors = ctx.saved_tensors
         need_x, need_factors = ctx.wanted
-        return tuple(
-            derivatives.forward_of_gradients(CALLS, dy, x, factors, tdy, tx, tfactors, need_x, need_factors, ctx.options)
-        )
+        return tuple(derivatives.forward_of_gradients(CALLS, dy, x, factors, tdy, tx, tfactors, need_x, need_factors, ctx.options))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], dy: Tensor, x: Tensor, wanted: Any, options: Any, *factors: Tensor) -> Any:

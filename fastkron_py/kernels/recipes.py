@@ -1,0 +1,196 @@
+"""What a launch passes to its kernel besides pointers: worked out once for each kind of problem, then remembered.
+
+A `Case` holds everything that a launch depends on, without tensors, so that a repeated call costs one
+dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from triton import knobs
+
+from fastkron_py.kernels.sliced_multiply import (
+    _fused_multiply_fwd_kernel,
+    _sliced_multiply_fwd_kernel,
+    finish_axpby,
+    finish_plain,
+    finish_scale,
+)
+from fastkron_py.tuning.launch import ChainConfig, SingleConfig, chain_configs, single_configs
+from fastkron_py.tuning.plan import Launch
+
+_Strides = tuple[int, int, int, int, int]
+
+
+class Rows(NamedTuple):
+    """Strides of an operand ``[B, L, n, R]`` whose last two dimensions are one run with a constant stride."""
+
+    batch: int
+    row: int
+    unit: int
+
+    def in_place(self, mode: int, after: int, merged: bool) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, before, mode, after]``; merged: l counts rows and modes before."""
+        step = mode * after * self.unit
+        return (self.batch, step if merged else self.row, 0 if merged else step, after * self.unit, self.unit)
+
+    def turned(self, others: int) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, mode, others]``, where j counts the others."""
+        return (self.batch, self.row, self.unit, others * self.unit, 0)
+
+
+class Arithmetic(NamedTuple):
+    """The types and the product's precision inside a kernel."""
+
+    compute: Any  # operands of the products
+    acc: Any  # sums, and what the finisher sees
+    precision: str  # tl.dot's name, or "emulated"
+
+
+_HALF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_FINISHERS = {"plain": finish_plain, "scale": finish_scale, "axpby": finish_axpby}
+
+
+def arithmetic(dtype: torch.dtype, precision: str, given: bool) -> Arithmetic:
+    """Arithmetic for tensors of dtype.
+
+    Args:
+        dtype: of the tensors.
+        precision: of float32 products, "highest" or less.
+        given: both operands of every product are given numbers, not results of earlier products.
+    """
+    if dtype == torch.float64:
+        return Arithmetic(tl.float64, tl.float64, "ieee")
+    if dtype == torch.float32:
+        if torch.version.hip is not None:  # Triton splits into TF32 parts on NVIDIA only
+            return Arithmetic(tl.float32, tl.float32, "ieee")
+        return Arithmetic(tl.float32, tl.float32, "tf32x3" if precision == "highest" else "tf32")
+    if dtype == torch.float16 and not given and torch.version.hip is None:
+        # TF32 has float16's mantissa and float32's range: nothing between two steps overflows.
+        return Arithmetic(tl.float32, tl.float32, "tf32")
+    emulated = dtype == torch.bfloat16 and knobs.runtime.interpret
+    return Arithmetic(_HALF[dtype], tl.float32, "emulated" if emulated else "ieee")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of a multiply, without its tensors."""
+
+    launch: Launch
+    dtype: torch.dtype
+    precision: str
+    finish: str  # key of _FINISHERS
+    shape: tuple[int, int, int, int]  # (B, L, before, after) around the launch's modes
+    turn: bool  # the modes, which are the last ones, become the first
+    x: Rows
+    y: Rows
+    z: Rows
+    factor_shapes: tuple[tuple[int, int], ...]
+    factor_strides: tuple[tuple[int, int, int], ...]  # (B, P, Q) each
+    multiprocessors: int
+
+
+class Recipe(NamedTuple):
+    """A kernel, its grid, and its arguments but for pointers and scalars."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def recipes(case: Case) -> tuple[Recipe, ...]:
+    """Ways to carry out a case, the preferred one first; later ones need less shared memory."""
+    _, rows, before, after = case.shape
+    launch = case.launch
+    merged = False
+    if case.turn:
+        x, y, z = case.x.in_place(launch.p, 1, False), case.y.turned(before), case.z.turned(before)
+    else:
+        pairs = ((case.x, launch.p), (case.y, launch.q), (case.z, launch.q))
+        merged = before > 1 and all(r.row == before * size * after * r.unit for r, size in pairs)
+        x, y, z = (r.in_place(size, after, merged) for r, size in pairs)
+    chain = len(launch.steps) > 1
+    compute, acc, precision = arithmetic(case.dtype, case.precision, not chain and len(case.factor_shapes) == 1)
+    num_slices = rows * before * after
+    common = {
+        "x_strides": x,
+        "y_strides": y,
+        "z_strides": z,
+        "factor_strides": case.factor_strides,
+        "num_slices": num_slices,
+        "before": before,
+        "after": after,
+        "SHAPES": case.factor_shapes,
+        "HEAD": not merged and before != 1,
+        "TAIL": after != 1,
+        "COMPUTE": compute,
+        "ACC": acc,
+        "PRECISION": precision,
+        "FINISH": _FINISHERS[case.finish],
+    }
+    fastest = after if after != 1 else before
+    make = _chain if chain else _single
+    configs: tuple[Any, ...] = (
+        chain_configs(launch, case.dtype.itemsize, num_slices, fastest)
+        if chain
+        else single_configs(launch.p, launch.q, case.dtype.itemsize, num_slices)
+    )
+    return tuple(_finished(make(case, config, num_slices), common, config, num_slices, fastest, case) for config in configs)
+
+
+def _finished(
+    part: tuple[Any, int, dict[str, Any]],
+    common: dict[str, Any],
+    config: ChainConfig | SingleConfig,
+    num_slices: int,
+    fastest: int,
+    case: Case,
+) -> Recipe:
+    kernel, num_tiles, special = part
+    arguments = {
+        **common,
+        **special,
+        "num_tiles": num_tiles,
+        "BLOCK_S": config.block_s,
+        "ALIGNED": fastest % config.block_s == 0,
+        "EVEN": num_slices % config.block_s == 0,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return Recipe(kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm),), arguments)
+
+
+def _single(case: Case, config: SingleConfig, num_slices: int) -> tuple[Any, int, dict[str, Any]]:
+    """Kernel, number of tiles and own constants of a single step."""
+    p, q = case.launch.p, case.launch.q
+    num_tiles = case.shape[0] * math.ceil(num_slices / config.block_s) * math.ceil(q / config.block_q)
+    resident = case.shape[0] == 1 and p <= config.block_p and q <= config.block_q
+    constants = {"P": p, "Q": q, "BLOCK_P": config.block_p, "BLOCK_Q": config.block_q, "RESIDENT": resident}
+    return _sliced_multiply_fwd_kernel, num_tiles, constants
+
+
+def _chain(case: Case, config: ChainConfig, num_slices: int) -> tuple[Any, int, dict[str, Any]]:
+    """Kernel, number of tiles and own constants of a chain."""
+    steps = case.launch.steps
+    table, rest = [], math.prod(s.p_pad for s in steps)
+    for s in reversed(steps):
+        rest //= s.p_pad
+        table.append((s.start - case.launch.start, s.stop - case.launch.start, s.p, s.p_pad, s.q_pad, rest))
+        rest *= s.q_pad
+    constants = {
+        "STEPS": tuple(table),
+        "P_SIZES": tuple(s.p for s in steps),
+        "P_PADS": tuple(s.p_pad for s in steps),
+        "P_TOTAL": math.prod(s.p_pad for s in steps),
+        "Q_SIZES": tuple(s.q for s in steps),
+        "Q_PADS": tuple(s.q_pad for s in steps),
+        "Q_TOTAL": math.prod(s.q_pad for s in steps),
+    }
+    return _fused_multiply_fwd_kernel, case.shape[0] * math.ceil(num_slices / config.block_s), constants
