@@ -1,0 +1,152 @@
+"""Draw the pictures of docs/. Usage: python docs/make_figures.py [folder]; the default is docs/images."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
+IN_COLOURS = ("#5b93c7", "#8fb6de", "#c3daf0")  # one for each p
+OUT_COLOURS = ("#3fae8e", "#a5dcc4")  # one for each q
+A, P, Q, C = 2, 3, 2, 4
+
+
+def canvas(width: float, height: float, right: float, bottom: float) -> tuple[Figure, Any]:
+    """A figure with one pair of axes from (0, 0) at the top left to (right, bottom)."""
+    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    axes.set_xlim(0, right)
+    axes.set_ylim(bottom, 0)
+    axes.axis("off")
+    return figure, axes
+
+
+def cell(axes: Any, x: float, y: float, colour: str, text: str = "", marked: bool = False) -> None:
+    """One element; a marked one stands out from the others, which are paler."""
+    face = to_rgb(colour) if marked else tuple(0.6 + 0.4 * c for c in to_rgb(colour))
+    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor="white", linewidth=1.5))
+    if marked:
+        axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, fill=False, edgecolor=ACCENT, linewidth=2))
+    axes.text(x + 0.5, y + 0.53, text, ha="center", va="center", fontsize=8, color=INK, fontweight="bold" if marked else "normal")
+
+
+def bracket(axes: Any, left: float, right: float, y: float, text: str) -> None:
+    """A brace under cells, with a label."""
+    axes.plot([left + 0.08, left + 0.08, right - 0.08, right - 0.08], [y, y + 0.22, y + 0.22, y], color=MUTED, linewidth=1)
+    axes.text((left + right) / 2, y + 0.65, text, ha="center", va="center", fontsize=8.5, color=MUTED)
+
+
+def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], bend: float = 0.0) -> None:
+    """A thin accent arrow."""
+    style = f"arc3,rad={bend}"
+    axes.add_patch(
+        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=ACCENT, linewidth=1.1, connectionstyle=style, alpha=0.8)
+    )
+
+
+def strip(axes: Any, y: float, modes: int, colours: tuple[str, ...], letter: str) -> list[float]:
+    """Memory order of [A, modes, C]; marks slice a = 1, c = 2 and returns where its elements are."""
+    marked = []
+    for i in range(A * modes * C):
+        a, mode, c = i // (modes * C), i // C % modes, i % C
+        x = 2 + i
+        hit = (a, c) == (1, 2)
+        cell(axes, x, y, colours[mode], f"{letter}{mode}", hit)
+        if hit:
+            marked.append(x + 0.5)
+        if c == 0:
+            bracket(axes, x, x + C, y + 1.05, f"a={a}, {letter}={mode}")
+    return marked
+
+
+def mode_multiply(path: Path) -> None:
+    """One factor in place: [A, P, C] -> [A, Q, C], shown in memory order."""
+    figure, axes = canvas(13, 5.4, 27, 11.2)
+    axes.text(0, 0.45, "One factor multiplies its own mode, in place", fontsize=14, fontweight="bold", color=INK, va="center")
+    axes.text(0, 1.25, "y[a, q, c] = sum over p of  x[a, p, c] · F[p, q]", fontsize=11, color=MUTED, va="center", family="monospace")
+    axes.text(0, 2.95, "x", fontsize=13, color=INK, va="center", style="italic")
+    axes.text(0.45, 2.97, "[A, P, C]", fontsize=8.5, color=MUTED, va="center")
+    axes.text(0, 8.95, "y", fontsize=13, color=INK, va="center", style="italic")
+    axes.text(0.45, 8.97, "[A, Q, C]", fontsize=8.5, color=MUTED, va="center")
+    inputs = strip(axes, 2.4, P, IN_COLOURS, "p")
+    outputs = strip(axes, 8.4, Q, OUT_COLOURS, "q")
+
+    left, top = 13.0, 4.75
+    for p in range(P):
+        for q in range(Q):
+            cell(axes, left + q, top + p, OUT_COLOURS[q], f"{p},{q}")
+    axes.add_patch(Rectangle((left - 0.04, top - 0.04), Q + 0.08, P + 0.08, fill=False, edgecolor=INK, linewidth=1.2))
+    axes.text(left - 0.4, top + 0.5, "F", fontsize=13, color=INK, va="center", ha="right", style="italic")
+    axes.text(left - 0.4, top + 1.2, "[P, Q]", fontsize=8.5, color=MUTED, va="center", ha="right")
+    for p, x in enumerate(inputs):
+        arrow(axes, (x, 4.4), (left + Q + 0.1, top + p + 0.5), -0.12)
+    for q, x in enumerate(outputs):
+        arrow(axes, (left + q + 0.5, top + P + 0.1), (x, 8.35))
+    lines = (
+        "A slice is the P elements (a, :, c), C apart in memory.",
+        "Its Q results take the same place in y, C apart again:",
+        "the next factor finds its own mode where it expects it,",
+        "and no operand is ever transposed.",
+    )
+    for i, line in enumerate(lines):
+        axes.text(0.1, 5.0 + 0.72 * i, line, fontsize=10, color=INK)
+    axes.text(
+        2, 10.9, "Three factors of 4 x 4 on 64 columns:   F3 on [16, 4, 1]   then F2 on [4, 4, 4]   then F1 on [1, 4, 16]",
+        fontsize=10, color=MUTED,
+    )  # fmt: skip
+    figure.savefig(path)
+
+
+def rooms(path: Path) -> None:
+    """Who calls whom: rooms from the top (public) to the bottom (device)."""
+    figure, axes = canvas(9.5, 5.9, 20, 12.4)
+    layers = [
+        ("cli", "python -m fastkron_py: info, demo"),
+        ("integrations", "adapters to other libraries"),
+        ("distributed", "many GPUs"),
+        ("nn", "modules"),
+        ("functional", "public verbs: argument checks, arrays, autocast"),
+        ("ops", "torch.library operators: fake, autograd, vmap; choice of backend"),
+        ("kernels", "Triton kernels, torch backend"),
+        ("tuning", "plans and launch configurations, plain Python"),
+        ("shapes, errors", "shape rules and wording, no tensors"),
+    ]
+    built = {"cli", "functional", "ops", "kernels", "tuning", "shapes, errors"}
+    for i, (name, text) in enumerate(layers):
+        y = 0.5 + 1.3 * i
+        face = "#e4edf5" if name in built else "white"
+        style = "solid" if name in built else (0, (4, 3))
+        box = FancyBboxPatch((0.5, y), 15, 0.95, boxstyle="round,pad=0.06", facecolor=face, edgecolor="#829ab1", linestyle=style)
+        axes.add_patch(box)
+        axes.text(0.9, y + 0.5, name, fontsize=10.5, fontweight="bold", color=INK, va="center")
+        axes.text(4.4, y + 0.5, text, fontsize=9, color=INK, va="center")
+        if i + 1 < len(layers):
+            axes.annotate("", (8, y + 1.28), (8, y + 0.98), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1})
+    for name, row, text in (("arrays", 4, "NumPy, CuPy"), ("reference", 8, "float64 oracle")):
+        y = 0.5 + 1.3 * row
+        box = FancyBboxPatch((16.6, y), 2.9, 0.95, boxstyle="round,pad=0.06", facecolor="#fdf3e1", edgecolor="#c99a2e")
+        axes.add_patch(box)
+        axes.text(18.05, y + 0.3, name, fontsize=9.5, fontweight="bold", color=INK, va="center", ha="center")
+        axes.text(18.05, y + 0.68, text, fontsize=8, color=INK, va="center", ha="center")
+        start, end = (15.6, 16.5) if name == "arrays" else (16.5, 15.6)
+        axes.annotate("", (end, y + 0.5), (start, y + 0.5), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1})
+    axes.text(0.5, 12.2, "Dashed: a room that is still empty.", fontsize=8.5, color=MUTED)
+    figure.savefig(path)
+
+
+def main(folder: Path) -> None:
+    """Draw every figure into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mode_multiply(folder / "mode_multiply.png")
+    rooms(folder / "rooms.png")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images")

@@ -1,0 +1,40 @@
+"""Every example runs, without a warning, and reports what it claims to show."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str) -> list[float]:
+    """Run an example; the numbers at the end of its lines' statements."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
+    assert result.returncode == 0, result.stderr
+    return [float(n) for n in re.findall(r"(?:: +|error )([\d.]+)", result.stdout)]
+
+
+def test_deblur_comes_closer_to_the_original() -> None:
+    blurred, sharpened = run("deblur.py")
+    assert sharpened > blurred + 2  # decibels
+
+
+def test_learn_blur_predicts_patches_held_out() -> None:
+    before, after = run("learn_blur.py")
+    assert after < before / 2
+
+
+def test_every_example_is_run() -> None:
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    assert {p.name for p in EXAMPLES.glob("*.py")} == {"deblur.py", "learn_blur.py"}
