@@ -95,9 +95,10 @@ def scalar(bits, DTYPE: tl.constexpr):
 @triton.jit
 def _times_factor(tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr):
     if OUTERMOST:
-        return tile * tl.load(ptr + p * stride_p + q * stride_q, mask=(p < ROWS) & (q < COLS), other=0.0).to(ACC)
+        mask = (p < ROWS) & (q < COLS)
+        return tile * tl.load(ptr + p.to(tl.int64) * stride_p + q.to(tl.int64) * stride_q, mask=mask, other=0.0).to(ACC)
     else:
-        return tile * tl.load(ptr + (p % ROWS) * stride_p + (q % COLS) * stride_q).to(ACC)
+        return tile * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(ACC)
 
 
 @triton.jit

@@ -216,32 +216,40 @@ def _factor_gradient(u: Tensor, v: Tensor, p: int, q: int, before: int, after: i
     config = gradient_config(p, q, u.element_size(), num_slices, groups, _multiprocessors(u.device))
     partial = torch.empty((config.splits, groups, p, q), dtype=torch.promote_types(u.dtype, torch.float32), device=u.device)
     blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
-    _factor_gradient_kernel[(blocks * groups * config.splits,)](
-        um.tensor,
-        vm.tensor,
-        partial,
-        um.rows.in_place(p, after, merged),
-        vm.rows.in_place(q, after, merged),
-        num_slices,
-        config.slices_per_split,
-        groups,
-        before,
-        after,
-        P=p,
-        Q=q,
-        BLOCK_S=config.block_s,
-        BLOCK_P=config.block_p,
-        BLOCK_Q=config.block_q,
-        HEAD=not merged and before != 1,
-        TAIL=after != 1,
-        ALIGNED=after % config.block_s == 0,
-        EVEN=num_slices % config.block_s == 0,
-        COMPUTE=compute,
-        ACC=acc,
-        PRECISION=dot_precision,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    grid = (blocks * groups * config.splits,)
+    for num_stages in (config.num_stages, 1):
+        try:
+            _factor_gradient_kernel[grid](
+                um.tensor,
+                vm.tensor,
+                partial,
+                um.rows.in_place(p, after, merged),
+                vm.rows.in_place(q, after, merged),
+                num_slices,
+                config.slices_per_split,
+                groups,
+                before,
+                after,
+                P=p,
+                Q=q,
+                BLOCK_S=config.block_s,
+                BLOCK_P=config.block_p,
+                BLOCK_Q=config.block_q,
+                HEAD=not merged and before != 1,
+                TAIL=after != 1,
+                ALIGNED=after % config.block_s == 0,
+                EVEN=num_slices % config.slices_per_split == 0,
+                COMPUTE=compute,
+                ACC=acc,
+                PRECISION=dot_precision,
+                num_warps=config.num_warps,
+                num_stages=num_stages,
+            )
+        except OutOfResources:
+            if num_stages == 1:
+                raise
+        else:
+            break
     total = partial[0] if config.splits == 1 else partial.sum(0)
     return (total if alpha == 1 else total * alpha).to(u.dtype)
 
