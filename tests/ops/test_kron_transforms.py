@@ -1,0 +1,269 @@
+"""torch.vmap and torch.func over the Kronecker verbs, against loops and against the definition in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shapes_list import assert_near, call, power, problem
+from torch import Tensor
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from fastkron_py import kron_matmul, reference
+
+SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+# torch itself scripts some decompositions when forward mode is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+B = 3  # size of the mapped dimension
+DOUBLE = torch.float64
+
+# in_dims of (x [3, 4], f1 [2, 3], f2 [2, 2], z [3, 6]) and of their left forms; None: not mapped.
+IN_DIMS: dict[str, tuple[int | None, ...]] = {
+    "all": (0, 0, 0, 0),
+    "x": (0, None, None, None),
+    "x_middle": (1, None, None, None),
+    "x_last": (-1, None, None, None),
+    "factors": (None, 0, 0, None),
+    "one_factor": (None, None, 1, None),
+    "last_factor_last": (None, None, -1, None),
+    "z": (None, None, None, 0),
+    "z_last": (None, None, None, 2),
+    "x_and_factor": (2, 1, None, None),
+    "factor_and_z": (None, 0, None, 1),
+    "x_and_z": (0, None, None, 0),
+    "mixed": (1, 0, 2, 1),
+}
+
+
+def shapes(left: bool) -> list[tuple[int, ...]]:
+    """Of x, f1, f2 and z."""
+    return [(4, 3), (3, 2), (2, 2), (6, 3)] if left else [(3, 4), (2, 3), (2, 2), (3, 6)]
+
+
+def draw(shape: tuple[int, ...], dim: int | None, device: torch.device, *more: int) -> Tensor:
+    """A random tensor with a mapped dimension of size B at dim, and further leading dimensions."""
+    if dim is None:
+        return torch.randn((*more, *shape), dtype=DOUBLE, device=device)
+    return torch.randn((B, *more, *shape), dtype=DOUBLE, device=device).movedim(0, dim)
+
+
+def looped(function: Callable[..., Any], in_dims: tuple[int | None, ...], arguments: list[Tensor]) -> Tensor:
+    """What vmap means."""
+    return torch.stack([function(*(t if d is None else t.select(d, i) for t, d in zip(arguments, in_dims, strict=True))) for i in range(B)])
+
+
+@pytest.mark.parametrize("dims", IN_DIMS)
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["plain", "batched"])
+@SIDES
+def test_vmap(dims: str, batch: tuple[int, ...], left: bool, backend_name: str, device: torch.device) -> None:
+    in_dims = IN_DIMS[dims]
+    arguments = [draw(shape, d, device, *batch) for shape, d in zip(shapes(left), in_dims, strict=True)]
+
+    def function(x: Tensor, f1: Tensor, f2: Tensor, z: Tensor) -> Tensor:
+        return call(left)(x, [f1, f2], alpha=0.5, beta=2.0, z=z)
+
+    assert_near(vmap(function, in_dims)(*arguments), looped(function, in_dims, arguments))
+    assert_near(vmap(function, in_dims, out_dims=-1)(*arguments), looped(function, in_dims, arguments).movedim(0, -1))
+
+
+@pytest.mark.parametrize("z_dims", [0, None], ids=["mapped_z", "shared_z"])
+@pytest.mark.parametrize("z_shape", [(), (1,), (6,), (3, 1), (1, 6)], ids=str)
+def test_vmap_with_broadcast_z(z_shape: tuple[int, ...], z_dims: int | None, backend_name: str, device: torch.device) -> None:
+    x, f1, f2 = (draw(shape, d, device) for shape, d in zip(shapes(False)[:3], (0, None, 0), strict=True))
+    z = draw(z_shape, z_dims, device)
+    in_dims = (0, None, 0, z_dims)
+
+    def function(x: Tensor, f1: Tensor, f2: Tensor, z: Tensor) -> Tensor:
+        return kron_matmul(x, [f1, f2], beta=2.0, z=z)
+
+    assert_near(vmap(function, in_dims)(x, f1, f2, z), looped(function, in_dims, [x, f1, f2, z]))
+
+
+@SIDES
+def test_vmap_of_vectors(left: bool, backend_name: str, device: torch.device) -> None:
+    f = [torch.randn(2, 2, dtype=DOUBLE, device=device) for _ in range(2)]
+    x = torch.randn(B, 4, dtype=DOUBLE, device=device)
+    assert_near(vmap(lambda v: call(left)(v, f))(x), torch.stack([call(left)(v, f) for v in x]))
+    # Pairwise: every x with every pair of factors.
+    many = [torch.randn(5, 2, 2, dtype=DOUBLE, device=device) for _ in range(2)]
+    got = vmap(lambda v: vmap(lambda a, b: call(left)(v, [a, b]))(*many))(x)
+    want = torch.stack([torch.stack([call(left)(v, [a, b]) for a, b in zip(*many, strict=True)]) for v in x])
+    assert_near(got, want)
+
+
+@SIDES
+def test_vmap_nested(left: bool, backend_name: str, device: torch.device) -> None:
+    x_shape, f1_shape, f2_shape, _ = shapes(left)
+    x = torch.randn(B, 2, *x_shape, dtype=DOUBLE, device=device)
+    f1 = torch.randn(2, *f1_shape, dtype=DOUBLE, device=device)
+    f2 = torch.randn(B, *f2_shape, dtype=DOUBLE, device=device)
+
+    def function(x: Tensor, f1: Tensor, f2: Tensor) -> Tensor:
+        return call(left)(x, [f1, f2])
+
+    got = vmap(vmap(function, (0, 0, None)), (0, None, 0))(x, f1, f2)
+    want = torch.stack([torch.stack([function(x[i, j], f1[j], f2[i]) for j in range(2)]) for i in range(B)])
+    assert_near(got, want)
+
+
+def test_vmap_of_a_list_argument(backend_name: str, device: torch.device) -> None:
+    """The factors as one pytree argument, and chunks."""
+    x = torch.randn(B, 2, 4, dtype=DOUBLE, device=device)
+    factors = [torch.randn(B, 2, 2, dtype=DOUBLE, device=device) for _ in range(2)]
+    want = torch.stack([kron_matmul(x[i], [f[i] for f in factors]) for i in range(B)])
+    assert_near(vmap(kron_matmul)(x, factors), want)
+    assert_near(vmap(kron_matmul, chunk_size=2)(x, factors), want)
+
+
+def test_backward_through_vmap(backend_name: str, device: torch.device) -> None:
+    """Autograd outside, vmap inside."""
+    x = torch.randn(B, 2, 4, dtype=DOUBLE, device=device, requires_grad=True)
+    f = torch.randn(2, 2, dtype=DOUBLE, device=device, requires_grad=True)
+
+    def loss(multiply: Callable[..., Tensor]) -> Tensor:
+        return vmap(lambda v: multiply(v, [f, f]))(x).sin().sum()
+
+    got = torch.autograd.grad(loss(kron_matmul), [x, f], create_graph=True)
+    want = torch.autograd.grad(loss(reference.kron_matmul), [x, f], create_graph=True)
+    for g, w in zip(got, want, strict=True):
+        assert_near(g, w, scale=3)
+    (got_second,) = torch.autograd.grad(got[1].square().sum(), f)
+    (want_second,) = torch.autograd.grad(want[1].square().sum(), f)
+    assert_near(got_second, want_second, scale=10)
+
+
+# ---- torch.func ----------------------------------------------------------------------------------
+
+
+def tensors(device: torch.device, left: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, f1, f2, z = (torch.randn(shape, dtype=DOUBLE, device=device) for shape in shapes(left))
+    return x, f1, f2, z
+
+
+def losses(left: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """A function of (x, f1, f2, z) that is not multilinear, by the library and by the definition."""
+
+    def of(multiply: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        return lambda x, f1, f2, z: multiply(x, [f1, f2], alpha=0.5, beta=2.0, z=z, **options).sin().sum()
+
+    return of(call(left)), of(reference.kron_matmul, left=left)
+
+
+def assert_all_near(got: Any, want: Any, scale: float = 10.0) -> None:
+    got, want = torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want)
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-14 * scale, atol=1e-13 * scale)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, 3, (0, 1, 2, 3)], ids=str)
+@SIDES
+def test_grad(argnums: Any, left: bool, backend_name: str, device: torch.device) -> None:
+    ours, definition = losses(left)
+    arguments = tensors(device, left)
+    assert_all_near(grad(ours, argnums)(*arguments), grad(definition, argnums)(*arguments))
+    gradient, value = grad_and_value(ours, argnums)(*arguments)
+    assert_all_near((gradient, value), grad_and_value(definition, argnums)(*arguments))
+
+
+@SIDES
+def test_grad_of_grad(left: bool, backend_name: str, device: torch.device) -> None:
+    ours, definition = losses(left)
+    arguments = tensors(device, left)
+
+    def second(loss: Callable[..., Tensor]) -> Any:
+        inner = lambda *a: sum(g.square().sum() for g in grad(loss, (0, 1, 2))(*a))  # noqa: E731
+        return grad(inner, (0, 1, 2, 3))(*arguments)
+
+    assert_all_near(second(ours), second(definition), scale=100)
+
+
+@pytest.mark.parametrize("transform", [jacrev, jacfwd], ids=lambda t: t.__name__)
+@SIDES
+def test_jacobians(transform: Callable[..., Any], left: bool, backend_name: str, device: torch.device) -> None:
+    arguments = tensors(device, left)[:3]
+
+    def of(multiply: Callable[..., Tensor], **options: Any) -> Any:
+        return transform(lambda x, f1, f2: multiply(x, [f1, f2], **options), (0, 1, 2))(*arguments)
+
+    assert_all_near(of(call(left)), of(reference.kron_matmul, left=left))
+
+
+@SIDES
+def test_hessian(left: bool, backend_name: str, device: torch.device) -> None:
+    """hessian is jacfwd over jacrev: forward mode through the derivative."""
+    ours, definition = losses(left)
+    arguments = tensors(device, left)
+    for argnums in (1, (1, 2)):
+        assert_all_near(hessian(ours, argnums)(*arguments), hessian(definition, argnums)(*arguments), scale=100)
+
+
+@SIDES
+def test_jvp_and_vjp(left: bool, backend_name: str, device: torch.device) -> None:
+    arguments, tangents = tensors(device, left), tensors(device, left)
+
+    def of(multiply: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        return lambda x, f1, f2, z: multiply(x, [f1, f2], alpha=0.5, beta=2.0, z=z, **options)
+
+    ours, definition = of(call(left)), of(reference.kron_matmul, left=left)
+    assert_all_near(jvp(ours, arguments, tangents), jvp(definition, arguments, tangents))
+    y, pullback = vjp(ours, *arguments)
+    wanted, definition_pullback = vjp(definition, *arguments)
+    assert_all_near(y, wanted)
+    dy = torch.randn_like(y)
+    assert_all_near(pullback(dy), definition_pullback(dy))
+
+
+def test_forward_mode_of_autograd(backend_name: str, device: torch.device) -> None:
+    """Dual tensors without torch.func, and gradcheck's forward mode."""
+    x, f1, f2, _ = tensors(device)
+    tx, t1 = torch.randn_like(x), torch.randn_like(f1)
+    with torch.autograd.forward_ad.dual_level():
+        make = torch.autograd.forward_ad.make_dual
+        y = torch.autograd.forward_ad.unpack_dual(kron_matmul(make(x, tx), [make(f1, t1), f2]))
+    assert_near(y.tangent, reference.kron_matmul(tx, [f1, f2]) + reference.kron_matmul(x, [t1, f2]), scale=3)
+    inputs = [t.requires_grad_() for t in (x, f1, f2)]
+    assert torch.autograd.gradcheck(
+        lambda x, *fs: kron_matmul(x, fs), inputs, check_forward_ad=True, check_backward_ad=False, fast_mode=True
+    )
+
+
+def test_per_sample_gradients(backend_name: str, device: torch.device) -> None:
+    """vmap over grad: one gradient of the shared factors for each sample."""
+    x, f1, f2, _ = tensors(device)
+    samples = torch.randn(B, *x.shape, dtype=DOUBLE, device=device)
+
+    def of(multiply: Callable[..., Tensor]) -> Any:
+        loss = lambda fs, v: multiply(v, fs).sin().sum()  # noqa: E731
+        return vmap(grad(loss), (None, 0))([f1, f2], samples)
+
+    got, want = of(kron_matmul), of(reference.kron_matmul)
+    assert [g.shape for g in got] == [(B, *f.shape) for f in (f1, f2)]
+    assert_all_near(got, want)
+
+
+def test_ensemble_of_modules(backend_name: str, device: torch.device) -> None:
+    """torch.func.functional_call with stacked parameters: the usual way to train many models at once."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f1 = torch.nn.Parameter(torch.randn(2, 3, dtype=DOUBLE, device=device))
+            self.f2 = torch.nn.Parameter(torch.randn(2, 2, dtype=DOUBLE, device=device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return kron_matmul(x, [self.f1, self.f2])
+
+    layers = [Layer() for _ in range(B)]
+    parameters, buffers = torch.func.stack_module_state(layers)
+    x = torch.randn(3, 4, dtype=DOUBLE, device=device)
+    got = vmap(lambda p: functional_call(layers[0], (p, buffers), (x,)))(parameters)
+    assert_near(got, torch.stack([layer(x) for layer in layers]))
+
+
+def test_transforms_keep_dtypes(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(power(3, 2, 2, 2), torch.float16, device, generator)
+    gradient = grad(lambda x, fs: kron_matmul(x, fs).sum(), (0, 1))(x, factors)
+    assert [t.dtype for t in torch.utils._pytree.tree_leaves(gradient)] == [torch.float16] * 3
