@@ -156,7 +156,7 @@ def find_bridge(arrays: Sequence[Any], names: Sequence[str]) -> Bridge:
     """The bridge of the library that all arrays come from.
 
     Args:
-        arrays: the arguments; the first decides, and None stands for one that was not given.
+        arrays: the arguments; the first decides.
         names: how they are called in errors.
 
     Raises:
@@ -166,6 +166,6 @@ def find_bridge(arrays: Sequence[Any], names: Sequence[str]) -> Bridge:
     if first is None:
         raise type_error(names[0], ACCEPTED, type_name(arrays[0]))
     for array, name in zip(arrays[1:], names[1:], strict=True):
-        if array is not None and type(_bridge(array)) is not type(first):
+        if type(_bridge(array)) is not type(first):
             raise type_error(name, f"{first.noun}, like {names[0]}", type_name(array))
     return first

@@ -51,7 +51,7 @@ def check_scalar_fits(name: str, value: Any, x: Tensor, x_name: str = "x") -> No
         if value.is_complex() and not x.is_complex():
             raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", f"a tensor of {value.dtype}")
         if value.device not in (x.device, torch.device("cpu")):
-            raise value_error(name, f"{x_name}'s device {x.device} or cpu", value.device)
+            raise value_error(name, f"{x_name}'s device {x.device}" + (" or cpu" if x.device.type != "cpu" else ""), value.device)
     elif isinstance(value, complex) and not x.is_complex():
         raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", value)
 

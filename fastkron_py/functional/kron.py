@@ -127,15 +127,16 @@ def _call(
     check_precision(precision)
     if isinstance(x, Tensor):
         return _multiply(x, factors, alpha, beta, z, precision, left, names)
-    arrays = [x, *factors, z]
-    labels = [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]]
+    arrays = [x, *factors] if z is None else [x, *factors, z]
+    labels = [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]][: len(arrays)]
     bridge = find_bridge(arrays, labels)
     for name, scalar in (("alpha", alpha), ("beta", beta)):
         if isinstance(scalar, Tensor):
             raise type_error(name, f"a number, since {names[0]} is {bridge.noun}", "a torch tensor")
     with bridge.context():
-        x, *factors, z = (None if a is None else bridge.load(a, label) for a, label in zip(arrays, labels, strict=True))
-        return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
+        x, *tensors = (bridge.load(a, label) for a, label in zip(arrays, labels, strict=True))
+        z = None if z is None else tensors.pop()
+        return bridge.give_back(_multiply(x, tensors, alpha, beta, z, precision, left, names))
 
 
 def _multiply(

@@ -186,6 +186,7 @@ def _chain(case: Case, config: ChainConfig, num_slices: int) -> tuple[Any, int, 
         rest *= s.q_pad
     constants = {
         "STEPS": tuple(table),
+        "RESIDENT": case.shape[0] == 1,
         "P_SIZES": tuple(s.p for s in steps),
         "P_PADS": tuple(s.p_pad for s in steps),
         "P_TOTAL": math.prod(s.p_pad for s in steps),

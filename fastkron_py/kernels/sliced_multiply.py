@@ -94,13 +94,8 @@ def _sliced_multiply_fwd_kernel(
 @triton.jit
 def _multiply_step(
     t,
-    factor_ptrs,
-    factor_strides,
-    batch,
-    SHAPES: tl.constexpr,
+    f,
     BLOCK_S: tl.constexpr,
-    START: tl.constexpr,
-    STOP: tl.constexpr,
     P: tl.constexpr,
     P_PAD: tl.constexpr,
     Q_PAD: tl.constexpr,
@@ -109,13 +104,12 @@ def _multiply_step(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``[BLOCK_S, REST * P_PAD]`` times factors START to STOP along the last mode, to ``[BLOCK_S, Q_PAD, REST]``."""
-    f = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, START, STOP, P_PAD, Q_PAD, ACC)
+    """``[BLOCK_S, REST * P_PAD]`` times factor tile f along the last mode, to ``[BLOCK_S, Q_PAD, REST]``."""
     t = tl.reshape(t, (BLOCK_S * REST, P_PAD))
     if P != P_PAD:
         # An infinity of an earlier factor has turned the padding into NaN, which 0 does not cancel.
         t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)
-    t = dot(t.to(COMPUTE), f.to(COMPUTE), tl.zeros((BLOCK_S * REST, Q_PAD), ACC), PRECISION)
+    t = dot(t.to(COMPUTE), f, tl.zeros((BLOCK_S * REST, Q_PAD), ACC), PRECISION)
     return tl.permute(tl.reshape(t, (BLOCK_S, REST, Q_PAD)), (0, 2, 1))
 
 
@@ -155,7 +149,7 @@ def _fused_multiply_fwd_kernel(
     before,
     after,
     SHAPES: tl.constexpr,
-    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each step, last factors first
+    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each of two or three steps, last factors first
     P_SIZES: tl.constexpr,
     P_PADS: tl.constexpr,
     P_TOTAL: tl.constexpr,
@@ -163,6 +157,7 @@ def _fused_multiply_fwd_kernel(
     Q_PADS: tl.constexpr,
     Q_TOTAL: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    RESIDENT: tl.constexpr,  # the factors are the same for all tiles: loaded once
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -180,6 +175,13 @@ def _fused_multiply_fwd_kernel(
     blocks_s = tl.cdiv(num_slices, BLOCK_S)
     p, valid_p = padded_index(P_SIZES, P_PADS, P_TOTAL)
     q, valid_q = padded_index(Q_SIZES, Q_PADS, Q_TOTAL)
+    if RESIDENT:
+        f0 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(COMPUTE)
+        f1 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(COMPUTE)
+        if len(STEPS) == 3:
+            f2 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[2][0], STEPS[2][1], STEPS[2][3], STEPS[2][4], ACC).to(
+                COMPUTE
+            )
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         batch = (tile // blocks_s).to(tl.int64)
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
@@ -187,24 +189,21 @@ def _fused_multiply_fwd_kernel(
         mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         t = tl.load(x_rows[:, None] + p[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
-        for k in tl.static_range(len(STEPS)):
-            t = _multiply_step(
-                t,
-                factor_ptrs,
-                factor_strides,
-                batch,
-                SHAPES,
-                BLOCK_S,
-                STEPS[k][0],
-                STEPS[k][1],
-                STEPS[k][2],
-                STEPS[k][3],
-                STEPS[k][4],
-                STEPS[k][5],
-                COMPUTE,
-                ACC,
-                PRECISION,
+        if not RESIDENT:
+            f0 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(
+                COMPUTE
             )
+            f1 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(
+                COMPUTE
+            )
+            if len(STEPS) == 3:
+                f2 = load_factor(
+                    factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[2][0], STEPS[2][1], STEPS[2][3], STEPS[2][4], ACC
+                ).to(COMPUTE)
+        t = _multiply_step(t, f0, BLOCK_S, STEPS[0][2], STEPS[0][3], STEPS[0][4], STEPS[0][5], COMPUTE, ACC, PRECISION)
+        t = _multiply_step(t, f1, BLOCK_S, STEPS[1][2], STEPS[1][3], STEPS[1][4], STEPS[1][5], COMPUTE, ACC, PRECISION)
+        if len(STEPS) == 3:
+            t = _multiply_step(t, f2, BLOCK_S, STEPS[2][2], STEPS[2][3], STEPS[2][4], STEPS[2][5], COMPUTE, ACC, PRECISION)
         y = tl.reshape(t, (BLOCK_S, Q_TOTAL))
         mask = mask_s[:, None] & valid_q[None, :]
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q[None, :] * z_strides[3]

@@ -16,10 +16,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 1 << 21}  # of one intermediate: two of them share the last cache level with x and y
-OTHER_CHUNK_BYTES = 1 << 28  # on other devices chunks only bound the memory
+CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
+CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
+CHUNK_BYTES_OTHER = 1 << 28  # on other devices chunks only bound the memory
 GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
-BLOCK_ROWS = 128  # a tall product is split into a batch of these, which torch spreads over threads
+BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 # The cost model, in units of one multiply-add of a large product; fitted on an AVX-512 CPU with MKL.
@@ -128,13 +129,19 @@ def _pieces(total: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def _chunk_bytes(device: torch.device) -> int:
+    if device.type != "cpu":
+        return CHUNK_BYTES_OTHER
+    return min(CHUNK_BYTES_PER_THREAD * torch.get_num_threads(), CHUNK_BYTES_CPU)
+
+
 def _chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Chunk]:
     """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
 
     Many groups go together only when each is small; then a chunk holds all of their rows.
     """
     groups, length, _, width = x.shape
-    limit = CHUNK_BYTES.get(x.device.type, OTHER_CHUNK_BYTES) // dtype.itemsize
+    limit = _chunk_bytes(x.device) // dtype.itemsize
     widest = max(max(s.size_in, s.size_out) for s in steps)
     rows, columns, together = length, width, 1
     if widest * width > limit:

@@ -17,6 +17,7 @@ from typing import Final
 MERGE_WIDTH: Final = 64
 # Steps wider than this loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
+CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Elements of a chained tile, by bytes of an element; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 # Consecutive elements that a load or store should at least touch: one 32-byte sector.
@@ -119,7 +120,7 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
         itemsize: bytes of an element.
         last: nothing comes after the launch's modes, so that a slice is one run of memory.
     """
-    if any(max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+    if len(launch.steps) > CHAIN_STEPS or any(max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
         return False
     run = 1 if last else max(1, SECTOR_BYTES // itemsize)
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
