@@ -1,0 +1,46 @@
+"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--device cpu|cuda]``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.registry import all_benchmarks
+from benchmarks.runner import run
+
+
+def _list(console: Console) -> None:
+    table = Table("benchmark", "device", "what", title="python -m benchmarks NAME")
+    for benchmark in all_benchmarks().values():
+        table.add_row(benchmark.name, benchmark.device, benchmark.description)
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the named benchmarks; without names, all that fit this machine."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; without one, all that fit this machine")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json and NAME.png")
+    parser.add_argument("--quick", action="store_true", help="a few cases and rounds, to see that it works")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    options = parser.parse_args(arguments)
+    console = Console()
+    if options.list:
+        _list(console)
+        return 0
+    fitting = [b.name for b in all_benchmarks().values() if b.device != "cuda" or torch.cuda.is_available()]
+    try:
+        for name in options.names or fitting:
+            run(name, out=options.out, quick=options.quick, device=options.device, console=console)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
