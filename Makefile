@@ -7,7 +7,7 @@ NAME ?=
 OUT ?= out/demo.png
 
 ifeq ($(strip $(VENV)),)
-  PY := PYTHONPATH=$(CURDIR) $(PYTHON)
+  PY := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
   DEMO_READY :=
   TEST_READY :=
   BENCH_READY :=
