@@ -1,0 +1,344 @@
+"""What only a CUDA device can show: graphs, streams, sizes beyond 2^31, memory, several devices, autocast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shapes_list import BATCHES, REAL, Case, assert_near, assert_same, call, expected, ids, power, problem, relative_error
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import kron_matmul, kron_matmul_left
+
+pytestmark = pytest.mark.gpu
+
+SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+CASES = [power(100, 8, 8, 4), power(64, 32, 32, 2), Case(33, ((2, 3), (5, 2), (6, 4))), power(20, 128, 128, 2), BATCHES[3]]
+DTYPES = [torch.float32, torch.float16]
+
+
+def step(x: Tensor, factors: list[Tensor], left: bool) -> list[Tensor]:
+    """The result and all gradients."""
+    y = call(left)(x, factors, alpha=0.5)
+    return [y, *torch.autograd.grad(y, [x, *factors], y.detach())]
+
+
+def needing_grad(
+    case: Case, dtype: torch.dtype, generator: torch.Generator, left: bool, device: str = "cuda"
+) -> tuple[Tensor, list[Tensor]]:
+    x, factors = problem(case, dtype, torch.device(device), generator, left=left)
+    return x.requires_grad_(), [f.requires_grad_() for f in factors]
+
+
+# ---- graphs and streams --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
+@pytest.mark.parametrize("case", CASES, ids=ids)
+@SIDES
+def test_cuda_graph(case: Case, dtype: torch.dtype, left: bool, backend_name: str, generator: torch.Generator) -> None:
+    """Forward and backward captured once and replayed on new numbers: the same bits as eager."""
+    x, factors = needing_grad(case, dtype, generator, left)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(x, factors, left)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, factors, left)
+    for _ in range(2):
+        fresh, fresh_factors = problem(case, dtype, torch.device("cuda"), generator, left=left)
+        with torch.no_grad():
+            x.copy_(fresh)
+            for f, new in zip(factors, fresh_factors, strict=True):
+                f.copy_(new)
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for got, want in zip(replayed, step(x, factors, left), strict=True):
+            assert_same(got, want)
+        assert_near(replayed[0], expected(x, factors, left=left, alpha=0.5))
+
+
+def test_make_graphed_callables(backend_name: str, generator: torch.Generator) -> None:
+    x, (f, _) = needing_grad(power(64, 16, 16, 2), torch.float32, generator, False)
+
+    def function(x: Tensor, f: Tensor) -> Tensor:
+        return kron_matmul(x, [f, f])
+
+    graphed = torch.cuda.make_graphed_callables(function, (x.detach().clone().requires_grad_(), f.detach().clone().requires_grad_()))
+    got, want = graphed(x, f), function(x, f)
+    assert_same(got, want)
+    for g, w in zip(torch.autograd.grad(got.sum(), [x, f]), torch.autograd.grad(want.sum(), [x, f]), strict=True):
+        assert_same(g, w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_side_stream(case: Case, dtype: torch.dtype, backend_name: str, generator: torch.Generator) -> None:
+    """Work goes to the caller's current stream: its input may still be in the making there."""
+    x, factors = needing_grad(case, dtype, generator, False)
+    want = step(x, factors, False)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # some 25 ms in which a kernel on another stream would read zeros
+        with torch.no_grad():
+            late.copy_(x)
+        got = step(late.requires_grad_(), factors, False)
+    side.synchronize()
+    for g, w in zip(got, want, strict=True):
+        assert_same(g, w)
+
+
+def test_no_synchronisation(backend_name: str, generator: torch.Generator) -> None:
+    """A call does not wait for the device, also with alpha and beta there."""
+    x, factors = needing_grad(power(64, 16, 16, 3), torch.float32, generator, False)
+    alpha = torch.tensor(0.5, device="cuda", requires_grad=True)
+    z = torch.ones(1, device="cuda")
+    step(x, factors, False)
+    kron_matmul(x, factors, alpha=alpha, beta=alpha, z=z).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(x, factors, False)
+        kron_matmul(x, factors, alpha=alpha, beta=alpha, z=z).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def test_second_device(backend_name: str, generator: torch.Generator) -> None:
+    """Tensors of another device than the current one, in one process, with gradients."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, there is {torch.cuda.device_count()}")
+    for left in (False, True):
+        x, factors = needing_grad(power(64, 16, 16, 2), torch.float32, generator, left)
+        want = step(x, factors, left)
+        there = [t.detach().to("cuda:1").requires_grad_() for t in (x, *factors)]
+        assert torch.cuda.current_device() == 0
+        got = step(there[0], there[1:], left)
+        assert torch.cuda.current_device() == 0
+        for g, w in zip(got, want, strict=True):
+            assert g.device == torch.device("cuda:1")
+            assert_same(g.to("cuda:0"), w)
+        with torch.cuda.device(1):
+            back = step(x, factors, left)
+        for g, w in zip(back, want, strict=True):
+            assert_same(g, w)
+    with pytest.raises(ValueError, match="device"):
+        kron_matmul(x, there[1:])
+
+
+def test_threads_with_streams(backend_name: str, generator: torch.Generator) -> None:
+    """Four threads, each with a stream of its own."""
+    import threading
+
+    work = [needing_grad(power(16 + i, 8, 8, 3), torch.float32, generator, False) for i in range(4)]
+    want = [step(x, factors, False) for x, factors in work]
+    torch.cuda.synchronize()
+    got: dict[int, list[Tensor]] = {}
+
+    def run(i: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), fastkron_py.backend(backend_name):
+            for _ in range(10):
+                got[i] = step(*work[i], False)
+        stream.synchronize()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i, results in enumerate(want):
+        for g, w in zip(got[i], results, strict=True):
+            assert_same(g, w)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def free_bytes() -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def fill(x: Tensor, chunk: int = 1 << 26) -> None:
+    """Normal numbers without a temporary of x's size."""
+    flat = x.view(-1)
+    for start in range(0, flat.numel(), chunk):
+        flat[start : start + chunk].normal_()
+
+
+def sampled_rows(rows: int, width: int) -> list[int]:
+    """Rows at the start, in the middle, on both sides of element 2^31 and of byte 2^32, and the last."""
+    borders = [(1 << 31) // width, (1 << 32) // (2 * width), (1 << 32) // (4 * width)]
+    rows_at = {0, 1, rows // 2, rows - 2, rows - 1, *borders, *(b - 1 for b in borders), *(b + 1 for b in borders)}
+    return sorted(r for r in rows_at if 0 <= r < rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=ids)
+def test_more_than_2_31_elements(dtype: torch.dtype, backend_name: str, generator: torch.Generator) -> None:
+    """M = 3000, 16^5: 3.1e9 elements, past 32-bit sizes."""
+    rows, factor_count = 3000, 5
+    width = 16**factor_count
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    # x, the result, and two intermediates.
+    if free_bytes() < 4.2 * rows * width * itemsize:
+        pytest.skip(f"needs {4.2 * rows * width * itemsize / 2**30:.0f} GiB of GPU memory")
+    _, factors = problem(power(1, 16, 16, factor_count), dtype, torch.device("cuda"), generator)
+    torch.use_deterministic_algorithms(False)  # no NaN fill of 12 GB buffers; every sampled row is compared
+    x = torch.empty(rows, width, dtype=dtype, device="cuda")
+    fill(x)
+    y = kron_matmul(x, factors)
+    assert y.shape == (rows, width)
+    for row in sampled_rows(rows, width):
+        assert_near(y[row : row + 1], expected(x[row : row + 1], factors))
+    # Every row was written, with results of x's size: sums over rows in float32.
+    sums = torch.stack([part.float().square().sum(-1) for part in y.split(100)][:-1])
+    assert bool((sums / width > 0.01).all())
+    assert bool(sums.isfinite().all())
+
+
+def test_more_than_2_31_elements_left(backend_name: str, generator: torch.Generator) -> None:
+    """The left form's columns, sampled: strides along which a 32-bit offset would wrap."""
+    columns, width = 2200, 16**5
+    if free_bytes() < 4.2 * columns * width * 2:
+        pytest.skip(f"needs {4.2 * columns * width * 2 / 2**30:.0f} GiB of GPU memory")
+    _, factors = problem(power(1, 16, 16, 5), torch.bfloat16, torch.device("cuda"), generator)
+    torch.use_deterministic_algorithms(False)
+    x = torch.empty(width, columns, dtype=torch.bfloat16, device="cuda")
+    fill(x)
+    y = kron_matmul_left(factors, x)
+    for column in (0, 1, columns // 2, columns - 1):
+        assert_near(y[:, column : column + 1], expected(x[:, column : column + 1].contiguous(), factors, left=True))
+
+
+def test_gradients_of_more_than_2_31_elements(backend_name: str, generator: torch.Generator) -> None:
+    """Ones and zeros make the factor gradients of 2.2e9 elements known; dx is sampled."""
+    rows, width = 34_000, 2**16
+    if free_bytes() < 8 * rows * width * 2:
+        pytest.skip(f"needs {8 * rows * width * 2 / 2**30:.0f} GiB of GPU memory")
+    torch.use_deterministic_algorithms(False)
+    x = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    factors = [torch.eye(256, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(2)]
+    marked = sampled_rows(rows, width)
+    with torch.no_grad():
+        for i, row in enumerate(marked):
+            x[row, 257 * i] = 1.0  # entry (i, i) of the row as a 256 x 256 matrix
+    y = kron_matmul(x, factors)
+    dy = torch.zeros_like(y)
+    for i, row in enumerate(marked):
+        dy[row, 257 * i] = 2.0
+    dx, df0, df1 = torch.autograd.grad(y, [x, *factors], dy)
+    want = torch.zeros(256, 256, dtype=torch.bfloat16, device="cuda")
+    want.diagonal()[: len(marked)] = 2.0
+    assert_same(df0, want)
+    assert_same(df1, want)
+    for row in marked:
+        assert_same(dx[row], dy[row])
+    assert int(sum(part.count_nonzero() for part in dx.split(1000))) == len(marked)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Bytes above what was there before, at the worst moment, the result included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del kept
+    return peak
+
+
+@pytest.mark.parametrize("case", [power(1000, 8, 8, 5), power(256, 64, 64, 3), power(64, 32, 32, 4), power(20, 2, 2, 18)], ids=ids)
+@SIDES
+def test_forward_memory(case: Case, left: bool, backend_name: str, generator: torch.Generator) -> None:
+    """Beside x: the result and at most one intermediate, plus 10% or 8 MiB for what small products take."""
+    x, factors = problem(case, torch.float32, torch.device("cuda"), generator, left=left)
+    call(left)(x, factors)
+    size = x.numel() * x.element_size()
+    peak = peak_of(lambda: call(left)(x, factors))
+    assert peak <= 2.1 * size + (8 << 20), f"{peak / size:.2f} times x"
+
+
+def test_nothing_leaks(backend_name: str, generator: torch.Generator) -> None:
+    x, factors = needing_grad(power(100, 8, 8, 4), torch.float32, generator, False)
+    step(x, factors, False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(10):
+        step(x, factors, False)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+# ---- larger problems than an interpreter has time for ---------------------------------------------
+
+LARGE = [
+    power(1024, 8, 8, 5),
+    power(256, 16, 16, 4),
+    power(1024, 32, 32, 3),
+    power(320, 64, 64, 3),
+    power(20, 128, 128, 3),
+    power(16, 255, 255, 2),
+    power(17, 512, 512, 2),
+    power(33, 3, 3, 10),
+    power(100, 7, 7, 5),
+    power(1000, 50, 50, 2),
+    Case(100, ((2, 4),) * 6),
+    Case(33, ((31, 37), (29, 23), (5, 3))),
+    Case(7, ((16, 16),) * 3, (5,), (5,)),
+    Case(2, ((1, 1),) * 24 + ((2, 2),) * 16 + ((1, 1),) * 24),
+]
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=ids)
+@pytest.mark.parametrize("case", LARGE, ids=ids)
+@SIDES
+def test_large(case: Case, dtype: torch.dtype, left: bool, backend_name: str, generator: torch.Generator) -> None:
+    x, factors = problem(case, dtype, torch.device("cuda"), generator, left=left)
+    y = call(left)(x, factors)
+    assert_near(y, expected(x, factors, left=left))
+    assert_same(call(left)(x, factors), y)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_float32_precision(precision: str, backend_name: str, generator: torch.Generator) -> None:
+    """ "highest" is float32-class on tensor cores too, also where torch's own setting allows TF32; "high" obeys it."""
+    x, factors = problem(power(1024, 32, 32, 3), torch.float32, torch.device("cuda"), generator)
+    wanted = expected(x, factors)
+    assert relative_error(kron_matmul(x, factors, precision="highest"), wanted) <= 1e-6
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        error = relative_error(kron_matmul(x, factors), wanted)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert error <= (1e-6 if precision == "highest" else 2e-3)
+    assert math.isfinite(error)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=ids)
+def test_autocast(half: torch.dtype, backend_name: str, generator: torch.Generator) -> None:
+    x, factors = needing_grad(power(64, 16, 16, 2), torch.float32, generator, False)
+    with torch.autocast("cuda", half):
+        y = kron_matmul(x, factors)
+    assert y.dtype == half
+    assert_same(y, kron_matmul(x.to(half), [f.to(half) for f in factors]))
+    for t, g in zip([x, *factors], torch.autograd.grad(y.float().sum(), [x, *factors]), strict=True):
+        assert (g.dtype, g.shape) == (t.dtype, t.shape)
