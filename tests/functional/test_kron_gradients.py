@@ -73,7 +73,8 @@ def test_gradcheck(case: Case, left: bool, backend_name: str, device: torch.devi
     def function(x: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, *factors: Tensor) -> Tensor:
         return call(left)(x, factors, alpha=alpha, beta=beta, z=z)
 
-    check_first_and_second(function, [x, z, alpha, beta, *factors])
+    # With batches the second order takes an interpreter long; Hessian-vector products below cover it there.
+    check_first_and_second(function, [x, z, alpha, beta, *factors], second=backend_name == "torch" or not case.factor_batch)
 
 
 @pytest.mark.parametrize("case", [TINY[2], TINY_BATCHES[2]], ids=ids)

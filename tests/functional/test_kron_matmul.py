@@ -345,7 +345,7 @@ def test_precision(precision: str | None, backend_name: str, device: torch.devic
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
-@pytest.mark.parametrize("case", FEW, ids=ids)
+@on_backends(FEW, factors=8)
 def test_same_bits_twice(case: Case, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, factors = problem(case, dtype, device, generator)
     x.requires_grad_()
