@@ -95,8 +95,10 @@ def scalar(bits, DTYPE: tl.constexpr):
 @triton.jit
 def _times_factor(tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr, ACC: tl.constexpr):
     if OUTERMOST:
+        # Selected, not multiplied by zero: an infinity of an inner factor repeats in the padding.
         mask = (p < ROWS) & (q < COLS)
-        return tile * tl.load(ptr + p.to(tl.int64) * stride_p + q.to(tl.int64) * stride_q, mask=mask, other=0.0).to(ACC)
+        f = tl.load(ptr + p.to(tl.int64) * stride_p + q.to(tl.int64) * stride_q, mask=mask, other=0.0).to(ACC)
+        return tl.where(mask, tile * f, 0.0)
     else:
         return tile * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(ACC)
 

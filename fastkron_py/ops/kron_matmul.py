@@ -9,7 +9,9 @@ backward operator computes plain transposes; conjugates, for complex tensors, ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from fastkron_py.ops.canonical import canonical
 from fastkron_py.ops.derivatives import Calls
 from fastkron_py.shapes import result_shape
 
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
 LIBRARY = torch.library.Library("fastkron", "DEF")
 # No defaults: the dispatcher drops arguments that equal theirs, and the autograd wrapper then miscounts.
 LIBRARY.define(
@@ -33,9 +37,18 @@ LIBRARY.define(
 )
 
 
-def _no_autocast(x: Tensor) -> Any:
-    """Autocast has been applied to the arguments; it must not reach the multiplies inside."""
-    return torch.autocast(x.device.type, enabled=False)
+@contextlib.contextmanager
+def _unseen_by_autograd(x: Tensor) -> Iterator[None]:
+    """Inside an implementation: autocast has been applied already, and no view is recorded.
+
+    A result that is a view of a tensor made inside could not be changed in place later on.
+    """
+    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                yield
+        else:
+            yield
 
 
 # ---- kron_matmul -----------------------------------------------------------------------------
@@ -54,22 +67,20 @@ def _kron_matmul(
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
     if beta == 0:
         z = None
-    y = x.new_empty(shape)
-    if y.numel() == 0:
-        return y
-    if x.numel() == 0:  # a sum over nothing
-        return y.zero_() if z is None else torch.mul(z, beta, out=y)
-    chosen = choose_backend(backend, x)
-    problem = canonical(x, factors, left)
-    z4 = None if z is None else problem.pack(z.expand(shape))
-    if chosen == "triton":
-        from fastkron_py.kernels import triton_backend
+    with _unseen_by_autograd(x):
+        if math.prod(shape) == 0:
+            return x.new_empty(shape)
+        if x.numel() == 0:  # a sum over nothing
+            return x.new_zeros(shape) if z is None else (beta * z).expand(shape).contiguous()
+        problem = canonical(x, factors, left)
+        z4 = None if z is None else problem.pack(z.expand(shape))
+        if choose_backend(backend, x) == "triton":
+            from fastkron_py.kernels import triton_backend
 
-        y4 = triton_backend.multiply(problem.x, problem.factors, z4, alpha, beta, precision)
-    else:
-        with _no_autocast(x):
+            y4 = triton_backend.multiply(problem.x, problem.factors, z4, alpha, beta, precision)
+        else:
             y4 = torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta)
-    return problem.unpack(y4)
+        return problem.unpack(y4)
 
 
 LIBRARY.impl("kron_matmul", _kron_matmul, "CompositeExplicitAutograd")
@@ -128,23 +139,22 @@ def _kron_matmul_backward(
     wanted = ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
     if dy.numel() == 0 or x.numel() == 0:
         return [t.new_zeros(t.shape) for t in wanted]
-    chosen = choose_backend(backend, x)
-    problem = canonical(x, factors, left)
-    dy4 = problem.pack(dy)
-    if chosen == "triton":
-        from fastkron_py.kernels import triton_backend
+    with _unseen_by_autograd(x):
+        problem = canonical(x, factors, left)
+        dy4 = problem.pack(dy)
+        if choose_backend(backend, x) == "triton":
+            from fastkron_py.kernels import triton_backend
 
-        dx4, dfs = triton_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
-    else:
-        with _no_autocast(x):
+            dx4, dfs = triton_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
+        else:
             dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)
-    results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
-    for df, f in zip(dfs, factors, strict=True):
-        if df is not None:
-            df = df.mT if left else df
-            batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
-            results.append(_fit(df.reshape(*problem.batch, *df.shape[-2:]) if batched else df.reshape(f.shape), f))
-    return results
+        results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
+        for df, f in zip(dfs, factors, strict=True):
+            if df is not None:
+                df = df.mT if left else df
+                batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
+                results.append(_fit(df.reshape(*problem.batch, *df.shape[-2:]) if batched else df.reshape(f.shape), f))
+        return results
 
 
 def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
