@@ -36,7 +36,10 @@ def kron_matmul(
     Args:
         x: ``[*batch, M, K]`` or ``[K]``; with ``left`` ``[*batch, K, M]`` or ``[K]``.
         factors: each ``[*batch, P_i, Q_i]``.
+        alpha: scales the product.
+        beta: scales z.
         z: broadcasts to the result; needed when beta is not 0.
+        left: multiply from the left.
     """
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
     if x.ndim == 1:
