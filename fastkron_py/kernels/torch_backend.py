@@ -119,11 +119,18 @@ class Chunk(NamedTuple):
 
     def of(self, t: Tensor) -> Tensor:
         """The part of a four-dimensional tensor, as a view."""
-        return t[self.groups, self.rows, :, self.columns]
+        return t if self == WHOLE else t[self.groups, self.rows, :, self.columns]
+
+
+ALL: Final = slice(None)
+WHOLE: Final = Chunk(ALL, ALL, ALL)
 
 
 def _pieces(total: int, most: int) -> Iterator[slice]:
     """Cut range(total) into the fewest pieces of at most this size, of nearly equal sizes."""
+    if total <= most:
+        yield ALL
+        return
     size = -(-total // -(-total // most))
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
@@ -160,13 +167,21 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
+def _sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """For sums over chunks, of which there may be thousands; not every device has it."""
+    if device.type not in ("cpu", "cuda"):
+        return dtype
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
 def _kron(factors: Sequence[Tensor]) -> Tensor:
     """Kronecker product of ``[B, P_i, Q_i]``."""
     product = factors[0]
     for f in factors[1:]:
         groups, p, q = product.shape
-        pairs = product[:, :, None, :, None] * f[:, None, :, None, :]
-        product = pairs.reshape(groups, p * f.shape[1], q * f.shape[2])
+        r, s = f.shape[1:]
+        pairs = product.reshape(groups, p, 1, q, 1) * f.reshape(groups, 1, r, 1, s)
+        product = pairs.view(groups, p * r, q * s)
     return product
 
 
@@ -333,7 +348,9 @@ def backward(
         steps = _plan_for(x, factors)
         dtype = _accumulation_dtype(x.dtype)
         matrices = _matrices(factors, steps, dtype)
-        sums = [torch.zeros_like(m) if any(need_factors[s.first : s.last]) else None for m, s in zip(matrices, steps, strict=True)]
+        wide = _sum_dtype(dtype, x.device)
+        needed = [any(need_factors[s.first : s.last]) for s in steps]
+        sums = [torch.zeros_like(m, dtype=wide) if need else None for m, need in zip(matrices, needed, strict=True)]
         dx = x.new_empty(x.shape) if need_x else None
         scratch = Scratch(x, dtype)
         for chunk in _chunks(x, steps, dtype):
@@ -371,7 +388,7 @@ def _run_backward(
     for i in reversed(range(lowest, len(steps))):
         step, total = steps[i], sums[i]
         if total is not None:
-            _add_gradient(inputs[i], gradient, step, total)
+            _add_gradient(inputs[i], gradient, step, total, matrices[i].dtype)
         if i > lowest or dx is not None:
             final = i == 0
             direct = dx if final and dx is not None and dx.dtype == matrices[i].dtype and dx.is_contiguous() else None
@@ -386,7 +403,7 @@ def _transposed(step: Step) -> Step:
     return step._replace(p=step.q, q=step.p)
 
 
-def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor) -> None:
+def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor, dtype: torch.dtype) -> None:
     """Add ``sum over [before, after] of source^T gradient`` to total ``[G or 1, P, Q]``.
 
     Args:
@@ -394,6 +411,7 @@ def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor) -
         gradient: ``[G, L, before * Q * after, R]``.
         step: the place of P and Q.
         total: of the chunk's groups.
+        dtype: of the products.
     """
     groups, rows, _, columns = source.shape
     count, tail = rows * step.before, step.after * columns
@@ -401,8 +419,8 @@ def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor) -
     outer = 1 if shared else groups
     if tail == 1:
         length = groups * count // outer
-        u = _ready(source.reshape(outer, length, step.p), total.dtype)
-        v = _ready(gradient.reshape(outer, length, step.q), total.dtype)
+        u = _ready(source.reshape(outer, length, step.p), dtype)
+        v = _ready(gradient.reshape(outer, length, step.q), dtype)
         if not shared or length <= BLOCK_ROWS:
             total += torch.bmm(u.mT, v)
             return
@@ -412,8 +430,8 @@ def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor) -
         if whole < length:
             total += torch.bmm(u[:, whole:].mT, v[:, whole:])
         return
-    u = _ready(source.reshape(groups * count, step.p, tail), total.dtype)
-    v = _ready(gradient.reshape(groups * count, step.q, tail), total.dtype)
+    u = _ready(source.reshape(groups * count, step.p, tail), dtype)
+    v = _ready(gradient.reshape(groups * count, step.q, tail), dtype)
     total += torch.bmm(u, v.mT).view(outer, -1, step.p, step.q).sum(1)
 
 
