@@ -44,7 +44,11 @@ def _batch_first(arguments: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
 
 def vmap_multiply(calls: Calls, in_dims: Sequence[Any], x: Tensor, factors: Any, z: Tensor | None, *options: Any) -> tuple[Tensor, int]:
     """Batched multiply; in_dims of (x, factors, z)."""
+    only_z = all(dim is None for _, dim in [(x, in_dims[0]), *_pairs(factors, in_dims[1])])
     x, factors, z = _batch_first([x, factors, z], in_dims[:3])
+    if z is not None and only_z:  # one product serves all samples
+        alpha, beta, *rest = options
+        return calls.multiply(x, factors, None, alpha, 0.0, *rest) + beta * z, 0
     return calls.multiply(x, factors, z, *options), 0
 
 
