@@ -50,7 +50,8 @@ def peak_bytes(call: Callable[[], Tensor], device: torch.device) -> int:
         _wait(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints where a progress display is drawn
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = call()
     del result
     # The profiler's tables add up allocations; only its raw events, in order of time, tell the peak.
