@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
+from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Case, Rows, arithmetic, recipes
 from fastkron_py.tuning.launch import gradient_config
 from fastkron_py.tuning.plan import Launch, plan
@@ -29,10 +30,6 @@ def _bits(value: float) -> int:
     """The float64 pattern of a scalar, as the kernels' int64 argument."""
     pattern: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return pattern
-
-
-def _resolved(precision: str | None) -> str:
-    return precision or torch.get_float32_matmul_precision()
 
 
 @lru_cache(maxsize=64)
@@ -203,7 +200,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         ``[B, L, N, R]``, contiguous.
     """
     with _on_device(x):
-        return _carry_out(_plan_for(x, factors), x, factors, z, alpha, beta, _resolved(precision), [f.shape[1] for f in factors])
+        return _carry_out(_plan_for(x, factors), x, factors, z, alpha, beta, resolved(precision), [f.shape[1] for f in factors])
 
 
 def _factor_gradient(u: Tensor, v: Tensor, p: int, q: int, before: int, after: int, alpha: float, precision: str) -> Tensor:
@@ -278,7 +275,7 @@ def backward(
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
     """
     with _on_device(x):
-        precision = _resolved(precision)
+        precision = resolved(precision)
         gradients: list[Tensor | None] = [None] * len(factors)
         wanted = [i for i, need in enumerate(need_factors) if need]
         transposed = [f.mT for f in factors]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels import torch_backend
+from fastkron_py.kernels.precision import torch_products
 from fastkron_py.ops import batching, derivatives, transforms
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.canonical import canonical
@@ -79,7 +80,8 @@ def _kron_matmul(
 
             y4 = triton_backend.multiply(problem.x, problem.factors, z4, alpha, beta, precision)
         else:
-            y4 = torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta)
+            with torch_products(x, precision):
+                y4 = torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta)
         return problem.unpack(y4)
 
 
@@ -147,7 +149,8 @@ def _kron_matmul_backward(
 
             dx4, dfs = triton_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
         else:
-            dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)
+            with torch_products(x, precision):
+                dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)
         results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
         for df, f in zip(dfs, factors, strict=True):
             if df is not None:
