@@ -181,7 +181,7 @@ def _kron(factors: Sequence[Tensor]) -> Tensor:
         groups, p, q = product.shape
         r, s = f.shape[1:]
         pairs = product.reshape(groups, p, 1, q, 1) * f.reshape(groups, 1, r, 1, s)
-        product = pairs.view(groups, p * r, q * s)
+        product = pairs.reshape(groups, p * r, q * s)
     return product
 
 
@@ -191,8 +191,22 @@ def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dty
 
 
 def _plan_for(x: Tensor, factors: Sequence[Tensor]) -> tuple[Step, ...]:
-    rows = 1 << (x.shape[1] - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
-    return plan(tuple((f.shape[1], f.shape[2]) for f in factors), rows, x.shape[3])
+    rows, columns = x.shape[1], x.shape[3]
+    if _is_narrow(x):
+        rows, columns = rows * columns, 1
+    rows = 1 << (rows - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
+    return plan(tuple((f.shape[1], f.shape[2]) for f in factors), rows, columns)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    """Whether there are columns, but too few for fast products: then each chunk turns them into rows."""
+    return 1 < x.shape[3] < VECTOR
+
+
+def _rows_first(t: Tensor) -> Tensor:
+    """A chunk ``[G, L, K, R]`` of a narrow problem as ``[G, L * R, K, 1]``, copied."""
+    groups, rows, k, columns = t.shape
+    return t.transpose(2, 3).reshape(groups, rows * columns, k, 1)
 
 
 class Finish(NamedTuple):
@@ -289,9 +303,10 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         y = x.new_empty(x.shape[0], x.shape[1], n, x.shape[3])
         scratch = Scratch(x, dtype)
         for chunk in _chunks(x, steps, dtype):
-            part = None if z is None else chunk.of(z).to(dtype)
-            finish = Finish(alpha, beta, part)
-            _run(chunk.of(x), [_select(m, chunk) for m in matrices], steps, chunk.of(y), scratch, finish)
+            source, target, part = chunk.of(x), chunk.of(y), None if z is None else chunk.of(z).to(dtype)
+            if _is_narrow(x):
+                source, target, part = _rows_first(source), target.transpose(2, 3), None if part is None else _rows_first(part)
+            _run(source, [_select(m, chunk) for m in matrices], steps, target, scratch, Finish(alpha, beta, part))
         return y
 
 
@@ -314,15 +329,26 @@ def _select(matrix: Tensor, chunk: Chunk) -> Tensor:
 
 
 def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, finish: Finish) -> None:
-    """All steps on one chunk, the last straight into y where its dtype and strides allow it."""
+    """All steps on one chunk, the last straight into y where its dtype and strides allow it.
+
+    Args:
+        source: ``[G, L, K, R]``.
+        matrices: ``[G or 1, P, Q]`` of each step.
+        steps: their places.
+        y: ``[G, L, N, R]``, or as many elements in the same order.
+        scratch: for intermediates.
+        finish: applied to the result.
+    """
+    direct = False
     for i, (matrix, step) in enumerate(zip(matrices, steps, strict=True)):
         shape = (*source.shape[:2], step.size_out, source.shape[3])
         final = i == len(steps) - 1
-        out = y if final and y.dtype == matrix.dtype and y.is_contiguous() else scratch.take(i, shape)
+        direct = final and y.dtype == matrix.dtype and y.is_contiguous()
+        out = y.view(shape) if direct else scratch.take(i, shape)
         _apply(source, matrix, step, out, finish if final else PLAIN)
         source = out
-    if source is not y:
-        y.copy_(source)
+    if not direct:
+        y.copy_(source.view(y.shape))
 
 
 def backward(
@@ -356,8 +382,10 @@ def backward(
         for chunk in _chunks(x, steps, dtype):
             parts = [_select(m, chunk) for m in matrices]
             part_sums = [None if s is None else _select(s, chunk) for s in sums]
-            part_dx = None if dx is None else chunk.of(dx)
-            _run_backward(chunk.of(dy), chunk.of(x), parts, steps, part_sums, part_dx, alpha, scratch)
+            part_dy, part_x, part_dx = chunk.of(dy), chunk.of(x), None if dx is None else chunk.of(dx)
+            if _is_narrow(x):
+                part_dy, part_x, part_dx = _rows_first(part_dy), _rows_first(part_x), None if part_dx is None else part_dx.transpose(2, 3)
+            _run_backward(part_dy, part_x, parts, steps, part_sums, part_dx, alpha, scratch)
         gradients: list[Tensor | None] = [None] * len(factors)
         for total, step in zip(sums, steps, strict=True):
             if total is not None:
@@ -384,19 +412,20 @@ def _run_backward(
         _apply(inputs[-1], matrix, step, out)
         inputs.append(out)
     lowest = 0 if dx is not None else min(wanted)
-    gradient = dy
+    gradient, direct = dy, False
     for i in reversed(range(lowest, len(steps))):
         step, total = steps[i], sums[i]
         if total is not None:
             _add_gradient(inputs[i], gradient, step, total, matrices[i].dtype)
         if i > lowest or dx is not None:
             final = i == 0
-            direct = dx if final and dx is not None and dx.dtype == matrices[i].dtype and dx.is_contiguous() else None
-            out = direct if direct is not None else scratch.take(i, (*x.shape[:2], step.size_in, x.shape[3]))
+            shape = (*x.shape[:2], step.size_in, x.shape[3])
+            direct = final and dx is not None and dx.dtype == matrices[i].dtype and dx.is_contiguous()
+            out = dx.view(shape) if direct and dx is not None else scratch.take(i, shape)
             _apply(gradient, matrices[i].mT, _transposed(step), out, Finish(alpha) if final else PLAIN)
             gradient = out
-    if dx is not None and gradient is not dx:
-        dx.copy_(gradient)
+    if dx is not None and not direct:
+        dx.copy_(gradient.view(dx.shape))
 
 
 def _transposed(step: Step) -> Step:

@@ -32,6 +32,8 @@ PROBLEMS = {
     "narrowing last": (1, 6, 1, [(2, 16), (16, 2), (4, 8)]),
     "left form": (1, 1, 37, [(4, 5), (6, 3), (2, 2)]),
     "left form, rows": (1, 4, 19, [(4, 5), (6, 3)]),
+    "left form, few columns": (1, 1, 5, [(4, 5), (6, 3), (2, 2)]),
+    "few columns, rows, groups": (3, 4, 7, [(4, 5), (6, 3)]),
     "groups": (5, 7, 1, [(4, 5), (6, 3), (8, 8)]),
     "groups, left form": (4, 1, 18, [(4, 5), (6, 3)]),
     "groups of one row": (30, 1, 1, [(4, 4), (4, 4)]),
@@ -152,6 +154,18 @@ def test_strides(name, kind, dtype, chunking):
     y = torch_backend.multiply(x, factors, z, 1.0, 2.0)
     assert_close(y, expected(x, factors, z, 1.0, 2.0), magnitude=magnitude(x, factors, z, 1.0, 2.0))
     check_gradients(z, x, factors)
+
+
+@pytest.mark.parametrize("name", ["small neighbours", "eights", "groups of one row", "widths of 1"])
+def test_transposed_factors_multiply_out(name):
+    x, factors, _ = make(name, torch.float64)
+    steps = torch_backend._plan_for(x, factors)
+    assert len(steps) < len(factors)
+    for step in (0, 1):
+        mixed = [f.mT.contiguous().mT if i % 2 == step else f for i, f in enumerate(factors)]
+        assert_close(torch_backend.multiply(x, mixed, None, 1.0, 0.0), expected(x, factors), magnitude=magnitude(x, factors))
+    turned = [f.mT.contiguous().mT for f in factors]
+    assert_close(torch_backend.multiply(x, turned, None, 1.0, 0.0), expected(x, factors), magnitude=magnitude(x, factors))
 
 
 def test_integers_are_exact(chunking):
