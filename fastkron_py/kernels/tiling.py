@@ -89,7 +89,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def scalar(bits, DTYPE: tl.constexpr):
     """A host float passed as the int64 pattern of its float64 (a plain float argument would be rounded to float32)."""
-    return bits.to(tl.float64, bitcast=True).to(DTYPE)
+    return bits.to(tl.int64).to(tl.float64, bitcast=True).to(DTYPE)
 
 
 @triton.jit

@@ -34,7 +34,10 @@ def _check(name: str) -> str:
 
 
 def set_backend(name: str) -> None:
-    """Set the process's default backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+    """Set the process's default backend.
+
+    Args:
+        name: ``"auto"`` (Triton where it can, else torch), ``"triton"`` or ``"torch"``.
 
     Raises:
         TypeError: name is not a string.
@@ -47,6 +50,9 @@ def set_backend(name: str) -> None:
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
     """Use a backend inside a ``with`` block, in this thread (and asyncio task) only.
+
+    Args:
+        name: ``"auto"`` (Triton where it can, else torch), ``"triton"`` or ``"torch"``.
 
     Example:
         >>> with fastkron_py.backend("torch"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from fastkron_py.kernels.precision import resolved, torch_products
 
 
@@ -44,8 +45,7 @@ def test_torch_products_are_set_and_put_back() -> None:
         assert settings.fp32_precision == "ieee"
     assert settings.fp32_precision == "bf16"
     with pytest.raises(ZeroDivisionError), torch_products(x, "high"):
-        assert settings.fp32_precision == "tf32"
-        raise ZeroDivisionError
+        _ = 1 / (settings.fp32_precision != "tf32")
     assert settings.fp32_precision == "bf16"
     with torch_products(x, None):
         assert settings.fp32_precision == "bf16"
