@@ -29,7 +29,7 @@ def finish_axpby(acc, alpha, beta, z_ptr, offsets, mask):
     return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["alpha", "beta"])
 def _sliced_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after]
     factor_ptrs,  # each [B, P_i, Q_i]
@@ -132,7 +132,7 @@ def padded_index(SIZES: tl.constexpr, PADS: tl.constexpr, TOTAL: tl.constexpr):
     return index.to(tl.int64), valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["alpha", "beta"])
 def _fused_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after], P the product of all P_i
     factor_ptrs,

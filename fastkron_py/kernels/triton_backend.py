@@ -22,9 +22,6 @@ from fastkron_py.tuning.plan import Launch, plan
 # Programs to start where there are no multiprocessors: Triton's interpreter.
 _INTERPRETED_PROGRAMS: Final = 2
 
-# Which of a case's recipes its device has room for, once one has not fitted.
-_fitting: dict[tuple[Case, torch.device], int] = {}
-
 
 def _bits(value: float) -> int:
     """The float64 pattern of a scalar, as the kernels' int64 argument."""
@@ -54,120 +51,107 @@ def _mergeable(t: Tensor) -> Tensor:
     return t if inner and outer else t.contiguous()
 
 
-class _Operand(NamedTuple):
-    """An operand ``[B, L, n, R]`` and its strides."""
-
-    tensor: Tensor
-    rows: Rows
+def _rows(t: Tensor) -> Rows:
+    """Strides of a tensor ``[B, L, n, R]`` of which (n, R) is one run of memory."""
+    return Rows(t.stride(0), t.stride(1), 1)
 
 
-def _operand(t: Tensor) -> _Operand:
-    """A tensor of which (n, R) is one run of memory."""
-    return _Operand(t, Rows(t.stride(0), t.stride(1), 1))
-
-
-def _addend(z: Tensor) -> _Operand:
+def _addend(z: Tensor) -> tuple[Tensor, Rows]:
     """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride."""
     _, _, n, columns = z.shape
     if columns == 1:
-        return _Operand(z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0))
+        return z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0)
     if n == 1 or z.stride(2) == columns * z.stride(3):
-        return _Operand(z, Rows(z.stride(0), z.stride(1), z.stride(3)))
-    return _operand(z.contiguous())
+        return z, Rows(z.stride(0), z.stride(1), z.stride(3))
+    z = z.contiguous()
+    return z, _rows(z)
 
 
-def _run(
-    launch: Launch,
-    x: _Operand,
-    factors: Sequence[Tensor],
-    y: _Operand,
-    z: _Operand | None,
-    shape: tuple[int, int, int, int],
-    turn: bool,
-    alpha: float,
-    beta: float,
-    precision: str,
-) -> None:
-    """Carry out one launch; shape and turn as in `recipes.Case`."""
-    mine = factors[launch.start : launch.stop]
-    addend = y if z is None else z
-    device = x.tensor.device
-    case = Case(
-        launch,
-        x.tensor.dtype,
-        precision,
-        "axpby" if z is not None else "plain" if alpha == 1 else "scale",
-        shape,
-        turn,
-        x.rows,
-        y.rows,
-        addend.rows,
-        tuple((f.shape[1], f.shape[2]) for f in mine),
-        tuple((f.stride(0) if shape[0] > 1 else 0, f.stride(1), f.stride(2)) for f in mine),
-        _multiprocessors(device),
-    )
-    ways = recipes(case)
-    first = _fitting.get((case, device), 0) if _fitting else 0
-    for i, (kernel, grid, arguments) in enumerate(ways[first:], start=first):
-        try:
-            kernel[grid](
-                x_ptr=x.tensor,
-                factor_ptrs=tuple(mine),
-                z_ptr=addend.tensor,
-                y_ptr=y.tensor,
-                alpha=_bits(alpha),
-                beta=_bits(beta),
-                **arguments,
-            )
-        except OutOfResources:
-            if i + 1 == len(ways):
-                raise
-            _fitting[case, device] = i + 1
-        else:
-            return
+class _Prepared:
+    """One launch of a program: which factors, where to, and the ways to do it."""
+
+    def __init__(self, case: Case, shape: tuple[int, int, int, int]) -> None:
+        self.start, self.stop = case.launch.start, case.launch.stop
+        self.shape = shape  # of the result
+        self.ways = recipes(case)
+        self.first = 0  # the first way that the device has shared memory for, as far as is known
+
+    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int) -> Tensor:
+        """Launch on a fresh result; alpha and beta as bit patterns."""
+        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        pointers = {"x_ptr": x, "factor_ptrs": tuple(factors[self.start : self.stop]), "z_ptr": y if z is None else z, "y_ptr": y}
+        while True:
+            kernel, grid, arguments = self.ways[self.first]
+            try:
+                kernel[grid](**pointers, alpha=alpha, beta=beta, **arguments)
+            except OutOfResources:
+                if self.first + 1 == len(self.ways):
+                    raise
+                self.first += 1
+            else:
+                return y
 
 
-def _carry_out(
-    launches: Sequence[Launch],
-    x: Tensor,
-    factors: Sequence[Tensor],
-    z: Tensor | None,
-    alpha: float,
-    beta: float,
-    precision: str,
-    sizes: list[int],
-) -> Tensor:
-    """Run launches over x ``[B, L, K, R]``; sizes, the current width of each mode, is updated.
+class _Kind(NamedTuple):
+    """Everything that a program depends on, as plain values."""
+
+    shape: tuple[int, ...]  # of x, [B, L, K, R]
+    x: Rows
+    z: Rows | None
+    factor_shapes: tuple[tuple[int, ...], ...]
+    factor_strides: tuple[tuple[int, ...], ...]
+    start: int  # factors start to stop are multiplied
+    stop: int
+    sizes: tuple[int, ...]  # current width of every mode
+    scaled: bool  # alpha is not 1
+    precision: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+@lru_cache(maxsize=1024)
+def _program(kind: _Kind) -> tuple[_Prepared, ...]:
+    """The launches of a multiply, ready to run.
 
     A run over all modes from last to first turns each launch's modes to the front, which reads whole runs of
     memory and leaves them in order at the end; other runs multiply in place.
     """
-    groups, rows, _, columns = x.shape
-    turn = columns == 1 and _covers_backwards(launches, len(factors))
-    current = _operand(_mergeable(x))
+    groups, rows, _, columns = kind.shape
+    sizes = list(kind.sizes)
+    shapes = [(s[-2], s[-1]) for s in kind.factor_shapes]
+    mine = shapes[kind.start : kind.stop]
+    tail = math.prod(sizes[kind.stop :]) * columns
+    launches = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), kind.dtype.itemsize, groups * rows, tail)
+    launches = tuple(launch.shifted(kind.start) for launch in launches)
+    turn = columns == 1 and _covers_backwards(launches, len(shapes))
+    x, program = kind.x, []
     for i, launch in enumerate(launches):
         before = math.prod(sizes[: launch.start])
         after = math.prod(sizes[launch.stop :]) * columns
         if turn:
             before, after = before * after, 1
-        y = torch.empty((groups, rows, before * launch.q * after // columns, columns), dtype=x.dtype, device=x.device)
+        width = before * launch.q * after
+        y = Rows(rows * width, width, 1)
         final = i == len(launches) - 1
-        _run(
+        z = kind.z if final else None
+        case = Case(
             launch,
-            current,
-            factors,
-            _operand(y),
-            _addend(z) if final and z is not None else None,
+            kind.dtype,
+            kind.precision,
+            "axpby" if z is not None else "scale" if final and kind.scaled else "plain",
             (groups, rows, before, after),
             turn and before > 1,
-            alpha if final else 1.0,
-            beta if final else 0.0,
-            precision,
+            x,
+            y,
+            y if z is None else z,
+            tuple(shapes[launch.start : launch.stop]),
+            tuple((s[0] if groups > 1 else 0, s[1], s[2]) for s in kind.factor_strides[launch.start : launch.stop]),
+            _multiprocessors(kind.device),
         )
-        for s in launch.steps:
-            sizes[s.start : s.stop] = [f.shape[2] for f in factors[s.start : s.stop]]
-        current = _operand(y)
-    return current.tensor
+        program.append(_Prepared(case, (groups, rows, width // columns, columns)))
+        sizes[launch.start : launch.stop] = [q for _, q in shapes[launch.start : launch.stop]]
+        x = y
+    return tuple(program)
 
 
 def _covers_backwards(launches: Sequence[Launch], count: int) -> bool:
@@ -179,10 +163,42 @@ def _covers_backwards(launches: Sequence[Launch], count: int) -> bool:
     return count == 0
 
 
-def _plan_for(x: Tensor, factors: Sequence[Tensor]) -> tuple[Launch, ...]:
-    ps = tuple(f.shape[1] for f in factors)
-    qs = tuple(f.shape[2] for f in factors)
-    return plan(ps, qs, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
+def _carry_out(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    start: int,
+    stop: int,
+    sizes: tuple[int, ...],
+    precision: str,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    z: Tensor | None = None,
+) -> Tensor:
+    """Multiply x ``[B, L, K, R]``, whose modes have these sizes, with factors start to stop."""
+    x = _mergeable(x)
+    z_rows = None
+    if z is not None:
+        z, z_rows = _addend(z)
+    kind = _Kind(
+        x.shape,
+        _rows(x),
+        z_rows,
+        tuple([f.shape for f in factors]),
+        tuple([f.stride() for f in factors]),
+        start,
+        stop,
+        sizes,
+        alpha != 1,
+        precision,
+        x.dtype,
+        x.device,
+    )
+    program = _program(kind)
+    last = len(program) - 1
+    alpha_bits, beta_bits = _bits(alpha), _bits(beta)
+    for i, prepared in enumerate(program):
+        x = prepared.run(x, factors, z if i == last else None, alpha_bits, beta_bits)
+    return x
 
 
 def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float, precision: str | None) -> Tensor:
@@ -200,14 +216,16 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         ``[B, L, N, R]``, contiguous.
     """
     with _on_device(x):
-        return _carry_out(_plan_for(x, factors), x, factors, z, alpha, beta, resolved(precision), [f.shape[1] for f in factors])
+        sizes = tuple([f.shape[1] for f in factors])
+        return _carry_out(x, factors, 0, len(factors), sizes, resolved(precision), alpha, beta, z)
 
 
 def _factor_gradient(u: Tensor, v: Tensor, p: int, q: int, before: int, after: int, alpha: float, precision: str) -> Tensor:
     """``[B, p, q]``: alpha times the sum over rows, before and after of u ``[B, L, before * p * after]`` and v alike."""
     groups, rows = u.shape[:2]
-    um, vm = _operand(_mergeable(u)), _operand(_mergeable(v))
-    merged = before != 1 and um.rows.row == before * p * after and vm.rows.row == before * q * after
+    u, v = _mergeable(u), _mergeable(v)
+    u_rows, v_rows = _rows(u), _rows(v)
+    merged = before != 1 and u_rows.row == before * p * after and v_rows.row == before * q * after
     num_slices = rows * before * after
     compute, acc, dot_precision = arithmetic(u.dtype, precision, True)
     config = gradient_config(p, q, u.element_size(), num_slices, groups, _multiprocessors(u.device))
@@ -217,11 +235,11 @@ def _factor_gradient(u: Tensor, v: Tensor, p: int, q: int, before: int, after: i
     for num_stages in (config.num_stages, 1):
         try:
             _factor_gradient_kernel[grid](
-                um.tensor,
-                vm.tensor,
+                u,
+                v,
                 partial,
-                um.rows.in_place(p, after, merged),
-                vm.rows.in_place(q, after, merged),
+                u_rows.in_place(p, after, merged),
+                v_rows.in_place(q, after, merged),
                 num_slices,
                 config.slices_per_split,
                 groups,
@@ -282,37 +300,28 @@ def backward(
         if not wanted:
             return (multiply(dy, transposed, None, alpha, 0.0, precision) if need_x else None), gradients
         inputs = _inputs(x, factors, wanted, precision)
-        ps = [f.shape[1] for f in factors]
-        sizes = [f.shape[2] for f in factors]
+        ps, qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
         g = dy
         done = 0  # modes of g before this one have been multiplied back
         for i in wanted:
             if i > done:
-                g = _carry_out(_segment(g, transposed, done, i), g, transposed, None, 1.0, 0.0, precision, sizes)
+                g = _carry_out(g, transposed, done, i, ps[:done] + qs[done:], precision)
                 done = i
-            before, after = math.prod(ps[:i]), math.prod(sizes[i + 1 :]) * x.shape[3]
-            gradients[i] = _factor_gradient(inputs.pop(i), g, ps[i], sizes[i], before, after, alpha, precision)
+            before, after = math.prod(ps[:i]), math.prod(qs[i + 1 :]) * x.shape[3]
+            gradients[i] = _factor_gradient(inputs.pop(i), g, ps[i], qs[i], before, after, alpha, precision)
         if need_x:
-            g = _carry_out(_segment(g, transposed, done, len(factors)), g, transposed, None, alpha, 0.0, precision, sizes)
+            g = _carry_out(g, transposed, done, len(factors), ps[:done] + qs[done:], precision, alpha)
         return (g if need_x else None), gradients
 
 
 def _inputs(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[int], precision: str) -> dict[int, Tensor]:
     """For each wanted i, x with the factors after i applied."""
     inputs: dict[int, Tensor] = {}
-    sizes = [f.shape[1] for f in factors]
+    ps, qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
     u, done = x, len(factors)
     for i in reversed(wanted):
         if i + 1 < done:
-            u = _carry_out(_segment(u, factors, i + 1, done), u, factors, None, 1.0, 0.0, precision, sizes)
+            u = _carry_out(u, factors, i + 1, done, ps[:done] + qs[done:], precision)
             done = i + 1
         inputs[i] = u
     return inputs
-
-
-def _segment(x: Tensor, factors: Sequence[Tensor], start: int, stop: int) -> tuple[Launch, ...]:
-    """A plan for factors start to stop only, in the numbering of all."""
-    ps = tuple(f.shape[1] for f in factors[start:stop])
-    qs = tuple(f.shape[2] for f in factors[start:stop])
-    tail = math.prod(f.shape[1] for f in factors[stop:]) * x.shape[3]
-    return tuple(launch.shifted(start) for launch in plan(ps, qs, x.element_size(), x.shape[0] * x.shape[1], tail))

@@ -103,7 +103,9 @@ def test_plans_in_other_orders_agree(backend, device, monkeypatch):
     expected = dense(x, factors)
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]):
         monkeypatch.setattr(backend, "plan", lambda *_, order=order: tuple(steps[i] for i in order))
+        backend._program.cache_clear()
         assert_close(backend.multiply(x, factors, None, 1.0, 0.0, None), expected, steps=3)
+    backend._program.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -169,16 +171,17 @@ def test_too_little_shared_memory_takes_the_next_recipe(backend, device, monkeyp
 
     real = backend.recipes
     monkeypatch.setattr(backend, "recipes", lambda case: (real(case)[0]._replace(kernel=TooLarge()), *real(case)[1:]))
-    monkeypatch.setattr(backend, "_fitting", {})
+    backend._program.cache_clear()
     x, factors = problem(torch.float64, device, 1, 40, (12,), (12,), 1)
     for _ in range(2):
         assert_close(backend.multiply(x, factors, None, 1.0, 0.0, None), dense(x, factors))
     assert len(tried) == 1
 
     monkeypatch.setattr(backend, "recipes", lambda case: (real(case)[0]._replace(kernel=TooLarge()),))
-    monkeypatch.setattr(backend, "_fitting", {})
+    backend._program.cache_clear()
     with pytest.raises(OutOfResources):
         backend.multiply(x, factors, None, 1.0, 0.0, None)
+    backend._program.cache_clear()
 
 
 def test_float16_chain_does_not_overflow_between_its_factors(device):
