@@ -56,6 +56,9 @@ class Canonical(NamedTuple):
 
 def canonical(x: Tensor, factors: Sequence[Tensor], left: bool) -> Canonical:
     """Bring ``x [*batch, M, K]`` (left: ``[*batch, K, M]``) and its factors to canonical form."""
+    if x.ndim == 2 and all([f.ndim == 2 for f in factors]):  # what most calls are, in the fewest operations
+        x4 = x.unsqueeze(0).unsqueeze(0) if left else x.unsqueeze(0).unsqueeze(3)
+        return Canonical(x4, [(f.mT if left else f).unsqueeze(0) for f in factors], (), left)
     factor_batch = broadcast_batch([tuple(f.shape[:-2]) for f in factors], "factors")
     batch = broadcast_batch([tuple(x.shape[:-2]), factor_batch], "x, factors")
     matrices = [f.mT if left else f for f in factors]
