@@ -16,6 +16,7 @@ import torch
 from fastkron_py import reference
 from fastkron_py.kernels import torch_backend
 from fastkron_py.testing import assert_close
+from fastkron_py.tuning import torch_plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -235,7 +236,7 @@ def test_threads_of_the_caller_may_run_at_once():
 
 
 def runs(shapes, rows=1024, columns=1):
-    return [(s.first, s.last) for s in torch_backend.plan(tuple(shapes), rows, columns)]
+    return [(s.first, s.last) for s in torch_plan.plan(tuple(shapes), rows, columns)]
 
 
 def test_plan_multiplies_out_what_is_too_narrow_and_nothing_else():
@@ -251,9 +252,9 @@ def test_plan_does_not_build_a_matrix_larger_than_the_work():
 
 
 def test_plan_narrows_first():
-    steps = torch_backend.plan(((16, 64), (64, 16)), 1024, 1)
+    steps = torch_plan.plan(((16, 64), (64, 16)), 1024, 1)
     assert [s.first for s in steps] == [1, 0]
-    steps = torch_backend.plan(((64, 16), (16, 64)), 1024, 1)
+    steps = torch_plan.plan(((64, 16), (16, 64)), 1024, 1)
     assert [s.first for s in steps] == [0, 1]
     assert (steps[0].before, steps[0].after) == (1, 16)
     assert (steps[1].before, steps[1].after) == (16, 1)
@@ -269,7 +270,7 @@ def test_plan_takes_every_factor_once(shapes):
 def test_chunks_cover_everything_once(size, chunking):
     groups, length, columns = size
     x = torch.zeros(groups, length, 32, columns)
-    steps = torch_backend.plan(((4, 4), (8, 8)), length, columns)
+    steps = torch_plan.plan(((4, 4), (8, 8)), length, columns)
     for chunk in torch_backend._chunks(x, steps, x.dtype):
         chunk.of(x).add_(1)
     assert torch.equal(x, torch.ones_like(x))
