@@ -334,7 +334,8 @@ def test_float32_precision(precision: str, backend_name: str, generator: torch.G
         error = relative_error(kron_matmul(x, factors), wanted)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert error <= (1e-6 if precision == "highest" else 2e-3)
+    # Tensor cores may cut operands off to TF32's 10 bits: at most 2^-10 in each of the three products.
+    assert error <= (1e-6 if precision == "highest" else 3 * 2.0**-10)
     assert math.isfinite(error)
 
 
