@@ -1,0 +1,165 @@
+"""`KroneckerProduct` under autograd and torch.compile: derivatives in float64, compiled results against eager ones."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastkron_py import KroneckerProduct, kron_matmul
+from fastkron_py.reference import kron_dense
+from fastkron_py.testing import assert_close
+
+
+@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
+def dtype(request):
+    return request.param
+
+
+def random_factors(shapes, dtype, device, *, dominant=True):
+    """Random matrices; square ones with a strong diagonal, so that they are far from singular, and det of either sign."""
+    factors = []
+    for i, shape in enumerate(shapes):
+        f = torch.randn(*shape, dtype=dtype, device=device)
+        if dominant and shape[-1] == shape[-2]:
+            f = f + (-1) ** i * 2 * shape[-1] * torch.eye(shape[-1], dtype=dtype, device=device)
+        factors.append(f)
+    return factors
+
+
+def hermitian(factors):
+    """Positive definite matrices, from any."""
+    return [f @ f.mH + torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+
+
+def near(actual, expected):
+    assert_close(actual, expected, rms_tol=1e-10, max_tol=1e-10)
+
+
+# ---- gradients: random projections of each result, so that no symmetry hides a wrong sign or a missing conjugate ------
+
+GRADCHECKED = {
+    "K @ x": lambda k, x: k @ x,
+    "x @ K": lambda k, x: x.mT @ k,
+    "mH @ x": lambda k, x: k.mH @ x,
+    "to_dense": lambda k, x: k.to_dense(),
+    "diagonal": lambda k, x: k.diagonal(),
+    "trace": lambda k, x: k.trace(),
+    "slogdet": lambda k, x: k.slogdet(),
+    "det": lambda k, x: k.det(),
+    "logdet": lambda k, x: k.logdet(),
+    "inverse": lambda k, x: k.inverse() @ x,
+    "solve": lambda k, x: k.solve(x),
+    "solve vector": lambda k, x: k.solve(x[:, 0]),
+    "norm": lambda k, x: k.norm(),
+    "K @ K": lambda k, x: (k @ k.mT).to_dense(),
+    "scaled": lambda k, x: (k * x[0, 0].abs() / 2) @ x,
+    "power": lambda k, x: k.matrix_power(-2) @ x,
+}
+
+
+@pytest.mark.parametrize("name", GRADCHECKED)
+def test_gradients(name, dtype):
+    # Two factors of even size: every weight of a determinant is even, so logdet is finite.
+    factors = [f.requires_grad_() for f in random_factors([(2, 2), (2, 2, 2)], dtype, "cpu")]
+    x = torch.randn(4, 2, dtype=dtype, requires_grad=True)
+
+    def function(x: Tensor, *factors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return GRADCHECKED[name](KroneckerProduct(factors), x)
+
+    assert torch.autograd.gradcheck(function, (x, *factors), fast_mode=False)
+    assert torch.autograd.gradgradcheck(function, (x, *factors), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["cholesky", "eigvalsh", "eigh"])
+def test_gradients_of_hermitian_functions(name, dtype):
+    factors = [f.requires_grad_() for f in random_factors([(2, 2), (3, 3)], dtype, "cpu", dominant=False)]
+
+    def function(*factors: Tensor) -> Tensor:
+        k = KroneckerProduct(hermitian(factors))
+        if name == "cholesky":
+            return k.cholesky().to_dense()
+        if name == "eigvalsh":
+            return k.eigvalsh()
+        values, v = k.eigh()  # a function of the matrix: the eigenvectors' phases are anyone's
+        return (v @ KroneckerProduct([torch.diag(values.log()).to(dtype)]).to_dense()) @ v.mH.to_dense()
+
+    assert torch.autograd.gradcheck(function, factors)
+
+
+def test_gradients_of_rectangular_diagonals(dtype):
+    factors = [f.requires_grad_() for f in random_factors([(2, 3), (2, 3, 2)], dtype, "cpu")]
+    assert torch.autograd.gradcheck(lambda *fs: KroneckerProduct(fs).diagonal(), factors)
+    assert torch.autograd.gradcheck(lambda *fs: KroneckerProduct(fs).trace(), factors)
+
+
+def test_parameters_stay_parameters_and_get_gradients(device):
+    parameters = torch.nn.ParameterList(random_factors([(3, 3), (3, 3)], torch.float32, device))
+    k = KroneckerProduct(parameters)
+    assert k.requires_grad
+    assert k.factors[0] is parameters[0]
+    (k @ torch.ones(9, device=device)).sum().backward()
+    dense = [p.detach().double().requires_grad_() for p in parameters]
+    (kron_dense(dense) @ torch.ones(9, dtype=torch.float64, device=device)).sum().backward()
+    for p, d in zip(parameters, dense, strict=True):
+        assert_close(p.grad, d.grad)
+    # A later change of a parameter shows: the operator holds no copy.
+    with torch.no_grad():
+        parameters[0].zero_()
+    assert (k @ torch.ones(9, device=device) == 0).all()
+    assert not k.detach().requires_grad
+    assert k.clone().factors[0].data_ptr() != parameters[0].data_ptr()
+
+
+# ---- compilation -------------------------------------------------------------------------------------------------------
+
+
+COMPILED = {
+    "K @ x": lambda k, x: k() @ x,
+    "x @ K": lambda k, x: x @ k(),
+    "matmul(K, x)": lambda k, x: torch.matmul(k(), x),
+    "matmul(x, K)": lambda k, x: torch.matmul(x, k()),
+    "matmul(K, K)": lambda k, x: torch.matmul(k(), k().mT) @ x,
+    "s * K": lambda k, x: (x[0, 0] * k()) @ x,
+    "K * s": lambda k, x: (k() * x[0, 0]) @ x,
+    "K / s": lambda k, x: (k() / x[0, 0]) @ x,
+    "-K": lambda k, x: (-k() * 2) @ x,
+    "mH": lambda k, x: k().mH @ x,
+    "solve": lambda k, x: k().solve(x),
+    "linalg.solve": lambda k, x: torch.linalg.solve(k(), x),
+    "logdet": lambda k, x: k().logdet() + x,
+    "eigh": lambda k, x: k().eigh().eigenvectors @ x,
+    "to_dense": lambda k, x: k().to_dense() @ x,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["made inside", "made outside"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_graph_breaks(name, inside):
+    """Square operators and square x, so that no shape tells K @ x from x @ K: only the values do."""
+    factors = [f + f.mT for f in random_factors([(2, 2), (3, 3)], torch.float64, "cpu")]
+    k = KroneckerProduct(factors)
+    x = torch.randn(6, 6, dtype=torch.float64)
+
+    def function(x, factors):
+        return COMPILED[name]((lambda: KroneckerProduct(factors)) if inside else (lambda: k), x)
+
+    torch.compiler.reset()
+    near(torch.compile(function, fullgraph=True, backend="aot_eager")(x, factors), function(x, factors))
+
+
+def test_compiled_gradients_are_the_eager_ones():
+    factors = [f.requires_grad_() for f in random_factors([(2, 2), (3, 3)], torch.float64, "cpu")]
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def loss(x, factors):
+        return (KroneckerProduct(factors) @ x).square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x, factors), factors)
+    for c, e in zip(compiled, torch.autograd.grad(loss(x, factors), factors), strict=True):
+        near(c, e)
+
+
+def test_the_verbs_take_a_parameter_list():
+    factors = torch.nn.ParameterList([torch.randn(2, 3), torch.randn(3, 2)])
+    x = torch.randn(4, 6)
+    assert_close(kron_matmul(x, factors).detach(), x.double() @ kron_dense([f.detach().double() for f in factors]))
