@@ -56,6 +56,13 @@ def check_scalar_fits(name: str, value: Any, x: Tensor, x_name: str = "x") -> No
         raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", value)
 
 
+def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
+    """Accept an integer (NumPy's too), and no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise type_error(name, expected, type_name(value))
+    return int(value)
+
+
 def check_precision(precision: Any) -> None:
     """Accept None or one of `PRECISIONS`."""
     if precision is None:

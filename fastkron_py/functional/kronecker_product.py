@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import kronecker_algebra as algebra
-from fastkron_py.functional.checks import check_scalar, check_scalar_fits, check_tensor, factor_list
+from fastkron_py.functional.checks import check_integer, check_scalar, check_scalar_fits, check_tensor, factor_list
 from fastkron_py.functional.kron import kron_matmul, kron_matmul_left
 from fastkron_py.functional.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.shapes import broadcast_batch, check_factor_shapes
@@ -173,8 +173,7 @@ class KroneckerProduct:
             ValueError: the product has more elements.
         """
         if max_elements is not None:
-            if isinstance(max_elements, bool) or not isinstance(max_elements, int):
-                raise type_error("max_elements", "an integer or None", type_name(max_elements))
+            max_elements = check_integer("max_elements", max_elements, "an integer or None")
             count = math.prod(self._shape)
             if count > max_elements:
                 raise value_error("max_elements", f"at least {count} to build a matrix of shape {self._shape}", max_elements)
@@ -219,9 +218,7 @@ class KroneckerProduct:
 
     def matrix_power(self, n: int) -> KroneckerProduct:
         """``K @ K @ ...``, n times; the inverse's power for a negative n. The factors have to be square."""
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise type_error("n", "an integer", type_name(n))
-        return KroneckerProduct(self._run(algebra.matrix_power, n))
+        return KroneckerProduct(self._run(algebra.matrix_power, check_integer("n", n)))
 
     # ---- linear algebra -----------------------------------------------------------------------
 
