@@ -99,11 +99,7 @@ class _CupyBridge(Bridge):
             current = self._cupy.cuda.get_current_stream()  # held until the end: the handle must stay valid
             handle = int(current.ptr)
             # 0 and 1 are CUDA's names of the legacy default stream, which torch knows as its default stream.
-            stream = (
-                torch.cuda.default_stream(self._device)
-                if handle in (0, 1)
-                else torch.cuda.ExternalStream(handle, device=self._device)
-            )
+            stream = torch.cuda.default_stream(self._device) if handle in (0, 1) else torch.cuda.ExternalStream(handle, device=self._device)
             with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.autocast("cuda", enabled=False):
                 yield
 

@@ -118,9 +118,7 @@ def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0
     return _call(x, fs, alpha, beta, y, None, True, ("x", "fs", "y"))  # type: ignore[no-any-return]
 
 
-def _call(
-    x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]
-) -> Any:
+def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
     factors = factor_list(factors, names[1])
     alpha = check_scalar("alpha", alpha)
     beta = check_scalar("beta", beta)
@@ -149,7 +147,7 @@ def _multiply(
     left: bool,
     names: tuple[str, str, str],
 ) -> Tensor:
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x, factors, z = _autocast(x, factors, z)
     check_tensors(x, factors, z, names)
     check_scalar_fits("alpha", alpha, x, names[0])
@@ -169,6 +167,11 @@ def _multiply(
         y = alpha * op(x, factors, None, 1.0, 0.0, precision, backend, left)
         y = y if z is None else y + beta * z
     return y.reshape(shape)
+
+
+def _has_autocast(device_type: str) -> bool:
+    """Torch 2.11 cannot trace its own question, hence the names of those that are asked about most."""
+    return device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
 
 
 def _autocast(x: Tensor, factors: list[Tensor], z: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor | None]:

@@ -67,13 +67,13 @@ def arithmetic(dtype: torch.dtype, precision: str, given: bool) -> Arithmetic:
     """
     if dtype == torch.float64:
         return Arithmetic(tl.float64, tl.float64, "ieee")
+    # Triton splits float32 into TF32 parts, and this library rounds to them, on NVIDIA GPUs only.
+    has_tf32 = torch.version.hip is None and not knobs.runtime.interpret
     if dtype == torch.float32:
-        if torch.version.hip is not None:  # Triton splits into TF32 parts on NVIDIA only
-            return Arithmetic(tl.float32, tl.float32, "ieee")
-        return Arithmetic(tl.float32, tl.float32, "tf32x3" if precision == "highest" else "tf32")
-    if dtype == torch.float16 and not given and torch.version.hip is None:
+        return Arithmetic(tl.float32, tl.float32, ("tf32x3" if precision == "highest" else "tf32") if has_tf32 else "ieee")
+    if dtype == torch.float16 and not given:
         # TF32 has float16's mantissa and float32's range: nothing between two steps overflows.
-        return Arithmetic(tl.float32, tl.float32, "tf32")
+        return Arithmetic(tl.float32, tl.float32, "tf32" if has_tf32 else "ieee")
     emulated = dtype == torch.bfloat16 and knobs.runtime.interpret
     return Arithmetic(_HALF[dtype], tl.float32, "emulated" if emulated else "ieee")
 

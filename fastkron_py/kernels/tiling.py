@@ -74,14 +74,22 @@ def load_slices(rows, mask_s, first_p, stride_p, P: tl.constexpr, BLOCK_P: tl.co
 
 
 @triton.jit
+def round_to_tf32(x):
+    """Nearest TF32 number, NaN and infinities kept: a tensor core would cut the low bits off, which is biased."""
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a @ b``.
 
-    PRECISION: tl.dot's name, which matters for float32 only; or "emulated" for the interpreter, whose dot takes
-    bfloat16 for integers: the operands go to float32 first, which holds their products exactly.
+    PRECISION: tl.dot's name, which matters for float32 only, with operands rounded for "tf32"; or
+    "emulated" for the interpreter, whose dot takes bfloat16 for integers: the operands go to float32 first, which holds their products exactly.
     """
     if PRECISION == "emulated":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee", out_dtype=acc.dtype)
+    elif PRECISION == "tf32":
+        return tl.dot(round_to_tf32(a), round_to_tf32(b), acc, input_precision="tf32", out_dtype=acc.dtype)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 

@@ -19,7 +19,7 @@ from fastkron_py.tuning.torch_plan import VECTOR, Step, plan
 
 CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
 CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
-CHUNK_BYTES_OTHER = 1 << 28  # on other devices chunks only bound the memory
+CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
 GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)

@@ -75,21 +75,39 @@ class _Prepared:
         self.shape = shape  # of the result
         self.ways = recipes(case)
         self.first = 0  # the first way that the device has shared memory for, as far as is known
+        self.compiled: Any = None  # that way's compiled kernel on its grid, for aligned pointers
+        self.strides: tuple[Any, ...] = ()
+        self.rest: tuple[Any, ...] = ()
 
     def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int) -> Tensor:
         """Launch on a fresh result; alpha and beta as bit patterns."""
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
-        pointers = {"x_ptr": x, "factor_ptrs": tuple(factors[self.start : self.stop]), "z_ptr": y if z is None else z, "y_ptr": y}
+        mine = tuple(factors[self.start : self.stop])
+        addend = y if z is None else z
+        # Triton compiles for pointers on a 16-byte boundary or not; a fresh y always is.
+        aligned = not any([t.data_ptr() & 15 for t in (x, addend, *mine)])
+        if aligned and self.compiled is not None:
+            self.compiled(x, mine, addend, y, *self.strides, alpha, beta, *self.rest)
+            return y
         while True:
             kernel, grid, arguments = self.ways[self.first]
             try:
-                kernel[grid](**pointers, alpha=alpha, beta=beta, **arguments)
+                compiled = kernel[grid](x_ptr=x, factor_ptrs=mine, z_ptr=addend, y_ptr=y, alpha=alpha, beta=beta, **arguments)
             except OutOfResources:
                 if self.first + 1 == len(self.ways):
                     raise
                 self.first += 1
-            else:
-                return y
+                continue
+            if aligned and compiled is not None:  # the interpreter compiles nothing
+                self._keep(kernel, compiled[(*grid, 1, 1)], arguments)
+            return y
+
+    def _keep(self, kernel: Any, compiled: Any, arguments: dict[str, Any]) -> None:
+        """Remember a compiled kernel, which is launched several times faster than through its JIT function."""
+        names = kernel.arg_names
+        self.strides = tuple(arguments[name] for name in names[4:8])
+        self.rest = tuple(arguments[name] for name in names[10:])
+        self.compiled = compiled
 
 
 class _Kind(NamedTuple):

@@ -23,6 +23,7 @@ from fastkron_py.ops import batching, derivatives, transforms
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.canonical import canonical
 from fastkron_py.ops.derivatives import Calls
+from fastkron_py.ops.plain import is_plain_call
 from fastkron_py.shapes import result_shape
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -208,6 +209,8 @@ CALLS = Calls(torch.ops.fastkron.kron_matmul, torch.ops.fastkron.kron_matmul_bac
 def kron_matmul(
     x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float, precision: str | None, backend: str, left: bool
 ) -> Tensor:
-    """Call the operator, or its twin for torch.func and forward mode where one of these is at work."""
+    """Call the operator: its implementation where nothing else is at work, its twin for torch.func and forward mode."""
+    if is_plain_call((x, z, *factors)):
+        return _kron_matmul(x, factors, z, alpha, beta, precision, backend, left)
     calls = transforms.CALLS if transforms.transforms_active() else CALLS
     return calls.multiply(x, factors, z, alpha, beta, precision, backend, left)

@@ -201,11 +201,12 @@ def test_lower_precision_is_asked_for_by_name(backend, device, precision):
     x, factors = problem(torch.float32, device, 1, 20, (16, 16), (16, 16), 1)
     y = backend.multiply(x, factors, None, 1.0, 0.0, precision)
     expected = dense(x, factors)
-    assert (y.double() - expected).norm() <= 3e-3 * expected.norm()
+    assert (y.double() - expected).norm() <= 1e-3 * expected.norm()
     from fastkron_py.kernels.recipes import arithmetic
 
-    assert arithmetic(torch.float32, precision, True).precision == "tf32"
-    assert arithmetic(torch.float32, "highest", True).precision == "tf32x3"
+    compiled = torch.cuda.is_available()
+    assert arithmetic(torch.float32, precision, True).precision == ("tf32" if compiled else "ieee")
+    assert arithmetic(torch.float32, "highest", True).precision == ("tf32x3" if compiled else "ieee")
     assert arithmetic(torch.float64, precision, True).precision == "ieee"
 
 

@@ -1,0 +1,57 @@
+"""Is this an ordinary eager call, for which the dispatcher would do nothing but cost time?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_KINDS = (Tensor, torch.nn.Parameter)
+_keys: dict[tuple[str, bool], int] = {}
+
+
+def _in_force() -> int:
+    """What the dispatcher adds to every call in this thread: keys of modes and transforms."""
+    return int(torch._C._dispatch_tls_local_include_set().raw_repr())
+
+
+_OUTSIDE = {False: _in_force()}
+with torch.inference_mode():
+    _OUTSIDE[True] = _in_force()
+
+
+def _keys_of(t: Tensor) -> int:
+    return int(torch._C._dispatch_keys(t).raw_repr())
+
+
+def _plain_keys(device: torch.device, inference: bool) -> int:
+    """Keys of a tensor without anything special: no lazy conjugate or negative, not sparse, no forward-mode partner."""
+    found = _keys.get((device.type, inference))
+    if found is None:
+        ordinary = device.type in ("cpu", "cuda")
+        found = _keys[device.type, inference] = _keys_of(torch.empty(0, device=device)) if ordinary else -1
+    return found
+
+
+def is_plain_call(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether an operator on these tensors may be called without torch's dispatcher.
+
+    It may where no gradient is wanted, every tensor is an ordinary one, and no mode or transform (vmap, fake
+    tensors, tracing, compilation, ...) is in force.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    inference = torch.is_inference_mode_enabled()
+    if _in_force() != _OUTSIDE[inference] or forward_ad._current_level >= 0:
+        return False
+    if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in _KINDS or (grad and t.requires_grad) or _keys_of(t) != _plain_keys(t.device, inference):
+            return False
+    return True
