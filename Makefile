@@ -20,7 +20,7 @@ endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Small tensors in many test processes: one thread each is fastest.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
-PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto' if u.find_spec('xdist') else '')")
+PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench clean
@@ -46,8 +46,7 @@ check-imports: $(TEST_READY)
 	$(PY) -c "from importlinter.cli import lint_imports_command as main; main()"
 
 test-gpu: $(TEST_READY)  ## every test, kernels compiled; on a prepared machine: make test-gpu PYTHON=python3 VENV=
-	TRITON_INTERPRET=0 $(PYTEST) -m gpu $(PYTEST_ARGS)
-	TRITON_INTERPRET=0 $(PYTEST) $(PARALLEL) -m "not gpu and not dist" $(PYTEST_ARGS)
+	TRITON_INTERPRET=0 $(PYTEST) $(PARALLEL) -m "not dist" $(PYTEST_ARGS)
 
 test-dist: $(TEST_READY)  ## tests over several processes (N=4)
 	FASTKRON_TEST_RANKS=$(N) $(PYTEST) -m dist $(PYTEST_ARGS)

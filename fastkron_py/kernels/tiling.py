@@ -83,8 +83,8 @@ def round_to_tf32(x):
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a @ b``.
 
-    PRECISION: tl.dot's name, which matters for float32 only, with operands rounded for "tf32"; or
-    "emulated" for the interpreter, whose dot takes bfloat16 for integers: the operands go to float32 first, which holds their products exactly.
+    PRECISION: tl.dot's name, which matters for float32 only, with operands rounded for "tf32"; or "emulated" for the
+    interpreter, whose dot takes bfloat16 for integers: there operands go to float32, which holds their products exactly.
     """
     if PRECISION == "emulated":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee", out_dtype=acc.dtype)

@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
 ]
 
+# Tens of GiB each: under xdist all go to one worker.
+ONE_AT_A_TIME = pytest.mark.xdist_group("large memory")
 SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 CASES = [power(100, 8, 8, 4), power(64, 32, 32, 2), Case(33, ((2, 3), (5, 2), (6, 4))), power(20, 128, 128, 2), BATCHES[3]]
 DTYPES = [torch.float32, torch.float16]
@@ -191,6 +193,7 @@ def sampled_rows(rows: int, width: int) -> list[int]:
     return sorted(r for r in rows_at if 0 <= r < rows)
 
 
+@ONE_AT_A_TIME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=ids)
 def test_more_than_2_31_elements(dtype: torch.dtype, backend_name: str, generator: torch.Generator) -> None:
     """M = 3000, 16^5: 3.1e9 elements, past 32-bit sizes."""
@@ -214,6 +217,7 @@ def test_more_than_2_31_elements(dtype: torch.dtype, backend_name: str, generato
     assert bool(sums.isfinite().all())
 
 
+@ONE_AT_A_TIME
 def test_more_than_2_31_elements_left(backend_name: str, generator: torch.Generator) -> None:
     """The left form's columns, sampled: strides along which a 32-bit offset would wrap."""
     columns, width = 2200, 16**5
@@ -228,6 +232,7 @@ def test_more_than_2_31_elements_left(backend_name: str, generator: torch.Genera
         assert_near(y[:, column : column + 1], expected(x[:, column : column + 1].contiguous(), factors, left=True))
 
 
+@ONE_AT_A_TIME
 def test_gradients_of_more_than_2_31_elements(backend_name: str, generator: torch.Generator) -> None:
     """Ones and zeros make the factor gradients of 2.2e9 elements known; dx is sampled."""
     rows, width = 34_000, 2**16
