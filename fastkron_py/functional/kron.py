@@ -109,12 +109,35 @@ def gemkm(x: ArrayT, fs: Sequence[ArrayT], alpha: Scalar = 1.0, beta: Scalar = 0
     """FastKron's name and argument order of `kron_matmul`: ``alpha * x @ (fs[0] (x) ...) + beta * y``.
 
     Unlike FastKron's, alpha, beta and y also take part where gradients are wanted.
+
+    Args:
+        x: ``[*batch, M, K]`` or ``[K]``.
+        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        alpha: scales the product.
+        beta: scales y; other than 0 it needs y.
+        y: added to the product; broadcasts to the result. It is not written to.
+
+    Raises:
+        TypeError: as in `kron_matmul`.
+        ValueError: as in `kron_matmul`.
     """
     return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))  # type: ignore[no-any-return]
 
 
 def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
-    """FastKron's name and argument order of `kron_matmul_left`: ``alpha * (fs[0] (x) ...) @ x + beta * y``."""
+    """FastKron's name and argument order of `kron_matmul_left`: ``alpha * (fs[0] (x) ...) @ x + beta * y``.
+
+    Args:
+        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        x: ``[*batch, prod(Q_i), M]`` or ``[prod(Q_i)]``.
+        alpha: scales the product.
+        beta: scales y; other than 0 it needs y.
+        y: added to the product; broadcasts to the result. It is not written to.
+
+    Raises:
+        TypeError: as in `kron_matmul`.
+        ValueError: as in `kron_matmul`.
+    """
     return _call(x, fs, alpha, beta, y, None, True, ("x", "fs", "y"))  # type: ignore[no-any-return]
 
 

@@ -20,6 +20,7 @@ from fastkron_py.tuning.torch_plan import VECTOR, Step, plan
 CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
 CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
 CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
+CHUNK_BYTES_OTHER_LEAST = 1 << 22
 GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -51,9 +52,9 @@ def _pieces(total: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _chunk_bytes(device: torch.device) -> int:
-    if device.type != "cpu":
-        return CHUNK_BYTES_OTHER
+def _chunk_bytes(x: Tensor) -> int:
+    if x.device.type != "cpu":  # two halves of x at most: never more than one whole intermediate
+        return min(CHUNK_BYTES_OTHER, max(CHUNK_BYTES_OTHER_LEAST, x.numel() * x.element_size() // 2))
     return min(CHUNK_BYTES_PER_THREAD * torch.get_num_threads(), CHUNK_BYTES_CPU)
 
 
@@ -63,7 +64,7 @@ def _chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Ch
     Many groups go together only when each is small; then a chunk holds all of their rows.
     """
     groups, length, _, width = x.shape
-    limit = _chunk_bytes(x.device) // dtype.itemsize
+    limit = _chunk_bytes(x) // dtype.itemsize
     widest = max(max(s.size_in, s.size_out) for s in steps)
     rows, columns, together = length, width, 1
     if widest * width > limit:

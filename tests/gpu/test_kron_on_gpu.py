@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ pytestmark = [
 
 # Tens of GiB each: under xdist all go to one worker.
 ONE_AT_A_TIME = pytest.mark.xdist_group("large memory")
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """Several workers share the GPU: what one keeps cached, another may need."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 CASES = [power(100, 8, 8, 4), power(64, 32, 32, 2), Case(33, ((2, 3), (5, 2), (6, 4))), power(20, 128, 128, 2), BATCHES[3]]
 DTYPES = [torch.float32, torch.float16]
@@ -275,6 +286,7 @@ def peak_of(function: Callable[[], Any]) -> int:
     return peak
 
 
+@ONE_AT_A_TIME
 @pytest.mark.parametrize("case", [power(1000, 8, 8, 5), power(256, 64, 64, 3), power(64, 32, 32, 4), power(20, 2, 2, 18)], ids=ids)
 @SIDES
 def test_forward_memory(case: Case, left: bool, backend_name: str, generator: torch.Generator) -> None:
@@ -290,10 +302,12 @@ def test_nothing_leaks(backend_name: str, generator: torch.Generator) -> None:
     x, factors = needing_grad(power(100, 8, 8, 4), torch.float32, generator, False)
     step(x, factors, False)
     torch.cuda.synchronize()
+    gc.collect()  # what earlier tests left behind must not be freed in between
     before = torch.cuda.memory_allocated()
     for _ in range(10):
         step(x, factors, False)
     torch.cuda.synchronize()
+    gc.collect()
     assert torch.cuda.memory_allocated() == before
 
 
@@ -318,6 +332,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
+@ONE_AT_A_TIME
 @pytest.mark.parametrize("case", LARGE, ids=ids)
 @SIDES
 def test_large(case: Case, dtype: torch.dtype, left: bool, backend_name: str, generator: torch.Generator) -> None:
