@@ -130,17 +130,18 @@ def _cost(launch: Launch, elements: tuple[float, float], overhead: float) -> flo
     """Modelled time of a launch, in units of moving one element once (fitted to an H100).
 
     A single step costs a tenth more than its traffic. In a chain nothing hides the products, whose time grows
-    with P * Q and jumps where whole slices are too wide to keep two tiles on a multiprocessor.
+    with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to keep two tiles on
+    a multiprocessor.
     """
     moved = sum(elements)
     if len(launch.steps) == 1:
         return 1.1 * moved + overhead
     on_chip = 0.0
-    width = elements[0]
+    slices = elements[0] / launch.p
+    width = math.prod(s.p_pad for s in launch.steps)
     for s in reversed(launch.steps):
-        wide = width * s.p_pad / s.p  # padding is multiplied too
-        on_chip += wide * (s.p_pad * s.q_pad / 2048 + (1.3 if launch.tile_width > 1024 else 0.0))
-        width = width * s.q / s.p
+        on_chip += slices * width * (s.p_pad * s.q_pad / 1450 + (1.3 if launch.tile_width > 1024 else 0.0))
+        width = width // s.p_pad * s.q_pad
     return moved + on_chip + overhead
 
 

@@ -286,7 +286,6 @@ def peak_of(function: Callable[[], Any]) -> int:
     return peak
 
 
-@ONE_AT_A_TIME
 @pytest.mark.parametrize("case", [power(1000, 8, 8, 5), power(256, 64, 64, 3), power(64, 32, 32, 4), power(20, 2, 2, 18)], ids=ids)
 @SIDES
 def test_forward_memory(case: Case, left: bool, backend_name: str, generator: torch.Generator) -> None:
@@ -332,8 +331,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
-@ONE_AT_A_TIME
-@pytest.mark.parametrize("case", LARGE, ids=ids)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(f"large {i % 4}"), id=ids(c)) for i, c in enumerate(LARGE)])
 @SIDES
 def test_large(case: Case, dtype: torch.dtype, left: bool, backend_name: str, generator: torch.Generator) -> None:
     x, factors = problem(case, dtype, torch.device("cuda"), generator, left=left)
