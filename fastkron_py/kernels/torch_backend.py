@@ -9,74 +9,18 @@ multiplied out first (`plan`). docs/cpu.md explains the choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastkron_py.kernels.chunks import Chunk, chunks
 from fastkron_py.tuning.torch_plan import VECTOR, Step, plan
 
-CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
-CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
-CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
-CHUNK_BYTES_OTHER_LEAST = 1 << 22
-GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
+SMALL_ELEMENTS = 1 << 15  # of operand and result: below this the calls cost more than the work, so the fewest are made
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
-
-
-class Chunk(NamedTuple):
-    """A part of ``[B, L, :, R]``."""
-
-    groups: slice
-    rows: slice
-    columns: slice
-
-    def of(self, t: Tensor) -> Tensor:
-        """The part of a four-dimensional tensor, as a view."""
-        return t if self == WHOLE else t[self.groups, self.rows, :, self.columns]
-
-
-ALL: Final = slice(None)
-WHOLE: Final = Chunk(ALL, ALL, ALL)
-
-
-def _pieces(total: int, most: int) -> Iterator[slice]:
-    """Cut range(total) into the fewest pieces of at most this size, of nearly equal sizes."""
-    if total <= most:
-        yield ALL
-        return
-    size = -(-total // -(-total // most))
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
-
-
-def _chunk_bytes(x: Tensor) -> int:
-    if x.device.type != "cpu":  # two halves of x at most: never more than one whole intermediate
-        return min(CHUNK_BYTES_OTHER, max(CHUNK_BYTES_OTHER_LEAST, x.numel() * x.element_size() // 2))
-    return min(CHUNK_BYTES_PER_THREAD * torch.get_num_threads(), CHUNK_BYTES_CPU)
-
-
-def _chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Chunk]:
-    """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
-
-    Many groups go together only when each is small; then a chunk holds all of their rows.
-    """
-    groups, length, _, width = x.shape
-    limit = _chunk_bytes(x) // dtype.itemsize
-    widest = max(max(s.size_in, s.size_out) for s in steps)
-    rows, columns, together = length, width, 1
-    if widest * width > limit:
-        rows, columns = 1, min(width, max(VECTOR, limit // widest // VECTOR * VECTOR))
-    elif length * widest * width > limit:
-        rows = limit // (widest * width)
-    elif length * widest * width <= GROUP_ELEMENTS:
-        together = limit // (length * widest * width)
-    for g in _pieces(groups, together):
-        for r in _pieces(length, rows):
-            for c in _pieces(width, columns):
-                yield Chunk(g, r, c)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -212,18 +156,36 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         ``[B, L, N, R]``, contiguous.
     """
     with torch.no_grad():
+        n = math.prod([f.shape[2] for f in factors])
+        if x.numel() <= SMALL_ELEMENTS and x.numel() // x.shape[2] * n <= SMALL_ELEMENTS and x.dtype not in HALF_DTYPES:
+            return _multiply_small(x, factors, z, alpha, beta)
         steps = _plan_for(x, factors)
         dtype = _accumulation_dtype(x.dtype)
         matrices = _matrices(factors, steps, dtype)
-        n = math.prod(f.shape[2] for f in factors)
         y = x.new_empty(x.shape[0], x.shape[1], n, x.shape[3])
         scratch = Scratch(x, dtype)
-        for chunk in _chunks(x, steps, dtype):
+        for chunk in chunks(x, steps, dtype):
             source, target, part = chunk.of(x), chunk.of(y), None if z is None else chunk.of(z).to(dtype)
             if _is_narrow(x):
                 source, target, part = _rows_first(source), target.transpose(2, 3), None if part is None else _rows_first(part)
             _run(source, [_select(m, chunk) for m in matrices], steps, target, scratch, Finish(alpha, beta, part))
         return y
+
+
+def _multiply_small(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """`multiply` in as few calls into torch as there can be: one product for each factor, from the last."""
+    groups, length, width, columns = x.shape
+    y, before, after = x, width, columns
+    for f in reversed(factors):
+        p, q = f.shape[1:]
+        before //= p
+        last = after == 1
+        y = y.reshape(groups, length * before, p) @ f if last else f.mT.unsqueeze(1) @ y.reshape(groups, length * before, p, after)
+        after *= q
+    y = y.reshape(groups, length, after // columns, columns)
+    if alpha != 1:
+        y = y * alpha
+    return y if z is None else y.add_(z, alpha=beta)
 
 
 class Scratch:
@@ -295,7 +257,7 @@ def backward(
         sums = [torch.zeros_like(m, dtype=wide) if need else None for m, need in zip(matrices, needed, strict=True)]
         dx = x.new_empty(x.shape) if need_x else None
         scratch = Scratch(x, dtype)
-        for chunk in _chunks(x, steps, dtype):
+        for chunk in chunks(x, steps, dtype):
             parts = [_select(m, chunk) for m in matrices]
             part_sums = [None if s is None else _select(s, chunk) for s in sums]
             part_dy, part_x, part_dx = chunk.of(dy), chunk.of(x), None if dx is None else chunk.of(dx)

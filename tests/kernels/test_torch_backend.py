@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastkron_py import reference
-from fastkron_py.kernels import torch_backend
+from fastkron_py.kernels import chunks, torch_backend
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import torch_plan
 
@@ -50,13 +50,21 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["as it is", "small chunks", "one row a chunk"])
-def chunking(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def not_small(monkeypatch):
+    """The shortcut for small problems is one case of `chunking`; all else here is about the general way."""
+    monkeypatch.setattr(torch_backend, "SMALL_ELEMENTS", 0)
+
+
+@pytest.fixture(params=["as it is", "one chunk", "small chunks", "one row a chunk"])
+def chunking(request, monkeypatch, not_small):
     """Sizes that make small problems take the branches of large ones."""
-    if request.param != "as it is":
+    if request.param == "as it is":
+        monkeypatch.setattr(torch_backend, "SMALL_ELEMENTS", 1 << 15)
+    elif request.param != "one chunk":
         small = request.param == "small chunks"
-        monkeypatch.setattr(torch_backend, "CHUNK_BYTES_CPU", 4096 if small else 1)
-        monkeypatch.setattr(torch_backend, "GROUP_ELEMENTS", 300 if small else 0)
+        monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 4096 if small else 1)
+        monkeypatch.setattr(chunks, "GROUP_ELEMENTS", 300 if small else 0)
         monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 8)
     return request.param
 
@@ -271,13 +279,13 @@ def test_chunks_cover_everything_once(size, chunking):
     groups, length, columns = size
     x = torch.zeros(groups, length, 32, columns)
     steps = torch_plan.plan(((4, 4), (8, 8)), length, columns)
-    for chunk in torch_backend._chunks(x, steps, x.dtype):
+    for chunk in chunks.chunks(x, steps, x.dtype):
         chunk.of(x).add_(1)
     assert torch.equal(x, torch.ones_like(x))
 
 
 def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
-    monkeypatch.setattr(torch_backend, "CHUNK_BYTES_CPU", 1 << 16)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 1 << 16)
     x, factors = torch.randn(1, 2048, 512, 1), [torch.randn(1, 8, 8) for _ in range(3)]
     taken = []
     empty = torch.Tensor.new_empty
