@@ -1,0 +1,49 @@
+"""Every kind of kernel compiles for sm_90, within an H100's shared memory and, where it matters, its registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("compile_for_h100")  # one worker: what is compiled serves all tests here
+
+SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
+IN_FULL = ("16^4", "odd", "left", "batched", "bfloat16 16^4")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One record for each kernel; with a cache of its own, so that they are really compiled."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("compile_for_h100.py")), *IN_FULL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
+    names = {k["kernel"] for k in kernels}
+    assert names == {"_sliced_multiply_fwd_kernel", "_fused_multiply_fwd_kernel", "_factor_gradient_kernel"}
+    assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward"}
+
+
+def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
+    """Of the preferred configuration: on an H100 nothing should fall back."""
+    too_large = [k for k in kernels if k["shared"] > SHARED_MEMORY]
+    assert not too_large
+
+
+def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
+    common = ("16^4", "32^4", "64^3", "8^5", "bfloat16 16^4", "float16 16^4", "float16 64^2", "float64 32^3")
+    found = [k for k in kernels if k["problem"] in common and k["what"] == "multiply"]
+    assert len(found) >= len(common)
+    assert [k for k in found if k["stack"] > 0] == []
