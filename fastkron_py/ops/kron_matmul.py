@@ -9,24 +9,16 @@ backward operator computes plain transposes; conjugates, for complex tensors, ar
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels import torch_backend
-from fastkron_py.kernels.precision import torch_products
-from fastkron_py.ops import batching, derivatives, transforms
-from fastkron_py.ops.backend import choose_backend
-from fastkron_py.ops.canonical import canonical
+from fastkron_py.ops import batching, derivatives, functions, implementation
 from fastkron_py.ops.derivatives import Calls
-from fastkron_py.ops.plain import is_plain_call
+from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 from fastkron_py.shapes import result_shape
-
-_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 LIBRARY = torch.library.Library("fastkron", "DEF")
 # No defaults: the dispatcher drops arguments that equal theirs, and the autograd wrapper then miscounts.
@@ -39,54 +31,10 @@ LIBRARY.define(
 )
 
 
-@contextlib.contextmanager
-def _unseen_by_autograd(x: Tensor) -> Iterator[None]:
-    """Inside an implementation: autocast has been applied already, and no view is recorded.
-
-    A result that is a view of a tensor made inside could not be changed in place later on.
-    """
-    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                yield
-        else:
-            yield
-
-
 # ---- kron_matmul -----------------------------------------------------------------------------
 
 
-def _kron_matmul(
-    x: Tensor,
-    factors: Sequence[Tensor],
-    z: Tensor | None,
-    alpha: float,
-    beta: float,
-    precision: str | None,
-    backend: str,
-    left: bool,
-) -> Tensor:
-    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
-    if beta == 0:
-        z = None
-    with _unseen_by_autograd(x):
-        if math.prod(shape) == 0:
-            return x.new_empty(shape)
-        if x.numel() == 0:  # a sum over nothing
-            return x.new_zeros(shape) if z is None else (beta * z).expand(shape).contiguous()
-        problem = canonical(x, factors, left)
-        z4 = None if z is None else problem.pack(z.expand(shape))
-        if choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import triton_backend
-
-            y4 = triton_backend.multiply(problem.x, problem.factors, z4, alpha, beta, precision)
-        else:
-            with torch_products(x, precision):
-                y4 = torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta)
-        return problem.unpack(y4)
-
-
-LIBRARY.impl("kron_matmul", _kron_matmul, "CompositeExplicitAutograd")
+LIBRARY.impl("kron_matmul", implementation.multiply, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fastkron::kron_matmul", lib=LIBRARY)
@@ -128,45 +76,7 @@ torch.library.register_vmap("fastkron::kron_matmul", _vmap, lib=LIBRARY)
 # ---- kron_matmul_backward --------------------------------------------------------------------
 
 
-def _kron_matmul_backward(
-    dy: Tensor,
-    x: Tensor,
-    factors: Sequence[Tensor],
-    need_x: bool,
-    need_factors: Sequence[bool],
-    alpha: float,
-    precision: str | None,
-    backend: str,
-    left: bool,
-) -> list[Tensor]:
-    wanted = ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
-    if dy.numel() == 0 or x.numel() == 0:
-        return [t.new_zeros(t.shape) for t in wanted]
-    with _unseen_by_autograd(x):
-        problem = canonical(x, factors, left)
-        dy4 = problem.pack(dy)
-        if choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import triton_backend
-
-            dx4, dfs = triton_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
-        else:
-            with torch_products(x, precision):
-                dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)
-        results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
-        for df, f in zip(dfs, factors, strict=True):
-            if df is not None:
-                df = df.mT if left else df
-                batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
-                results.append(_fit(df.reshape(*problem.batch, *df.shape[-2:]) if batched else df.reshape(f.shape), f))
-        return results
-
-
-def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
-    """Sum over dimensions that were broadcast; a fresh contiguous tensor of the argument's shape."""
-    return gradient.sum_to_size(argument.shape).contiguous()
-
-
-LIBRARY.impl("kron_matmul_backward", _kron_matmul_backward, "CompositeExplicitAutograd")
+LIBRARY.impl("kron_matmul_backward", implementation.gradients, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fastkron::kron_matmul_backward", lib=LIBRARY)
@@ -209,8 +119,17 @@ CALLS = Calls(torch.ops.fastkron.kron_matmul, torch.ops.fastkron.kron_matmul_bac
 def kron_matmul(
     x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float, precision: str | None, backend: str, left: bool
 ) -> Tensor:
-    """Call the operator: its implementation where nothing else is at work, its twin for torch.func and forward mode."""
-    if is_plain_call((x, z, *factors)):
-        return _kron_matmul(x, factors, z, alpha, beta, precision, backend, left)
-    calls = transforms.CALLS if transforms.transforms_active() else CALLS
-    return calls.multiply(x, factors, z, alpha, beta, precision, backend, left)
+    """Call the operator, by the shortest way that is right.
+
+    Its implementation where nothing else is at work; its twin as an autograd function where gradients are wanted of an
+    ordinary call, or torch.func or forward mode is at work; else, through torch's dispatcher, the operator itself.
+    """
+    options = (alpha, beta, precision, backend, left)
+    if transforms_active():
+        return functions.CALLS.multiply(x, factors, z, *options)
+    tensors = (x, z, *factors)
+    if not is_ordinary(tensors):
+        return CALLS.multiply(x, factors, z, *options)
+    if wants_gradient(tensors):
+        return functions.CALLS.multiply(x, factors, z, *options)
+    return implementation.multiply(x, factors, z, *options)

@@ -1,4 +1,4 @@
-"""Is this an ordinary eager call, for which the dispatcher would do nothing but cost time?"""
+"""Is this an ordinary eager call, for which torch's dispatcher would do nothing but cost time?"""
 
 from __future__ import annotations
 
@@ -35,11 +35,26 @@ def _plain_keys(device: torch.device, inference: bool) -> int:
     return found
 
 
-def is_plain_call(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether an operator on these tensors may be called without torch's dispatcher.
+def transforms_active() -> bool:
+    """Whether a torch.func transform or a forward-mode level is in force.
 
-    It may where no gradient is wanted, every tensor is an ordinary one, and no mode or transform (vmap, fake
-    tensors, tracing, compilation, ...) is in force.
+    Never in a graph that is being compiled: that takes the operator itself, which vmap can batch.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd would record an operation on these tensors."""
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
+def is_ordinary(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch's dispatcher has nothing to do for an operation on these tensors, but for recording gradients.
+
+    That is so where every tensor is an ordinary one, and no mode or transform (vmap, fake tensors, tracing, compilation,
+    ...) is in force.
     """
     if torch.compiler.is_compiling():
         return False
@@ -48,10 +63,4 @@ def is_plain_call(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
         return False
-    grad = torch.is_grad_enabled()
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) not in _KINDS or (grad and t.requires_grad) or _keys_of(t) != _plain_keys(t.device, inference):
-            return False
-    return True
+    return all([t is None or (type(t) in _KINDS and _keys_of(t) == _plain_keys(t.device, inference)) for t in tensors])

@@ -121,7 +121,7 @@ def test_changed_scalars_do_not_recompile_for_ever(device: torch.device, generat
 
 
 def test_backend_is_chosen_when_the_graph_runs(monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator) -> None:
-    from fastkron_py.ops import kron_matmul as module
+    from fastkron_py.ops import implementation as module
 
     chosen: list[str] = []
     choose = module.choose_backend

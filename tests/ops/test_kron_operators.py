@@ -152,7 +152,7 @@ def default_backend() -> Iterator[None]:
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The backends chosen from now on, in order."""
-    from fastkron_py.ops import kron_matmul as module
+    from fastkron_py.ops import implementation as module
 
     chosen: list[str] = []
     choose = module.choose_backend

@@ -1,7 +1,7 @@
-"""The Kronecker operators as `torch.autograd.Function`s, for torch.func and forward-mode differentiation.
+"""The Kronecker operators as `torch.autograd.Function`s, which derive through themselves.
 
-A registered operator supports autograd, vmap and compilation, but neither torch.func's grad nor forward mode.
-These functions do: they wrap the operators and derive through themselves.
+A registered operator supports autograd, vmap and compilation, but neither torch.func's grad nor forward mode, which
+these do. In ordinary eager calls, too, they take gradients with less ado than the dispatcher's wrapper of an operator.
 """
 
 from __future__ import annotations
@@ -11,20 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from fastkron_py.ops import batching, derivatives
+from fastkron_py.ops import batching, derivatives, implementation
 from fastkron_py.ops.derivatives import Calls
-
-
-def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is in force.
-
-    A graph that is being compiled takes the operator itself, which vmap can batch.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
 
 class _Multiply(torch.autograd.Function):
@@ -32,6 +22,8 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, z: Tensor | None, options: tuple[Any, ...], *factors: Tensor) -> Tensor:
+        if is_ordinary((x, z, *factors)):
+            return implementation.multiply(x, factors, z, *options)
         y: Tensor = torch.ops.fastkron.kron_matmul(x, list(factors), z, *options)
         return y
 
@@ -73,6 +65,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(dy: Tensor, x: Tensor, wanted: tuple[bool, list[bool]], options: tuple[Any, ...], *factors: Tensor) -> tuple[Tensor, ...]:
+        if is_ordinary((dy, x, *factors)):
+            return tuple(implementation.gradients(dy, x, factors, *wanted, *options))
         return tuple(torch.ops.fastkron.kron_matmul_backward(dy, x, list(factors), *wanted, *options))
 
     @staticmethod
@@ -113,6 +107,9 @@ def _multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, *options: 
 
 
 def _gradients(dy: Tensor, x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: list[bool], *options: Any) -> list[Tensor]:
+    tensors = (dy, x, *factors)
+    if not transforms_active() and not wants_gradient(tensors) and is_ordinary(tensors):
+        return implementation.gradients(dy, x, factors, need_x, need_factors, *options)
     return list(_Gradients.apply(dy, x, (need_x, need_factors), options, *factors))  # type: ignore[no-untyped-call]
 
 

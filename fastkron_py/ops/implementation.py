@@ -1,0 +1,102 @@
+"""What the two Kronecker operators do once every tensor is a plain one: canonical form, backend, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kernels import torch_backend
+from fastkron_py.kernels.precision import torch_products
+from fastkron_py.ops.backend import choose_backend
+from fastkron_py.ops.canonical import canonical
+from fastkron_py.shapes import result_shape
+
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+@contextlib.contextmanager
+def _unseen_by_autograd(x: Tensor) -> Iterator[None]:
+    """Inside an implementation: autocast has been applied already, and no view is recorded.
+
+    A result that is a view of a tensor made inside could not be changed in place later on.
+    """
+    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                yield
+        else:
+            yield
+
+
+def multiply(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    z: Tensor | None,
+    alpha: float,
+    beta: float,
+    precision: str | None,
+    backend: str,
+    left: bool,
+) -> Tensor:
+    """``alpha * x @ K + beta * z``, or with left ``alpha * K @ x + beta * z``; arguments as in the operator's schema."""
+    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
+    if beta == 0:
+        z = None
+    with _unseen_by_autograd(x):
+        if math.prod(shape) == 0:
+            return x.new_empty(shape)
+        if x.numel() == 0:  # a sum over nothing
+            return x.new_zeros(shape) if z is None else (beta * z).expand(shape).contiguous()
+        problem = canonical(x, factors, left)
+        z4 = None if z is None else problem.pack(z.expand(shape))
+        if choose_backend(backend, x) == "triton":
+            from fastkron_py.kernels import triton_backend
+
+            y4 = triton_backend.multiply(problem.x, problem.factors, z4, alpha, beta, precision)
+        else:
+            with torch_products(x, precision):
+                y4 = torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta)
+        return problem.unpack(y4)
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    need_x: bool,
+    need_factors: Sequence[bool],
+    alpha: float,
+    precision: str | None,
+    backend: str,
+    left: bool,
+) -> list[Tensor]:
+    """[dx] + [dF_i ...] of ``alpha * x @ K``, those that are needed; arguments as in the operator's schema."""
+    wanted = ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
+    if dy.numel() == 0 or x.numel() == 0:
+        return [t.new_zeros(t.shape) for t in wanted]
+    with _unseen_by_autograd(x):
+        problem = canonical(x, factors, left)
+        dy4 = problem.pack(dy)
+        if choose_backend(backend, x) == "triton":
+            from fastkron_py.kernels import triton_backend
+
+            dx4, dfs = triton_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
+        else:
+            with torch_products(x, precision):
+                dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)
+        results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
+        for df, f in zip(dfs, factors, strict=True):
+            if df is not None:
+                df = df.mT if left else df
+                batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
+                results.append(_fit(df.reshape(*problem.batch, *df.shape[-2:]) if batched else df.reshape(f.shape), f))
+        return results
+
+
+def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
+    """Sum over dimensions that were broadcast; a fresh contiguous tensor of the argument's shape."""
+    return gradient.sum_to_size(argument.shape).contiguous()
