@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.registry import all_benchmarks
+from benchmarks.catalogue import all_benchmarks
 from benchmarks.runner import run
 
 

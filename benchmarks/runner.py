@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import report, timing
+from benchmarks.catalogue import all_benchmarks
 from benchmarks.environment import describe, load_average
-from benchmarks.registry import Benchmark, Call, Case, Contender, all_benchmarks
+from benchmarks.registry import Benchmark, Call, Case, Contender
 
 SECONDS_PER_CASE = 4.0
 ROUNDS = (9, 200)

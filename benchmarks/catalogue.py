@@ -1,0 +1,9 @@
+"""All benchmarks there are: import the modules that register them here."""
+
+from benchmarks import kron  # noqa: F401
+from benchmarks.registry import Benchmark, registered
+
+
+def all_benchmarks() -> dict[str, Benchmark]:
+    """Every benchmark by name."""
+    return registered()
