@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from array_cases import draw, wide
 
 from fastkron_py import KroneckerProduct, arrays, gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.testing import assert_close
@@ -25,15 +26,6 @@ def dtype(request):
 @pytest.fixture
 def rng(seed):
     return np.random.default_rng(seed)
-
-
-def draw(rng, shape, dtype):
-    a = rng.standard_normal(shape)
-    return (a + 1j * rng.standard_normal(shape) if dtype.startswith("complex") else a).astype(dtype)
-
-
-def wide(a):
-    return a.astype(np.complex128 if np.iscomplexobj(a) else np.float64)
 
 
 def check(y, x, factors, *, left=False):

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from array_cases import draw, wide
 
 from fastkron_py import KroneckerProduct, arrays, kron_matmul
 from fastkron_py.testing import assert_close
@@ -15,15 +16,6 @@ from fastkron_py.testing import assert_close
 @pytest.fixture
 def rng(seed):
     return np.random.default_rng(seed)
-
-
-def draw(rng, shape, dtype):
-    a = rng.standard_normal(shape)
-    return (a + 1j * rng.standard_normal(shape) if dtype.startswith("complex") else a).astype(dtype)
-
-
-def wide(a):
-    return a.astype(np.complex128 if np.iscomplexobj(a) else np.float64)
 
 
 def problem(rng, dtype):

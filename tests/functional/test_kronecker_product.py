@@ -11,6 +11,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from kronecker_cases import hermitian, near, random_factors
 
 import fastkron_py
 from fastkron_py import KroneckerProduct
@@ -26,26 +27,6 @@ RECTANGULAR = [((3, 2),), ((2, 3), (4, 1)), ((2, 3), (3, 2)), ((5, 2), (2, 5), (
 @pytest.fixture(params=DTYPES, ids=["real", "complex"])
 def dtype(request):
     return request.param
-
-
-def random_factors(shapes, dtype, device, *, dominant=True):
-    """Random matrices; square ones with a strong diagonal, so that they are far from singular, and det of either sign."""
-    factors = []
-    for i, shape in enumerate(shapes):
-        f = torch.randn(*shape, dtype=dtype, device=device)
-        if dominant and shape[-1] == shape[-2]:
-            f = f + (-1) ** i * 2 * shape[-1] * torch.eye(shape[-1], dtype=dtype, device=device)
-        factors.append(f)
-    return factors
-
-
-def hermitian(factors):
-    """Positive definite matrices, from any."""
-    return [f @ f.mH + torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
-
-
-def near(actual, expected):
-    assert_close(actual, expected, rms_tol=1e-10, max_tol=1e-10)
 
 
 def ids(shapes):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kronecker_cases import hermitian, near, random_factors
 from torch import Tensor
 
 from fastkron_py import KroneckerProduct, kron_matmul
@@ -12,26 +13,6 @@ from fastkron_py.testing import assert_close
 @pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
 def dtype(request):
     return request.param
-
-
-def random_factors(shapes, dtype, device, *, dominant=True):
-    """Random matrices; square ones with a strong diagonal, so that they are far from singular, and det of either sign."""
-    factors = []
-    for i, shape in enumerate(shapes):
-        f = torch.randn(*shape, dtype=dtype, device=device)
-        if dominant and shape[-1] == shape[-2]:
-            f = f + (-1) ** i * 2 * shape[-1] * torch.eye(shape[-1], dtype=dtype, device=device)
-        factors.append(f)
-    return factors
-
-
-def hermitian(factors):
-    """Positive definite matrices, from any."""
-    return [f @ f.mH + torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
-
-
-def near(actual, expected):
-    assert_close(actual, expected, rms_tol=1e-10, max_tol=1e-10)
 
 
 # ---- gradients: random projections of each result, so that no symmetry hides a wrong sign or a missing conjugate ------
