@@ -1,14 +1,9 @@
-"""What a launch passes to its kernel besides pointers: worked out once for each kind of problem, then remembered.
-
-A `Case` holds everything that a launch depends on, without tensors, so that a repeated call costs one
-dictionary look-up.
-"""
+"""What a launch passes to its kernel besides pointers, worked out from a `Case`: all that it depends on but tensors."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +99,6 @@ class Recipe(NamedTuple):
     arguments: dict[str, Any]
 
 
-@lru_cache(maxsize=4096)
 def recipes(case: Case) -> tuple[Recipe, ...]:
     """Ways to carry out a case, the preferred one first; later ones need less shared memory."""
     _, rows, before, after = case.shape

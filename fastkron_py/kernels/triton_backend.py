@@ -105,8 +105,9 @@ class _Prepared:
     def _keep(self, kernel: Any, compiled: Any, arguments: dict[str, Any]) -> None:
         """Remember a compiled kernel, which is launched several times faster than through its JIT function."""
         names = kernel.arg_names
-        self.strides = tuple(arguments[name] for name in names[4:8])
-        self.rest = tuple(arguments[name] for name in names[10:])
+        scalars = names.index("alpha")  # alpha and beta stand between the strides and the rest
+        self.strides = tuple(arguments[name] for name in names[names.index("x_strides") : scalars])
+        self.rest = tuple(arguments[name] for name in names[scalars + 2 :])
         self.compiled = compiled
 
 

@@ -25,11 +25,6 @@ class Canonical(NamedTuple):
     batch: Shape  # broadcast batch of the result
     left: bool
 
-    @property
-    def n(self) -> int:
-        """Number of columns of the Kronecker product, prod Q_i."""
-        return math.prod(f.shape[-1] for f in self.factors)
-
     def pack(self, t: Tensor) -> Tensor:
         """View or copy a tensor shaped like x or like the result as ``[B, L, *, R]``."""
         t = t.expand(*self.batch, *t.shape[-2:])

@@ -74,22 +74,25 @@ def forward(
 
 def reverse_of_gradients(
     calls: Calls,
-    cx: Tensor | None,
-    cfactors: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+    wanted: tuple[bool, Sequence[bool]],
     dy: Tensor,
     x: Tensor,
     factors: Sequence[Tensor],
-    need_dy: bool,
-    need_x: bool,
-    need_factors: Sequence[bool],
+    needs: tuple[bool, bool, Sequence[bool]],
     options: Options,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Reverse rule of the gradients: cotangents of dy, x and the factors.
+    """Reverse rule of the gradients: cotangents of dy, x and the factors, those that needs says.
 
-    With c the cotangents of dx and of each dF_i, and K_i the product whose i-th factor is c_i, the scalar
-    <cx, dx> + sum_i <c_i, dF_i> is <cx @ K + sum_i x @ K_i, alpha * dy>: every term is a multiply again.
+    The cotangents given are those of the results, dx and each dF_i, as far as wanted says that there are any. With c
+    these and K_i the product whose i-th factor is c_i, the scalar <cx, dx> + sum_i <c_i, dF_i> is
+    <cx @ K + sum_i x @ K_i, alpha * dy>: every term is a multiply again.
     """
     alpha, precision, backend, left = options
+    need_dy, need_x, need_factors = needs
+    given = iter(cotangents)
+    cx = next(given) if wanted[0] else None
+    cfactors = [next(given) if there else None for there in wanted[1]]
     dy_c, x_c, factors_c = _conj(dy), _conj(x), [_conj(f) for f in factors]
     sum_dy, sum_x, sums = _Sum(), _Sum(), [_Sum() for _ in factors]
 

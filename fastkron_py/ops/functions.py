@@ -79,12 +79,9 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         dy, x, *factors = ctx.saved_tensors
-        need_x, need_factors = ctx.wanted
-        given = iter(cotangents)
-        cx = next(given) if need_x else None
-        cfs = [next(given) if need else None for need in need_factors]
-        flags = ctx.needs_input_grad
-        ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cx, cfs, dy, x, factors, flags[0], flags[1], flags[4:], ctx.options)
+        need_dy, need_x, _, _, *need_factors = ctx.needs_input_grad
+        needs = (need_dy, need_x, need_factors)
+        ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cotangents, ctx.wanted, dy, x, factors, needs, ctx.options)
         return ddy, dx, None, None, *dfs
 
     @staticmethod

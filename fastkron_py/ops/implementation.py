@@ -63,6 +63,11 @@ def multiply(
         return problem.unpack(y4)
 
 
+def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:
+    """The arguments whose gradients are needed, in the order of `gradients`' results."""
+    return ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
+
+
 def gradients(
     dy: Tensor,
     x: Tensor,
@@ -75,9 +80,8 @@ def gradients(
     left: bool,
 ) -> list[Tensor]:
     """[dx] + [dF_i ...] of ``alpha * x @ K``, those that are needed; arguments as in the operator's schema."""
-    wanted = ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
     if dy.numel() == 0 or x.numel() == 0:
-        return [t.new_zeros(t.shape) for t in wanted]
+        return [t.new_zeros(t.shape) for t in wanted(x, factors, need_x, need_factors)]
     with _unseen_by_autograd(x):
         problem = canonical(x, factors, left)
         dy4 = problem.pack(dy)

@@ -81,8 +81,7 @@ LIBRARY.impl("kron_matmul_backward", implementation.gradients, "CompositeExplici
 
 @torch.library.register_fake("fastkron::kron_matmul_backward", lib=LIBRARY)
 def _(dy, x, factors, need_x, need_factors, alpha, precision, backend, left):  # type: ignore[no-untyped-def]
-    wanted = ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
-    return [t.new_empty(t.shape) for t in wanted]
+    return [t.new_empty(t.shape) for t in implementation.wanted(x, factors, need_x, need_factors)]
 
 
 def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -94,13 +93,9 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     dy, x, *factors = ctx.saved_tensors
-    wanted_x, wanted_factors = ctx.wanted
-    given = iter(cotangents)
-    cx = next(given) if wanted_x else None
-    cfs = [next(given) if wanted else None for wanted in wanted_factors]
     need_dy, need_x, of_factors = ctx.needs_input_grad[:3]
-    need_factors = _listed(of_factors, factors)
-    ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cx, cfs, dy, x, factors, need_dy, need_x, need_factors, ctx.options)
+    needs = (need_dy, need_x, _listed(of_factors, factors))
+    ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cotangents, ctx.wanted, dy, x, factors, needs, ctx.options)
     return ddy, dx, dfs, None, None, None, None, None, None
 
 

@@ -87,14 +87,14 @@ class Launch:
         return widest
 
 
-def padded(size: int) -> int:
-    """The next power of two, at least `DOT_SIDE`."""
-    return max(DOT_SIDE, 1 << (size - 1).bit_length())
-
-
 def next_power_of_two(size: int) -> int:
     """The smallest power of two that is not below size (size >= 1)."""
     return 1 << (size - 1).bit_length()
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least `DOT_SIDE`."""
+    return max(DOT_SIDE, next_power_of_two(size))
 
 
 def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> tuple[Step, ...]:
@@ -168,8 +168,8 @@ def plan(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, rows: int, col
         for start in range(stop - 1, -1, -1):
             launch = Launch(_merge(ps, qs, start, stop))
             if len(launch.steps) > 1 and not is_chain(launch, itemsize, stop == count and columns == 1):
-                if stop - start > 1 and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > CHAIN_TILE[itemsize] ** 2:
-                    break
+                if math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > CHAIN_TILE[itemsize] ** 2:
+                    break  # wider than any tile, on one side at least, and longer segments only more so
                 continue
             # Sizes around this segment as if everything later were done and everything earlier were not.
             outside = math.prod(ps[:start]) * math.prod(qs[stop:])
