@@ -216,6 +216,7 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch, devi
     assert backends.requested_backend() == "auto"
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's remark on a fresh thread whose first call is a product
 def test_threads_multiply_at_once(device: torch.device, generator: torch.Generator) -> None:
     """Two threads, two backends, one result each."""
     x, factors = problem(power(3, 4, 4, 3), torch.float32, device, generator)
