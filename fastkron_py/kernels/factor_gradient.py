@@ -42,8 +42,9 @@ def _factor_gradient_kernel(
     acc = tl.zeros((BLOCK_P, BLOCK_Q), ACC)
     for start in range(0, slices_per_split, BLOCK_S):
         first = split * slices_per_split + start
-        sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
         u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P)
         v = load_slices(v_ptr + slice_offsets(v_strides, batch, sl, sj, sa), mask_s, first_q, v_strides[3], Q, BLOCK_Q)
         acc = dot(tl.trans(u.to(COMPUTE)), v.to(COMPUTE), acc, PRECISION)

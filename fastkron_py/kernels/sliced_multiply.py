@@ -7,7 +7,7 @@ functions ``finish(acc, alpha, beta, z_ptr, offsets, mask)``.
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.tiling import dot, load_factor, load_slices, scalar, slice_index, slice_mask, slice_offsets
+from fastkron_py.kernels.tiling import dot, load_factor, load_slices, padded_index, scalar, slice_index, slice_mask, slice_offsets
 
 
 @triton.jit
@@ -71,8 +71,9 @@ def _sliced_multiply_fwd_kernel(
         first_q = (tile % BLOCKS_Q) * BLOCK_Q
         batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
         first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
-        sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_S, BLOCK_Q), ACC)
         if RESIDENT:
@@ -111,25 +112,6 @@ def _multiply_step(
         t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)
     t = dot(t.to(COMPUTE), f, tl.zeros((BLOCK_S * REST, Q_PAD), ACC), PRECISION)
     return tl.permute(tl.reshape(t, (BLOCK_S, REST, Q_PAD)), (0, 2, 1))
-
-
-@triton.jit
-def _take_digit(rest, index, valid, scale, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Move the last padded digit of rest into index: (rest, index, valid, scale) after it."""
-    digit = rest % PAD
-    return rest // PAD, index + digit * scale, valid & (digit < SIZE), scale * SIZE
-
-
-@triton.jit
-def padded_index(SIZES: tl.constexpr, PADS: tl.constexpr, TOTAL: tl.constexpr):
-    """(index, valid) of ``[0, TOTAL)``, TOTAL = prod(PADS), as digits of which SIZES are used."""
-    rest = tl.arange(0, TOTAL)
-    index = tl.zeros((TOTAL,), tl.int32)
-    valid = rest >= 0
-    scale = 1
-    for n in tl.static_range(len(SIZES)):
-        rest, index, valid, scale = _take_digit(rest, index, valid, scale, SIZES[len(SIZES) - 1 - n], PADS[len(SIZES) - 1 - n])
-    return index.to(tl.int64), valid
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])
@@ -173,8 +155,8 @@ def _fused_multiply_fwd_kernel(
     step the modes stand in their first order again.
     """
     blocks_s = tl.cdiv(num_slices, BLOCK_S)
-    p, valid_p = padded_index(P_SIZES, P_PADS, P_TOTAL)
-    q, valid_q = padded_index(Q_SIZES, Q_PADS, Q_TOTAL)
+    p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
+    q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
     if RESIDENT:
         f0 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(COMPUTE)
         f1 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(COMPUTE)
@@ -185,10 +167,11 @@ def _fused_multiply_fwd_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         batch = (tile // blocks_s).to(tl.int64)
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
-        sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
-        t = tl.load(x_rows[:, None] + p[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
+        t = tl.load(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
         if not RESIDENT:
             f0 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(
                 COMPUTE
@@ -206,7 +189,7 @@ def _fused_multiply_fwd_kernel(
             t = _multiply_step(t, f2, BLOCK_S, STEPS[2][2], STEPS[2][3], STEPS[2][4], STEPS[2][5], COMPUTE, ACC, PRECISION)
         y = tl.reshape(t, (BLOCK_S, Q_TOTAL))
         mask = mask_s[:, None] & valid_q[None, :]
-        z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q[None, :] * z_strides[3]
-        y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q[None, :] * y_strides[3]
+        z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]
+        y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * y_strides[3]
         y = FINISH(y, alpha, beta, z_ptr, z_offsets, mask)
         tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -11,17 +11,17 @@ import triton.language as tl
 
 
 @triton.jit
-def split_index(first, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED: tl.constexpr):
-    """(index // size, index % size) of ``first + [0, BLOCK)``, int64.
+def split_index(first, i, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED: tl.constexpr):
+    """(index // size, index % size) of ``first + i``, int64, for i = [0, BLOCK).
 
     ONE: size is 1. ALIGNED: BLOCK divides size, so that the quotient is one number.
     """
-    i = tl.arange(0, BLOCK)
+    zero = (i * 0).to(tl.int64)
     if ONE:
         outer = first + i
-        inner = tl.zeros((BLOCK,), tl.int64)
+        inner = zero
     else:
-        outer = first // size + tl.zeros((BLOCK,), tl.int64)
+        outer = first // size + zero
         inner = (first % size).to(size.dtype) + i
         if not ALIGNED:
             outer += (inner // size).to(tl.int64)
@@ -34,33 +34,52 @@ def split_index(first, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED: tl
 
 
 @triton.jit
-def slice_index(first, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr):
-    """(l, j, a) of slices ``first + [0, BLOCK_S)``, for s = (l * before + j) * after + a.
+def slice_index(first, i, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr):
+    """(l, j, a) of slices ``first + i``, i = [0, BLOCK_S), for s = (l * before + j) * after + a.
 
     HEAD: rows l and modes j before this one have strides of their own (else all is in l).
     TAIL: something comes after this mode. ALIGNED: BLOCK_S divides what runs fastest, after or else before.
     """
-    row, a = split_index(first, BLOCK_S, after, not TAIL, ALIGNED)
-    j = tl.zeros((BLOCK_S,), tl.int64)
+    row, a = split_index(first, i, BLOCK_S, after, not TAIL, ALIGNED)
+    j = (i * 0).to(tl.int64)
     if HEAD:
         if TAIL:
             j = row % before
             row = row // before
         else:
-            row, j = split_index(first, BLOCK_S, before, False, ALIGNED)
+            row, j = split_index(first, i, BLOCK_S, before, False, ALIGNED)
     return row, j, a
 
 
 @triton.jit
-def slice_mask(first, BLOCK_S: tl.constexpr, num_slices, EVEN: tl.constexpr):
-    """Which of slices ``first + [0, BLOCK_S)`` exist; EVEN: BLOCK_S divides num_slices, so all do."""
-    return tl.full((BLOCK_S,), True, tl.int1) if EVEN else first + tl.arange(0, BLOCK_S) < num_slices
+def slice_mask(first, i, num_slices, EVEN: tl.constexpr):
+    """Which of slices ``first + i``, i = [0, BLOCK_S), exist; EVEN: BLOCK_S divides num_slices, so all do."""
+    return i >= 0 if EVEN else first + i < num_slices
 
 
 @triton.jit
 def slice_offsets(strides, batch, l, j, a):  # noqa: E741
     """Offsets of slices in an operand with strides (batch, l, before, mode, after)."""
     return batch * strides[0] + l * strides[1] + j * strides[2] + a * strides[4]
+
+
+@triton.jit
+def _take_digit(rest, index, valid, scale, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Move the last padded digit of rest into index: (rest, index, valid, scale) after it."""
+    digit = rest % PAD
+    return rest // PAD, index + digit * scale, valid & (digit < SIZE), scale * SIZE
+
+
+@triton.jit
+def padded_index(i, SIZES: tl.constexpr, PADS: tl.constexpr):
+    """(index, valid) of i = [0, prod(PADS)), read as digits of which SIZES are used."""
+    rest = i
+    index = i * 0
+    valid = i >= 0
+    scale = 1
+    for n in tl.static_range(len(SIZES)):
+        rest, index, valid, scale = _take_digit(rest, index, valid, scale, SIZES[len(SIZES) - 1 - n], PADS[len(SIZES) - 1 - n])
+    return index, valid
 
 
 @triton.jit
@@ -132,7 +151,13 @@ def load_factor(
     """
     p = first_p + tl.arange(0, BLOCK_P)[:, None]
     q = first_q + tl.arange(0, BLOCK_Q)[None, :]
-    tile = tl.full((BLOCK_P, BLOCK_Q), 1.0, ACC)
+    return factor_tile(ptrs, strides, batch, p, q, SHAPES, START, STOP, ACC)
+
+
+@triton.jit
+def factor_tile(ptrs, strides, batch, p, q, SHAPES: tl.constexpr, START: tl.constexpr, STOP: tl.constexpr, ACC: tl.constexpr):
+    """`load_factor` for indices p and q that broadcast to the tile."""
+    tile = (p * 0 + q * 0 + 1).to(ACC)
     for n in tl.static_range(STOP - START):
         tile = _times_factor(
             tile,
