@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from triton import knobs
 
+from fastkron_py.kernels.fragment_multiply import _fragment_multiply_fwd_kernel
 from fastkron_py.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -17,6 +18,7 @@ from fastkron_py.kernels.sliced_multiply import (
     finish_plain,
     finish_scale,
 )
+from fastkron_py.tuning.fragments import fragment_config, fragment_pad, fragments
 from fastkron_py.tuning.launch import ChainConfig, SingleConfig, chain_configs, single_configs
 from fastkron_py.tuning.plan import Launch
 
@@ -83,6 +85,7 @@ class Case:
     finish: str  # key of _FINISHERS
     shape: tuple[int, int, int, int]  # (B, L, before, after) around the launch's modes
     turn: bool  # the modes, which are the last ones, become the first
+    fixed: bool  # shape but for L is a matter of the factors, so that kernels may be compiled for it
     x: Rows
     y: Rows
     z: Rows
@@ -124,11 +127,11 @@ def recipes(case: Case) -> tuple[Recipe, ...]:
         "SHAPES": case.factor_shapes,
         "HEAD": not merged and before != 1,
         "TAIL": after != 1,
-        "COMPUTE": compute,
-        "ACC": acc,
-        "PRECISION": precision,
         "FINISH": _FINISHERS[case.finish],
     }
+    if launch.fragment:
+        return (_fragment(case, common, num_slices),)
+    common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
     make = _chain if chain else _single
     configs: tuple[Any, ...] = (
@@ -159,6 +162,70 @@ def _finished(
         "num_stages": config.num_stages,
     }
     return Recipe(kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm),), arguments)
+
+
+# TF32 holds float16 and bfloat16 exactly, and its truncated sums more than bfloat16 can say.
+_ROUND = {torch.float32: 2, torch.float16: 1, torch.bfloat16: 0}
+_RUNTIME = 0  # a stride that a kernel is not compiled for
+_MOST_OFFSET = 2**31 - 1
+
+
+def _fragment(case: Case, common: dict[str, Any], num_slices: int) -> Recipe:
+    """The recipe of a launch for the fragment kernel."""
+    batches, _, before, after = case.shape
+    steps = case.launch.steps
+    head, tail = common["HEAD"], common["TAIL"]
+    turned = case.turn
+    config = fragment_config(steps, case.dtype.itemsize, before == 1 and after == 1, num_slices)
+    if config is None:
+        raise ValueError(f"launch must be one that fragment_config takes, got {case.launch}")
+    plan = fragments(steps, config.block_s, config.num_warps, case.dtype.itemsize, (tail, tail or turned))
+    fastest = after if tail else before
+    num_tiles = batches * math.ceil(num_slices / config.block_s)
+    loop = config.programs_per_sm > 0 and batches == 1
+    p_pads, q_pads = tuple(fragment_pad(s.p) for s in steps), tuple(fragment_pad(s.q) for s in steps)
+    p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
+    arguments = {
+        **common,
+        "num_tiles": num_tiles,
+        "STEPS": tuple(astuple(step) for step in plan.steps),
+        "STORE_ORDER": plan.order,
+        "LOAD": astuple(plan.load),
+        "STORE": astuple(plan.store),
+        "P_SIZES": p_sizes,
+        "P_PADS": p_pads,
+        "Q_SIZES": q_sizes,
+        "Q_PADS": q_pads,
+        "PADDED": (p_sizes, q_sizes) != (p_pads, q_pads),
+        "STRIDES": _strides(case, common, config.block_s),
+        "BLOCK_S": config.block_s,
+        "WARPS": config.num_warps,
+        "LOOP": loop,
+        "ALIGNED": not (head or tail) or fastest % config.block_s == 0,
+        "EVEN": num_slices % config.block_s == 0,
+        "THREE": case.dtype == torch.float32 and case.precision == "highest",
+        "ROUND": _ROUND[case.dtype],
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers,
+    }
+    return Recipe(
+        _fragment_multiply_fwd_kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,), arguments
+    )
+
+
+def _strides(case: Case, common: dict[str, Any], block_s: int) -> tuple[int, ...]:
+    """(slice, mode) strides of x, then of y, that the kernel is compiled for; `_RUNTIME` for the others."""
+    found = []
+    fastest = 4 if common["TAIL"] else 2 if common["HEAD"] else 1
+    for strides, size in ((common["x_strides"], case.launch.p), (common["y_strides"], case.launch.q)):
+        slices, modes = strides[fastest], strides[3]
+        if fastest == 1 and slices != size * modes:
+            slices = _RUNTIME  # rows of a larger tensor
+        if not case.fixed and modes != 1:
+            slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME
+        reach = slices * block_s + modes * 2 * size
+        found += [slices, modes] if reach <= _MOST_OFFSET else [_RUNTIME, _RUNTIME]
+    return tuple(found)
 
 
 def _single(case: Case, config: SingleConfig, num_slices: int) -> tuple[Any, int, dict[str, Any]]:

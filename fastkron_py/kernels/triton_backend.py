@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
@@ -34,6 +35,14 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=64)
+def _has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fragment kernel, which is written for Hopper's tensor cores, can multiply here."""
+    if device.type != "cuda" or dtype == torch.float64 or torch.version.hip is not None or knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -140,7 +149,15 @@ def _program(kind: _Kind) -> tuple[_Prepared, ...]:
     shapes = [(s[-2], s[-1]) for s in kind.factor_shapes]
     mine = shapes[kind.start : kind.stop]
     tail = math.prod(sizes[kind.stop :]) * columns
-    launches = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), kind.dtype.itemsize, groups * rows, tail)
+    launches = plan(
+        tuple(p for p, _ in mine),
+        tuple(q for _, q in mine),
+        kind.dtype.itemsize,
+        groups * rows * math.prod(sizes[: kind.start]),
+        tail,
+        _has_fragments(kind.device, kind.dtype),
+        math.prod(sizes[: kind.start]),
+    )
     launches = tuple(launch.shifted(kind.start) for launch in launches)
     turn = columns == 1 and _covers_backwards(launches, len(shapes))
     x, program = kind.x, []
@@ -160,6 +177,7 @@ def _program(kind: _Kind) -> tuple[_Prepared, ...]:
             "axpby" if z is not None else "scale" if final and kind.scaled else "plain",
             (groups, rows, before, after),
             turn and before > 1,
+            columns == 1,
             x,
             y,
             y if z is None else z,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
+from fastkron_py.tuning.fragments import WIDEST_TILE, fragment_config, fragment_cost
+
 # Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64
 # Steps wider than this loop over blocks of the factor and are not chained.
@@ -51,6 +53,7 @@ class Launch:
     """Steps that share one kernel launch, first factors first; one step, or a chain."""
 
     steps: tuple[Step, ...]
+    fragment: bool = False  # by the Hopper kernel, whose tile stays in registers
 
     @property
     def start(self) -> int:
@@ -74,7 +77,7 @@ class Launch:
 
     def shifted(self, offset: int) -> Launch:
         """The same launch with offset added to its factors' numbers."""
-        return Launch(tuple(replace(s, start=s.start + offset, stop=s.stop + offset) for s in self.steps))
+        return replace(self, steps=tuple(replace(s, start=s.start + offset, stop=s.stop + offset) for s in self.steps))
 
     @property
     def tile_width(self) -> int:
@@ -97,14 +100,14 @@ def padded(size: int) -> int:
     return max(DOT_SIDE, next_power_of_two(size))
 
 
-def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> tuple[Step, ...]:
-    """Multiply neighbours out, from the last, as long as they stay within `MERGE_WIDTH`."""
+def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, most: int = MERGE_WIDTH) -> tuple[Step, ...]:
+    """Multiply neighbours out, from the last, as long as they stay within a width."""
     steps: list[Step] = []
     end = stop
     while end > start:
         begin = end - 1
         p, q = ps[begin], qs[begin]
-        while begin > start and p * ps[begin - 1] <= MERGE_WIDTH and q * qs[begin - 1] <= MERGE_WIDTH:
+        while begin > start and p * ps[begin - 1] <= most and q * qs[begin - 1] <= most:
             begin -= 1
             p, q = p * ps[begin], q * qs[begin]
         steps.append(Step(begin, end, p, q))
@@ -126,27 +129,55 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
 
 
-def _cost(launch: Launch, elements: tuple[float, float], overhead: float) -> float:
+def _cost(launch: Launch, elements: tuple[float, float]) -> float:
     """Modelled time of a launch, in units of moving one element once (fitted to an H100).
 
-    A single step costs a tenth more than its traffic. In a chain nothing hides the products, whose time grows
+    A single step costs a tenth more than its traffic, and two to three times as much beyond a width of 64. In a
+    chain nothing hides the products, whose time grows
     with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to keep two tiles on
     a multiprocessor.
     """
     moved = sum(elements)
     if len(launch.steps) == 1:
-        return 1.1 * moved + overhead
+        return (1.1 if launch.tile_width <= CHAIN_WIDTH else 2.6) * moved
     on_chip = 0.0
     slices = elements[0] / launch.p
     width = math.prod(s.p_pad for s in launch.steps)
     for s in reversed(launch.steps):
         on_chip += slices * width * (s.p_pad * s.q_pad / 1450 + (1.3 if launch.tile_width > 1024 else 0.0))
         width = width // s.p_pad * s.q_pad
-    return moved + on_chip + overhead
+    return moved + on_chip
+
+
+# Widths up to which the fragment kernel's neighbours are multiplied out; each gives a candidate.
+FRAGMENT_MERGES: Final = (16, 64)
+
+
+def _candidates(
+    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, itemsize: int, rows: int, columns: int, fragments: bool, before: int
+) -> list[tuple[float, Launch]]:
+    """Launches that multiply factors start to stop, each with its modelled cost per row and column but for the launch itself."""
+    count = len(ps)
+    last = stop == count and columns == 1
+    # Sizes around this segment as if everything later were done and everything earlier were not.
+    outside = math.prod(ps[:start]) * math.prod(qs[stop:])
+    found = []
+    plain = Launch(_merge(ps, qs, start, stop))
+    if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
+        found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
+    if fragments:
+        for steps in {_merge(ps, qs, start, stop, most) for most in FRAGMENT_MERGES}:
+            launch = Launch(steps, True)
+            config = fragment_config(steps, itemsize, last and start == 0 and before == 1, max(1, rows * columns * outside))
+            if config is not None:
+                found.append((outside * (launch.p + launch.q) * fragment_cost(steps, config), launch))
+    return found
 
 
 @lru_cache(maxsize=4096)
-def plan(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, rows: int, columns: int) -> tuple[Launch, ...]:
+def plan(
+    ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, rows: int, columns: int, fragments: bool = False, before: int = 1
+) -> tuple[Launch, ...]:
     """Split factors into launches, in the order in which they run.
 
     Dynamic programming over segments of neighbours for the least modelled time; then shrinking launches
@@ -158,23 +189,21 @@ def plan(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, rows: int, col
         itemsize: bytes of an element.
         rows: number of products that share the factors (rows of x times batches).
         columns: trailing columns R of the canonical form; above 1 no slice is one run of memory.
+        fragments: the fragment kernel may be used.
+        before: product of the modes that stand before these factors', which belong to rows.
     """
     count = len(ps)
     # One launch costs about as much as moving 12 MB.
     overhead = 12e6 / itemsize / max(1, rows * columns)
+    widest = max(CHAIN_TILE[itemsize], WIDEST_TILE if fragments else 0)
     best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]
     for stop in range(1, count + 1):
-        candidates = []
+        found = []
         for start in range(stop - 1, -1, -1):
-            launch = Launch(_merge(ps, qs, start, stop))
-            if len(launch.steps) > 1 and not is_chain(launch, itemsize, stop == count and columns == 1):
-                if math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > CHAIN_TILE[itemsize] ** 2:
-                    break  # wider than any tile, on one side at least, and longer segments only more so
-                continue
-            # Sizes around this segment as if everything later were done and everything earlier were not.
-            outside = math.prod(ps[:start]) * math.prod(qs[stop:])
-            cost = best[start][0] + _cost(launch, (float(outside * launch.p), float(outside * launch.q)), overhead)
-            candidates.append((cost, (*best[start][1], launch)))
-        best.append(min(candidates, key=lambda c: (c[0], len(c[1]))))
+            for cost, launch in _candidates(ps, qs, start, stop, itemsize, rows, columns, fragments, before):
+                found.append((best[start][0] + cost + overhead, (*best[start][1], launch)))
+            if math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
+                break  # wider than any tile, on one side at least, and longer segments only more so
+        best.append(min(found, key=lambda c: (c[0], len(c[1]))))
     launches = best[count][1]
     return tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))

@@ -1,0 +1,477 @@
+"""Sliced multiply in a Hopper tensor core's own registers: a chain of factors on a tile that is loaded and stored once.
+
+Plain Triton keeps a tile between two products in shared memory, in both halves of three-pass TF32. Here, in Triton's
+lower-level dialect, each product's left operand is made in registers from the accumulator of the one before
+(`tuning.fragments` says which element sits where) and split there, so that data crosses shared memory once between
+two steps, in float32, or not at all where it stays within a warp.
+
+Gluon has no interpreter: `sliced_multiply` holds the same computation in plain Triton, for every other device and for tests.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import builtin
+
+from fastkron_py.kernels.tiling import factor_tile, padded_index, round_to_tf32, slice_index, slice_mask, slice_offsets
+
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
+
+# Entries of STEPS: the fields of `tuning.fragments.FragmentStep`.
+ORDER, ROWS, START, STOP, P_SIZE, Q_SIZE, P_PAD, Q_PAD, COLUMNS = (gl.constexpr(i) for i in range(9))
+
+
+@gluon.constexpr_function
+def _field(steps, i, name):
+    return steps[i][name]
+
+
+@gluon.constexpr_function
+def _column(steps, i, digit):
+    return steps[i][8][digit]
+
+
+@gluon.constexpr_function
+def _digits(size):
+    return size.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _twos(order):
+    return [2] * len(order)
+
+
+@builtin
+def _in_order(t, order, _semantic=None):
+    """``t.permute(*order)`` for a constexpr order, which Triton 3.6 does not unwrap and 3.9 does."""
+    order = getattr(order, "value", order)
+    return gl.permute(t, [getattr(i, "value", i) for i in order], _semantic=_semantic)
+
+
+@gluon.constexpr_function
+def _layout(tile):
+    registers, lanes, warps, shape = tile
+    return gl.DistributedLinearLayout([list(b) for b in registers], [list(b) for b in lanes], [list(b) for b in warps], [], list(shape))
+
+
+@gluon.constexpr_function
+def _accumulator(q_pad, warps):
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, q_pad, 8])
+
+
+@gluon.constexpr_function
+def _staging(warps):
+    return gl.BlockedLayout([1, 4], [16, 2], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _low_half(x):
+    """What a tensor core cuts off a float32 operand, plus half a unit of what it keeps of that, so that cutting rounds.
+
+    Of an infinity this is the canonical NaN 0x7fffffff plus 4096, which wraps to a number that is cut to zero: its product is the
+    high half's alone.
+    """
+    low = x - (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+    return (low.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+
+
+@gluon.constexpr_function
+def _shortfall(depth):
+    """How much a three-pass product of this depth falls short, on average and relatively (measured on an H100).
+
+    Tensor cores cut their sums off instead of rounding, and the product of two low halves is left out.
+    """
+    return 6e-8 + 3.5e-9 * depth
+
+
+@gluon.jit
+def _factor_halves(f, DEPTH: gl.constexpr):
+    """(high, low) of a factor, such that products with infinities are right without a look at the products.
+
+    The low half makes up for the shortfall. So it is never zero where f is not, and has f's sign: an infinity of x times it is what
+    it is times f. An infinity of f itself goes to the low half, which multiplies x alone.
+    """
+    low = f - (f.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True) + f * _shortfall(DEPTH)
+    low = (low.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+    finite = gl.abs(f) < float("inf")
+    return gl.where(finite, f, 0.0), gl.where(finite, low, f)
+
+
+@gluon.jit
+def _column_index(k, STEPS: gl.constexpr, INDEX: gl.constexpr):
+    """Row of the factor for column k of the left operand."""
+    p = k * 0
+    for digit in gl.static_range(_digits(_field(STEPS, INDEX, P_PAD))):
+        p += ((k >> digit) & 1) << _column(STEPS, INDEX, digit)
+    return p
+
+
+@gluon.jit
+def _stage_factor(
+    ptrs, strides, batch, SHAPES: gl.constexpr, STEPS: gl.constexpr, INDEX: gl.constexpr, WARPS: gl.constexpr, THREE: gl.constexpr
+):
+    """Step INDEX's factor in shared memory, transposed: both halves, or rounded to TF32 and the same twice."""
+    P: gl.constexpr = _field(STEPS, INDEX, P_PAD)
+    Q: gl.constexpr = _field(STEPS, INDEX, Q_PAD)
+    LAYOUT: gl.constexpr = _staging(WARPS)
+    q = gl.arange(0, Q, gl.SliceLayout(1, LAYOUT))[:, None]
+    p = _column_index(gl.arange(0, P, gl.SliceLayout(0, LAYOUT)), STEPS, INDEX)[None, :]
+    f = factor_tile(ptrs, strides, batch, p, q, SHAPES, _field(STEPS, INDEX, START), _field(STEPS, INDEX, STOP), gl.float32)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, P], gl.float32)
+    if THREE:
+        high, low = _factor_halves(f, P)
+        return gl.allocate_shared_memory(gl.float32, [Q, P], SHARED, high), gl.allocate_shared_memory(gl.float32, [Q, P], SHARED, low)
+    else:
+        shared = gl.allocate_shared_memory(gl.float32, [Q, P], SHARED, round_to_tf32(f))
+        return shared, shared
+
+
+@gluon.jit
+def _step(
+    t,
+    high,
+    low,
+    STEPS: gl.constexpr,
+    INDEX: gl.constexpr,
+    WARPS: gl.constexpr,
+    THREE: gl.constexpr,
+    ROUND: gl.constexpr,
+    GUARD: gl.constexpr,
+):
+    """Step INDEX: the tile's index bits put in order, then its product, whose accumulator is the next step's tile."""
+    Q: gl.constexpr = _field(STEPS, INDEX, Q_PAD)
+    P: gl.constexpr = _field(STEPS, INDEX, P_PAD)
+    TO: gl.constexpr = _field(STEPS, INDEX, ORDER)
+    ROWS_: gl.constexpr = _field(STEPS, INDEX, ROWS)
+    LAYOUT: gl.constexpr = _accumulator(Q, WARPS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
+    t = gl.reshape(_in_order(gl.reshape(t, _twos(TO)), TO), [ROWS_, P])
+    t = gl.convert_layout(t, OPERAND)
+    if GUARD:
+        # An infinity of an earlier factor has turned the padding into NaN, which 0 does not cancel.
+        p = _column_index(gl.arange(0, P, gl.SliceLayout(0, OPERAND)), STEPS, INDEX)
+        t = gl.where(p[None, :] < _field(STEPS, INDEX, P_SIZE), t, 0.0)
+    acc = gl.zeros([ROWS_, Q], gl.float32, LAYOUT)
+    if THREE:
+        acc = warpgroup_mma(_low_half(t), high.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(t, low.permute((1, 0)), acc, is_async=True)
+    elif ROUND == 2 or (ROUND == 1 and INDEX > 0):
+        t = round_to_tf32(t)
+    acc = warpgroup_mma(t, high.permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
+
+
+@gluon.jit
+def _run_steps(
+    t,
+    h0,
+    l0,
+    h1,
+    l1,
+    h2,
+    l2,
+    h3,
+    l3,
+    STEPS: gl.constexpr,
+    WARPS: gl.constexpr,
+    THREE: gl.constexpr,
+    ROUND: gl.constexpr,
+    GUARD: gl.constexpr,
+):
+    """All steps of a tile; halves beyond the last step's are not looked at."""
+    COUNT: gl.constexpr = len(STEPS)
+    acc = _step(t, h0, l0, STEPS, 0, WARPS, THREE, ROUND, False)
+    if COUNT > 1:
+        acc = _step(acc, h1, l1, STEPS, 1, WARPS, THREE, ROUND, GUARD)
+    if COUNT > 2:
+        acc = _step(acc, h2, l2, STEPS, 2, WARPS, THREE, ROUND, GUARD)
+    if COUNT > 3:
+        acc = _step(acc, h3, l3, STEPS, 3, WARPS, THREE, ROUND, GUARD)
+    return acc
+
+
+@gluon.jit
+def _slice_base(
+    first,
+    i,
+    strides,
+    batch,
+    before,
+    after,
+    BLOCK_S: gl.constexpr,
+    STRIDE: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """(offset of the tile, offsets in it) of slices ``first + i``; 32-bit ones within a tile where STRIDE says the stride."""
+    if ALIGNED:
+        row = first
+        a = first * 0
+        j = first * 0
+        step = strides[4] if TAIL else strides[2] if HEAD else strides[1]
+        if TAIL:
+            a = row % after
+            row = row // after
+        if HEAD:
+            j = row % before
+            row = row // before
+        fastest = a if TAIL else j if HEAD else row
+        # Spelled out, since the compiler loses it over the division, and with it the wide loads and stores.
+        fastest = gl.multiple_of(fastest, BLOCK_S)
+        if TAIL:
+            base = slice_offsets(strides, batch, row, j, first * 0)
+        elif HEAD:
+            base = slice_offsets(strides, batch, row, first * 0, a)
+        else:
+            base = slice_offsets(strides, batch, first * 0, j, a)
+        if STRIDE > 0:
+            return base + fastest * STRIDE, i * STRIDE
+        else:
+            return base + fastest * step, i.to(gl.int64) * step
+    else:
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, False)
+        return first * 0, slice_offsets(strides, batch, sl, sj, sa)
+
+
+@gluon.jit
+def _mode_offsets(p, stride, STRIDE: gl.constexpr):
+    """Offsets of a tile's modes; 32-bit ones where STRIDE says the stride."""
+    if STRIDE > 0:
+        return p * STRIDE
+    else:
+        return p.to(gl.int64) * stride
+
+
+@gluon.jit
+def _load_tile(
+    x_ptr,
+    x_strides,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    LOAD: gl.constexpr,
+    P_SIZES: gl.constexpr,
+    P_PADS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+):
+    """``[BLOCK_S, prod(P_PADS)]`` in float32, 0 outside of x."""
+    LAYOUT: gl.constexpr = _layout(LOAD)
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    p = gl.arange(0, LOAD[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, EVEN)[:, None]
+    if PADDED:
+        p, valid = padded_index(p, P_SIZES, P_PADS)
+        mask = mask & valid[None, :]
+    base, offsets = _slice_base(first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, ALIGNED)
+    pointers = x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :])
+    if EVEN and not PADDED:
+        return gl.load(pointers).to(gl.float32)
+    else:
+        return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _store_tile(
+    t,
+    z_ptr,
+    y_ptr,
+    z_strides,
+    y_strides,
+    alpha,
+    beta,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    TO: gl.constexpr,
+    STORE: gl.constexpr,
+    Q_SIZES: gl.constexpr,
+    Q_PADS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+    FINISH: gl.constexpr,
+):
+    """Finish the last accumulator and store it."""
+    LAYOUT: gl.constexpr = _layout(STORE)
+    t = gl.reshape(_in_order(gl.reshape(t, _twos(TO)), TO), [BLOCK_S, STORE[3][1]])
+    t = gl.convert_layout(t, LAYOUT)  # the same registers under their last names
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    q = gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, EVEN)[:, None] & (q >= 0)[None, :]
+    if PADDED:
+        q, valid = padded_index(q, Q_SIZES, Q_PADS)
+        mask = mask & valid[None, :]
+    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, 0, HEAD, TAIL, ALIGNED)
+    t = FINISH(t, alpha, beta, z_ptr, z_base + z_offsets[:, None] + _mode_offsets(q, z_strides[3], 0)[None, :], mask)
+    base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
+    pointers = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
+    if EVEN and not PADDED:
+        gl.store(pointers, t.to(y_ptr.dtype.element_ty))
+    else:
+        gl.store(pointers, t.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["alpha", "beta"])
+def _fragment_multiply_fwd_kernel(
+    x_ptr,  # [B, L, before, P, after], P the product of all P_i
+    factor_ptrs,  # each [B, P_i, Q_i]
+    z_ptr,
+    y_ptr,  # [B, L, before, Q, after]
+    x_strides,  # (B, L, before, P, after)
+    factor_strides,  # (B, P_i, Q_i) each
+    z_strides,
+    y_strides,
+    alpha: gl.int64,  # float64 pattern
+    beta: gl.int64,
+    num_tiles,
+    num_slices,
+    before,
+    after,
+    SHAPES: gl.constexpr,
+    STEPS: gl.constexpr,  # the fields of each `FragmentStep`
+    STORE_ORDER: gl.constexpr,
+    LOAD: gl.constexpr,  # the fields of a `TileLayout`
+    STORE: gl.constexpr,
+    P_SIZES: gl.constexpr,
+    P_PADS: gl.constexpr,
+    Q_SIZES: gl.constexpr,
+    Q_PADS: gl.constexpr,
+    PADDED: gl.constexpr,  # some size is no power of two, or below 8
+    STRIDES: gl.constexpr,  # (slice, mode) of x, then of y; 0 where only known at run time
+    BLOCK_S: gl.constexpr,
+    WARPS: gl.constexpr,
+    LOOP: gl.constexpr,  # a program takes many tiles, all with the same factors; else one
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+    THREE: gl.constexpr,  # three-pass TF32, else one
+    ROUND: gl.constexpr,  # for one: operands are rounded to TF32, 2 in every step, 1 but in the first, 0 never
+    FINISH: gl.constexpr,
+):
+    """One to four steps on tiles of whole slices."""
+    COUNT: gl.constexpr = len(STEPS)
+    blocks_s = gl.cdiv(num_slices, BLOCK_S)
+    batch = (gl.program_id(0) // blocks_s).to(gl.int64)
+    first = (gl.program_id(0) % blocks_s).to(gl.int64) * BLOCK_S
+    if LOOP:
+        batch = batch * 0  # also makes 64-bit numbers of the tiles'
+    else:
+        # Under way while the factors are staged.
+        t = _load_tile(
+            x_ptr,
+            x_strides,
+            batch,
+            first,
+            num_slices,
+            before,
+            after,
+            LOAD,
+            P_SIZES,
+            P_PADS,
+            PADDED,
+            STRIDES,
+            BLOCK_S,
+            HEAD,
+            TAIL,
+            ALIGNED,
+            EVEN,
+        )
+    h0, l0 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, WARPS, THREE)
+    h1, l1 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, WARPS, THREE) if COUNT > 1 else (h0, l0)
+    h2, l2 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, WARPS, THREE) if COUNT > 2 else (h0, l0)
+    h3, l3 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 3, WARPS, THREE) if COUNT > 3 else (h0, l0)
+    fence_async_shared()
+    _barrier()
+    if LOOP:
+        for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+            first = (tile + batch) * BLOCK_S
+            t = _load_tile(
+                x_ptr,
+                x_strides,
+                batch,
+                first,
+                num_slices,
+                before,
+                after,
+                LOAD,
+                P_SIZES,
+                P_PADS,
+                PADDED,
+                STRIDES,
+                BLOCK_S,
+                HEAD,
+                TAIL,
+                ALIGNED,
+                EVEN,
+            )
+            acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, THREE, ROUND, PADDED)
+            _store_tile(
+                acc,
+                z_ptr,
+                y_ptr,
+                z_strides,
+                y_strides,
+                alpha,
+                beta,
+                batch,
+                first,
+                num_slices,
+                before,
+                after,
+                STORE_ORDER,
+                STORE,
+                Q_SIZES,
+                Q_PADS,
+                PADDED,
+                STRIDES,
+                BLOCK_S,
+                HEAD,
+                TAIL,
+                ALIGNED,
+                EVEN,
+                FINISH,
+            )
+    else:
+        acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, THREE, ROUND, PADDED)
+        _store_tile(
+            acc,
+            z_ptr,
+            y_ptr,
+            z_strides,
+            y_strides,
+            alpha,
+            beta,
+            batch,
+            first,
+            num_slices,
+            before,
+            after,
+            STORE_ORDER,
+            STORE,
+            Q_SIZES,
+            Q_PADS,
+            PADDED,
+            STRIDES,
+            BLOCK_S,
+            HEAD,
+            TAIL,
+            ALIGNED,
+            EVEN,
+            FINISH,
+        )
