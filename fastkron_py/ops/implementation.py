@@ -86,9 +86,9 @@ def gradients(
         problem = canonical(x, factors, left)
         dy4 = problem.pack(dy)
         if choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import triton_backend
+            from fastkron_py.kernels import triton_backward
 
-            dx4, dfs = triton_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
+            dx4, dfs = triton_backward.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
         else:
             with torch_products(x, precision):
                 dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)

@@ -83,7 +83,7 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels import triton_backend, triton_backward
 
     triton_backend._has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():
@@ -99,7 +99,7 @@ def main() -> None:
             what = "in TF32"
             triton_backend.multiply(x, factors, None, 1.0, 0.0, "high")
             what = "backward"
-            triton_backend.backward(y, x, factors, 1.0, True, [True] * len(factors), "highest")
+            triton_backward.backward(y, x, factors, 1.0, True, [True] * len(factors), "highest")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from canonical_cases import CASES, DTYPES, dense, problem, rounding_steps
 
 import fastkron_py
-from fastkron_py import reference
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import plan as planning
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module")
@@ -21,45 +17,6 @@ def backend():
     from fastkron_py.kernels import triton_backend
 
     return triton_backend
-
-
-def rounding_steps(dtype: torch.dtype, count: int) -> int:
-    """Roundings of a result after count factors.
-
-    Each factor may be rounded when neighbours are multiplied out and each intermediate once more; the
-    interpreter truncates to bfloat16, which errs twice as much as rounding does.
-    """
-    interpreted = not torch.cuda.is_available()
-    return 2 * count * (2 if dtype == torch.bfloat16 and interpreted else 1)
-
-
-def problem(dtype, device, groups, rows, ps, qs, columns):
-    x = torch.randn(groups, rows, math.prod(ps), columns, dtype=torch.float64).to(dtype)
-    factors = [torch.randn(groups, p, q, dtype=torch.float64).to(dtype) for p, q in zip(ps, qs, strict=True)]
-    return x.to(device), [f.to(device) for f in factors]
-
-
-def dense(x, factors):
-    """Canonical product in float64: [B, L, K, R] with [B, K, N]."""
-    product = reference.kron_dense([f.double() for f in factors])
-    return torch.einsum("blkr,bkn->blnr", x.double(), product)
-
-
-CASES = {
-    "one step": (1, 5, (31,), (17,), 1),
-    "one step, loops over P and Q": (1, 3, (130,), (200,), 1),
-    "merged twos": (1, 3, (2,) * 5, (2,) * 5, 1),
-    "chain of two": (1, 4, (16, 32), (32, 16), 1),
-    "chain of three": (1, 2, (16, 8, 16), (16, 8, 16), 1),
-    "chain, padded digits": (1, 7, (11, 13), (13, 11), 1),
-    "many rows": (1, 700, (3, 5), (5, 3), 1),
-    "left form": (1, 2, (6, 7), (7, 6), 5),
-    "left form, long": (1, 1, (5, 9, 11), (3, 9, 13), 33),
-    "batched factors": (3, 2, (9, 4), (4, 9), 1),
-    "batched factors, left": (2, 1, (9, 4), (4, 9), 6),
-    "shrinking first": (1, 3, (40, 3), (2, 50), 1),
-    "widths of one": (1, 4, (1, 5, 1), (1, 1, 3), 1),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,53 +63,6 @@ def test_plans_in_other_orders_agree(backend, device, monkeypatch):
         backend._program.cache_clear()
         assert_close(backend.multiply(x, factors, None, 1.0, 0.0, None), expected, steps=3)
     backend._program.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [c for n, c in CASES.items() if n != "many rows"], ids=[n for n in CASES if n != "many rows"])
-def test_backward(backend, device, case, dtype):
-    x, factors = problem(dtype, device, *case)
-    dy = torch.randn(dense(x, factors).shape, dtype=torch.float64, device=device).to(dtype)
-    dx, dfs = backend.backward(dy, x, factors, 0.5, True, [True] * len(factors), None)
-    inputs = [t.double().requires_grad_() for t in (x, *factors)]
-    expected = torch.autograd.grad(0.5 * dense(inputs[0], inputs[1:]), inputs, dy.double())
-    steps = rounding_steps(dtype, 2 * len(factors))
-    for got, want in zip((dx, *dfs), expected, strict=True):
-        assert_close(got, want, steps=steps)
-
-
-@pytest.mark.parametrize("needs", [(True, 0, 0, 0), (False, 1, 0, 0), (False, 0, 0, 1), (True, 0, 1, 0), (False, 1, 0, 1)])
-def test_backward_gives_what_is_needed(backend, device, needs):
-    need_x, *need_factors = needs
-    x, factors = problem(torch.float64, device, 1, 3, (4, 5, 3), (3, 4, 5), 1)
-    dy = torch.randn(1, 3, 60, 1, dtype=torch.float64, device=device)
-    full_dx, full = backend.backward(dy, x, factors, 1.0, True, [True] * 3, None)
-    dx, dfs = backend.backward(dy, x, factors, 1.0, need_x, [bool(n) for n in need_factors], None)
-    assert (dx is not None) == need_x
-    assert [d is not None for d in dfs] == [bool(n) for n in need_factors]
-    if need_x:
-        assert_close(dx, full_dx, steps=3)
-    for got, want in zip(dfs, full, strict=True):
-        if got is not None:
-            assert_close(got, want, steps=3)
-
-
-def test_factor_gradient_sums_every_slice_once(backend, device):
-    """Integers: sums are exact, so a slice that is left out or taken twice shows; also past the last full split."""
-    for rows in (1, 15, 16, 17, 400, 1031):
-        u = torch.randint(-4, 5, (1, rows, 6, 1), device=device).double()
-        v = torch.randint(-4, 5, (1, rows, 4, 1), device=device).double()
-        got = backend._factor_gradient(u, v, 3, 2, 2, 1, 1.0, "highest")
-        want = torch.einsum("ljp,ljq->pq", u.reshape(rows, 2, 3), v.reshape(rows, 2, 2))
-        assert torch.equal(got[0], want)
-
-
-def test_results_repeat_bit_for_bit(backend, device):
-    x, factors = problem(torch.float32, device, 1, 300, (8, 9), (9, 8), 1)
-    dy = torch.randn(1, 300, 72, 1, device=device)
-    first, again = (backend.backward(dy, x, factors, 1.0, True, [True, True], None) for _ in range(2))
-    assert torch.equal(first[0], again[0])
-    assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
 
 
 def test_too_little_shared_memory_takes_the_next_recipe(backend, device, monkeypatch):
