@@ -9,10 +9,10 @@ from fastkron_py.kernels.tiling import dot, load_slices, slice_index, slice_mask
 @triton.jit
 def _factor_gradient_kernel(
     u_ptr,  # [B, L, before, P, after]
-    v_ptr,  # [B, L, before, Q, after]
+    g_ptr,  # [B, L, before, Q, after]
     partial_ptr,  # [splits, B, P, Q], in the accumulator's type
     u_strides,
-    v_strides,
+    g_strides,
     num_slices,
     slices_per_split,  # a multiple of BLOCK_S
     num_batches,
@@ -31,7 +31,7 @@ def _factor_gradient_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``partial[split, b, p, q] = sum over the split's slices of u[s, p] * v[s, q]``."""
+    """``partial[split, b, p, q] = sum over the split's slices of u[s, p] * g[s, q]``."""
     BLOCKS_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
     tile = tl.program_id(0)
@@ -46,8 +46,8 @@ def _factor_gradient_kernel(
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P)
-        v = load_slices(v_ptr + slice_offsets(v_strides, batch, sl, sj, sa), mask_s, first_q, v_strides[3], Q, BLOCK_Q)
-        acc = dot(tl.trans(u.to(COMPUTE)), v.to(COMPUTE), acc, PRECISION)
+        g = load_slices(g_ptr + slice_offsets(g_strides, batch, sl, sj, sa), mask_s, first_q, g_strides[3], Q, BLOCK_Q)
+        acc = dot(tl.trans(u.to(COMPUTE)), g.to(COMPUTE), acc, PRECISION)
     p = first_p + tl.arange(0, BLOCK_P)[:, None]
     q = first_q + tl.arange(0, BLOCK_Q)[None, :]
     tl.store(partial_ptr + ((split * num_batches + batch) * P + p) * Q + q, acc, mask=(p < P) & (q < Q))

@@ -1,68 +1,318 @@
-"""Launchers of the backward pass: gradients of a Kronecker multiply in canonical form."""
+"""Launchers of the backward pass: gradients of a Kronecker multiply in canonical form.
+
+For each group of factors (`tuning.gradient`), first factors first: its input u, which is x with the later factors applied,
+and its incoming gradient g, which is dy with the earlier ones applied backwards, give the group's factor gradients and the
+next group's g. The next g takes u's place in memory where u was made here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
+from fastkron_py.kernels.fused_backward import _fused_multiply_bwd_kernel
+from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.partials import _factor_of_product_kernel, _sum_partials_kernel
 from fastkron_py.kernels.precision import resolved
-from fastkron_py.kernels.recipes import arithmetic
-from fastkron_py.kernels.triton_backend import _carry_out, _mergeable, _multiprocessors, _on_device, _rows, multiply
-from fastkron_py.tuning.launch import gradient_config
+from fastkron_py.kernels.recipes import Rows, arithmetic
+from fastkron_py.kernels.triton_backend import _bits, _carry_out, _mergeable, _multiprocessors, _on_device, _rows, multiply
+from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
+from fastkron_py.tuning.plan import next_power_of_two, padded
+
+# Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
+_KEPT: Final = 2
 
 
-def _factor_gradient(u: Tensor, v: Tensor, p: int, q: int, before: int, after: int, alpha: float, precision: str) -> Tensor:
-    """``[B, p, q]``: alpha times the sum over rows, before and after of u ``[B, L, before * p * after]`` and v alike."""
-    groups, rows = u.shape[:2]
-    u, v = _mergeable(u), _mergeable(v)
-    u_rows, v_rows = _rows(u), _rows(v)
-    merged = before != 1 and u_rows.row == before * p * after and v_rows.row == before * q * after
-    num_slices = rows * before * after
-    compute, acc, dot_precision = arithmetic(u.dtype, precision, True)
-    config = gradient_config(p, q, u.element_size(), num_slices, groups, _multiprocessors(u.device))
-    partial = torch.empty((config.splits, groups, p, q), dtype=torch.promote_types(u.dtype, torch.float32), device=u.device)
-    blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
-    grid = (blocks * groups * config.splits,)
-    for num_stages in (config.num_stages, 1):
-        try:
-            _factor_gradient_kernel[grid](
-                u,
-                v,
-                partial,
-                u_rows.in_place(p, after, merged),
-                v_rows.in_place(q, after, merged),
-                num_slices,
-                config.slices_per_split,
-                groups,
-                before,
-                after,
-                P=p,
-                Q=q,
-                BLOCK_S=config.block_s,
-                BLOCK_P=config.block_p,
-                BLOCK_Q=config.block_q,
-                HEAD=not merged and before != 1,
-                TAIL=after != 1,
-                ALIGNED=after % config.block_s == 0,
-                EVEN=num_slices % config.slices_per_split == 0,
-                COMPUTE=compute,
-                ACC=acc,
-                PRECISION=dot_precision,
-                num_warps=config.num_warps,
-                num_stages=num_stages,
-            )
-        except OutOfResources:
-            if num_stages == 1:
-                raise
-        else:
-            break
-    total = partial[0] if config.splits == 1 else partial.sum(0)
-    return (total if alpha == 1 else total * alpha).to(u.dtype)
+class _Kind(NamedTuple):
+    """Everything that a group's launches depend on, as plain values."""
+
+    group: Group
+    around: tuple[int, int, int, int]  # B, L, before, after
+    u: Rows
+    g: Rows
+    factor_shapes: tuple[tuple[int, int], ...]  # of the group
+    factor_strides: tuple[tuple[int, ...], ...]
+    need_x: bool
+    need_factors: tuple[bool, ...]  # of the group
+    scaled: bool  # alpha is not 1, and belongs to dx
+    precision: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def addresses(self) -> dict[str, Any]:
+        """Strides of u and g in place, and what their slices are."""
+        _, rows, before, after = self.around
+        p, q = (math.prod(s[i] for s in self.factor_shapes) for i in (0, 1))
+        merged = before > 1 and self.u.row == before * p * after * self.u.unit and self.g.row == before * q * after * self.g.unit
+        return {
+            "u_strides": self.u.in_place(p, after, merged),
+            "g_strides": self.g.in_place(q, after, merged),
+            "num_slices": rows * before * after,
+            "before": before,
+            "after": after,
+            "HEAD": not merged and before != 1,
+            "TAIL": after != 1,
+        }
+
+
+class _Partials:
+    """A step's partial sums ``[B, programs, P, Q]`` (in these strides), and how they become gradients of its factors."""
+
+    def __init__(self, kind: _Kind, start: int, stop: int, programs: int, programs_first: bool) -> None:
+        self.start, self.stop = start, stop  # within the group
+        self.groups = kind.around[0]
+        self.shapes = kind.factor_shapes[start:stop]
+        self.p, self.q = (math.prod(s[i] for s in self.shapes) for i in (0, 1))
+        self.needs = kind.need_factors[start:stop]
+        self.dtype, self.device = kind.dtype, kind.device
+        self.wide = torch.promote_types(kind.dtype, torch.float32)
+        size = self.p * self.q
+        shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
+        self.shape = shape
+        block = min(next_power_of_two(size), 32)
+        arguments = {
+            "stride_b": size if programs_first else programs * size,
+            "stride_r": self.groups * size if programs_first else size,
+            "programs": programs,
+            "SIZE": size,
+            "BLOCK_R": min(32, next_power_of_two(programs)),
+            "BLOCK": block,
+            "num_warps": 4,
+        }
+        self.sum = Launcher([Way(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
+        self.split = [self._part(i, kind) if need else None for i, need in enumerate(self.needs)] if stop - start > 1 else []
+
+    def _part(self, which: int, kind: _Kind) -> Launcher:
+        """The launch that takes one factor's gradient from that of the step's product."""
+        (p, q), inner = self.shapes[which], self.shapes[which + 1 :]
+        strides = kind.factor_strides[self.start : self.stop]
+        arguments = {
+            "factor_strides": tuple((s[0] if self.groups > 1 else 0, s[1], s[2]) for s in strides),
+            "SHAPES": self.shapes,
+            "WHICH": which,
+            "ROWS": p,
+            "COLS": q,
+            "INNER_P": math.prod(s[0] for s in inner),
+            "INNER_Q": math.prod(s[1] for s in inner),
+            "OUTER_P": self.p // p,
+            "OUTER_Q": self.q // q,
+            "ENTRIES_PAD": next_power_of_two(p * q),
+            "OTHERS_PAD": next_power_of_two(self.p // p * (self.q // q)),
+            "num_warps": 8,
+        }
+        return Launcher([Way(_factor_of_product_kernel, (self.groups,), arguments)])
+
+    def empty(self) -> Tensor:
+        """Room for the partial sums."""
+        return torch.empty(self.shape, dtype=self.wide, device=self.device)
+
+    def gradients(self, partial: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
+        """Each factor's ``[B, P_i, Q_i]``, or None; alpha as a bit pattern."""
+        merged = len(self.shapes) > 1
+        total = torch.empty((self.groups, self.p, self.q), dtype=self.wide if merged else self.dtype, device=self.device)
+        self.sum(partial, total, alpha)
+        if not merged:
+            return [total]
+        found: list[Tensor | None] = []
+        mine = tuple(factors)
+        for split, (p, q) in zip(self.split, self.shapes, strict=True):
+            out = None
+            if split is not None:
+                out = torch.empty((self.groups, p, q), dtype=self.dtype, device=self.device)
+                split(total, mine, out)
+            found.append(out)
+        return found
+
+
+class _Fused:
+    """A group in one launch, and its second stage."""
+
+    def __init__(self, kind: _Kind) -> None:
+        group, (groups, rows, before, after) = kind.group, kind.around
+        self.need_x = kind.need_x
+        num_slices = rows * before * after
+        shapes = kind.factor_shapes
+        local = Group(0, group.split - group.start, group.stop - group.start)
+        configs = fused_configs(local, shapes, kind.dtype.itemsize, num_slices, after, groups, _multiprocessors(kind.device))
+        programs = configs[0].programs
+        steps = ((0, local.split), (local.split, local.stop))
+        self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
+        self.width = before * math.prod(p for p, _ in shapes) * after
+        sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
+        pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
+        # Nothing between two steps may overflow, as in the multiply.
+        compute, acc, precision = arithmetic(kind.dtype, kind.precision, local.split == 0 and len(shapes) == 1)
+        addresses = kind.addresses
+        common = {
+            **addresses,
+            "dx_strides": Rows(rows * self.width, self.width, 1).in_place(math.prod(sizes[0]), after, not addresses["HEAD"]),
+            "factor_strides": tuple((s[0] if groups > 1 else 0, s[1], s[2]) for s in kind.factor_strides),
+            "programs": programs,
+            "SHAPES": shapes,
+            "SPLIT": local.split,
+            "P_SIZES": sizes[0],
+            "P_PADS": pads[0],
+            "P_TOTAL": math.prod(pads[0]),
+            "Q_SIZES": sizes[1],
+            "Q_PADS": pads[1],
+            "Q_TOTAL": math.prod(pads[1]),
+            "NEED_X": kind.need_x,
+            "NEED_A": self.steps[0] is not None,
+            "NEED_B": self.steps[1] is not None,
+            "SCALE": kind.scaled,
+            "COMPUTE": compute,
+            "ACC": acc,
+            "PRECISION": precision,
+        }
+        self.launch = Launcher([self._way(config, common, groups) for config in configs])
+
+    @staticmethod
+    def _way(config: FusedConfig, common: dict[str, Any], groups: int) -> Way:
+        num_slices, fastest = common["num_slices"], common["after"] if common["TAIL"] else common["before"]
+        arguments = {
+            **common,
+            "num_tiles": math.ceil(num_slices / config.block_s),
+            "BLOCK_S": config.block_s,
+            "PARTS_A": config.parts[0],
+            "PARTS_B": config.parts[1],
+            "ALIGNED": fastest % config.block_s == 0,
+            "EVEN": num_slices % config.block_s == 0,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        return Way(_fused_multiply_bwd_kernel, (groups * common["programs"],), arguments)
+
+    def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: int) -> list[Tensor | None]:
+        """Gradients of the group's factors; dx, if there is one, is written."""
+        partials = tuple([None if step is None else step.empty() for step in self.steps])
+        unused = u  # where a kernel writes nothing
+        self.launch(u, g, tuple(factors), unused if dx is None else dx, tuple([unused if t is None else t for t in partials]), alpha)
+        found: list[Tensor | None] = []
+        for step, partial in zip(self.steps, partials, strict=True):
+            if step is not None and partial is not None:
+                found += [None] * (step.start - len(found)) + step.gradients(partial, factors[step.start : step.stop], alpha)
+        return found + [None] * (len(factors) - len(found))
+
+
+class _Wide:
+    """The gradient of one factor too wide for a fused kernel."""
+
+    def __init__(self, kind: _Kind) -> None:
+        groups = kind.around[0]
+        ((p, q),) = kind.factor_shapes
+        addresses = kind.addresses
+        config = gradient_config(p, q, kind.dtype.itemsize, addresses["num_slices"], groups, _multiprocessors(kind.device))
+        self.partials = _Partials(kind, 0, 1, config.splits, True)
+        compute, acc, precision = arithmetic(kind.dtype, kind.precision, True)
+        common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}
+        blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
+        grid = (blocks * groups * config.splits,)
+        self.launch = Launcher([self._way(config, common, grid, groups, stages) for stages in (config.num_stages, 1)])
+
+    @staticmethod
+    def _way(config: GradientConfig, common: dict[str, Any], grid: tuple[int], groups: int, num_stages: int) -> Way:
+        arguments = {
+            **common,
+            "slices_per_split": config.slices_per_split,
+            "num_batches": groups,
+            "BLOCK_S": config.block_s,
+            "BLOCK_P": config.block_p,
+            "BLOCK_Q": config.block_q,
+            "ALIGNED": common["after"] % config.block_s == 0,
+            "EVEN": common["num_slices"] % config.slices_per_split == 0,
+            "num_warps": config.num_warps,
+            "num_stages": num_stages,
+        }
+        return Way(_factor_gradient_kernel, grid, arguments)
+
+    def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
+        """``[dF]``."""
+        partial = self.partials.empty()
+        self.launch(u, g, partial)
+        return self.partials.gradients(partial, factors, alpha)
+
+
+_fused = lru_cache(maxsize=1024)(_Fused)
+_wide = lru_cache(maxsize=1024)(_Wide)
+
+
+class _Pass:
+    """One backward pass: the tensors that are alive, and how far they have come."""
+
+    def __init__(self, dy: Tensor, x: Tensor, factors: Sequence[Tensor], precision: str) -> None:
+        self.x, self.factors, self.precision = x, factors, precision
+        self.transposed = [f.mT for f in factors]
+        self.ps, self.qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
+        self.g = dy
+        self.done = 0  # modes of g before this one have been multiplied back
+        self.kept: dict[int, Tensor] = {len(factors): x}  # x with the factors from this one on applied
+
+    def input_of(self, stop: int, later: Sequence[int]) -> tuple[Tensor, bool]:
+        """X with the factors from stop on applied, and whether it was made here.
+
+        On the way the inputs of some groups that come later are kept, as many as memory is meant for.
+
+        Args:
+            stop: where the factors begin.
+            later: the same of each later group whose input will be wanted, ascending.
+        """
+        ancestor = min(i for i in self.kept if i >= stop)
+        room = _KEPT - 1 - (self.done > 0) - sum(i < len(self.factors) for i in self.kept)
+        stations = [stop, *[i for i in later if i < ancestor][: max(0, room)]]
+        u = self.kept[ancestor]
+        for to, since in reversed(list(pairwise([*stations, ancestor]))):
+            if to < since:
+                u = _carry_out(u, self.factors, to, since, self.ps[:since] + self.qs[since:], self.precision)
+            if to != stop:
+                self.kept[to] = u
+        made = stop < len(self.factors)
+        if made:
+            self.kept.pop(stop, None)
+        return u, made
+
+    def carry_back(self, to: int, alpha: float = 1.0) -> None:
+        """Multiply g's modes up to this one back."""
+        if to > self.done or alpha != 1:
+            sizes = self.ps[: self.done] + self.qs[self.done :]
+            self.g = _carry_out(self.g, self.transposed, self.done, to, sizes, self.precision, alpha)
+            self.done = to
+
+    def kind(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> _Kind:
+        """What the group's launches depend on."""
+        groups, rows, _, columns = self.x.shape
+        mine = self.factors[group.start : group.stop]
+        return _Kind(
+            group,
+            (groups, rows, math.prod(self.ps[: group.start]), math.prod(self.qs[group.stop :]) * columns),
+            _rows(u),
+            _rows(self.g),
+            tuple(zip(self.ps[group.start : group.stop], self.qs[group.start : group.stop], strict=True)),
+            tuple([f.stride() for f in mine]),
+            need_x,
+            tuple(need_factors[group.start : group.stop]),
+            scaled,
+            self.precision,
+            u.dtype,
+            u.device,
+        )
+
+
+def _groups(ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], itemsize: int, rows: int, columns: int) -> list[Group]:
+    """The groups that hold a wanted factor; what lies outside of the first and the last one is multiplied only."""
+    wanted = [i for i, need in enumerate(need_factors) if need]
+    first, stop = wanted[0], wanted[-1] + 1
+    shapes = tuple(zip(ps[first:stop], qs[first:stop], strict=True))
+    plan = gradient_plan(shapes, itemsize, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns)
+    moved = [Group(g.start + first, g.split + first, g.stop + first, g.fused) for g in plan]
+    return [g for g in moved if any(need_factors[g.start : g.stop])]
 
 
 def backward(
@@ -90,34 +340,34 @@ def backward(
     """
     with _on_device(x):
         precision = resolved(precision)
-        gradients: list[Tensor | None] = [None] * len(factors)
-        wanted = [i for i, need in enumerate(need_factors) if need]
-        transposed = [f.mT for f in factors]
-        if not wanted:
+        count = len(factors)
+        gradients: list[Tensor | None] = [None] * count
+        if not any(need_factors):
+            transposed = [f.mT for f in factors]
             return (multiply(dy, transposed, None, alpha, 0.0, precision) if need_x else None), gradients
-        inputs = _inputs(x, factors, wanted, precision)
-        ps, qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
-        g = dy
-        done = 0  # modes of g before this one have been multiplied back
-        for i in wanted:
-            if i > done:
-                g = _carry_out(g, transposed, done, i, ps[:done] + qs[done:], precision)
-                done = i
-            before, after = math.prod(ps[:i]), math.prod(qs[i + 1 :]) * x.shape[3]
-            gradients[i] = _factor_gradient(inputs.pop(i), g, ps[i], qs[i], before, after, alpha, precision)
-        if need_x:
-            g = _carry_out(g, transposed, done, len(factors), ps[:done] + qs[done:], precision, alpha)
-        return (g if need_x else None), gradients
-
-
-def _inputs(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[int], precision: str) -> dict[int, Tensor]:
-    """For each wanted i, x with the factors after i applied."""
-    inputs: dict[int, Tensor] = {}
-    ps, qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
-    u, done = x, len(factors)
-    for i in reversed(wanted):
-        if i + 1 < done:
-            u = _carry_out(u, factors, i + 1, done, ps[:done] + qs[done:], precision)
-            done = i + 1
-        inputs[i] = u
-    return inputs
+        state = _Pass(_mergeable(dy), _mergeable(x), factors, precision)
+        groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
+        alpha_bits = _bits(alpha)
+        for i, group in enumerate(groups):
+            state.carry_back(group.start)
+            u, made = state.input_of(group.stop, [later.stop for later in groups[i + 1 :]])
+            mine = slice(group.start, group.stop)
+            go_on = need_x or i + 1 < len(groups)
+            if not group.fused:
+                gradients[mine] = _wide(state.kind(group, u, False, need_factors, False)).run(u, state.g, factors[mine], alpha_bits)
+                del u
+                continue
+            final = need_x and group.stop == count
+            launches = _fused(state.kind(group, u, go_on, need_factors, final and alpha != 1))
+            dx = None
+            if go_on:
+                dx = u if made else torch.empty(u.shape, dtype=u.dtype, device=u.device)
+            gradients[mine] = launches.run(u, state.g, factors[mine], dx, alpha_bits)
+            del u
+            if dx is not None:
+                state.g, state.done = dx, group.stop
+        if not need_x:
+            return None, gradients
+        if state.done < count:
+            state.carry_back(count, alpha)
+        return state.g, gradients

@@ -34,19 +34,6 @@ class SingleConfig:
     programs_per_sm: int
 
 
-@dataclass(frozen=True)
-class GradientConfig:
-    """A factor gradient: [block_p, block_q] tiles, summed over splits of the slices."""
-
-    block_s: int
-    block_p: int
-    block_q: int
-    splits: int
-    slices_per_split: int
-    num_warps: int
-    num_stages: int
-
-
 def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int) -> tuple[ChainConfig, ...]:
     """Tiles for a chain, the preferred one first, then what a device with less shared memory may take.
 
@@ -102,26 +89,3 @@ def single_configs(p: int, q: int, itemsize: int, num_slices: int) -> tuple[Sing
         # The whole factor stays in shared memory, both halves of it in three-pass TF32.
         return (SingleConfig(block_s, block_p, block_q, 8, 1 if itemsize == 4 else 3, 1), looped, spare)
     return (SingleConfig(block_s, 64, min(block_q, 64), 4, 2, 2), looped, spare)
-
-
-def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, multiprocessors: int) -> GradientConfig:
-    """Tiles and splits of a factor gradient.
-
-    Splits depend on the problem and the device alone, so results repeat bit for bit.
-
-    Args:
-        p: rows of the factor.
-        q: its columns.
-        itemsize: bytes of an element.
-        num_slices: slices that are summed.
-        groups: number of batches of factors.
-        multiprocessors: of the device.
-    """
-    block_p, block_q = min(padded(p), 64), min(padded(q), 64)
-    block_s = max(DOT_SIDE, min(64 if itemsize < 8 else 32, next_power_of_two(num_slices)))
-    tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
-    blocks = math.ceil(num_slices / block_s)
-    splits = max(1, min(math.ceil(multiprocessors * 4 / tiles), blocks))
-    per_split = math.ceil(blocks / splits) * block_s
-    splits = math.ceil(num_slices / per_split)
-    return GradientConfig(block_s, block_p, block_q, splits, per_split, 4, 3)

@@ -1,0 +1,55 @@
+"""Launching a kernel again and again: everything but tensors and scalars is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+
+class Way(NamedTuple):
+    """A kernel, its grid, and its arguments but for the first ones, which each launch gives."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: dict[str, Any]
+
+
+class Launcher:
+    """Ways to do the same thing, the preferred one first; the first that the device has shared memory for is kept."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._ways = ways
+        self._first = 0
+        self._compiled: Any = None  # of that way on its grid, for aligned pointers
+        self._rest: tuple[Any, ...] = ()
+
+    def __call__(self, *given: Any) -> None:
+        """Launch with the kernel's first arguments: tensors, tuples of tensors, integers."""
+        # Triton compiles for pointers on a 16-byte boundary or not.
+        aligned = all([_is_aligned(g) for g in given])
+        if aligned and self._compiled is not None:
+            # Several times faster than through the JIT function, which looks at every argument.
+            self._compiled(*given, *self._rest)
+            return
+        while True:
+            kernel, grid, arguments = self._ways[self._first]
+            try:
+                compiled = kernel[grid](*given, **arguments)
+            except OutOfResources:
+                if self._first + 1 == len(self._ways):
+                    raise
+                self._first += 1
+                continue
+            if aligned and compiled is not None:  # the interpreter compiles nothing
+                self._rest = tuple([arguments[name] for name in kernel.arg_names[len(given) :]])
+                self._compiled = compiled[(*grid, 1, 1)]
+            return
+
+
+def _is_aligned(given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return given.data_ptr() & 15 == 0
+    return not isinstance(given, tuple) or all([t.data_ptr() & 15 == 0 for t in given])

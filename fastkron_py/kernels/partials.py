@@ -1,0 +1,90 @@
+"""The second stage of the factor gradients: sums of the programs' partial sums, in a fixed order, and their distribution.
+
+A step of several factors multiplied out has the gradient of their product, a small matrix; each factor's own is a sum over
+the entries of the others.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.kernels.tiling import scalar
+
+
+@triton.jit(do_not_specialize=["alpha"])
+def _sum_partials_kernel(
+    partial_ptr,  # [B, programs, SIZE] in these strides
+    out_ptr,  # [B, SIZE]
+    alpha: tl.int64,  # float64 pattern
+    stride_b,
+    stride_r,
+    programs,
+    SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``out[b, i] = alpha * sum_r partial[b, r, i]``."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK_R, BLOCK), partial_ptr.dtype.element_ty)
+    for first in range(0, programs, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        mask = (r < programs)[:, None] & (i < SIZE)[None, :]
+        acc += tl.load(partial_ptr + batch * stride_b + r.to(tl.int64)[:, None] * stride_r + i[None, :], mask=mask, other=0.0)
+    total = tl.sum(acc, 0) * scalar(alpha, acc.dtype)
+    tl.store(out_ptr + batch * SIZE + i, total.to(out_ptr.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def _times_entry(weight, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Weight times the entry of one factor, by the last digits of p and q."""
+    return weight * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(weight.dtype)
+
+
+@triton.jit
+def _factor_of_product_kernel(
+    total_ptr,  # [B, P, Q], the gradient of the factors' product
+    factor_ptrs,  # each [B, P_i, Q_i]
+    out_ptr,  # [B, P_i, Q_i] of the factor asked for
+    factor_strides,
+    SHAPES: tl.constexpr,
+    WHICH: tl.constexpr,
+    ROWS: tl.constexpr,  # P_i
+    COLS: tl.constexpr,  # Q_i
+    INNER_P: tl.constexpr,  # rows of the product of the factors after it
+    INNER_Q: tl.constexpr,
+    OUTER_P: tl.constexpr,  # rows of the product of all others
+    OUTER_Q: tl.constexpr,
+    ENTRIES_PAD: tl.constexpr,
+    OTHERS_PAD: tl.constexpr,
+):
+    """``out[p, q] = sum over the others' entries of total[(.., p, ..), (.., q, ..)] * their product``."""
+    batch = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, ENTRIES_PAD)[None, :]
+    other = tl.arange(0, OTHERS_PAD)[:, None]
+    p, q = other // OUTER_Q, other % OUTER_Q  # of all others' product
+    row = (p // INNER_P * ROWS + entry // COLS) * INNER_P + p % INNER_P
+    col = (q // INNER_Q * COLS + entry % COLS) * INNER_Q + q % INNER_Q
+    mask = (entry < ROWS * COLS) & (other < OUTER_P * OUTER_Q)
+    at = row.to(tl.int64) * (OUTER_Q * COLS) + col
+    total = tl.load(total_ptr + batch * (OUTER_P * ROWS * OUTER_Q * COLS) + at, mask=mask, other=0.0)
+    weight = tl.full((OTHERS_PAD, 1), 1.0, total.dtype)
+    COUNT: tl.constexpr = len(SHAPES)
+    for n in tl.static_range(COUNT):
+        if COUNT - 1 - n != WHICH:
+            weight = _times_entry(
+                weight,
+                p,
+                q,
+                factor_ptrs[COUNT - 1 - n] + batch * factor_strides[COUNT - 1 - n][0],
+                factor_strides[COUNT - 1 - n][1],
+                factor_strides[COUNT - 1 - n][2],
+                SHAPES[COUNT - 1 - n][0],
+                SHAPES[COUNT - 1 - n][1],
+            )
+            p = p // SHAPES[COUNT - 1 - n][0]
+            q = q // SHAPES[COUNT - 1 - n][1]
+    # Selected: an infinity of a factor stands in the padding too.
+    out = tl.sum(tl.where(mask, total * weight, 0.0), 0)
+    entry = tl.arange(0, ENTRIES_PAD)
+    tl.store(out_ptr + batch * (ROWS * COLS) + entry, out.to(out_ptr.dtype.element_ty), mask=entry < ROWS * COLS)
