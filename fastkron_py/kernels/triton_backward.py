@@ -19,7 +19,7 @@ from torch import Tensor
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kernels.launcher import Launcher, Way
-from fastkron_py.kernels.partials import _factor_of_product_kernel, _sum_partials_kernel
+from fastkron_py.kernels.partials import _split_gradient_kernel, _sum_partials_kernel
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Rows, arithmetic
 from fastkron_py.kernels.triton_backend import _bits, _carry_out, _mergeable, _multiprocessors, _on_device, _rows, multiply
@@ -63,6 +63,11 @@ class _Kind(NamedTuple):
         }
 
 
+def _shared(strides: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Strides of a factor; a batch of one has the same stride whatever torch calls it."""
+    return (strides[0] if groups > 1 else 0, *strides[1:])
+
+
 class _Partials:
     """A step's partial sums ``[B, programs, P, Q]`` (in these strides), and how they become gradients of its factors."""
 
@@ -88,27 +93,23 @@ class _Partials:
             "num_warps": 4,
         }
         self.sum = Launcher([Way(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
-        self.split = [self._part(i, kind) if need else None for i, need in enumerate(self.needs)] if stop - start > 1 else []
+        self.split = self._split(kind) if stop - start > 1 else None
 
-    def _part(self, which: int, kind: _Kind) -> Launcher:
-        """The launch that takes one factor's gradient from that of the step's product."""
-        (p, q), inner = self.shapes[which], self.shapes[which + 1 :]
-        strides = kind.factor_strides[self.start : self.stop]
+    def _split(self, kind: _Kind) -> Launcher:
+        """The launch that takes the factors' gradients from that of the step's product."""
+        wanted = []
+        for i, (p, q) in enumerate(self.shapes):
+            inner = [math.prod(s[j] for s in self.shapes[i + 1 :]) for j in (0, 1)]
+            outer = (self.p // p, self.q // q)
+            if self.needs[i]:
+                wanted.append((i, p, q, *inner, *outer, next_power_of_two(p * q), next_power_of_two(outer[0] * outer[1])))
         arguments = {
-            "factor_strides": tuple((s[0] if self.groups > 1 else 0, s[1], s[2]) for s in strides),
+            "factor_strides": tuple(_shared(s, self.groups) for s in kind.factor_strides[self.start : self.stop]),
             "SHAPES": self.shapes,
-            "WHICH": which,
-            "ROWS": p,
-            "COLS": q,
-            "INNER_P": math.prod(s[0] for s in inner),
-            "INNER_Q": math.prod(s[1] for s in inner),
-            "OUTER_P": self.p // p,
-            "OUTER_Q": self.q // q,
-            "ENTRIES_PAD": next_power_of_two(p * q),
-            "OTHERS_PAD": next_power_of_two(self.p // p * (self.q // q)),
+            "WANTED": tuple(wanted),
             "num_warps": 8,
         }
-        return Launcher([Way(_factor_of_product_kernel, (self.groups,), arguments)])
+        return Launcher([Way(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
 
     def empty(self) -> Tensor:
         """Room for the partial sums."""
@@ -116,19 +117,17 @@ class _Partials:
 
     def gradients(self, partial: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
         """Each factor's ``[B, P_i, Q_i]``, or None; alpha as a bit pattern."""
-        merged = len(self.shapes) > 1
-        total = torch.empty((self.groups, self.p, self.q), dtype=self.wide if merged else self.dtype, device=self.device)
-        self.sum(partial, total, alpha)
-        if not merged:
+        if self.split is None:
+            total = torch.empty((self.groups, self.p, self.q), dtype=self.dtype, device=self.device)
+            self.sum(partial, total, alpha)
             return [total]
-        found: list[Tensor | None] = []
-        mine = tuple(factors)
-        for split, (p, q) in zip(self.split, self.shapes, strict=True):
-            out = None
-            if split is not None:
-                out = torch.empty((self.groups, p, q), dtype=self.dtype, device=self.device)
-                split(total, mine, out)
-            found.append(out)
+        total = torch.empty((self.groups, self.p, self.q), dtype=self.wide, device=self.device)
+        self.sum(partial, total, alpha)
+        found = [
+            torch.empty((self.groups, *shape), dtype=self.dtype, device=self.device) if need else None
+            for need, shape in zip(self.needs, self.shapes, strict=True)
+        ]
+        self.split(total, tuple(factors), tuple([t for t in found if t is not None]))
         return found
 
 
@@ -154,7 +153,7 @@ class _Fused:
         common = {
             **addresses,
             "dx_strides": Rows(rows * self.width, self.width, 1).in_place(math.prod(sizes[0]), after, not addresses["HEAD"]),
-            "factor_strides": tuple((s[0] if groups > 1 else 0, s[1], s[2]) for s in kind.factor_strides),
+            "factor_strides": tuple(_shared(s, groups) for s in kind.factor_strides),
             "programs": programs,
             "SHAPES": shapes,
             "SPLIT": local.split,

@@ -173,6 +173,8 @@ def fused_configs(
     run = _whole_run(after)
     if after > 1 and run * itemsize >= SECTOR_BYTES:
         block_s = max(least, min(block_s, run))
+    while block_s > least and math.ceil(num_slices / block_s) * groups < multiprocessors:
+        block_s //= 2  # small problems: a program for every multiprocessor
     warps = 8 if chain else 4
     tiles = math.ceil(num_slices / block_s)
     most = max(1, math.ceil(multiprocessors * PROGRAMS_PER_SM / groups))
@@ -200,11 +202,18 @@ def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int,
         groups: number of batches of factors.
         multiprocessors: of the device.
     """
-    block_p, block_q = min(padded(p), 64), min(padded(q), 64)
-    block_s = max(DOT_SIDE, min(64 if itemsize < 8 else 32, next_power_of_two(num_slices)))
+    large = itemsize < 8
+    block_p, block_q = _gradient_block(p, large), _gradient_block(q, large)
+    wide = block_p * block_q > STEP_WIDTH * STEP_WIDTH
+    block_s = max(DOT_SIDE, min(32 if wide or itemsize == 8 else 64, next_power_of_two(num_slices)))
     tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
     blocks = math.ceil(num_slices / block_s)
-    splits = max(1, min(math.ceil(multiprocessors * 4 / tiles), blocks))
+    splits = max(1, min(math.ceil(multiprocessors * (1 if wide else 4) / tiles), blocks))
     per_split = math.ceil(blocks / splits) * block_s
     splits = math.ceil(num_slices / per_split)
-    return GradientConfig(block_s, block_p, block_q, splits, per_split, 4, 3)
+    return GradientConfig(block_s, block_p, block_q, splits, per_split, 8 if wide else 4, 2 if wide else 3)
+
+
+def _gradient_block(size: int, large: bool) -> int:
+    """Rows of a gradient's tile: 128 read each operand less often than 64, where they fit without much padding."""
+    return 2 * STEP_WIDTH if large and math.ceil(size / STEP_WIDTH) % 2 == 0 else min(padded(size), STEP_WIDTH)

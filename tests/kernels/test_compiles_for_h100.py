@@ -36,7 +36,10 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_sliced_multiply_fwd_kernel",
         "_fused_multiply_fwd_kernel",
         "_fragment_multiply_fwd_kernel",
+        "_fused_multiply_bwd_kernel",
         "_factor_gradient_kernel",
+        "_sum_partials_kernel",
+        "_split_gradient_kernel",
     }
     assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward"}
 
@@ -52,3 +55,10 @@ def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
     found = [k for k in kernels if k["problem"] in common and k["what"] == "multiply"]
     assert len(found) >= len(common)
     assert [k for k in found if k["stack"] > 0] == []
+
+
+def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
+    """What `is_fused` lets together fits into registers: a few values at most go to the stack, once a tile."""
+    fused = [k for k in kernels if k["kernel"] == "_fused_multiply_bwd_kernel" and k["problem"] in ("16^4", "32^4", "64^3", "8^5")]
+    assert {k["problem"] for k in fused} == {"16^4", "32^4", "64^3", "8^5"}
+    assert [k for k in fused if k["stack"] > 32] == []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkron_py.tuning.launch import chain_configs, gradient_config, single_configs
+from fastkron_py.tuning.launch import chain_configs, single_configs
 from fastkron_py.tuning.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, Step, is_chain, padded, plan
 
 SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
@@ -68,16 +68,12 @@ def test_padded(size, expected):
     q=st.integers(1, 600),
     itemsize=st.sampled_from([2, 4, 8]),
     num_slices=st.integers(1, 2**40),
-    width=st.integers(1, 99),
 )
-def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices, width):
+def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices):
     for config in single_configs(p, q, itemsize, num_slices):
         for block in (config.block_s, config.block_p, config.block_q):
             assert block >= 16
             assert block & (block - 1) == 0
-    gradient = gradient_config(p, q, itemsize, num_slices, 3, width)
-    assert gradient.splits * gradient.slices_per_split >= num_slices > (gradient.splits - 1) * gradient.slices_per_split
-    assert gradient.slices_per_split % gradient.block_s == 0
 
 
 @given(p1=st.integers(1, 64), p2=st.integers(1, 64), itemsize=st.sampled_from([2, 4, 8]), num_slices=st.integers(1, 10**9))
