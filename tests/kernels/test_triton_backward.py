@@ -195,17 +195,23 @@ def test_of_multiplied_out_factors_some(backend, device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("split", [0, 1], ids=["multiplied out", "chain"])
-def test_an_infinity_stays_out_of_the_padding(backend, device, monkeypatch, split):
-    """One row in a tile of several, odd widths: what is not there is not multiplied by the infinity of a factor."""
+def test_an_infinity_stays_out_of_the_padding(backend, device, monkeypatch, split, which):
+    """Three rows in tiles of two or four, odd widths: what is not there is not multiplied by the infinity of a factor."""
     monkeypatch.setattr(backend, "gradient_plan", lambda *_: (planning.Group(0, split, 2),))
-    x, dy = (torch.rand(1, 1, 35, 1, dtype=torch.float64, device=device) + 0.5 for _ in range(2))
+    x, dy = (torch.rand(1, 3, 35, 1, dtype=torch.float64, device=device) + 0.5 for _ in range(2))
     factors = [torch.rand(1, p, p, dtype=torch.float64, device=device) for p in (5, 7)]
-    factors[0][0, 0, 0] = math.inf
-    _, dfs = backend.backward(dy, x, factors, 1.0, False, [True, True], None)
-    want = expected_gradients(dy, x, [factors[0].clamp(max=2.0), factors[1]])
-    assert_close(dfs[0], want[1], steps=4)  # needs the other factor only
-    assert bool((dfs[1] == math.inf).all())
+    factors[which][0, 0, 0] = math.inf
+    dx, dfs = backend.backward(dy, x, factors, 1.0, True, [True, True], None)
+    want = expected_gradients(dy, x, [f.clamp(max=2.0) for f in factors])
+    assert_close(dfs[which], want[1 + which], steps=4)  # needs the other factor only
+    assert bool((dfs[1 - which] == math.inf).all())
+    # Everything is positive, so dx is infinite where the factor's first row counts, and else what it would be without.
+    shape = (3, 5, 7)
+    dx, want_dx = dx.view(shape).movedim(1 + which, 0), want[0].view(shape).movedim(1 + which, 0)
+    assert bool((dx[0] == math.inf).all())
+    assert_close(dx[1:], want_dx[1:], steps=4)
 
 
 def test_many_programs_repeat_bit_for_bit(backend, device):
