@@ -6,6 +6,7 @@ these do. In ordinary eager calls, too, they take gradients with less ado than t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,11 @@ class _Gradients(torch.autograd.Function):
         dims = (dy_dim, x_dim, factor_dims)
         results, out_dims = batching.vmap_gradients(CALLS, info.batch_size, dims, dy, x, list(factors), *wanted, *options)
         return tuple(results), tuple(out_dims)
+
+
+for _function in (_Multiply, _Gradients):
+    # Else torch works it out at every call, which takes longer than a small kernel.
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
 
 
 def _multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, *options: Any) -> Tensor:
