@@ -297,6 +297,45 @@ def test_forward_memory(case: Case, left: bool, backend_name: str, generator: to
     assert peak <= 2.1 * size + (8 << 20), f"{peak / size:.2f} times x"
 
 
+BACKWARD = [power(1024, 8, 8, 5), power(1024, 16, 16, 4), power(256, 32, 32, 3), power(1024, 64, 64, 2), power(16, 16, 16, 5)]
+BACKWARD += [power(1024, 128, 128, 2), power(16, 8, 8, 7), power(300, 12, 12, 4)]
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=ids)
+@SIDES
+def test_backward_memory(case: Case, left: bool, generator: torch.Generator) -> None:
+    """Forward and backward: the result, dx and at most one and a half intermediates, plus 24 MiB of partial sums."""
+    x, factors = needing_grad(case, torch.float32, generator, left)
+    with fastkron_py.backend("triton"):
+        dy = torch.randn_like(call(left)(x.detach(), factors))
+
+        def both() -> Any:
+            y = call(left)(x, factors)
+            return y, torch.autograd.grad(y, [x, *factors], dy)
+
+        both()
+        size = x.numel() * x.element_size()
+        peak = peak_of(both)
+    assert peak <= 3.5 * size + (24 << 20), f"{peak / size:.2f} times x"
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=ids)
+@SIDES
+def test_large_gradients(case: Case, left: bool, generator: torch.Generator) -> None:
+    """Within 2e-6 of float64, and the same bits again: sums over programs have one order."""
+    x, factors = needing_grad(case._replace(rows=min(case.rows, 256)), torch.float32, generator, left)
+    with fastkron_py.backend("torch"):
+        doubles = [t.detach().double().requires_grad_() for t in (x, *factors)]
+        y = call(left)(doubles[0], doubles[1:])
+        dy = torch.randn_like(y)
+        wanted = torch.autograd.grad(y, doubles, dy.float().double())
+    with fastkron_py.backend("triton"):
+        first, again = (torch.autograd.grad(call(left)(x, factors), [x, *factors], dy.float()) for _ in range(2))
+    for got, same, want in zip(first, again, wanted, strict=True):
+        assert relative_error(got, want) <= 2e-6
+        assert_same(got, same)
+
+
 def test_nothing_leaks(backend_name: str, generator: torch.Generator) -> None:
     x, factors = needing_grad(power(100, 8, 8, 4), torch.float32, generator, False)
     step(x, factors, False)
