@@ -18,12 +18,13 @@ from fastkron_py.tuning.plan import DOT_SIDE, SECTOR_BYTES, next_power_of_two, p
 # Widest step of a fused kernel, and of a chain: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64
 CHAIN_WIDTH: Final = 32
-# Padded elements of a tile of u, or of g: sixteen a thread, by warps. More spill, as compiled for an H100.
-CHAIN_TILE: Final = 4096
-STEP_TILE: Final = 2048
+# Padded elements of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
+# for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
+TILE: Final = 2048
+LARGEST_TILE: Final = 4096
 # A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
 PART_ELEMENTS: Final = 1024
-PROGRAMS_PER_SM: Final = 2
+PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of an element
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def is_fused(group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, las
     if any(max(_pads(shapes, *step)) > (CHAIN_WIDTH if chain else STEP_WIDTH) for step in group.steps):
         return False
     run = 1 if last else SECTOR_BYTES // itemsize
-    return not chain or tile_width(group, shapes) * run <= CHAIN_TILE // max(1, itemsize // 4)
+    return not chain or tile_width(group, shapes) * run <= LARGEST_TILE // max(1, itemsize // 4)
 
 
 def _whole_run(after: int) -> int:
@@ -137,7 +138,7 @@ def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int,
         found = []
         for start in range(stop - 1, -1, -1):
             groups = _candidates(start, stop, shapes, itemsize, stop == count and columns == 1)
-            if not groups and math.prod(p * q for p, q in shapes[start:stop]) > CHAIN_TILE**2:
+            if not groups and math.prod(p * q for p, q in shapes[start:stop]) > LARGEST_TILE**2:
                 break  # longer segments only have wider tiles
             after = math.prod(q for _, q in shapes[stop:])
             outside = float(math.prod(p for p, _ in shapes[:start]) * after)
@@ -168,16 +169,16 @@ def fused_configs(
     # A product along one mode has a row for each slice and each index of the other mode.
     rows_a, rows_b = min(b), min(a)
     least = DOT_SIDE // min(rows_b, rows_a if chain else rows_b, DOT_SIDE)
-    tile = (CHAIN_TILE if chain else STEP_TILE) // max(1, itemsize // 4)
-    block_s = max(least, min(tile // tile_width(group, shapes), next_power_of_two(num_slices)))
-    run = _whole_run(after)
-    if after > 1 and run * itemsize >= SECTOR_BYTES:
-        block_s = max(least, min(block_s, run))
+    tile, width = TILE // max(1, itemsize // 4), tile_width(group, shapes)
+    block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
+    sector, run = SECTOR_BYTES // itemsize, _whole_run(after)
+    if after > 1 and run >= sector:
+        block_s = max(least, min(max(block_s, sector), run))
     while block_s > least and math.ceil(num_slices / block_s) * groups < multiprocessors:
         block_s //= 2  # small problems: a program for every multiprocessor
-    warps = 8 if chain else 4
+    warps = 8 if block_s * width > tile else 4
     tiles = math.ceil(num_slices / block_s)
-    most = max(1, math.ceil(multiprocessors * PROGRAMS_PER_SM / groups))
+    most = max(1, math.ceil(multiprocessors * PROGRAMS_PER_SM[itemsize] / groups))
     programs = math.ceil(tiles / math.ceil(tiles / most))
 
     def config(block_s: int, num_warps: int, num_stages: int) -> FusedConfig:

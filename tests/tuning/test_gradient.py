@@ -42,13 +42,13 @@ def test_plans(shapes, itemsize, columns):
 
 
 def check_configs(group, shapes, itemsize, num_slices, after):
-    chain = group.split > group.start
     for config in gradient.fused_configs(group, shapes, itemsize, num_slices, after, 3, 132):
         tile = config.block_s * gradient.tile_width(group, shapes)
         least = DOT_SIDE * gradient.tile_width(group, shapes)
         assert config.block_s & (config.block_s - 1) == 0
-        assert tile <= max(gradient.CHAIN_TILE if chain else gradient.STEP_TILE, least)
-        assert 1 <= config.programs <= max(1, math.ceil(2 * 132 / 3))
+        assert tile <= max(gradient.LARGEST_TILE, least)
+        assert config.num_warps == 4 or tile > gradient.TILE // max(1, itemsize // 4)
+        assert 1 <= config.programs <= max(1, math.ceil(gradient.PROGRAMS_PER_SM[itemsize] * 132 / 3))
         a, b = gradient._pads(shapes, group.start, group.split), gradient._pads(shapes, group.split, group.stop)
         for sides, other, parts in ((a, b, config.parts[0]), (b, a, config.parts[1])):
             if sides == (1, 1):
