@@ -80,8 +80,7 @@ class _Partials:
         self.dtype, self.device = kind.dtype, kind.device
         self.wide = torch.promote_types(kind.dtype, torch.float32)
         size = self.p * self.q
-        shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
-        self.shape = shape
+        self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
         block = min(next_power_of_two(size), 32)
         arguments = {
             "stride_b": size if programs_first else programs * size,
@@ -136,7 +135,6 @@ class _Fused:
 
     def __init__(self, kind: _Kind) -> None:
         group, (groups, rows, before, after) = kind.group, kind.around
-        self.need_x = kind.need_x
         num_slices = rows * before * after
         shapes = kind.factor_shapes
         local = Group(0, group.split - group.start, group.stop - group.start)
@@ -144,7 +142,7 @@ class _Fused:
         programs = configs[0].programs
         steps = ((0, local.split), (local.split, local.stop))
         self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
-        self.width = before * math.prod(p for p, _ in shapes) * after
+        width = before * math.prod(p for p, _ in shapes) * after
         sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
         pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
         # Nothing between two steps may overflow, as in the multiply.
@@ -152,7 +150,7 @@ class _Fused:
         addresses = kind.addresses
         common = {
             **addresses,
-            "dx_strides": Rows(rows * self.width, self.width, 1).in_place(math.prod(sizes[0]), after, not addresses["HEAD"]),
+            "dx_strides": Rows(rows * width, width, 1).in_place(math.prod(sizes[0]), after, not addresses["HEAD"]),
             "factor_strides": tuple(_shared(s, groups) for s in kind.factor_strides),
             "programs": programs,
             "SHAPES": shapes,
@@ -255,7 +253,7 @@ class _Pass:
         self.kept: dict[int, Tensor] = {len(factors): x}  # x with the factors from this one on applied
 
     def input_of(self, stop: int, later: Sequence[int]) -> tuple[Tensor, bool]:
-        """X with the factors from stop on applied, and whether it was made here.
+        """Compute x with the factors from stop on applied; also returned is whether it was made here, and is not x itself.
 
         On the way the inputs of some groups that come later are kept, as many as memory is meant for.
 

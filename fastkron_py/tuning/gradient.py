@@ -116,7 +116,8 @@ def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after
 
 
 def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool) -> list[Group]:
-    groups = [Group(start, split, stop) for split in range(start, stop)]
+    # A split right after a 1 x 1 is one before it again; there may be dozens of those.
+    groups = [Group(start, split, stop) for split in range(start, stop) if split == start or shapes[split - 1] != (1, 1)]
     fused = [group for group in groups if is_fused(group, shapes, itemsize, last)]
     return fused if fused or stop - start > 1 else [Group(start, start, stop, fused=False)]
 
