@@ -87,7 +87,7 @@ class _Partials:
             "stride_r": self.groups * size if programs_first else size,
             "programs": programs,
             "SIZE": size,
-            "BLOCK_R": min(32, next_power_of_two(programs)),
+            "BLOCK_R": min(128, next_power_of_two(programs)),
             "BLOCK": block,
             "num_warps": 4,
         }
