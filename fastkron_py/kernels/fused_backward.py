@@ -8,8 +8,7 @@ registers over all tiles of a program and stored once, as the program's partial 
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.sliced_multiply import padded_index
-from fastkron_py.kernels.tiling import dot, load_factor, scalar, slice_index, slice_mask, slice_offsets
+from fastkron_py.kernels.tiling import dot, load_factor, padded_index, scalar, slice_index, slice_mask, slice_offsets
 
 
 @triton.jit
@@ -98,8 +97,8 @@ def _fused_multiply_bwd_kernel(
     COUNT: tl.constexpr = len(SHAPES)
     CHAIN: tl.constexpr = SPLIT > 0
     EXACT: tl.constexpr = EVEN and P_SIZES[0] == PA and Q_SIZES[1] == QB
-    p, valid_p = padded_index(P_SIZES, P_PADS, P_TOTAL)
-    q, valid_q = padded_index(Q_SIZES, Q_PADS, Q_TOTAL)
+    p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
+    q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     fb = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, SPLIT, COUNT, PB, QB, ACC).to(COMPUTE)
     if CHAIN:
@@ -108,14 +107,15 @@ def _fused_multiply_bwd_kernel(
     acc_b = tl.zeros((PB, QB) if PARTS_B == 1 else (PARTS_B, PB, QB), ACC)
     for tile in tl.range(tl.program_id(0) % programs, num_tiles, programs):
         first = tl.cast(tile, tl.int64) * BLOCK_S
-        sl, sj, sa = slice_index(first, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
-        mask_s = slice_mask(first, BLOCK_S, num_slices, EVEN)
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)
-        g = tl.load(g_rows[:, None] + q[None, :] * g_strides[3], mask=mask_s[:, None] & valid_q[None, :], other=0.0)
+        g = tl.load(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask=mask_s[:, None] & valid_q[None, :], other=0.0)
         g = tl.reshape(g, (BLOCK_S, QA, QB)).to(COMPUTE)
         if NEED_A or NEED_B:
             u_rows = u_ptr + slice_offsets(u_strides, batch, sl, sj, sa)
-            u = tl.load(u_rows[:, None] + p[None, :] * u_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0)
+            u = tl.load(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0)
             u = tl.reshape(u, (BLOCK_S, PA, PB)).to(COMPUTE)
         if CHAIN:
             g_turned = tl.permute(g, (0, 2, 1))
@@ -140,7 +140,7 @@ def _fused_multiply_bwd_kernel(
                 dx *= scalar(alpha, ACC)
             dx = tl.reshape(dx, (BLOCK_S, P_TOTAL)).to(dx_ptr.dtype.element_ty)
             dx_rows = dx_ptr + slice_offsets(dx_strides, batch, sl, sj, sa)
-            tl.store(dx_rows[:, None] + p[None, :] * dx_strides[3], dx, mask=mask_s[:, None] & valid_p[None, :])
+            tl.store(dx_rows[:, None] + p.to(tl.int64)[None, :] * dx_strides[3], dx, mask=mask_s[:, None] & valid_p[None, :])
     if NEED_A:
         _store_partial(partial_ptrs[0], tl.program_id(0).to(tl.int64), acc_a, PARTS_A, P_SIZES[0], Q_SIZES[0], PA, QA)
     if NEED_B:
