@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -16,16 +15,11 @@ from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Case, Rows, recipes
+from fastkron_py.kernels.replay import Replay, bits
 from fastkron_py.tuning.plan import Launch, plan
 
 # Programs to start where there are no multiprocessors: Triton's interpreter.
 _INTERPRETED_PROGRAMS: Final = 2
-
-
-def _bits(value: float) -> int:
-    """The float64 pattern of a scalar, as the kernels' int64 argument."""
-    pattern: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return pattern
 
 
 @lru_cache(maxsize=64)
@@ -86,15 +80,18 @@ class _Prepared:
         self.strides: tuple[Any, ...] = ()
         self.rest: tuple[Any, ...] = ()
 
-    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int) -> Tensor:
-        """Launch on a fresh result; alpha and beta as bit patterns."""
-        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int, y: Tensor | None = None) -> Tensor:
+        """Launch on a fresh result, or on y, which is contiguous and fresh too; alpha and beta as bit patterns."""
+        if y is None:
+            y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         mine = tuple(factors[self.start : self.stop])
         addend = y if z is None else z
         # Triton compiles for pointers on a 16-byte boundary or not; a fresh y always is.
-        aligned = not any([t.data_ptr() & 15 for t in (x, addend, *mine)])
+        pointers = [t.data_ptr() for t in (x, addend, *mine)]
+        aligned = not any([p & 15 for p in pointers])
         if aligned and self.compiled is not None:
-            self.compiled(x, mine, addend, y, *self.strides, alpha, beta, *self.rest)
+            # As integers: of a tensor, Triton would ask for its address, and the driver for each address's device.
+            self.compiled(pointers[0], tuple(pointers[2:]), pointers[1], y.data_ptr(), *self.strides, alpha, beta, *self.rest)
             return y
         while True:
             kernel, grid, arguments = self.ways[self.first]
@@ -198,6 +195,20 @@ def _covers_backwards(launches: Sequence[Launch], count: int) -> bool:
     return count == 0
 
 
+def _kind(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    start: int,
+    stop: int,
+    sizes: tuple[int, ...],
+    precision: str,
+    scaled: bool,
+    z: Rows | None = None,
+) -> _Kind:
+    shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
+    return _Kind(x.shape, _rows(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, x.device)
+
+
 def _carry_out(
     x: Tensor,
     factors: Sequence[Tensor],
@@ -214,23 +225,9 @@ def _carry_out(
     z_rows = None
     if z is not None:
         z, z_rows = _addend(z)
-    kind = _Kind(
-        x.shape,
-        _rows(x),
-        z_rows,
-        tuple([f.shape for f in factors]),
-        tuple([f.stride() for f in factors]),
-        start,
-        stop,
-        sizes,
-        alpha != 1,
-        precision,
-        x.dtype,
-        x.device,
-    )
-    program = _program(kind)
+    program = _program(_kind(x, factors, start, stop, sizes, precision, alpha != 1, z_rows))
     last = len(program) - 1
-    alpha_bits, beta_bits = _bits(alpha), _bits(beta)
+    alpha_bits, beta_bits = bits(alpha), bits(beta)
     for i, prepared in enumerate(program):
         x = prepared.run(x, factors, z if i == last else None, alpha_bits, beta_bits)
     return x
@@ -253,3 +250,20 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
     with _on_device(x):
         sizes = tuple([f.shape[1] for f in factors])
         return _carry_out(x, factors, 0, len(factors), sizes, resolved(precision), alpha, beta, z)
+
+
+def replay(x: Tensor, factors: Sequence[Tensor], precision: str, scaled: bool, shape: Sequence[int]) -> Replay | None:
+    """What `multiply` without z does to operands like these, ready to be repeated; None where that takes a copy of x.
+
+    Args:
+        x: ``[B, L, K, R]``, of which one multiply has been done.
+        factors: ``[B, P_i, Q_i]``.
+        precision: ``"highest"``, ``"high"`` or ``"medium"``.
+        scaled: alpha is not 1.
+        shape: of the results, instead of ``[B, L, N, R]``.
+    """
+    if _mergeable(x) is not x:
+        return None
+    with _on_device(x):
+        sizes = tuple([f.shape[1] for f in factors])
+        return Replay(_program(_kind(x, factors, 0, len(factors), sizes, precision, scaled)), shape)

@@ -11,6 +11,7 @@ import torch
 
 import fastkron_py
 from fastkron_py import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left
+from fastkron_py.ops.backend import is_interpreting
 
 X = torch.randn(5, 6)  # fits F = [2 x 3, 3 x 2] from the right: [5, 6] @ [6, 6]
 F = [torch.randn(2, 3), torch.randn(3, 2)]
@@ -369,6 +370,19 @@ def test_malformed_call(name):
         bad.call()
     assert type(error.value) is bad.error
     assert str(error.value) == bad.message
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning", "ignore:.*nested tensors.*:UserWarning", "ignore:.*quantize.*")
+@pytest.mark.parametrize("name", CASES)
+def test_malformed_call_after_good_ones(name):
+    """Calls that are recognised have their checks skipped; a malformed one is never recognised."""
+    with fastkron_py.backend("triton" if is_interpreting() else "torch"):  # these tensors are on the CPU
+        for _ in range(2):
+            kron_matmul(X, F)
+            kron_matmul(X, F, alpha=2.0)
+            kron_matmul_left(F, L)
+            kron_matmul(X[0], F)
+        test_malformed_call(name)
 
 
 def test_the_table_is_large_and_varied():

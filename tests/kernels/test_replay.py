@@ -1,0 +1,88 @@
+"""What a recognised call launches, on a machine without a GPU: the same kernels on the same arguments as the first call."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("launch_without_gpu")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("launch_without_gpu.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def pointers(launch: dict[str, Any]) -> tuple[int, list[int], int, int]:
+    """Addresses of (x, factors, z, y); see the kernels' signatures."""
+    x, factors, z, y = launch["arguments"][:4]
+    return x, factors, z, y
+
+
+def test_the_same_launches(found: dict[str, Any]) -> None:
+    """Through the JIT function, as a compiled kernel, and replayed: results lie elsewhere, all else is equal."""
+    assert found["served"]
+    for way in ("compiled", "replayed"):
+        assert len(found[way]) == len(found["first"])
+        for launch, first in zip(found[way], found["first"], strict=True):
+            assert launch["grid"] == first["grid"]
+            assert launch["stream"] == first["stream"] == 11
+            assert launch["arguments"][4:] == first["arguments"][4:]
+
+
+def test_the_same_operands(found: dict[str, Any]) -> None:
+    x, *factors = found["operands"]
+    for way in ("first", "compiled", "replayed"):
+        assert len(found[way]) > 1  # so that one launch's result is the next one's operand
+        given: list[int] = []
+        source = x
+        for launch in found[way]:
+            x_ptr, factor_ptrs, z_ptr, y_ptr = pointers(launch)
+            assert x_ptr == source
+            assert z_ptr == y_ptr
+            given = [*factor_ptrs, *given]
+            source = y_ptr
+        assert sorted(given) == sorted(factors)
+
+
+def test_addresses_are_given_as_integers(found: dict[str, Any]) -> None:
+    assert all(launch["tensors"] for launch in found["first"])
+    assert not any(launch["tensors"] for way in ("compiled", "replayed") for launch in found[way])
+
+
+def test_the_current_stream(found: dict[str, Any]) -> None:
+    assert {launch["stream"] for launch in found["on another stream"]} == {12}
+
+
+def test_another_current_device_is_not_served(found: dict[str, Any]) -> None:
+    assert not found["served on another device"]
+
+
+def test_an_unaligned_operand_is_compiled_for(found: dict[str, Any]) -> None:
+    """Kernels are specialised to operands on a 16-byte boundary: another x goes through the JIT function."""
+    assert found["shifted"] % 16 != 0
+    assert found["unaligned"][0]["tensors"]
+    assert pointers(found["unaligned"][0])[0] == found["shifted"]
+
+
+def test_alpha(found: dict[str, Any]) -> None:
+    def bits(value: float) -> int:
+        return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+    assert bits(3.0) in found["scaled"][-1]["arguments"]
+    assert bits(-5.0) in found["scaled again"][-1]["arguments"]
+    assert bits(3.0) not in found["scaled again"][-1]["arguments"]
+    assert not found["scaled again"][-1]["tensors"]
