@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--device cpu|cuda]``."""
+"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.catalogue import all_benchmarks
-from benchmarks.runner import run
+from benchmarks.runner import QUICK_SECONDS, SECONDS, run
 
 
 def _list(console: Console) -> None:
@@ -21,11 +21,12 @@ def _list(console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the named benchmarks; without names, all that fit this machine."""
+    """Run the named benchmarks; without names, all that fit this machine. Returns 1 if a contender's result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; without one, all that fit this machine")
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json and NAME.png")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json and the plots")
     parser.add_argument("--quick", action="store_true", help="a few cases and rounds, to see that it works")
+    parser.add_argument("--seconds", type=float, help=f"that one benchmark may take ({SECONDS:g}; quick: {QUICK_SECONDS:g})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     options = parser.parse_args(arguments)
@@ -34,12 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
         _list(console)
         return 0
     fitting = [b.name for b in all_benchmarks().values() if b.device != "cuda" or torch.cuda.is_available()]
+    wrong = False
     try:
         for name in options.names or fitting:
-            run(name, out=options.out, quick=options.quick, device=options.device, console=console)
+            found = run(name, out=options.out, quick=options.quick, device=options.device, seconds=options.seconds, console=console)
+            wrong |= any(r["status"] == "wrong" for case in found["cases"] for r in case["results"])
     except ValueError as error:
         parser.error(str(error))
-    return 0
+    return int(wrong)
 
 
 if __name__ == "__main__":

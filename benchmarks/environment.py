@@ -14,7 +14,20 @@ import torch
 
 import fastkron_py
 
-PACKAGES = ("torch", "triton", "numpy", "gpytorch", "linear_operator", "pyfastkron")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "gpytorch",
+    "linear_operator",
+    "pyfastkron",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "cutensor-cu13",
+    "cutensor-cu12",
+)
+H100_BANDWIDTH = 3.0e12  # a copy's bytes read and written in a second, as measured there
+COPIED_BYTES = 1 << 30
 
 
 def _cpu_name() -> str:
@@ -58,6 +71,25 @@ def _commit() -> str | None:
     return commit.stdout.strip() + ("+" if changed.returncode else "")
 
 
+def bandwidth(device: torch.device) -> float | None:
+    """Bytes per second that a copy on the device reads and writes; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    if "H100" in torch.cuda.get_device_name(device):
+        return H100_BANDWIDTH
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    taken = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return 2 * COPIED_BYTES / sorted(taken)[len(taken) // 2]
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """Everything that a reader needs to place the times."""
     return {
@@ -70,6 +102,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cuda": torch.version.cuda,
+        "bandwidth": bandwidth(device),
         "versions": _versions(),
         "commit": _commit(),
     }

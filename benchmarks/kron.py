@@ -1,163 +1,185 @@
-"""Kron-Matmul beside its peers: `kron_cpu` and `kron` (GPU), float32, row-major x, square factors."""
+"""Kron-Matmul beside its peers: `kron` and its kin on one GPU, `kron_cpu`."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-
-import fastkron_py
-from benchmarks.registry import Benchmark, Call, Case, Contender, register
-from fastkron_py import reference
+from benchmarks.figures import BACKWARD, FASTKRON_NOTE, FLOAT64, HALF, SMALL, SQUARE, UNEQUAL, recorded
+from benchmarks.peers import (
+    BACKWARD_TOLERANCE,
+    COMPILED,
+    COMPILED_BACKWARD,
+    CUTENSOR,
+    GPYTORCH,
+    GPYTORCH_BACKWARD,
+    LOOP,
+    LOOP_BACKWARD,
+    LOOP_TF32,
+    OURS,
+    OURS_BACKWARD,
+    OURS_LEFT,
+    OURS_TF32,
+    PYFASTKRON,
+)
+from benchmarks.problems import case, check, check_gradients, gradient_inputs, inputs
+from benchmarks.registry import Benchmark, register
 
 CPU_ROWS = ((1024, 8, 4), (256, 8, 5), (1024, 16, 3), (64, 16, 4), (128, 32, 3), (256, 64, 2), (8, 64, 3), (128, 128, 2))
-GPU_ROWS = (
-    *((1024, 8, 4), (1024, 8, 5), (1024, 8, 6), (1024, 16, 3), (1024, 16, 4), (1024, 16, 5), (1024, 32, 2), (1024, 32, 3)),
-    *((1024, 32, 4), (1024, 64, 2), (1024, 64, 3), (1024, 128, 2), (256, 128, 3), (320, 128, 3), (16, 8, 8), (16, 16, 5)),
-    *((16, 16, 6), (16, 32, 4), (16, 32, 5), (16, 64, 3), (1, 64, 4), (256, 8, 7), (1024, 4, 7), (1024, 4, 9), (1526, 4, 6)),
-    *((2967, 4, 7), (4096, 4, 7), (156, 8, 3), (20, 8, 3), (20, 2, 7), (20, 2, 9), (20, 2, 10), (1, 2, 11), (10, 64, 2)),
-    *((1, 8, 4), (1, 32, 4)),
-)
-QUICK_ROWS = ((1024, 16, 3), (256, 64, 2), (1024, 8, 5), (20, 8, 3))
-CHECKED_ELEMENTS = 1 << 23  # of x, so that the float64 reference stays small; whole rows, spread over all
-BANDWIDTH = 3.0e12
-
-
-@dataclass(frozen=True)
-class Problem:
-    """x ``[M, K]`` and its factors ``[P_i, Q_i]``, with the transposes that column-major peers start from."""
-
-    x: Tensor
-    factors: list[Tensor]
-
-    def columns(self) -> Tensor:
-        """x^T ``[K, M]``, contiguous."""
-        return self.x.mT.contiguous()
-
-    def transposed_factors(self) -> list[Tensor]:
-        """Factors of the left form ``(F1 (x) ... (x) FN)^T @ x^T``, contiguous."""
-        return [f.mT.contiguous() for f in self.factors]
-
-
-def inputs(parameters: dict[str, Any], device: torch.device) -> Problem:
-    """Standard normal x and factors; factors scaled so that results keep their size."""
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    p = parameters["P"]
-    return Problem(normal(parameters["M"], p ** parameters["N"]), [normal(p, p) / math.sqrt(p) for _ in range(parameters["N"])])
-
-
-def check(problem: Problem, y: Tensor) -> float:
-    """Relative Frobenius error on rows spread over all of y."""
-    m, k = problem.x.shape
-    step = max(1, -(-m * k // CHECKED_ELEMENTS))
-    expected = reference.kron_matmul(problem.x[::step].double(), [f.double() for f in problem.factors])
-    return float(torch.linalg.norm(y[::step].double() - expected) / torch.linalg.norm(expected))
-
-
-def _ours(problem: Problem) -> Call:
-    return lambda: fastkron_py.kron_matmul(problem.x, problem.factors)
-
-
-def _ours_tf32(problem: Problem) -> Call:
-    return lambda: fastkron_py.kron_matmul(problem.x, problem.factors, precision="high")
-
-
-def _ours_left(problem: Problem) -> Call:
-    columns, factors = problem.columns(), problem.transposed_factors()
-    return lambda: fastkron_py.kron_matmul_left(factors, columns)
-
-
-def _gpytorch(problem: Problem) -> Call:
-    """The operator applied to columns: the layout and the method that GPyTorch itself uses."""
-    operators = importlib.import_module("linear_operator.operators")
-    columns = problem.columns()
-    product = operators.KroneckerProductLinearOperator(*map(operators.DenseLinearOperator, problem.transposed_factors()))
-    multiply: Callable[[Tensor], Tensor] = product.matmul
-    return lambda: multiply(columns)
-
-
-def _loop(problem: Problem) -> Call:
-    """The textbook form: multiply with a factor, transpose, next factor."""
-
-    def call() -> Tensor:
-        y = problem.x
-        for f in reversed(problem.factors):
-            y = (y.reshape(y.shape[0], -1, f.shape[0]) @ f).transpose(1, 2).reshape(y.shape[0], -1)
-        return y
-
-    return call
-
-
-def _pyfastkron(problem: Problem) -> Call:
-    gemkm: Callable[[Tensor, list[Tensor]], Tensor] = importlib.import_module("pyfastkron.fastkrontorch").gemkm
-    return lambda: gemkm(problem.x, problem.factors)
-
-
-def _missing(module: str) -> str | None:
-    return None if importlib.util.find_spec(module) else f"{module} is not installed"
-
-
-def _pyfastkron_obstacle(device: torch.device) -> str | None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 8:
-        return "its kernels are gated to compute capability 8.x, and a call elsewhere ends the process"
-    return _missing("pyfastkron")
-
-
-def _needs_cuda(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "only differs on CUDA"
-
-
-OURS = Contender("fastkron_py", _ours, is_ours=True)
-OURS_LEFT = Contender("fastkron_py left form", _ours_left, restore=lambda y: y.mT, is_ours=True)
-OURS_TF32 = Contender("fastkron_py TF32", _ours_tf32, obstacle=_needs_cuda, tolerance=2e-3, is_ours=True)
-GPYTORCH = Contender("GPyTorch", _gpytorch, obstacle=lambda _: _missing("linear_operator"), restore=lambda y: y.mT)
-LOOP = Contender("matmul + transpose", _loop)
-PYFASTKRON = Contender("pyfastkron", _pyfastkron, obstacle=_pyfastkron_obstacle)
-
-
-def _case(m: int, p: int, n: int) -> Case:
-    return Case(f"{m} x {p}^{n}", {"M": m, "P": p, "N": n}, 2 * 4 * m * p**n, (m, p, n) in QUICK_ROWS)
-
+QUICK = ((1024, 16, 3), (256, 64, 2), (1024, 8, 5), (20, 8, 3))
+TF32_ROWS = tuple(row for row in SQUARE if row not in SMALL)
+COLUMNS_NOTE = "GPyTorch and the left form start from x^T and end in y^T, the layout that GPyTorch works in."
+FLOOR_NOTE = "The floor is one pass: the time to read x once and write y once, at 3.0 TB/s on an H100, elsewhere at the rate of a copy."
 
 register(
     Benchmark(
         name="kron_cpu",
         description="Kron-Matmul on the CPU beside GPyTorch, a matmul-and-transpose loop and pyfastkron's x86 backend.",
         device="cpu",
-        cases=[_case(*row) for row in CPU_ROWS],
+        cases=[case(m, (p,) * n, quick=(m, p, n) in QUICK) for m, p, n in CPU_ROWS],
         contenders=[OURS, OURS_LEFT, GPYTORCH, LOOP, PYFASTKRON],
         inputs=inputs,
         check=check,
-        tolerance=1e-6,
-        dtype="float32",
         baseline="GPyTorch",
-        notes=("GPyTorch and the left form start from x^T and end in y^T, the layout that GPyTorch works in.",),
+        notes=(COLUMNS_NOTE,),
     )
 )
 
 register(
     Benchmark(
         name="kron",
-        description="Kron-Matmul on one GPU beside GPyTorch, a matmul-and-transpose loop and pyfastkron.",
+        description="Kron-Matmul on one GPU, float32, square factors, beside every peer that runs there.",
         device="cuda",
-        cases=[_case(*row) for row in GPU_ROWS],
-        contenders=[OURS, OURS_TF32, OURS_LEFT, GPYTORCH, LOOP, PYFASTKRON],
+        cases=[case(m, (p,) * n, quick=(m, p, n) in QUICK, recorded=recorded(right)) for (m, p, n), (right, _) in SQUARE.items()],
+        contenders=[OURS, GPYTORCH, LOOP, COMPILED, CUTENSOR, PYFASTKRON],
         inputs=inputs,
         check=check,
-        tolerance=1e-6,
-        dtype="float32",
         baseline="GPyTorch",
-        bandwidth=BANDWIDTH,
-        notes=("The floor is the time to read x once and write y once at 3.0 TB/s.",),
+        has_floor=True,
+        notes=(FLOOR_NOTE, COLUMNS_NOTE, FASTKRON_NOTE),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_unequal",
+        description="Unequal, odd and rectangular factors on one GPU, float32.",
+        device="cuda",
+        cases=[case(m, ps, qs, quick=m == 20 or ps == (50, 50), recorded=recorded(time)) for (m, ps, qs), time in UNEQUAL.items()],
+        contenders=[OURS, GPYTORCH, LOOP, CUTENSOR, PYFASTKRON],
+        inputs=inputs,
+        check=check,
+        baseline="matmul + transpose",
+        has_floor=True,
+        notes=(FLOOR_NOTE, FASTKRON_NOTE),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_float64",
+        description="Kron-Matmul on one GPU, float64.",
+        device="cuda",
+        cases=[
+            case(m, (p,) * n, dtype="float64", quick=(m, p, n) in QUICK, recorded=recorded(time)) for (m, p, n), time in FLOAT64.items()
+        ],
+        contenders=[OURS, GPYTORCH, LOOP, CUTENSOR, PYFASTKRON],
+        inputs=inputs,
+        check=check,
+        baseline="GPyTorch",
+        has_floor=True,
+        notes=(FLOOR_NOTE, FASTKRON_NOTE),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_half",
+        description="Kron-Matmul on one GPU, bfloat16 and float16.",
+        device="cuda",
+        cases=[
+            case(m, (p,) * n, dtype=dtype, quick=(m, p, n) == (1024, 64, 2), name_dtype=True)
+            for dtype in ("bfloat16", "float16")
+            for m, p, n in HALF
+        ],
+        contenders=[OURS, GPYTORCH, LOOP],
+        inputs=inputs,
+        check=check,
+        baseline="matmul + transpose",
+        has_floor=True,
+        notes=(FLOOR_NOTE,),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_tf32",
+        description='Kron-Matmul on one GPU, float32 with precision="high" (TF32), beside the loop in TF32 and float32-class products.',
+        device="cuda",
+        cases=[case(m, (p,) * n, quick=(m, p, n) in QUICK) for m, p, n in TF32_ROWS],
+        contenders=[OURS_TF32, OURS, LOOP_TF32, LOOP],
+        inputs=inputs,
+        check=check,
+        baseline="matmul + transpose TF32",
+        has_floor=True,
+        notes=(FLOOR_NOTE,),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_left",
+        description="The left form beside the right form of the same product on one GPU, float32.",
+        device="cuda",
+        cases=[
+            case(m, (p,) * n, quick=(m, p, n) in QUICK, recorded=recorded(left))
+            for (m, p, n), (_, left) in SQUARE.items()
+            if left is not None or (m, p, n) in QUICK
+        ],
+        contenders=[OURS_LEFT, OURS, GPYTORCH],
+        inputs=inputs,
+        check=check,
+        baseline="fastkron_py",
+        has_floor=True,
+        notes=(FLOOR_NOTE, COLUMNS_NOTE, FASTKRON_NOTE + " Its left form here."),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_backward",
+        description="Forward and backward with all gradients on one GPU, float32: time, and peak memory in multiples of x.",
+        device="cuda",
+        cases=[
+            case(m, (p,) * n, tolerance=BACKWARD_TOLERANCE, quick=(m, p, n) == (1024, 64, 2), recorded=recorded(time, peak))
+            for (m, p, n), (time, peak) in BACKWARD.items()
+        ],
+        contenders=[OURS_BACKWARD, GPYTORCH_BACKWARD, LOOP_BACKWARD, COMPILED_BACKWARD],
+        inputs=gradient_inputs,
+        check=check_gradients,
+        baseline="matmul + transpose",
+        repeats=True,
+        unit_bytes=lambda problem: problem.x.numel() * problem.x.element_size(),
+        notes=(
+            "Peak memory is what a call holds at most beyond x, the factors and the incoming gradient: "
+            "dx and the factors' gradients are in it.",
+            FASTKRON_NOTE + " Its memory may have been counted from another start.",
+        ),
+    )
+)
+
+register(
+    Benchmark(
+        name="kron_small",
+        description="Small problems on one GPU: an eager call, the host's share of it, and a CUDA graph's replay.",
+        device="cuda",
+        cases=[case(m, (p,) * n, quick=m == 20, recorded=recorded(SQUARE[m, p, n][0])) for m, p, n in SMALL],
+        contenders=[OURS, GPYTORCH, LOOP, COMPILED],
+        inputs=inputs,
+        check=check,
+        baseline="GPyTorch",
+        eager=True,
+        notes=(
+            "Times are of one of 20 calls in a row, up to the end of the last. "
+            "host: until a call returns. graph: on the device, from a CUDA graph.",
+            FASTKRON_NOTE,
+        ),
     )
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]
+"""What is timed. It returns a tensor, or a list of them."""
 
 
 def _always(device: torch.device) -> str | None:
@@ -25,16 +25,30 @@ class Contender:
         prepare: from a case's inputs to the call that is timed; what a user would do once belongs here.
         obstacle: why the contender cannot run on a device, or None; called before `prepare`.
         restore: brings the call's result into the reference's layout, before the check and outside the time.
-        tolerance: replaces the benchmark's, for a contender of another accuracy class.
+        tolerance: replaces the case's, for a contender of another accuracy class.
         is_ours: whether it belongs to this library.
+        allows_tf32: whether it multiplies float32 in TF32 on a GPU.
+        labels: of the cases that it takes part in; None for all.
+        seconds: that `prepare` and the first call may take.
     """
 
     name: str
     prepare: Callable[[Any], Call]
     obstacle: Callable[[torch.device], str | None] = _always
-    restore: Callable[[Tensor], Tensor] = lambda t: t
+    restore: Callable[[Any], Any] = lambda t: t
     tolerance: float | None = None
     is_ours: bool = False
+    allows_tf32: bool = False
+    labels: frozenset[str] | None = None
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A figure that another run took, on another machine of the same kind: shown beside, never mixed with, measured ones."""
+
+    seconds: float
+    peak_of_x: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,14 +58,30 @@ class Case:
     Attributes:
         label: as it is shown.
         parameters: what the benchmark's `Benchmark.inputs` makes the inputs from.
+        dtype: of inputs and results.
+        tolerance: the largest error at which a contender is timed.
         floor_bytes: bytes that any implementation has to move: each input read once, the output written once.
+        flops: floating-point operations, one factor after the other.
         quick: whether ``--quick`` keeps it.
+        recorded: figures of other runs, by the name of what they measured.
     """
 
     label: str
     parameters: dict[str, Any]
+    dtype: str
+    tolerance: float
     floor_bytes: int = 0
+    flops: int = 0
     quick: bool = False
+    recorded: Mapping[str, Recorded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What a benchmark that times its contenders itself found of one of them."""
+
+    error: float
+    seconds: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -66,10 +96,13 @@ class Benchmark:
         contenders: its columns; the first of this library's is the subject of the ratios.
         inputs: (parameters, device) to the inputs, random but the same for all contenders.
         check: (inputs, restored result) to the relative error against a float64 reference.
-        tolerance: the largest error at which a contender is timed.
-        dtype: of inputs and results.
         baseline: the contender that the plot's speed-ups are relative to.
-        bandwidth: bytes per second that turn floor_bytes into a time, if a floor is to be shown.
+        has_floor: whether the time to read x once and write y once means anything here.
+        eager: the time of a call is that of many in a row, launches included, and the host's share of it is taken too.
+        repeats: a second result has to equal the first bit for bit.
+        unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
+        apart: times the contenders itself: (parameters, device) to what it found, by contender.
+        notes: shown and written with the results.
     """
 
     name: str
@@ -78,11 +111,13 @@ class Benchmark:
     cases: Sequence[Case]
     contenders: Sequence[Contender]
     inputs: Callable[[dict[str, Any], torch.device], Any]
-    check: Callable[[Any, Tensor], float]
-    tolerance: float
-    dtype: str
+    check: Callable[[Any, Any], float]
     baseline: str
-    bandwidth: float | None = None
+    has_floor: bool = False
+    eager: bool = False
+    repeats: bool = False
+    unit_bytes: Callable[[Any], int] | None = None
+    apart: Callable[[dict[str, Any], torch.device], Mapping[str, Apart]] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
 

@@ -1,9 +1,10 @@
-"""A benchmark's results as a table on the terminal, as JSON and as a plot."""
+"""A benchmark's results as ratios, as a table on the terminal and as JSON; plots are drawn by `benchmarks.plots`."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,101 +13,130 @@ from rich.table import Table
 from rich.text import Text
 
 STATUS_STYLES = {"unavailable": "dim", "wrong": "bold red", "error": "red"}
+UNITS = {"microseconds": 1e6, "milliseconds": 1e3}
 
 
-def _number(seconds: float) -> str:
-    """Milliseconds in three digits."""
-    value = seconds * 1e3
+def medians(case: dict[str, Any]) -> dict[str, float]:
+    """Measured median seconds by contender."""
+    return {r["contender"]: r["times"]["median"] for r in case["results"] if r["times"]}
+
+
+def _summary(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
+    """Geometric mean and largest of ratios, by name."""
+    listed: dict[str, list[float]] = {}
+    for name, ratio in pairs:
+        listed.setdefault(name, []).append(ratio)
+    return {
+        name: {"geometric_mean": math.exp(sum(map(math.log, values)) / len(values)), "largest": max(values), "cases": len(values)}
+        for name, values in listed.items()
+    }
+
+
+def ratios(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """For each contender: our median time over its median time, geometric mean and largest, where both have one."""
+    subject = found["subject"]
+    tables = [medians(case) for case in found["cases"]]
+    return _summary((name, t[subject] / t[name]) for t in tables if subject in t for name in t if name != subject)
+
+
+def recorded_ratios(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The same over figures that another run took; these are no measured ratios, and are told apart everywhere."""
+    subject = found["subject"]
+    pairs = [(medians(case), case["recorded"]) for case in found["cases"]]
+    return _summary((name, t[subject] / figure["seconds"]) for t, of in pairs if subject in t for name, figure in of.items())
+
+
+def _number(seconds: float, unit: float) -> str:
+    """Three digits in a unit."""
+    value = seconds * unit
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if 0 < value < 1000 else f"{value:.0f}"
 
 
-def _cell(result: dict[str, Any], baseline: float | None) -> Text:
+def _cell(result: dict[str, Any], baseline: float | None, floor: float | None, unit: float) -> Text:
     if result["status"] != "ok":
         return Text(result["status"], style=STATUS_STYLES[result["status"]])
     times = result["times"]
     spread = (times["upper_quartile"] - times["lower_quartile"]) / 2 / times["median"]
-    speed_up = f"{baseline / times['median']:.2f}x" if baseline else "-"
-    lines = [f"{_number(times['median'])} ±{spread:.0%}", f"min {_number(times['minimum'])}", speed_up, f"{result['error']:.1e}"]
-    if result["graph_times"]:
-        lines.append(f"graph {_number(result['graph_times']['median'])}")
+    lines = [f"{_number(times['median'], unit)} ±{spread:.0%}"]
+    lines += [
+        f"{name} {_number(result[key]['median'], unit)}" for name, key in (("graph", "graph_times"), ("host", "host_times")) if result[key]
+    ]
+    share = f", {floor / times['median']:.0%} of floor" if floor else ""
+    lines.append((f"{baseline / times['median']:.2f}x" if baseline else "-") + share)
+    if result["peak_of_x"] is not None:
+        lines.append(f"{result['peak_of_x']:.1f} x")
+    if result["repeats"] is not None:
+        lines.append("repeats" if result["repeats"] else "does not repeat")
+    lines.append(f"{result['error']:.1e}" + (" TF32" if result["allow_tf32"] else ""))
     return Text("\n".join(lines))
 
 
-def _median(case: dict[str, Any], contender: str) -> float | None:
-    times = next((r["times"] for r in case["results"] if r["contender"] == contender), None)
-    return times["median"] if times else None
+def _recorded_cell(figure: dict[str, Any] | None, unit: float) -> Text:
+    if figure is None:
+        return Text("-", style="dim")
+    memory = "" if figure["peak_of_x"] is None else f"\n{figure['peak_of_x']:.1f} x"
+    return Text(_number(figure["seconds"], unit) + memory, style="italic dim")
+
+
+def _unit(found: dict[str, Any]) -> tuple[str, float]:
+    shortest = min((m for case in found["cases"] for m in medians(case).values()), default=1.0)
+    name = "microseconds" if shortest < 1e-3 else "milliseconds"
+    return name, UNITS[name]
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the table, the ratios and the conditions."""
-    environment, baseline = found["environment"], found["baseline"]
-    names = [r["contender"] for r in found["cases"][0]["results"]] if found["cases"] else []
-    has_floor = any(case["floor_seconds"] for case in found["cases"])
-    title = f"{found['benchmark']}, {found['dtype']}, milliseconds: median ± half the quartiles' distance, minimum, "
-    title += f"speed-up over {baseline}, error"
+    environment, baseline, cases = found["environment"], found["baseline"], found["cases"]
+    names = [r["contender"] for r in cases[0]["results"]] if cases else []
+    recorded = list(dict.fromkeys(name for case in cases for name in case["recorded"]))
+    has_floor = any(case["floor_seconds"] for case in cases)
+    unit_name, unit = _unit(found)
+    title = f"{found['benchmark']}, {unit_name}: median ± half the quartiles' distance, speed-up over {baseline}, error"
     table = Table(title=title, show_lines=True)
     table.add_column("case", no_wrap=True)
-    if has_floor:
-        table.add_column("floor", justify="right")
-    for name in names:
-        table.add_column(name, justify="right")
-    for case in found["cases"]:
-        floor = [_number(case["floor_seconds"])] if has_floor else []
-        table.add_row(case["label"], *floor, *[_cell(r, _median(case, baseline)) for r in case["results"]])
+    for heading in (["floor"] if has_floor else []) + names + recorded:
+        table.add_column(heading, justify="right")
+    for case in cases:
+        floor = [_number(case["floor_seconds"], unit)] if has_floor else []
+        cells = [_cell(r, medians(case).get(baseline), case["floor_seconds"], unit) for r in case["results"]]
+        table.add_row(
+            f"{case['label']}\n{case['parameters']['dtype']}",
+            *floor,
+            *cells,
+            *[_recorded_cell(case["recorded"].get(n), unit) for n in recorded],
+        )
     console.print(table)
-    for reason in sorted({f"{r['contender']}: {r['status']}, {r['reason']}" for c in found["cases"] for r in c["results"] if r["reason"]}):
+    for reason in sorted({f"{r['contender']}: {r['status']}, {r['reason']}" for c in cases for r in c["results"] if r["reason"]}):
         console.print(Text(reason, style="yellow"))
-    for name, ratio in found["ratios"].items():
-        console.print(f"our time / {name}: geometric mean {ratio['geometric_mean']:.2f}, largest {ratio['largest']:.2f}", highlight=False)
+    if found["left_out"]:
+        console.print(Text(f"no time left for {', '.join(found['left_out'])}", style="yellow"))
+    subject = found["subject"]
+    for heading, those in (("", found["ratios"]), (", a figure of another run", found["recorded_ratios"])):
+        for name, ratio in those.items():
+            mean, largest, count = ratio["geometric_mean"], ratio["largest"], ratio["cases"]
+            line = f"{subject} / {name}{heading}: geometric mean {mean:.2f}, largest {largest:.2f}, {count} cases"
+            console.print(line, highlight=False)
+    for note in found["notes"]:
+        console.print(Text(note, style="dim"))
     console.print(
         f"{environment['device']}, {environment['cpu']}, {environment['threads']} threads on {environment['usable_cores']} cores, "
         f"load {environment['load_average']} to {environment['load_average_after']}; allow_tf32={environment['allow_tf32']}, "
-        f"float32_matmul_precision={environment['float32_matmul_precision']}, torch {environment['versions']['torch']}",
+        f"float32_matmul_precision={environment['float32_matmul_precision']}, torch {environment['versions']['torch']}, "
+        f"triton {environment['versions'].get('triton')}; {found['seconds']} s",
         highlight=False,
     )
 
 
 def write(found: dict[str, Any], out: Path, console: Console) -> None:
-    """Write NAME.json and NAME.png to the folder."""
+    """Write NAME.json and, where matplotlib is installed, NAME.png and NAME_roofline.png to the folder."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{found['benchmark']}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     console.print(f"wrote {path}", highlight=False)
-    picture = path.with_suffix(".png")
     try:
-        _plot(found, picture)
+        from benchmarks import plots
     except ImportError as error:
         console.print(f"no plot: {error}", highlight=False)
         return
-    console.print(f"wrote {picture}", highlight=False)
-
-
-def _plot(found: dict[str, Any], path: Path) -> None:
-    """Bars of speed-up over the baseline; grey text on no background, to be read on dark and on light pages."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    baseline = found["baseline"]
-    cases = [case for case in found["cases"] if _median(case, baseline)]
-    names = [r["contender"] for r in cases[0]["results"] if any(_median(c, r["contender"]) for c in cases)] if cases else []
-    ink = "#7f8791"
-    colours = ("#e8743b", "#f2b179", ink, "#5aa9a3", "#7b8fd4", "#b07bb8")
-    with pyplot.rc_context({"text.color": ink, "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink, "axes.edgecolor": ink}):
-        figure, axes = pyplot.subplots(figsize=(max(7.0, 1.15 * len(cases)), 4.2), layout="constrained")
-        width = 0.84 / max(len(names), 1)
-        for j, name in enumerate(names):
-            pairs = [(i, case) for i, case in enumerate(cases) if _median(case, name)]
-            heights = [(_median(case, baseline) or 0.0) / (_median(case, name) or 1.0) for _, case in pairs]
-            axes.bar([i - 0.42 + (j + 0.5) * width for i, _ in pairs], heights, width * 0.92, label=name, color=colours[j % len(colours)])
-        axes.axhline(1.0, color=ink, linewidth=0.8, linestyle=":")
-        axes.set_xticks(range(len(cases)), [case["label"] for case in cases], rotation=20 if len(cases) <= 10 else 60, ha="right")
-        axes.set_ylabel(f"speed-up over {baseline}")
-        axes.spines[["top", "right"]].set_visible(False)
-        environment = found["environment"]
-        where = environment["device"] if environment["device"] != "cpu" else environment["cpu"]
-        axes.set_title(f"{found['benchmark']}: {found['dtype']}, {where}, {environment['threads']} threads", fontsize=10)
-        axes.legend(frameon=False, ncols=min(len(names), 5), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.22))
-        figure.savefig(path, dpi=150, transparent=True)
-        pyplot.close(figure)
+    for picture in plots.draw(found, path.with_suffix("")):
+        console.print(f"wrote {picture}", highlight=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +18,105 @@ from benchmarks import report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.environment import describe, load_average
 from benchmarks.registry import Benchmark, Call, Case, Contender
+from fastkron_py.cli.measure import peak_bytes
 
+SECONDS = 220.0  # of one benchmark
 SECONDS_PER_CASE = 4.0
 ROUNDS = (9, 200)
+QUICK_SECONDS = 60.0
 QUICK_SECONDS_PER_CASE = 0.5
 QUICK_ROUNDS = (3, 20)
+TIMING_SHARE = 0.5  # of a case's time; the rest is for inputs, checks and what is measured besides
+GRAPH_SHARE = 0.25  # of the timing, for replays and for the host's part each
 GRAPH_BYTES = 32 << 20  # problems that move fewer bytes are also timed in a CUDA graph
+FAILURES = (RuntimeError, ValueError, TypeError, MemoryError, ImportError, TimeoutError)
 
 
-@dataclasses.dataclass
+@dataclass
 class Result:
     """One contender on one case."""
 
     contender: str
     status: str  # "ok", "unavailable", "wrong" (failed its check) or "error"
     dtype: str
+    allow_tf32: bool = False
     reason: str | None = None
     error: float | None = None
     tolerance: float | None = None
     times: timing.Times | None = None
     graph_times: timing.Times | None = None
     graph_reason: str | None = None
+    host_times: timing.Times | None = None
+    repeats: bool | None = None  # a second result equals the first bit for bit
+    peak_bytes: int | None = None
+    peak_of_x: float | None = None
 
 
-def _checked(benchmark: Benchmark, contender: Contender, problem: Any, device: torch.device) -> tuple[Result, Call | None]:
+@dataclass(frozen=True)
+class Budget:
+    """How long things may take."""
+
+    seconds: float  # timing one case
+    rounds: tuple[int, int]
+    deadline: float  # on time.monotonic's clock; no case starts later
+
+    @classmethod
+    def of(cls, seconds: float, cases: int, quick: bool) -> Budget:
+        """Share out the seconds of a benchmark."""
+        most = QUICK_SECONDS_PER_CASE if quick else SECONDS_PER_CASE
+        each = min(most, TIMING_SHARE * seconds / max(cases, 1))
+        return cls(each, QUICK_ROUNDS if quick else ROUNDS, time.monotonic() + seconds)
+
+
+def _plain(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _failed(result: Result, status: str, reason: str) -> None:
+    result.status, result.reason = status, reason
+
+
+def _blank(case: Case, contender: Contender, device: torch.device) -> Result:
+    """A result before anything is known, or that of a contender that does not take part."""
+    tf32 = device.type == "cuda" and (contender.allows_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    result = Result(contender.name, "ok", case.dtype, tf32, tolerance=contender.tolerance or case.tolerance)
+    obstacle = contender.obstacle(device)
+    if obstacle is not None:
+        _failed(result, "unavailable", obstacle)
+    elif contender.labels is not None and case.label not in contender.labels:
+        _failed(result, "unavailable", "takes part in a few rows only")
+    return result
+
+
+def _judge(result: Result, error: float) -> None:
+    """Write down an error, and refuse a result that errs by more than its tolerance, or whose error is no number."""
+    result.error = error if math.isfinite(error) else None
+    if not error <= float(result.tolerance or 0.0):
+        _failed(result, "wrong", f"error {error:.2g} exceeds {result.tolerance:.2g}")
+
+
+def _checked(benchmark: Benchmark, case: Case, contender: Contender, problem: Any, device: torch.device) -> tuple[Result, Call | None]:
     """The contender's call, if it can run and its result is right."""
-    result = Result(contender.name, "ok", benchmark.dtype, tolerance=contender.tolerance or benchmark.tolerance)
-    result.reason = contender.obstacle(device)
-    if result.reason is not None:
-        result.status = "unavailable"
+    result = _blank(case, contender, device)
+    if result.status != "ok":
         return result, None
     try:
-        call = contender.prepare(problem)
-        result.error = benchmark.check(problem, contender.restore(call()))
-    except (RuntimeError, ValueError, TypeError, MemoryError, ImportError) as error:
-        result.status, result.reason = "error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        with timing.time_limit(contender.seconds):
+            call = contender.prepare(problem)
+            y = call()
+            error = benchmark.check(problem, contender.restore(y))
+            if benchmark.repeats:
+                result.repeats = all(torch.equal(a, b) for a, b in zip(_plain(y), _plain(call()), strict=True))
+        del y
+    except FAILURES as failure:
+        _failed(result, "error", _said(failure))
         return result, None
-    if not result.error <= float(result.tolerance or 0.0):  # also when it is NaN
-        result.status, result.reason = "wrong", f"error {result.error:.2g} exceeds {result.tolerance:.2g}"
-        return result, None
-    return result, call
+    _judge(result, error)
+    return result, call if result.status == "ok" else None
 
 
 def _graphs(results: list[Result], calls: list[Call]) -> Iterator[tuple[Result, Call]]:
@@ -67,90 +128,148 @@ def _graphs(results: list[Result], calls: list[Call]) -> Iterator[tuple[Result, 
             result.graph_reason = str(error).splitlines()[0]
 
 
-def _run_case(
-    benchmark: Benchmark, case: Case, device: torch.device, budget: tuple[float, tuple[int, int]], tell: Callable[[str], None]
-) -> dict[str, Any]:
+def _time(
+    benchmark: Benchmark,
+    case: Case,
+    device: torch.device,
+    budget: Budget,
+    passed: list[Result],
+    calls: list[Call],
+    tell: Callable[[str], None],
+) -> None:
+    """Fill in the times of those that passed their check."""
+    if not calls:
+        return
+
+    def time_all(those: list[Call], timer: timing.Timer, share: float, what: str) -> list[timing.Times]:
+        tell(f"{case.label}: {what}")
+        return timing.measure(
+            those, timer, seconds=share * budget.seconds, rounds=budget.rounds, progress=lambda: tell(f"{case.label}: {what}")
+        )
+
+    timer = timing.eager_timer(device) if benchmark.eager else timing.device_timer(device)
+    for result, times in zip(passed, time_all(calls, timer, 1.0, "timing"), strict=True):
+        result.times = times
+    if benchmark.eager:
+        for result, times in zip(passed, time_all(calls, timing.host_timer(device), GRAPH_SHARE, "timing the host"), strict=True):
+            result.host_times = times
+    if device.type == "cuda" and case.floor_bytes < GRAPH_BYTES and benchmark.unit_bytes is None:
+        pairs = list(_graphs(passed, calls))
+        if pairs:
+            replays = time_all([c for _, c in pairs], timing.device_timer(device), GRAPH_SHARE, "timing CUDA graphs")
+            for (result, _), times in zip(pairs, replays, strict=True):
+                result.graph_times = times
+
+
+def _run_case(benchmark: Benchmark, case: Case, device: torch.device, budget: Budget, tell: Callable[[str], None]) -> list[Result]:
     problem = benchmark.inputs(case.parameters, device)
     results, passed, calls = [], [], []
     for contender in benchmark.contenders:
         tell(f"{case.label}: checking {contender.name}")
-        result, call = _checked(benchmark, contender, problem, device)
+        result, call = _checked(benchmark, case, contender, problem, device)
         results.append(result)
         if call is not None:
             passed.append(result)
             calls.append(call)
-    seconds, rounds = budget
+    _time(benchmark, case, device, budget, passed, calls, tell)
+    if benchmark.unit_bytes is not None:
+        unit = benchmark.unit_bytes(problem)
+        for result, call in zip(passed, calls, strict=True):
+            tell(f"{case.label}: memory of {result.contender}")
+            result.peak_bytes = peak_bytes(call, device)
+            result.peak_of_x = result.peak_bytes / unit
+    return results
 
-    def time_all(those: list[Call], what: str) -> list[timing.Times]:
-        tell(f"{case.label}: {what}")
-        return timing.measure(those, device, seconds=seconds, rounds=rounds, progress=lambda: tell(f"{case.label}: {what}"))
 
-    if calls:
-        for result, times in zip(passed, time_all(calls, "timing"), strict=True):
-            result.times = times
-    if device.type == "cuda" and case.floor_bytes < GRAPH_BYTES:
-        pairs = list(_graphs(passed, calls))
-        if pairs:
-            for (result, _), times in zip(pairs, time_all([c for _, c in pairs], "timing CUDA graphs"), strict=True):
-                result.graph_times = times
-    floor = case.floor_bytes / benchmark.bandwidth if benchmark.bandwidth else None
+def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[Result]:
+    """Results of a benchmark that times its contenders itself."""
+    results = [_blank(case, contender, device) for contender in benchmark.contenders]
+    try:
+        found = benchmark.apart(case.parameters, device)  # type: ignore[misc]
+    except FAILURES as error:
+        for result in results:
+            _failed(result, "error", _said(error))
+        return results
+    for result in results:
+        _judge(result, found[result.contender].error)
+        if result.status == "ok":
+            result.times = timing.Times.of(found[result.contender].seconds)
+    return results
+
+
+def _described(case: Case, results: list[Result], bandwidth: float | None, device: torch.device) -> dict[str, Any]:
+    """A case as the JSON file holds it. Figures of GPUs are shown beside those of GPUs only."""
+    recorded = case.recorded if device.type == "cuda" else {}
     return {
         "label": case.label,
         "parameters": case.parameters,
-        "floor_seconds": floor,
+        "floor_seconds": case.floor_bytes / bandwidth if bandwidth else None,
+        "floor_bytes": case.floor_bytes,
+        "flops": case.flops,
+        "recorded": {name: dataclasses.asdict(figure) for name, figure in recorded.items()},
         "results": [dataclasses.asdict(r) for r in results],
     }
 
 
-def _ratios(benchmark: Benchmark, cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each peer: our median time over its median time, geometric mean and largest, where both have one."""
-    subject = next(c.name for c in benchmark.contenders if c.is_ours)
-    ratios: dict[str, list[float]] = {}
-    for case in cases:
-        medians = {r["contender"]: r["times"]["median"] for r in case["results"] if r["times"]}
-        for name, median in medians.items():
-            if subject in medians and name != subject:
-                ratios.setdefault(name, []).append(medians[subject] / median)
-    return {
-        name: {"geometric_mean": math.exp(sum(map(math.log, values)) / len(values)), "largest": max(values), "cases": len(values)}
-        for name, values in ratios.items()
-    }
-
-
-def run(name: str, *, out: Path, quick: bool = False, device: str | None = None, console: Console | None = None) -> dict[str, Any]:
-    """Run one benchmark; writes NAME.json and, where matplotlib is installed, NAME.png.
+def run(
+    name: str,
+    *,
+    out: Path,
+    quick: bool = False,
+    device: str | None = None,
+    seconds: float | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Run one benchmark; writes NAME.json and, where matplotlib is installed, its plots.
 
     Args:
         name: of the benchmark.
         out: folder for the files, made if it is missing.
         quick: a few cases and rounds, to see that it works.
         device: "cpu" or "cuda" in place of the benchmark's own.
+        seconds: that it may take; cases that have not begun by then are left out, and named.
         console: where tables go.
 
     Returns:
         What the JSON file holds.
 
     Raises:
-        ValueError: an unknown name, or a device that is not there.
+        ValueError: an unknown name, a device that is not there, or seconds that are not positive.
     """
     known = all_benchmarks()
     if name not in known:
-        raise ValueError(f"name: expected one of {', '.join(sorted(known))}, got {name!r}")
+        raise ValueError(f"name: expected one of {', '.join(sorted(known))}; got {name!r}")
     benchmark = known[name]
     target = torch.device(device or benchmark.device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: benchmark {name} runs on cuda, and this machine has no CUDA device")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds: expected a positive number; got {seconds}")
     console = console or Console()
     console.print(f"[bold]{name}[/bold]  {benchmark.description}")
     chosen = [c for c in benchmark.cases if c.quick or not quick]
-    budget = (QUICK_SECONDS_PER_CASE, QUICK_ROUNDS) if quick else (SECONDS_PER_CASE, ROUNDS)
     environment = describe(target)
+    bandwidth = environment["bandwidth"] if benchmark.has_floor else None
+    start = time.monotonic()
+    budget = Budget.of(seconds or (QUICK_SECONDS if quick else SECONDS), len(chosen), quick)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    cases: list[dict[str, Any]] = []
+    left_out: list[str] = []
     with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
         task = progress.add_task("", total=len(chosen))
-        cases = []
+
+        def run_case(case: Case) -> list[Result]:
+            if benchmark.apart:
+                return _run_apart(benchmark, case, target)
+            return _run_case(benchmark, case, target, budget, lambda text: progress.update(task, description=text))
+
         for case in chosen:
-            cases.append(_run_case(benchmark, case, target, budget, lambda text: progress.update(task, description=text)))
+            if time.monotonic() > budget.deadline:
+                left_out.append(case.label)
+            else:
+                cases.append(_described(case, run_case(case), bandwidth, target))
+                if target.type == "cuda":
+                    torch.cuda.empty_cache()
             progress.advance(task)
     environment["load_average_after"] = load_average()
     found = {
@@ -158,12 +277,14 @@ def run(name: str, *, out: Path, quick: bool = False, device: str | None = None,
         "description": benchmark.description,
         "notes": list(benchmark.notes),
         "quick": quick,
-        "dtype": benchmark.dtype,
+        "seconds": round(time.monotonic() - start, 1),
+        "left_out": left_out,
+        "subject": next(c.name for c in benchmark.contenders if c.is_ours),
         "baseline": benchmark.baseline,
         "environment": environment,
-        "ratios": _ratios(benchmark, cases),
         "cases": cases,
     }
+    found |= {"ratios": report.ratios(found), "recorded_ratios": report.recorded_ratios(found)}
     report.show(found, console)
     report.write(found, out, console)
     return found

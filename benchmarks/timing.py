@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +15,11 @@ import torch
 from benchmarks.registry import Call
 
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
+BURST = 20  # calls in a row, where launches are timed too
+SLOW = 50.0  # a contender that takes this many times as long as the first one takes part in few rounds
+SLOW_ROUNDS = 3
+
+Timer = Callable[[Call], float]
 
 
 @dataclass(frozen=True)
@@ -53,26 +61,68 @@ class _EventTimer:
         return float(start.elapsed_time(end)) / 1e3
 
 
+def device_timer(device: torch.device) -> Timer:
+    """Seconds that a call takes the device; on a CPU, that it takes."""
+    return _EventTimer(device) if device.type == "cuda" else _host_seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def eager_timer(device: torch.device) -> Timer:
+    """Seconds of one call of many in a row, to the end of the last: the host's or the device's, whichever takes longer."""
+
+    def timer(call: Call) -> float:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(BURST):
+            call()
+        _wait(device)
+        return (time.perf_counter() - start) / BURST
+
+    return timer
+
+
+def host_timer(device: torch.device) -> Timer:
+    """Seconds until a call returns, of many in a row that the device has not finished: checks, dispatch and launches."""
+
+    def timer(call: Call) -> float:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(BURST):
+            call()
+        taken = time.perf_counter() - start
+        _wait(device)
+        return taken / BURST
+
+    return timer
+
+
 def measure(
-    calls: Sequence[Call], device: torch.device, *, seconds: float, rounds: tuple[int, int], progress: Callable[[], None]
+    calls: Sequence[Call], timer: Timer, *, seconds: float, rounds: tuple[int, int], progress: Callable[[], None] = lambda: None
 ) -> list[Times]:
     """Time calls in turn.
 
     Args:
-        calls: already checked, so called once before.
-        device: where they compute.
+        calls: already checked, so called once before; the first is what the others are compared with.
+        timer: what takes the time of one.
         seconds: to spend on all of them together, within `rounds`.
-        rounds: fewest and most rounds.
+        rounds: fewest and most rounds. Calls `SLOW` times as slow as the first take part in the first few only.
         progress: called after every round.
     """
-    timer: Callable[[Call], float] = _EventTimer(device) if device.type == "cuda" else _host_seconds
-    estimate = sum(min(timer(call), timer(call)) for call in calls)  # warms up too
-    count = min(max(int(seconds / max(estimate, 1e-9)), rounds[0]), rounds[1])
+    estimates = [min(timer(call), timer(call)) for call in calls]  # warms up too
+    slow = [estimate > SLOW * estimates[0] for estimate in estimates]
+    once = sum(e for e, is_slow in zip(estimates, slow, strict=True) if not is_slow)
+    left = seconds - SLOW_ROUNDS * (sum(estimates) - once)
+    count = min(max(int(left / max(once, 1e-9)), rounds[0]), rounds[1])
     taken: list[list[float]] = [[] for _ in calls]
     for i in range(count):
         for j in range(len(calls)):
             k = (i + j) % len(calls)  # nobody always follows the same neighbour
-            taken[k].append(timer(calls[k]))
+            if i < SLOW_ROUNDS or not slow[k]:
+                taken[k].append(timer(calls[k]))
         progress()
     return [Times.of(t) for t in taken]
 
@@ -93,8 +143,27 @@ def graphed(call: Call) -> Call:
     with torch.cuda.graph(graph):
         result = call()
 
-    def replay() -> torch.Tensor:
+    def replay() -> object:
         graph.replay()
         return result
 
     return replay
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer; without effect outside the main thread, and where there is no SIGALRM."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

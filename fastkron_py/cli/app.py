@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fastkron_py.cli.bench import bench
 from fastkron_py.cli.demo import Check, Cost, Demo, photograph
 from fastkron_py.cli.environment import report
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.errors import value_error
 
 app = typer.Typer(help="Kronecker products, fast.", no_args_is_help=True, add_completion=False)
+app.command()(bench)
 
 
 @app.command()

@@ -1,0 +1,96 @@
+"""Plots of a benchmark: bars of speed-up, and a roofline with the floor of one pass.
+
+Grey text on no background, to be read on dark and on light pages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+from benchmarks.report import medians
+
+matplotlib.use("Agg")
+
+INK = "#7f8791"
+COLOURS = ("#e8743b", "#5aa9a3", "#7b8fd4", "#b07bb8", "#f2b179", INK)
+STYLE = {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK}
+
+
+def draw(found: dict[str, Any], stem: Path) -> list[Path]:
+    """Draw what there is to draw of a benchmark's results; returns the files."""
+    with pyplot.rc_context(STYLE):
+        drawn = [_bars(found, stem.with_suffix(".png"))]
+        if any(case["floor_seconds"] for case in found["cases"]):
+            drawn.append(_roofline(found, stem.with_name(f"{stem.name}_roofline.png")))
+    return [path for path in drawn if path is not None]
+
+
+def _title(found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    where = environment["device"] if environment["device"] != "cpu" else f"{environment['cpu']}, {environment['threads']} threads"
+    dtypes = dict.fromkeys(case["parameters"]["dtype"] for case in found["cases"])
+    return f"{found['benchmark']}: {', '.join(dtypes)}, {where}"
+
+
+def _measured(found: dict[str, Any]) -> list[str]:
+    """Contenders with a time, in the order of the table."""
+    timed = {name for case in found["cases"] for name in medians(case)}
+    order = [r["contender"] for r in found["cases"][0]["results"]] if found["cases"] else []
+    return [name for name in order if name in timed]
+
+
+def _bars(found: dict[str, Any], path: Path) -> Path | None:
+    """Speed-up over the baseline; figures of another run are hatched, and named as such."""
+    baseline = found["baseline"]
+    cases = [case for case in found["cases"] if baseline in medians(case)]
+    if not cases:
+        return None
+    recorded = list(dict.fromkeys(name for case in cases for name in case["recorded"]))
+    columns: list[tuple[str, list[float | None]]] = [(n, [medians(c).get(n) for c in cases]) for n in _measured(found)]
+    columns += [(n, [c["recorded"][n]["seconds"] if n in c["recorded"] else None for c in cases]) for n in recorded]
+    figure, axes = pyplot.subplots(figsize=(max(7.0, 0.5 * len(cases) + 0.13 * len(cases) * len(columns)), 4.2), layout="constrained")
+    width = 0.84 / len(columns)
+    for j, (name, seconds) in enumerate(columns):
+        there = [(i, s) for i, s in enumerate(seconds) if s]
+        heights = [medians(cases[i])[baseline] / s for i, s in there]
+        hatch = "///" if name in recorded else None
+        positions = [i - 0.42 + (j + 0.5) * width for i, _ in there]
+        axes.bar(positions, heights, width * 0.92, label=name, color=COLOURS[j % len(COLOURS)], hatch=hatch, alpha=0.6 if hatch else 1.0)
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(cases)), [case["label"] for case in cases], rotation=20 if len(cases) <= 10 else 60, ha="right")
+    axes.set_ylabel(f"speed-up over {baseline}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title(found), fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=150, transparent=True)
+    pyplot.close(figure)
+    return path
+
+
+def _roofline(found: dict[str, Any], path: Path) -> Path | None:
+    """Attained FLOP/s over FLOPs per byte of one pass; no point can lie above the line of one pass."""
+    cases = [case for case in found["cases"] if case["floor_seconds"] and case["flops"]]
+    if not cases:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7.0, 4.6), layout="constrained")
+    for j, name in enumerate(_measured(found)):
+        points = [(c["flops"] / c["floor_bytes"], c["flops"] / medians(c)[name]) for c in cases if name in medians(c)]
+        axes.plot(*zip(*points, strict=True), "o", markersize=5 if j == 0 else 3.5, label=name, color=COLOURS[j % len(COLOURS)])
+    intensities = sorted(c["flops"] / c["floor_bytes"] for c in cases)
+    ends = [intensities[0] / 1.5, intensities[-1] * 1.5]
+    bandwidth = cases[0]["floor_bytes"] / cases[0]["floor_seconds"]
+    axes.plot(ends, [e * bandwidth for e in ends], color=INK, linewidth=1.2, label=f"one pass at {bandwidth / 1e12:.2f} TB/s")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOPs per byte, if x is read once and y written once")
+    axes.set_ylabel("FLOP/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title(found), fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150, transparent=True)
+    pyplot.close(figure)
+    return path

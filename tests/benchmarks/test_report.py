@@ -1,0 +1,169 @@
+"""What the benchmarks compute from times: ratios, budgets, summaries; on figures that are known."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+from benchmarks import report, timing
+from benchmarks.catalogue import all_benchmarks
+from benchmarks.figures import FASTKRON, SQUARE
+from benchmarks.problems import TOLERANCES, case, flops
+from benchmarks.runner import Budget
+
+
+def result(contender: str, median: float | None) -> dict[str, Any]:
+    keys = ("median", "minimum", "lower_quartile", "upper_quartile")
+    times = None if median is None else dict.fromkeys(keys, median) | {"rounds": 9}
+    blank = {"reason": None, "graph_times": None, "host_times": None, "peak_of_x": None, "repeats": None, "allow_tf32": False}
+    status = "wrong" if median is None else "ok"
+    return {"contender": contender, "status": status, "times": times, "error": 1e-7, "dtype": "float32", **blank}
+
+
+def found(*rows: tuple[float | None, float | None, float | None]) -> dict[str, Any]:
+    """Medians of ours and of a peer, and a recorded figure, for each case."""
+    cases = [
+        {
+            "label": f"case {i}",
+            "parameters": {"dtype": "float32"},
+            "floor_seconds": 1e-6,
+            "floor_bytes": 3_000_000,
+            "flops": 10**9,
+            "recorded": {} if recorded is None else {FASTKRON: {"seconds": recorded, "peak_of_x": None}},
+            "results": [result("ours", ours), result("peer", peer)],
+        }
+        for i, (ours, peer, recorded) in enumerate(rows)
+    ]
+    environment = {"device": "cpu", "cpu": "some", "threads": 1, "usable_cores": 1, "load_average": 0.0, "load_average_after": 0.0}
+    environment |= {"allow_tf32": False, "float32_matmul_precision": "highest", "versions": {"torch": "2"}}
+    table = {"benchmark": "known", "baseline": "peer", "subject": "ours", "cases": cases, "left_out": ["case 9"], "notes": ["a note"]}
+    whole = {**table, "environment": environment, "seconds": 1.0}
+    return whole | {"ratios": report.ratios(whole), "recorded_ratios": report.recorded_ratios(whole)}
+
+
+def test_geometric_means() -> None:
+    """Ratios 1/2 and 2/1: their geometric mean is 1; 8 alone for the recorded figures. A case without a time counts nowhere."""
+    ratios = found((1.0, 2.0, None), (4.0, 2.0, 0.5), (None, 1.0, 1.0), (1.0, None, None))
+    assert ratios["ratios"] == {"peer": {"geometric_mean": pytest.approx(1.0), "largest": 2.0, "cases": 2}}
+    assert ratios["recorded_ratios"] == {FASTKRON: {"geometric_mean": pytest.approx(8.0), "largest": 8.0, "cases": 1}}
+
+
+def test_geometric_mean_of_three() -> None:
+    assert found((1.0, 2.0, None), (1.0, 4.0, None), (1.0, 8.0, None))["ratios"]["peer"]["geometric_mean"] == pytest.approx(1 / 4)
+
+
+def test_recorded_figures_stand_apart(tmp_path: Path) -> None:
+    text = io.StringIO()
+    data = found((1e-3, 2e-3, 5e-4))
+    report.show(data, Console(file=text, width=200))
+    shown = text.getvalue()
+    assert "ours / peer: geometric mean 0.50, largest 0.50, 1 cases" in shown
+    assert f"ours / {FASTKRON}, a figure of another run: geometric mean 2.00" in shown
+    assert "2.00x" in shown  # ours over the baseline
+    assert "0% of floor" in shown
+    assert "no time left for case 9" in shown
+    assert "a note" in shown
+    report.write(data, tmp_path, Console(file=text, width=200))
+    written = json.loads((tmp_path / "known.json").read_text())
+    assert [r["contender"] for r in written["cases"][0]["results"]] == ["ours", "peer"]  # no recorded one among them
+    assert FASTKRON not in written["ratios"]
+
+
+def test_plots(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
+    drawn = plots.draw(found((1e-3, 2e-3, 5e-4), (1e-4, 1e-3, None)), tmp_path / "known")
+    assert [path.name for path in drawn] == ["known.png", "known_roofline.png"]
+    assert all(path.stat().st_size > 10_000 for path in drawn)
+    assert plots.draw(found((1e-3, None, None)), tmp_path / "no_baseline")[0].name == "no_baseline_roofline.png"
+
+
+def test_times_are_quartiles() -> None:
+    times = timing.Times.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (times.minimum, times.lower_quartile, times.median, times.upper_quartile, times.rounds) == (1.0, 2.0, 3.0, 4.0, 5)
+
+
+def test_a_slow_contender_takes_part_in_few_rounds() -> None:
+    calls: dict[str, int] = {"ours": 0, "peer": 0, "slow": 0}
+    costs = {"ours": 1e-3, "peer": 2e-3, "slow": 1.0}
+
+    def make(name: str) -> Any:
+        def call() -> None:
+            calls[name] += 1
+
+        call.cost = costs[name]  # type: ignore[attr-defined]
+        return call
+
+    def timer(call: Any) -> float:
+        call()
+        return float(call.cost)
+
+    times = timing.measure([make(name) for name in costs], timer, seconds=4.0, rounds=(9, 200))
+    assert [t.rounds for t in times] == [200, 200, timing.SLOW_ROUNDS]
+    assert [t.median for t in times] == list(costs.values())
+    assert calls == {"ours": 202, "peer": 202, "slow": timing.SLOW_ROUNDS + 2}
+    # What the slow one takes is not left to the others: 3.1 s in rounds of 3 ms would be more than are made of 3.003 s.
+    few = timing.measure([make(name) for name in costs], timer, seconds=3.0 + 0.03, rounds=(9, 200))
+    assert [t.rounds for t in few] == [10, 10, timing.SLOW_ROUNDS]
+
+
+def test_a_time_limit() -> None:
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"), timing.time_limit(0.05):
+        time.sleep(5)
+    assert time.monotonic() - start < 2
+    with timing.time_limit(0.05):
+        pass
+    time.sleep(0.1)  # the alarm of the last one must be off
+
+
+def test_budgets() -> None:
+    budget = Budget.of(220.0, 36, quick=False)
+    assert 36 * budget.seconds < 220
+    assert budget.rounds == (9, 200)
+    assert Budget.of(1000.0, 2, quick=False).seconds == 4.0  # the most for one case
+    assert budget.deadline == pytest.approx(time.monotonic() + 220, abs=5)
+
+
+def test_floors_and_flops() -> None:
+    square = case(1024, (8,) * 5)
+    assert square.floor_bytes == 2 * 4 * 1024 * 8**5
+    assert square.floor_bytes / 3.0e12 == pytest.approx(89e-6, rel=0.01)  # one pass of 1024 x 8^5
+    assert square.flops == 2 * 1024 * 5 * 8**6
+    # [3, 4] @ (2 x 3 (x) 2 x 5): the last factor first, 3*2 products of [2] @ [2, 5], then 3*5 of [2] @ [2, 3].
+    assert flops(3, (2, 2), (3, 5)) == 2 * (3 * 2 * 2 * 5 + 3 * 5 * 2 * 3)
+    assert case(20, (5, 7), (7, 5)).label == "20 x 5,7 to 7,5"
+    assert case(16, (8,) * 2, dtype="bfloat16").floor_bytes == 2 * 2 * 16 * 64
+
+
+def test_every_benchmark_is_consistent() -> None:
+    benchmarks = all_benchmarks()
+    names = ("cpu", "unequal", "float64", "half", "tf32", "left", "backward", "small", "first_call")
+    assert {"kron", *(f"kron_{name}" for name in names)} <= benchmarks.keys()
+    for benchmark in benchmarks.values():
+        labels = [c.label for c in benchmark.cases]
+        assert len(set(labels)) == len(labels)
+        contenders = [c.name for c in benchmark.contenders]
+        assert benchmark.baseline in contenders
+        assert any(c.is_ours for c in benchmark.contenders)
+        assert any(c.quick for c in benchmark.cases)
+        for c in benchmark.cases:
+            assert c.dtype == c.parameters["dtype"]
+            assert c.tolerance >= TOLERANCES[c.dtype]
+            assert FASTKRON not in contenders  # a recorded figure is no contender
+    assert len(benchmarks["kron"].cases) == len(SQUARE) == 36
+    assert benchmarks["kron"].cases[1].recorded[FASTKRON].seconds == 276e-6
+
+
+def test_bandwidth_is_told_of_gpus_only() -> None:
+    from benchmarks.environment import bandwidth
+
+    assert bandwidth(torch.device("cpu")) is None
