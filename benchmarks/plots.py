@@ -44,29 +44,34 @@ def _measured(found: dict[str, Any]) -> list[str]:
 
 
 def _bars(found: dict[str, Any], path: Path) -> Path | None:
-    """Speed-up over the baseline; figures of another run are hatched, and named as such."""
+    """Speed-up over the baseline, slower to the left; figures of another run are hatched, and named as such."""
     baseline = found["baseline"]
     cases = [case for case in found["cases"] if baseline in medians(case)]
-    if not cases:
-        return None
     recorded = list(dict.fromkeys(name for case in cases for name in case["recorded"]))
-    columns: list[tuple[str, list[float | None]]] = [(n, [medians(c).get(n) for c in cases]) for n in _measured(found)]
+    columns: list[tuple[str, list[float | None]]] = [(n, [medians(c).get(n) for c in cases]) for n in _measured(found) if n != baseline]
     columns += [(n, [c["recorded"][n]["seconds"] if n in c["recorded"] else None for c in cases]) for n in recorded]
-    figure, axes = pyplot.subplots(figsize=(max(7.0, 0.5 * len(cases) + 0.13 * len(cases) * len(columns)), 4.2), layout="constrained")
+    if not cases or not columns:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7.4, max(2.6, (0.1 + 0.07 * len(columns)) * len(cases) + 1.0)), layout="constrained")
     width = 0.84 / len(columns)
     for j, (name, seconds) in enumerate(columns):
         there = [(i, s) for i, s in enumerate(seconds) if s]
-        heights = [medians(cases[i])[baseline] / s for i, s in there]
-        hatch = "///" if name in recorded else None
+        lengths = [medians(cases[i])[baseline] / s for i, s in there]
+        style: dict[str, Any] = {"color": COLOURS[j % len(COLOURS)]}
+        if name in recorded:
+            style = {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.6}
         positions = [i - 0.42 + (j + 0.5) * width for i, _ in there]
-        axes.bar(positions, heights, width * 0.92, label=name, color=COLOURS[j % len(COLOURS)], hatch=hatch, alpha=0.6 if hatch else 1.0)
-    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(cases)), [case["label"] for case in cases], rotation=20 if len(cases) <= 10 else 60, ha="right")
-    axes.set_ylabel(f"speed-up over {baseline}")
+        axes.barh(positions, [length - 1 for length in lengths], width * 0.92, left=1.0, label=name, **style)
+    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(cases)), [case["label"] for case in cases], fontsize=8)
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"speed-up over {baseline}")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_title(found), fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=150, transparent=True)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=130, transparent=True)
     pyplot.close(figure)
     return path
 

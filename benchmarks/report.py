@@ -61,8 +61,9 @@ def _cell(result: dict[str, Any], baseline: float | None, floor: float | None, u
     lines += [
         f"{name} {_number(result[key]['median'], unit)}" for name, key in (("graph", "graph_times"), ("host", "host_times")) if result[key]
     ]
-    share = f", {floor / times['median']:.0%} of floor" if floor else ""
-    lines.append((f"{baseline / times['median']:.2f}x" if baseline else "-") + share)
+    lines.append(f"{baseline / times['median']:.2f}x" if baseline else "-")
+    if floor:
+        lines.append(f"{floor / times['median']:.0%} floor")
     if result["peak_of_x"] is not None:
         lines.append(f"{result['peak_of_x']:.1f} x")
     if result["repeats"] is not None:

@@ -69,7 +69,7 @@ def test_recorded_figures_stand_apart(tmp_path: Path) -> None:
     assert "ours / peer: geometric mean 0.50, largest 0.50, 1 cases" in shown
     assert f"ours / {FASTKRON}, a figure of another run: geometric mean 2.00" in shown
     assert "2.00x" in shown  # ours over the baseline
-    assert "0% of floor" in shown
+    assert "0% floor" in shown
     assert "no time left for case 9" in shown
     assert "a note" in shown
     report.write(data, tmp_path, Console(file=text, width=200))
