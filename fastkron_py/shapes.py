@@ -77,7 +77,8 @@ def result_shape(x: Shape, factors: Sequence[Shape], *, left: bool = False, name
         side = "columns" if left else "rows"
         expected = f"dimension {axis} of size {_product_text(inner)}, the product of the {side} of {names[1]}"
         raise value_error(names[0], expected, f"size {x[axis]} in shape {tuple(x)}")
-    batch = broadcast_batch([tuple(x[:-2]), *(tuple(f[:-2]) for f in factors)], f"{names[0]}, {names[1]}")
+    batched = len(x) > 2 or max([len(f) for f in factors]) > 2
+    batch = broadcast_batch([tuple(x[:-2]), *(tuple(f[:-2]) for f in factors)], f"{names[0]}, {names[1]}") if batched else ()
     n = math.prod(outer)
     if vector:
         return (*batch, n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +19,19 @@ from fastkron_py.shapes import result_shape
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
-@contextlib.contextmanager
-def _unseen_by_autograd(x: Tensor) -> Iterator[None]:
+def _unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside an implementation: autocast has been applied already, and no view is recorded.
 
     A result that is a view of a tensor made inside could not be changed in place later on.
     """
-    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                yield
-        else:
-            yield
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
+    return _without_autocast(guard, x.device.type) if torch.is_autocast_enabled(x.device.type) else guard
+
+
+@contextlib.contextmanager
+def _without_autocast(guard: contextlib.AbstractContextManager[Any], device_type: str) -> Iterator[None]:
+    with guard, torch.autocast(device_type, enabled=False):
+        yield
 
 
 def multiply(
