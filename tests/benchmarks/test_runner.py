@@ -206,6 +206,7 @@ def test_checked_rows_are_spread_over_all(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(problems, "CHECKED_ELEMENTS", 100)
     problem = inputs(case(50, (4, 5)).parameters, CPU)
     assert problem.step == 10
+    assert inputs(case(5, (40, 50)).parameters, CPU).step == 1  # long rows: four at least
     y = fastkron_py.kron_matmul(problem.x, problem.factors)
     assert check(problem, y) < 1e-6
     y[40] = 0
