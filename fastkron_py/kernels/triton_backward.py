@@ -22,7 +22,8 @@ from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.partials import _split_gradient_kernel, _sum_partials_kernel
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Rows, arithmetic
-from fastkron_py.kernels.triton_backend import _bits, _carry_out, _mergeable, _multiprocessors, _on_device, _rows, multiply
+from fastkron_py.kernels.replay import bits
+from fastkron_py.kernels.triton_backend import _carry_out, _mergeable, _multiprocessors, _on_device, _rows, multiply
 from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.tuning.plan import next_power_of_two, padded
 
@@ -344,7 +345,7 @@ def backward(
             return (multiply(dy, transposed, None, alpha, 0.0, precision) if need_x else None), gradients
         state = _Pass(_mergeable(dy), _mergeable(x), factors, precision)
         groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
-        alpha_bits = _bits(alpha)
+        alpha_bits = bits(alpha)
         for i, group in enumerate(groups):
             state.carry_back(group.start)
             u, made = state.input_of(group.stop, [later.stop for later in groups[i + 1 :]])

@@ -104,12 +104,6 @@ for _function in (_Multiply, _Gradients):
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
 
 
-def multiply_ordinary(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, *options: Any) -> Tensor:
-    """`CALLS`'s multiply for an ordinary call that wants gradients."""
-    y: Tensor = _Multiply.apply(x, z, options, *factors)
-    return y
-
-
 def _multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, *options: Any) -> Tensor:
     y: Tensor = _Multiply.apply(x, z, options, *factors)  # type: ignore[no-untyped-call]
     return y

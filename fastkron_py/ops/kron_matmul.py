@@ -126,5 +126,5 @@ def kron_matmul(
     if not is_ordinary(tensors):
         return CALLS.multiply(x, factors, z, *options)
     if wants_gradient(tensors):
-        return functions.multiply_ordinary(x, factors, z, *options)
+        return functions.CALLS.multiply(x, factors, z, *options)
     return implementation.multiply(x, factors, z, *options)
