@@ -8,10 +8,10 @@ Everything here is closed-form: no timing, no device, no Triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from fastkron_py.tuning.fragments import WIDEST_TILE, fragment_config, fragment_cost
 
@@ -100,14 +100,14 @@ def padded(size: int) -> int:
     return max(DOT_SIDE, next_power_of_two(size))
 
 
-def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, most: int = MERGE_WIDTH) -> tuple[Step, ...]:
-    """Multiply neighbours out, from the last, as long as they stay within a width."""
+def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int) -> tuple[Step, ...]:
+    """Multiply neighbours out, from the last, as long as they stay within this width."""
     steps: list[Step] = []
     end = stop
     while end > start:
         begin = end - 1
         p, q = ps[begin], qs[begin]
-        while begin > start and p * ps[begin - 1] <= most and q * qs[begin - 1] <= most:
+        while begin > start and p * ps[begin - 1] <= width and q * qs[begin - 1] <= width:
             begin -= 1
             p, q = p * ps[begin], q * qs[begin]
         steps.append(Step(begin, end, p, q))
@@ -153,57 +153,101 @@ def _cost(launch: Launch, elements: tuple[float, float]) -> float:
 FRAGMENT_MERGES: Final = (16, 64)
 
 
+class Setting(NamedTuple):
+    """What a plan depends on besides the factors."""
+
+    itemsize: int  # bytes of an element
+    rows: int  # products that share the factors: rows of x times batches, times the modes before
+    columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
+    fragments: bool = False  # the fragment kernel may be used
+    before: int = 1  # product of the modes that stand before the factors'
+
+
 def _candidates(
-    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, itemsize: int, rows: int, columns: int, fragments: bool, before: int
+    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, setting: Setting, widths: Sequence[int]
 ) -> list[tuple[float, Launch]]:
     """Launches that multiply factors start to stop, each with its modelled cost per row and column but for the launch itself."""
-    count = len(ps)
-    last = stop == count and columns == 1
+    itemsize = setting.itemsize
+    last = stop == len(ps) and setting.columns == 1
     # Sizes around this segment as if everything later were done and everything earlier were not.
     outside = math.prod(ps[:start]) * math.prod(qs[stop:])
     found = []
-    plain = Launch(_merge(ps, qs, start, stop))
-    if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
-        found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
-    if fragments:
-        for steps in {_merge(ps, qs, start, stop, most) for most in FRAGMENT_MERGES}:
-            launch = Launch(steps, True)
-            config = fragment_config(steps, itemsize, last and start == 0 and before == 1, max(1, rows * columns * outside))
+    for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
+        if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
+            found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
+    if setting.fragments:
+        whole = last and start == 0 and setting.before == 1
+        for launch in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width), True) for width in FRAGMENT_MERGES):
+            config = fragment_config(launch.steps, itemsize, whole, max(1, setting.rows * setting.columns * outside))
             if config is not None:
-                found.append((outside * (launch.p + launch.q) * fragment_cost(steps, config), launch))
+                found.append((outside * (launch.p + launch.q) * fragment_cost(launch.steps, config), launch))
     return found
 
 
 @lru_cache(maxsize=4096)
-def plan(
-    ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, rows: int, columns: int, fragments: bool = False, before: int = 1
-) -> tuple[Launch, ...]:
-    """Split factors into launches, in the order in which they run.
-
-    Dynamic programming over segments of neighbours for the least modelled time; then shrinking launches
-    run first, since modes are multiplied in place and any order is right.
+def plan(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tuple[Launch, ...]:
+    """Split factors into launches, in the order in which they run: the first of `plans`.
 
     Args:
         ps: rows of the factors (all positive).
         qs: columns of the factors.
-        itemsize: bytes of an element.
-        rows: number of products that share the factors (rows of x times batches).
-        columns: trailing columns R of the canonical form; above 1 no slice is one run of memory.
-        fragments: the fragment kernel may be used.
-        before: product of the modes that stand before these factors', which belong to rows.
+        setting: what surrounds them.
+    """
+    return plans(ps, qs, setting)[0][1]
+
+
+def plans(
+    ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting, keep: int = 1, widths: Sequence[int] = (MERGE_WIDTH,)
+) -> list[tuple[float, tuple[Launch, ...]]]:
+    """The plans of least modelled time, the best first, each with that time (see `_cost` for its unit).
+
+    Dynamic programming over segments of neighbours; then shrinking launches run first, since modes are multiplied in
+    place and any order is right.
+
+    Args:
+        ps: as in `plan`.
+        qs: as in `plan`.
+        setting: as in `plan`.
+        keep: how many plans, for every prefix of the factors too.
+        widths: up to which neighbours may be multiplied out, outside of the fragment kernel.
     """
     count = len(ps)
     # One launch costs about as much as moving 12 MB.
-    overhead = 12e6 / itemsize / max(1, rows * columns)
-    widest = max(CHAIN_TILE[itemsize], WIDEST_TILE if fragments else 0)
-    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]
+    overhead = 12e6 / setting.itemsize / max(1, setting.rows * setting.columns)
+    widest = max(CHAIN_TILE[setting.itemsize], WIDEST_TILE if setting.fragments else 0)
+    best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, count + 1):
         found = []
         for start in range(stop - 1, -1, -1):
-            for cost, launch in _candidates(ps, qs, start, stop, itemsize, rows, columns, fragments, before):
-                found.append((best[start][0] + cost + overhead, (*best[start][1], launch)))
-            if math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
+            legal = _candidates(ps, qs, start, stop, setting, widths)
+            if not legal and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
-        best.append(min(found, key=lambda c: (c[0], len(c[1]))))
-    launches = best[count][1]
-    return tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))
+            for cost, launch in legal:
+                found += [(earlier + cost + overhead, (*launches, launch)) for earlier, launches in best[start]]
+        best.append(sorted(found, key=lambda c: (c[0], len(c[1])))[:keep])
+    return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best[count]]
+
+
+class Place(NamedTuple):
+    """What lies around a launch's modes when it runs: elements before them and after them."""
+
+    before: int
+    after: int
+
+
+def turns(launches: Sequence[Launch], count: int, columns: int) -> bool:
+    """Whether launches turn their modes to the front: if they run through all of count factors from the last to the first."""
+    for launch in launches:
+        if launch.stop != count:
+            return False
+        count = launch.start
+    return count == 0 and columns == 1
+
+
+def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, turned: bool) -> Iterator[Place]:
+    """The place of each launch, in the order in which they run, from the current width of every mode."""
+    widths = list(sizes)
+    for launch in launches:
+        before, after = math.prod(widths[: launch.start]), math.prod(widths[launch.stop :]) * columns
+        yield Place(before * after, 1) if turned else Place(before, after)
+        widths[launch.start : launch.stop] = [launch.q] + [1] * (launch.stop - launch.start - 1)
