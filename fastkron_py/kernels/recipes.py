@@ -18,8 +18,8 @@ from fastkron_py.kernels.sliced_multiply import (
     finish_plain,
     finish_scale,
 )
-from fastkron_py.tuning.fragments import fragment_config, fragment_pad, fragments
-from fastkron_py.tuning.launch import ChainConfig, SingleConfig, chain_configs, single_configs
+from fastkron_py.tuning.fragments import FragmentConfig, fragment_config, fragment_pad, fragments
+from fastkron_py.tuning.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.tuning.plan import Launch
 
 _Strides = tuple[int, int, int, int, int]
@@ -102,8 +102,13 @@ class Recipe(NamedTuple):
     arguments: dict[str, Any]
 
 
-def recipes(case: Case) -> tuple[Recipe, ...]:
-    """Ways to carry out a case, the preferred one first; later ones need less shared memory."""
+def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
+    """Ways to carry out a case, the preferred one first; later ones need less shared memory.
+
+    Args:
+        case: what is launched.
+        config: a tuned configuration, which is preferred to the closed form's.
+    """
     _, rows, before, after = case.shape
     launch = case.launch
     merged = False
@@ -133,19 +138,20 @@ def recipes(case: Case) -> tuple[Recipe, ...]:
         return (_fragment(case, common, num_slices),)
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
-    make = _chain if chain else _single
-    configs: tuple[Any, ...] = (
+    configs: tuple[Config, ...] = (
         chain_configs(launch, case.dtype.itemsize, num_slices, fastest)
         if chain
         else single_configs(launch.p, launch.q, case.dtype.itemsize, num_slices)
     )
-    return tuple(_finished(make(case, config, num_slices), common, config, num_slices, fastest, case) for config in configs)
+    if config is not None:
+        configs = (config, *configs)
+    return tuple(_finished(_MAKERS[type(c)](case, c, num_slices), common, c, num_slices, fastest, case) for c in configs)
 
 
 def _finished(
     part: tuple[Any, int, dict[str, Any]],
     common: dict[str, Any],
-    config: ChainConfig | SingleConfig,
+    config: Config,
     num_slices: int,
     fastest: int,
     case: Case,
@@ -256,3 +262,7 @@ def _chain(case: Case, config: ChainConfig, num_slices: int) -> tuple[Any, int, 
         "Q_TOTAL": math.prod(s.q_pad for s in steps),
     }
     return _fused_multiply_fwd_kernel, case.shape[0] * math.ceil(num_slices / config.block_s), constants
+
+
+# Who works out a launch's own part of the arguments, by the type of its configuration.
+_MAKERS: dict[type, Any] = {SingleConfig: _single, ChainConfig: _chain}

@@ -16,7 +16,9 @@ from triton.runtime.errors import OutOfResources
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Case, Rows, recipes
 from fastkron_py.kernels.replay import Replay, bits
-from fastkron_py.tuning.plan import Launch, plan
+from fastkron_py.kernels.tuned import tuned
+from fastkron_py.tuning.choice import Choice
+from fastkron_py.tuning.plan import Setting, places, plan, turns
 
 # Programs to start where there are no multiprocessors: Triton's interpreter.
 _INTERPRETED_PROGRAMS: Final = 2
@@ -37,14 +39,14 @@ def _has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device; make it the tensor's."""
     if t.device.type != "cuda" or t.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(t.device)
 
 
-def _mergeable(t: Tensor) -> Tensor:
+def mergeable(t: Tensor) -> Tensor:
     """Return t ``[B, L, n, R]`` itself if (n, R) is one run of memory, else a copy."""
     _, _, n, columns = t.shape
     inner = columns == 1 or t.stride(3) == 1
@@ -68,13 +70,13 @@ def _addend(z: Tensor) -> tuple[Tensor, Rows]:
     return z, _rows(z)
 
 
-class _Prepared:
+class Prepared:
     """One launch of a program: which factors, where to, and the ways to do it."""
 
-    def __init__(self, case: Case, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, case: Case, shape: tuple[int, int, int, int], config: Any = None) -> None:
         self.start, self.stop = case.launch.start, case.launch.stop
         self.shape = shape  # of the result
-        self.ways = recipes(case)
+        self.ways = recipes(case, config)
         self.first = 0  # the first way that the device has shared memory for, as far as is known
         self.compiled: Any = None  # that way's compiled kernel on its grid, for aligned pointers
         self.strides: tuple[Any, ...] = ()
@@ -115,7 +117,7 @@ class _Prepared:
         self.compiled = compiled
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Everything that a program depends on, as plain values."""
 
     shape: tuple[int, ...]  # of x, [B, L, K, R]
@@ -133,34 +135,42 @@ class _Kind(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _program(kind: _Kind) -> tuple[_Prepared, ...]:
-    """The launches of a multiply, ready to run.
+def _program(kind: Kind) -> tuple[Prepared, ...]:
+    """The launches of a multiply, ready to run: those that were tuned for it, or else the plan's."""
+    return program_of(kind, tuned(kind))
+
+
+def forget_programs() -> None:
+    """Build every program anew when it is next needed."""
+    _program.cache_clear()
+
+
+def setting_of(kind: Kind) -> Setting:
+    """What a plan for this kind depends on besides the factors."""
+    groups, rows, _, columns = kind.shape
+    before, after = math.prod(kind.sizes[: kind.start]), math.prod(kind.sizes[kind.stop :]) * columns
+    return Setting(kind.dtype.itemsize, groups * rows * before, after, _has_fragments(kind.device, kind.dtype), before)
+
+
+def program_of(kind: Kind, choice: Choice | None) -> tuple[Prepared, ...]:
+    """The launches of a multiply by this choice, or by the closed form.
 
     A run over all modes from last to first turns each launch's modes to the front, which reads whole runs of
     memory and leaves them in order at the end; other runs multiply in place.
     """
     groups, rows, _, columns = kind.shape
-    sizes = list(kind.sizes)
     shapes = [(s[-2], s[-1]) for s in kind.factor_shapes]
-    mine = shapes[kind.start : kind.stop]
-    tail = math.prod(sizes[kind.stop :]) * columns
-    launches = plan(
-        tuple(p for p, _ in mine),
-        tuple(q for _, q in mine),
-        kind.dtype.itemsize,
-        groups * rows * math.prod(sizes[: kind.start]),
-        tail,
-        _has_fragments(kind.device, kind.dtype),
-        math.prod(sizes[: kind.start]),
-    )
-    launches = tuple(launch.shifted(kind.start) for launch in launches)
-    turn = columns == 1 and _covers_backwards(launches, len(shapes))
+    configs: Sequence[Any]
+    if choice is None:
+        mine = shapes[kind.start : kind.stop]
+        planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), setting_of(kind))
+        launches = [launch.shifted(kind.start) for launch in planned]
+        configs = [None] * len(launches)
+    else:
+        launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
+    turn = turns(launches, len(shapes), columns)
     x, program = kind.x, []
-    for i, launch in enumerate(launches):
-        before = math.prod(sizes[: launch.start])
-        after = math.prod(sizes[launch.stop :]) * columns
-        if turn:
-            before, after = before * after, 1
+    for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, kind.sizes, columns, turn), strict=True)):
         width = before * launch.q * after
         y = Rows(rows * width, width, 1)
         final = i == len(launches) - 1
@@ -180,22 +190,12 @@ def _program(kind: _Kind) -> tuple[_Prepared, ...]:
             tuple((s[0] if groups > 1 else 0, s[1], s[2]) for s in kind.factor_strides[launch.start : launch.stop]),
             _multiprocessors(kind.device),
         )
-        program.append(_Prepared(case, (groups, rows, width // columns, columns)))
-        sizes[launch.start : launch.stop] = [q for _, q in shapes[launch.start : launch.stop]]
+        program.append(Prepared(case, (groups, rows, width // columns, columns), configs[i]))
         x = y
     return tuple(program)
 
 
-def _covers_backwards(launches: Sequence[Launch], count: int) -> bool:
-    """Whether launches run through all of count factors from the last to the first."""
-    for launch in launches:
-        if launch.stop != count:
-            return False
-        count = launch.start
-    return count == 0
-
-
-def _kind(
+def kind_of(
     x: Tensor,
     factors: Sequence[Tensor],
     start: int,
@@ -204,9 +204,9 @@ def _kind(
     precision: str,
     scaled: bool,
     z: Rows | None = None,
-) -> _Kind:
+) -> Kind:
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
-    return _Kind(x.shape, _rows(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, x.device)
+    return Kind(x.shape, _rows(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, x.device)
 
 
 def _carry_out(
@@ -221,11 +221,11 @@ def _carry_out(
     z: Tensor | None = None,
 ) -> Tensor:
     """Multiply x ``[B, L, K, R]``, whose modes have these sizes, with factors start to stop."""
-    x = _mergeable(x)
+    x = mergeable(x)
     z_rows = None
     if z is not None:
         z, z_rows = _addend(z)
-    program = _program(_kind(x, factors, start, stop, sizes, precision, alpha != 1, z_rows))
+    program = _program(kind_of(x, factors, start, stop, sizes, precision, alpha != 1, z_rows))
     last = len(program) - 1
     alpha_bits, beta_bits = bits(alpha), bits(beta)
     for i, prepared in enumerate(program):
@@ -247,7 +247,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
     Returns:
         ``[B, L, N, R]``, contiguous.
     """
-    with _on_device(x):
+    with on_device(x):
         sizes = tuple([f.shape[1] for f in factors])
         return _carry_out(x, factors, 0, len(factors), sizes, resolved(precision), alpha, beta, z)
 
@@ -262,8 +262,8 @@ def replay(x: Tensor, factors: Sequence[Tensor], precision: str, scaled: bool, s
         scaled: alpha is not 1.
         shape: of the results, instead of ``[B, L, N, R]``.
     """
-    if _mergeable(x) is not x:
+    if mergeable(x) is not x:
         return None
-    with _on_device(x):
+    with on_device(x):
         sizes = tuple([f.shape[1] for f in factors])
-        return Replay(_program(_kind(x, factors, 0, len(factors), sizes, precision, scaled)), shape)
+        return Replay(_program(kind_of(x, factors, 0, len(factors), sizes, precision, scaled)), shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fastkron_py.tuning.fragments import FragmentConfig
 from fastkron_py.tuning.plan import CHAIN_TILE, DOT_SIDE, SECTOR_BYTES, Launch, next_power_of_two, padded
 
 
@@ -32,6 +33,9 @@ class SingleConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+
+
+Config = SingleConfig | ChainConfig | FragmentConfig  # of a multiply's launch
 
 
 def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int) -> tuple[ChainConfig, ...]:
