@@ -2,5 +2,6 @@
 
 from fastkron_py.functional.kron import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.functional.kronecker_product import KroneckerProduct
+from fastkron_py.functional.tuner import tune
 
-__all__ = ["KroneckerProduct", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left"]
+__all__ = ["KroneckerProduct", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left", "tune"]
