@@ -156,6 +156,8 @@ def _from_shapes(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     width = math.prod(pair[1 if left else 0] for pair in pairs)
+    if rows * width > torch.iinfo(torch.int64).max // dtype.itemsize:
+        raise value_error("factors", "sizes for which x fits into memory", f"an x of {rows * width} elements")
     x = torch.empty((width, rows) if left else (rows, width), **options)
     return x, [torch.empty(pair, **options) for pair in pairs]
 

@@ -93,6 +93,14 @@ def _compile(prepared: Prepared, sample: Tensor) -> tuple[int, int]:
     return int(compiled.metadata.shared), _stack(compiled)
 
 
+def _summary(error: BaseException) -> str:
+    """One line of an exception, of the first one where a compiler has wrapped it in others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"[:300]
+
+
 def answer(line: str) -> dict[str, Any]:
     """What became of one line of input: the most shared memory and stack of its launches, or an error."""
     task = json.loads(line)
@@ -102,7 +110,7 @@ def answer(line: str) -> dict[str, Any]:
     try:
         needs = [_compile(prepared, sample) for prepared in program_of(kind, choice_from_json(task["launches"]))]
     except Exception as error:  # whatever a compiler raises is a property of this choice
-        return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[:300]}
+        return {"error": _summary(error)}
     return {"shared": max(shared for shared, _ in needs), "stack": max(stack for _, stack in needs)}
 
 

@@ -37,13 +37,20 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()  # of starting and of closing
+        self._closed = False
 
     def ask(self, task: str, limit: float) -> dict[str, Any]:
         """The answer to a task, or an error that says why there is none."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start()
-            if "error" in self._exchange("", START_SECONDS):
-                return {"error": "the compiling process did not start"}
+        with self._lock:
+            if self._closed:
+                return {"error": "the search has ended"}
+            fresh = self._process is None or self._process.poll() is not None
+            if fresh:
+                self.stop()
+                self._process = _start()
+        if fresh and "error" in self._exchange("", START_SECONDS):
+            return {"error": "the compiling process did not start"}
         return self._exchange(task + "\n", limit)
 
     def _exchange(self, text: str, limit: float) -> dict[str, Any]:
@@ -71,8 +78,15 @@ class _Worker:
         self.stop()
         return {"error": f"compiling took longer than {limit:g} s" if late.is_set() else "the compiling process ended"}
 
+    def close(self) -> None:
+        """Start no process any more, and let the one there is answer no more."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and wait until it has."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -113,8 +127,10 @@ class Compilers:
     def __exit__(self, *exception: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.stop()
+            worker.close()
         self._threads.shutdown()
+        for worker in self._workers:
+            worker.stop()
 
     def compile(self, kind: Kind, choices: Sequence[Choice], seconds: float) -> Iterator[Compiled]:
         """Compile choices, in the order in which they get done, for at most so many seconds in all."""

@@ -22,6 +22,7 @@ from fastkron_py.testing import tolerances
 from fastkron_py.tuning.candidates import neighbours, starting_points
 from fastkron_py.tuning.choice import Choice
 from fastkron_py.tuning.result import TuningProgress, TuningResult
+from fastkron_py.tuning.table import lookup
 
 FLUSH_BYTES: Final = 256 << 20  # more than any GPU's L2 cache
 ROUNDS: Final = (3, 20)  # fewest and most calls behind a time
@@ -207,7 +208,8 @@ class Search:
     def run(self) -> TuningResult:
         """Search until the budget is spent or nothing near the best gets better."""
         self._tell()
-        self.try_all(starting_points(self.problem))
+        known = lookup(self.problem)
+        self.try_all([*starting_points(self.problem), *([] if known is None else [known])])
         expanded: set[Choice] = set()
         patience = PATIENCE
         while self.left() > 0 and patience and len(self.tried) < TRIALS_MOST:

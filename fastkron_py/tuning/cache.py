@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,30 +82,30 @@ def read(path: Path) -> dict[Problem, Entry]:
         return {}
 
 
-def merge(path: Path, entries: Sequence[Entry], lock_seconds: float = LOCK_SECONDS) -> bool:
+def merge(path: Path, entries: Sequence[Entry]) -> bool:
     """Add entries to the table in a file, in place of those for the same problems. Whether that succeeded, else with a warning.
 
     Several processes lose nothing: each reads, merges and replaces under a lock. What was written but is not valid is kept
     as it stands; a file that is no table of this schema is put aside under another name.
     """
     new = [entry_to_json(entry) for entry in entries]
-    return _locked(path, lock_seconds, lambda: _replace(path, _merged(_raw_entries(path), new)))
+    return _locked(path, lambda: _replace(path, _merged(_raw_entries(path), new)))
 
 
-def clear(path: Path, lock_seconds: float = LOCK_SECONDS) -> bool:
+def clear(path: Path) -> bool:
     """Remove the table. Whether that succeeded, else with a warning."""
-    return not path.exists() or _locked(path, lock_seconds, lambda: path.unlink(missing_ok=True))
+    return not path.exists() or _locked(path, lambda: path.unlink(missing_ok=True))
 
 
-def _locked(path: Path, seconds: float, work: Any) -> bool:
+def _locked(path: Path, work: Callable[[], object]) -> bool:
     from filelock import FileLock, Timeout
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=seconds):
+        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
             work()
     except Timeout:
-        warn(f"the tuning table {path} is left as it was: another process has held its lock for {seconds:g} s")
+        warn(f"the tuning table {path} is left as it was: another process has held its lock for {LOCK_SECONDS:g} s")
         return False
     except OSError as error:
         warn(f"the tuning table {path} is left as it was: {error}")
