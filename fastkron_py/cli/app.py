@@ -6,22 +6,23 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fastkron_py.cli.bench import bench
 from fastkron_py.cli.demo import Check, Cost, Demo, photograph
+from fastkron_py.cli.display import chosen_device, fail, table
 from fastkron_py.cli.environment import report
 from fastkron_py.cli.text import bytes_text, seconds_text
-from fastkron_py.errors import value_error
+from fastkron_py.cli.tune import tune
 
 app = typer.Typer(help="Kronecker products, fast.", no_args_is_help=True, add_completion=False)
 app.command()(bench)
+app.command()(tune)
 
 
 @app.command()
@@ -32,13 +33,13 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
         typer.echo(json.dumps(found, indent=2))
         return
     console = Console()
-    console.print(_table("Versions", ["package", "version"], [[k, v or "not installed"] for k, v in found["versions"].items()]))
+    console.print(table("Versions", ["package", "version"], [[k, v or "not installed"] for k, v in found["versions"].items()]))
     rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0)] for d in found["devices"]]
-    console.print(_table("Devices", ["device", "name", "capability", "memory"], rows))
+    console.print(table("Devices", ["device", "name", "capability", "memory"], rows))
     backend = found["backend"]
     rows = [[c["device"], c["dtype"], c["backend"], c["why"]] for c in backend["auto"]]
-    console.print(_table(f'What backend "auto" takes (in force: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows))
-    console.print(_table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
+    console.print(table(f'What backend "auto" takes (in force: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows))
+    console.print(table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
 
 
 @app.command()
@@ -52,22 +53,22 @@ def demo(
     console = Console()
     missing = [name for name in ("scipy", "matplotlib", "skimage") if find_spec(name) is None]
     if missing:
-        _fail(console, f"the demo needs {', '.join(missing)}: pip install 'fastkron_py\\[demo]'")
+        fail(console, f"the demo needs {', '.join(missing)}: pip install 'fastkron_py\\[demo]'")
     try:
-        work = Demo(photograph(image, size), _device(device))
+        work = Demo(photograph(image, size), chosen_device(device))
     except (ValueError, RuntimeError) as error:
-        _fail(console, str(error))
+        fail(console, str(error))
     height, width, _ = work.image.shape
     console.print(f"[bold]{image}[/bold], {height} x {width} pixels, on {_device_name(work.device)}")
     _run(console, work, out)
 
-    console.print(_table("Checks", ["result", "against", "relative error", "limit", ""], [_check_row(c) for c in work.checks]))
-    console.print(_table("Blur of 3 channels, float32", ["pixels", "method", "time", "memory"], [_cost_row(c) for c in work.costs]))
+    console.print(table("Checks", ["result", "against", "relative error", "limit", ""], [_check_row(c) for c in work.checks]))
+    console.print(table("Blur of 3 channels, float32", ["pixels", "method", "time", "memory"], [_cost_row(c) for c in work.costs]))
     console.print("Memory is the operator's and the most that a call holds at once, its result included.", style="dim")
     console.print(f"Picture: {out}", soft_wrap=True)
     failed = [c.what for c in work.checks if not c.ok]
     if failed:
-        _fail(console, f"wrong: {', '.join(failed)}")
+        fail(console, f"wrong: {', '.join(failed)}")
 
 
 def _run(console: Console, work: Demo, out: Path) -> None:
@@ -86,20 +87,6 @@ def _run(console: Console, work: Demo, out: Path) -> None:
         progress.update(task, description="Done", advance=1)
 
 
-def _fail(console: Console, message: str) -> Any:
-    console.print(f"[bold red]{message}[/bold red]")
-    raise typer.Exit(1)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
-        raise value_error("device", f"auto, cpu, or one of {torch.cuda.device_count()} CUDA devices", name)
-    return device
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -114,12 +101,3 @@ def _check_row(check: Check) -> list[str]:
 def _cost_row(cost: Cost) -> list[str]:
     time = "not built" if cost.seconds is None else seconds_text(cost.seconds)
     return [f"{cost.height} x {cost.width}", cost.method, time, bytes_text(cost.memory_bytes)]
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -14,6 +14,7 @@ import torch
 import fastkron_py
 from fastkron_py.functional.checks import DTYPES
 from fastkron_py.ops.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
+from fastkron_py.tuning.cache import cache_file
 
 CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
@@ -89,8 +90,12 @@ def choice(device: str, dtype: torch.dtype) -> Choice:
 
 
 def caches() -> dict[str, str]:
-    """Where compiled kernels are kept."""
-    return {"triton": os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")}
+    """Where compiled kernels and tuned choices are kept."""
+    tuning = cache_file()
+    return {
+        "triton": os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache"),
+        "tuning": "nowhere" if tuning is None else str(tuning),
+    }
 
 
 def report() -> dict[str, Any]:

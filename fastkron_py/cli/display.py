@@ -1,0 +1,42 @@
+"""What the commands share: tables, refusals, the choice of a device."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastkron_py.errors import value_error
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """A table with a title above it, to the left."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def fail(console: Console, message: str) -> NoReturn:
+    """Say what is wrong and end with status 1."""
+    console.print(f"[bold red]{message}[/bold red]")
+    raise typer.Exit(1)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of this name; "auto" is a GPU where there is one.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise value_error("device", f"auto, cpu, or one of {torch.cuda.device_count()} CUDA devices", name)
+    return device

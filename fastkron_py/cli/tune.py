@@ -1,0 +1,149 @@
+"""``python -m fastkron_py tune``: tune problems by their sizes; show, clear and export the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from fastkron_py.cli.display import chosen_device, fail, table
+from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
+from fastkron_py.cli.text import seconds_text
+from fastkron_py.errors import value_error
+from fastkron_py.functional import tuner
+from fastkron_py.functional.checks import check_precision
+from fastkron_py.tuning import cache
+from fastkron_py.tuning.choice import ITEMSIZE
+from fastkron_py.tuning.entry import Entry
+from fastkron_py.tuning.result import TuningProgress, TuningResult
+from fastkron_py.tuning.table import export as export_tables
+from fastkron_py.tuning.table import is_off
+
+
+def tune(
+    shapes: Annotated[str, typer.Option(help="What to tune: ROWS:FACTORS,... as in '1024:8^5,16:32x32x8,256:52>65x50>20'.")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(ITEMSIZE) + ".")] = "float32",
+    precision: Annotated[str, typer.Option(help="Of float32: highest, high or medium; torch's setting unless given.")] = "",
+    left: Annotated[bool, typer.Option("--left", help="Tune the left form: ROWS is then the number of x's columns.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu (with TRITON_INTERPRET=1, for tests), cuda or cuda:N.")] = "auto",
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds for each problem, about.")] = tuner.BUDGET,
+    list_: Annotated[bool, typer.Option("--list", help="Show what the table holds.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,
+) -> None:
+    """Search for faster launches than the closed form's, and keep them for later calls.
+
+    FACTORS are P, or P>Q for P rows and Q columns, joined by x; ^N repeats one.
+    """
+    console = Console()
+    if not (shapes or list_ or clear or export is not None):
+        fail(console, "nothing to do: give --shapes, --list, --clear or --export")
+    try:
+        problems = parse_shapes(shapes) if shapes else []
+        settings = _Settings(dtype, precision, left, device)
+    except (ValueError, TypeError, RuntimeError) as error:
+        fail(console, escape(str(error)))
+    path = cache.cache_file()
+    if clear and path is not None and not cache.clear(path):
+        fail(console, escape(f"{path} could not be removed"))
+    failed = _tune_all(console, problems, settings, budget) if problems else []
+    entries = [] if path is None else list(cache.read(path).values())
+    if list_:
+        _list(console, path, entries)
+    if export is not None:
+        for written in export_tables(export, entries):
+            console.print(f"Written: {escape(str(written))}", soft_wrap=True)
+    if failed:
+        fail(console, escape("not tuned: " + ", ".join(map(str, failed))))
+
+
+class _Settings:
+    """The options that every problem shares, checked."""
+
+    def __init__(self, dtype: str, precision: str, left: bool, device: str) -> None:
+        if dtype not in ITEMSIZE:
+            raise value_error("dtype", f"one of {', '.join(ITEMSIZE)}", repr(dtype))
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.precision = precision or None
+        check_precision(self.precision)
+        self.left = left
+        self.device = chosen_device(device)
+
+
+def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budget: float) -> list[Shape]:
+    """Tune one problem after the other and show a table. The problems that could not be tuned."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[state]}"))
+    results: list[tuple[Shape, TuningResult]] = []
+    failed = []
+    with Progress(*columns, console=console) as progress:
+        try:
+            compiling = tuner.compilers(settings.device)
+        except (ImportError, RuntimeError) as error:
+            fail(console, escape(f"Triton cannot be used: {error}"))
+        with compiling:
+            for shape in problems:
+                task = progress.add_task(escape(str(shape)), total=budget, state="")
+
+                def report(now: TuningProgress, task: object = task) -> None:
+                    progress.update(task, completed=min(now.seconds, budget), state=_state(now))  # type: ignore[arg-type]
+
+                try:
+                    operands = tuner.example(shape.rows, shape.factors, settings.left, settings.precision, settings.dtype, settings.device)
+                    results.append((shape, tuner.run(*operands, settings.precision, budget, report, True, compiling)))
+                except (ValueError, RuntimeError) as error:  # what does not fit into memory, too
+                    failed.append(shape)
+                    progress.console.print(escape(f"{shape}: {error}"), style="red")
+                progress.update(task, completed=budget)
+    if results:
+        rows = [_result_row(shape, result) for shape, result in results]
+        console.print(table("Tuned", ["problem", "closed form", "best", "gain", "trials", "launches"], rows))
+        for shape, result in results:
+            _tell_dropped(console, shape, result)
+        if is_off():
+            console.print("FASTKRON_TUNING=off is set: calls take the closed form's choice all the same.", style="yellow")
+    return failed
+
+
+def _state(now: TuningProgress) -> str:
+    best, default = seconds_text(now.best_seconds), seconds_text(now.default_seconds)
+    return f"{now.trials} trials, {now.dropped} dropped, {best} (closed form {default}), {now.seconds:.0f} s"
+
+
+def _result_row(shape: Shape, result: TuningResult) -> list[str]:
+    return [escape(str(shape)), *_times(result.entry), str(result.trials), _launches(result.entry)]
+
+
+def _times(entry: Entry) -> list[str]:
+    gain = f"{entry.default_us / entry.best_us:.2f}" if entry.best_us > 0 else ""
+    return [seconds_text(entry.default_us / 1e6), seconds_text(entry.best_us / 1e6), gain]
+
+
+def _launches(entry: Entry) -> str:
+    return "the closed form's" if entry.choice is None else escape(str(entry.choice))
+
+
+def _tell_dropped(console: Console, shape: Shape, result: TuningResult) -> None:
+    """Failed trials by their reasons, and whether the result was saved."""
+    for reason, count in Counter(reason for _, reason in result.dropped).most_common():
+        console.print(escape(f"{shape}: {count} of {result.trials} trials dropped: {reason}"), style="dim")
+    if not result.saved:
+        console.print(escape(f"{shape}: not saved, so that it holds in this process only"), style="yellow")
+
+
+def _list(console: Console, path: Path | None, entries: list[Entry]) -> None:
+    entries = sorted(entries, key=lambda entry: (entry.problem.device, entry.problem.dtype, problem_text(entry.problem)))
+    rows = []
+    for entry in entries:
+        problem = entry.problem
+        arithmetic = problem.dtype + (" high" if problem.precision == "high" else "")
+        what = [problem.device, problem.triton, arithmetic, problem_text(problem)]
+        rows.append([*map(escape, what), *_times(entry), _launches(entry)])
+    columns = ["device", "Triton", "dtype", "problem", "closed form", "best", "gain", "launches"]
+    console.print(table(f"{len(entries)} tuned", columns, rows))
+    console.print(f"Table: {escape(str(path))}", soft_wrap=True)
