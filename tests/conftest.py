@@ -11,6 +11,9 @@ from pathlib import Path
 # cuBLAS reads this when its handle is made; deterministic algorithms need it (see `poison`).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# The closed form chooses, whatever this machine's user has tuned; tests of tuning use `tables`.
+os.environ["FASTKRON_TUNING"] = "off"
+
 import torch
 
 if not torch.cuda.is_available():
@@ -66,6 +69,26 @@ def seed(request: pytest.FixtureRequest) -> int:
 def generator(seed: int) -> torch.Generator:
     """A CPU generator of the test's own."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for the user's tuning table, which is in use during the test. The table's path."""
+    from fastkron_py.tuning import cache, table
+
+    def forget() -> None:
+        table.forget()
+        backend = sys.modules.get("fastkron_py.kernels.triton_backend")
+        if backend is not None:
+            backend.forget_programs()
+
+    monkeypatch.setenv("FASTKRON_CACHE_DIR", str(tmp_path / "tables"))
+    monkeypatch.delenv("FASTKRON_TUNING")
+    forget()
+    path = cache.cache_file()
+    assert path is not None
+    yield path
+    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -80,14 +80,16 @@ def test_too_little_shared_memory_takes_the_next_recipe(backend, device, monkeyp
             return launch
 
     real = backend.recipes
-    monkeypatch.setattr(backend, "recipes", lambda case: (real(case)[0]._replace(kernel=TooLarge()), *real(case)[1:]))
+    monkeypatch.setattr(
+        backend, "recipes", lambda case, config: (real(case, config)[0]._replace(kernel=TooLarge()), *real(case, config)[1:])
+    )
     backend._program.cache_clear()
     x, factors = problem(torch.float64, device, 1, 40, (12,), (12,), 1)
     for _ in range(2):
         assert_close(backend.multiply(x, factors, None, 1.0, 0.0, None), dense(x, factors))
     assert len(tried) == 1
 
-    monkeypatch.setattr(backend, "recipes", lambda case: (real(case)[0]._replace(kernel=TooLarge()),))
+    monkeypatch.setattr(backend, "recipes", lambda case, config: (real(case, config)[0]._replace(kernel=TooLarge()),))
     backend._program.cache_clear()
     with pytest.raises(OutOfResources):
         backend.multiply(x, factors, None, 1.0, 0.0, None)

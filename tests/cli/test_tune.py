@@ -1,0 +1,182 @@
+"""`python -m fastkron_py tune`: the notation of problems, what the command shows, and what it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tuning_cases import DEVICE, HERE, UNMERGED, entry, problem
+from typer.testing import CliRunner
+
+from fastkron_py.cli.app import app
+from fastkron_py.cli.shapes import Shape, factors_text, parse_shapes, problem_text
+from fastkron_py.tuning import cache
+from fastkron_py.tuning.cache import TuningWarning
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastkron_py.kernels import search
+
+    monkeypatch.setattr(search, "TRIALS_MOST", 3)
+    monkeypatch.setattr(search, "ROUNDS", (2, 2))
+
+
+DEVICE_OPTION = ["--device", DEVICE.type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1024:8^5", [(1024, [(8, 8)] * 5)]),
+        ("1024:8x16x32", [(1024, [(8, 8), (16, 16), (32, 32)])]),
+        ("256:52>65x50>20", [(256, [(52, 65), (50, 20)])]),
+        ("1:2>32^3x7", [(1, [(2, 32)] * 3 + [(7, 7)])]),
+        ("4:8, 5:9 ,4:8", [(4, [(8, 8)]), (5, [(9, 9)])]),
+    ],
+)
+def test_notation(text, expected):
+    assert parse_shapes(text) == [Shape(*e) for e in expected]
+
+
+@given(rows=st.integers(1, 10**9), factors=st.lists(st.tuples(st.integers(1, 999), st.integers(1, 999)), min_size=1, max_size=64))
+def test_notation_there_and_back(rows, factors):
+    assert parse_shapes(str(Shape(rows, factors))) == [Shape(rows, factors)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("8^5", "no colon"),
+        ("4:8^5,", "'': no colon"),
+        (":8", "'' is no number of rows"),
+        ("0:8", "'0' is no number of rows"),
+        ("-4:8", "'-4' is no number of rows"),
+        ("4:", "'' is no factor"),
+        ("4:8x", "'' is no factor"),
+        ("4:8^", "'8^' is no factor"),
+        ("4:8^0", "'8^0' has a size of 0"),
+        ("4:0>8", "'0>8' has a size of 0"),
+        ("4:8^65", "65 factors are more than 64"),
+        ("4:8>9>3", "'8>9>3' is no factor"),
+        ("4:8 x 8", "'8 ' is no factor"),
+        ("4:8.5", "'8.5' is no factor"),
+        ("4:\u0668", "is no factor"),  # a digit, but not of the notation
+        ("4:8:8", "'8:8' is no factor"),
+        ("4:" + "9" * 5000, "is no factor"),
+    ],
+)
+def test_refusals_say_why(text, why):
+    with pytest.raises(ValueError, match="shapes: expected problems like") as caught:
+        parse_shapes(text)
+    assert why in str(caught.value)
+
+
+def test_texts():
+    assert factors_text([(8, 8), (8, 8), (8, 16), (4, 4)]) == "8^2x8>16x4"
+    assert problem_text(problem([(5, 3)], rows=1, columns=7)) == "left 7:3>5"
+    assert problem_text(problem(rows=8, batched=True, contiguous=False)) == "8:3>5x4>2, factors in batches, strided rows"
+
+
+def test_tunes_shows_and_exports(runner, tables, quick, tmp_path):
+    folder = tmp_path / "exported"
+    arguments = ["tune", "--shapes", "4:4^2,3:5>7x3", "--budget", "5", "--list", "--export", str(folder), *DEVICE_OPTION]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for part in ("Tuned", "4:4^2", "3:5>7x3", "closed form", "gain", "trials", "2 tuned", HERE, "Written:"):
+        assert part in result.output
+    found = cache.read(tables)
+    assert {p.factors for p in found} == {((4, 4), (4, 4)), ((5, 7), (3, 3))}
+    (written,) = folder.glob("*.json")
+    assert json.loads(written.read_text()) == json.loads(tables.read_text())
+
+
+def test_dtype_precision_and_left_are_heeded(runner, tables, quick):
+    options = ["--dtype", "float64", "--precision", "high", "--left", "--budget", "5", *DEVICE_OPTION]
+    result = runner.invoke(app, ["tune", "--shapes", "6:5>7", *options])
+    assert result.exit_code == 0, result.output
+    (found,) = cache.read(tables)
+    assert (found.dtype, found.factors, found.columns, found.rows) == ("float64", ((7, 5),), 6, 1)
+
+
+def test_list_and_clear(runner, tables):
+    assert cache.merge(tables, [entry(), entry(problem(rows=64), None)])
+    result = runner.invoke(app, ["tune", "--list"])
+    assert result.exit_code == 0, result.output
+    for part in ("2 tuned", "4:3>5x4>2", "2.00", "the closed form's", "[0] single 16x16x16"):
+        assert part in result.output
+    result = runner.invoke(app, ["tune", "--clear", "--list"])
+    assert result.exit_code == 0, result.output
+    assert "0 tuned" in result.output
+    assert not tables.exists()
+
+
+def test_a_damaged_table_is_listed_as_empty(runner, tables):
+    tables.parent.mkdir(parents=True)
+    tables.write_text("{")
+    with pytest.warns(TuningWarning, match="is ignored"):
+        result = runner.invoke(app, ["tune", "--list"])
+    assert result.exit_code == 0
+    assert "0 tuned" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to do"),
+        (["--shapes", "4:8^"], "'8^' is no factor"),
+        (["--shapes", "4:8", "--dtype", "int8"], "dtype: expected one of float16"),
+        (["--shapes", "4:8", "--precision", "exact"], "precision: expected"),
+        (["--shapes", "4:8", "--device", "cuda:99"], "device: expected auto, cpu"),
+        (["--shapes", "4:8", "--device", "nowhere"], "nowhere"),
+    ],
+)
+def test_refusals(runner, tables, arguments, message):
+    result = runner.invoke(app, ["tune", *arguments])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_problem_that_does_not_fit_does_not_stop_the_others(runner, tables, quick):
+    result = runner.invoke(app, ["tune", "--shapes", "1024:512^20,4:4^2", "--budget", "5", *DEVICE_OPTION])
+    assert result.exit_code == 1
+    assert "not tuned: 1024:512^20" in result.output
+    assert {p.factors for p in cache.read(tables)} == {((4, 4), (4, 4))}
+
+
+def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
+    monkeypatch.setenv("FASTKRON_TUNING", "off")
+    result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", "5", *DEVICE_OPTION])
+    assert result.exit_code == 0
+    assert "FASTKRON_TUNING=off is set" in result.output
+
+
+def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
+    from fastkron_py.kernels import search
+
+    def refuse(self, compiled):
+        raise search.DroppedError("asks for too much")
+
+    monkeypatch.setattr(search.Search, "trial", refuse)
+    monkeypatch.setattr(search, "starting_points", lambda _: [UNMERGED])
+    result = runner.invoke(app, ["tune", "--shapes", "4:3>5x4>2", "--budget", "5", *DEVICE_OPTION])
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 trials dropped: asks for too much" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_gpu_and_interpreter(runner, tables, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    result = runner.invoke(app, ["tune", "--shapes", "4:4"])
+    assert result.exit_code == 1
+    assert "TRITON_INTERPRET is not set" in result.output

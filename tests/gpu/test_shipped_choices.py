@@ -1,0 +1,43 @@
+"""Every choice that ships for this GPU computes the product, on fewer rows than it was tuned with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+import torch
+from tuning_cases import HERE, carry_out, expected, kind, operands, version
+
+from fastkron_py.testing import assert_close
+from fastkron_py.tuning import cache, table
+from fastkron_py.tuning.entry import Entry
+
+pytestmark = pytest.mark.gpu
+
+MOST_ELEMENTS = 1 << 26  # of the larger of x and the result: the reference is in float64
+
+
+def shipped() -> list[Entry]:
+    file = resources.files("fastkron_py.tuning") / "tables" / table.file_name(HERE)
+    entries = cache.parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else {}
+    return [e for e in entries.values() if e.choice is not None and e.problem.triton == version()]
+
+
+def test_shipped_choices_are_right() -> None:
+    """One test for all, since a table may be empty."""
+    from fastkron_py.kernels import triton_backend
+
+    for entry in shipped():
+        p = entry.problem
+        widest = max(math.prod(a for a, _ in p.factors), math.prod(b for _, b in p.factors)) * p.columns
+        x, factors = operands(replace(p, rows=max(2, min(p.rows, MOST_ELEMENTS // widest))))
+        y = carry_out(triton_backend.program_of(kind(x, factors, p.precision), entry.choice), x, factors)
+        steps = 2 * len(factors)
+        bounds = {}
+        if p.dtype == "float32" and p.precision == "high":
+            bounds = {"rms_tol": steps * 2.0**-11, "max_tol": 4 * steps * 2.0**-11}
+        assert_close(y, expected(x, factors), steps=steps, name=f"{p} by {entry.choice}", **bounds)
+        del x, y
+        torch.cuda.empty_cache()
