@@ -32,7 +32,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         inside = archive.namelist()
     with tarfile.open(sdist) as packed_archive:
         packed = {name.partition("/")[2] for name in packed_archive.getnames()}
-    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "fastkron_py").rglob("*.py")}
+    modules = {p.relative_to(ROOT).as_posix() for pattern in ("*.py", "*.json") for p in (ROOT / "fastkron_py").rglob(pattern)}
     modules |= {
         f"fastkron_py/{p.relative_to(ROOT).as_posix()}" for room in ("distributed", "integrations") for p in (ROOT / room).rglob("*.py")
     }

@@ -280,6 +280,7 @@ def test_without_platformdirs(tables, monkeypatch):
 
 
 def test_the_system_s_place_is_the_default(tables, monkeypatch, tmp_path):
+    pytest.importorskip("platformdirs")
     monkeypatch.delenv("FASTKRON_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if sys.platform == "linux":

@@ -279,3 +279,35 @@ def test_without_gpu_and_interpreter(tables, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="device: expected what Triton's kernels take; got device cpu is not cuda"):
         fastkron_py.tune(4, [8], device="cpu")
+
+
+@pytest.fixture
+def compiling(quick, monkeypatch, tmp_path):
+    """Candidates are compiled, for an H100 where there is no GPU. The module of the search."""
+    from triton.backends.compiler import GPUTarget
+
+    from fastkron_py.kernels.compilers import Compilers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(quick, "compilers", lambda _: Compilers(GPUTarget("cuda", 90, 32), 2))
+        monkeypatch.setattr(quick, "_most_shared", lambda _: 232_448)
+    return quick
+
+
+def test_candidates_are_compiled_before_they_are_tried(tables, compiling, tmp_path):
+    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=120, progress=False)
+    assert result.trials == 4
+    assert result.dropped == ()
+    assert list((tmp_path / "triton").rglob("*.cubin"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"), [("_most_shared", lambda _: 1, "shared memory"), ("STACK_MOST", -1, "spills 0 bytes")]
+)
+def test_what_asks_for_too_much_is_not_run(tables, compiling, monkeypatch, name, value, reason):
+    monkeypatch.setattr(compiling, name, value)
+    result = fastkron_py.tune(4, [(64, 64)], device=DEVICE, budget=120, progress=False)
+    assert result.trials == len(result.dropped) > 0
+    assert all(reason in why for _, why in result.dropped)
+    assert result.choice is None
