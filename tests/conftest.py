@@ -74,6 +74,7 @@ def generator(seed: int) -> torch.Generator:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for the user's tuning table, which is in use during the test. The table's path."""
+    from fastkron_py.ops import recorded
     from fastkron_py.tuning import cache, table
 
     def forget() -> None:
@@ -81,6 +82,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         backend = sys.modules.get("fastkron_py.kernels.triton_backend")
         if backend is not None:
             backend.forget_programs()
+        recorded.forget()
 
     monkeypatch.setenv("FASTKRON_CACHE_DIR", str(tmp_path / "tables"))
     monkeypatch.delenv("FASTKRON_TUNING")

@@ -61,15 +61,15 @@ def expected(x, factors):
 def kind(x, factors, precision="highest"):
     from fastkron_py.kernels import triton_backend
 
-    return triton_backend.kind_of(x, None, factors, 0, len(factors), tuple(f.shape[1] for f in factors), False, precision)
+    return triton_backend.kind_of(x, factors, 0, len(factors), tuple(f.shape[1] for f in factors), precision, False)
 
 
 def carry_out(program, x, factors):
     """Run launches one after the other."""
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.replay import bits
 
     for prepared in program:
-        x = prepared.run(x, factors, None, triton_backend.ONE, 0)
+        x = prepared.run(x, factors, None, bits(1.0), 0)
     return x
 
 

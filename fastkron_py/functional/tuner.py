@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import DTYPES, check_integer, check_precision, check_problem, check_tensors, factor_list
+from fastkron_py.ops import recorded
 from fastkron_py.ops.backend import triton_obstacle
 from fastkron_py.ops.canonical import canonical
 from fastkron_py.tuning import cache, table
@@ -109,6 +110,7 @@ def run(
     result = replace(result, saved=path is not None and cache.merge(path, [result.entry]))
     table.remember(result.entry)
     search.use_new_choices()
+    recorded.forget()
     return result
 
 

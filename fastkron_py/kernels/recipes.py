@@ -135,15 +135,16 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
         "FINISH": _FINISHERS[case.finish],
     }
     if launch.fragment:
-        return (_fragment(case, common, num_slices),)
+        closed = fragment_config(launch.steps, case.dtype.itemsize, before == 1 and after == 1, num_slices)
+        return tuple(_fragment(case, common, num_slices, c) for c in (config, closed) if isinstance(c, FragmentConfig))
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
-    configs: tuple[Config, ...] = (
+    configs: tuple[SingleConfig | ChainConfig, ...] = (
         chain_configs(launch, case.dtype.itemsize, num_slices, fastest)
         if chain
         else single_configs(launch.p, launch.q, case.dtype.itemsize, num_slices)
     )
-    if config is not None:
+    if isinstance(config, SingleConfig | ChainConfig):
         configs = (config, *configs)
     return tuple(_finished(_MAKERS[type(c)](case, c, num_slices), common, c, num_slices, fastest, case) for c in configs)
 
@@ -151,7 +152,7 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
 def _finished(
     part: tuple[Any, int, dict[str, Any]],
     common: dict[str, Any],
-    config: Config,
+    config: SingleConfig | ChainConfig,
     num_slices: int,
     fastest: int,
     case: Case,
@@ -176,15 +177,12 @@ _RUNTIME = 0  # a stride that a kernel is not compiled for
 _MOST_OFFSET = 2**31 - 1
 
 
-def _fragment(case: Case, common: dict[str, Any], num_slices: int) -> Recipe:
+def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig) -> Recipe:
     """The recipe of a launch for the fragment kernel."""
     batches, _, before, after = case.shape
     steps = case.launch.steps
     head, tail = common["HEAD"], common["TAIL"]
     turned = case.turn
-    config = fragment_config(steps, case.dtype.itemsize, before == 1 and after == 1, num_slices)
-    if config is None:
-        raise ValueError(f"launch must be one that fragment_config takes, got {case.launch}")
     plan = fragments(steps, config.block_s, config.num_warps, case.dtype.itemsize, (tail, tail or turned))
     fastest = after if tail else before
     num_tiles = batches * math.ceil(num_slices / config.block_s)
@@ -212,7 +210,7 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int) -> Recipe:
         "THREE": case.dtype == torch.float32 and case.precision == "highest",
         "ROUND": _ROUND[case.dtype],
         "num_warps": config.num_warps,
-        "maxnreg": config.max_registers,
+        "maxnreg": config.max_registers or None,
     }
     return Recipe(
         _fragment_multiply_fwd_kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,), arguments

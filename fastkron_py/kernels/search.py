@@ -13,9 +13,10 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from fastkron_py.kernels import triton_backend
+from fastkron_py.kernels import devices, triton_backend
 from fastkron_py.kernels.compilers import Compiled, Compilers
 from fastkron_py.kernels.precision import resolved
+from fastkron_py.kernels.replay import bits
 from fastkron_py.kernels.triton_backend import Prepared, program_of
 from fastkron_py.kernels.tuned import problem_of
 from fastkron_py.testing import tolerances
@@ -119,7 +120,7 @@ class Search:
     ) -> None:
         sizes = tuple(f.shape[1] for f in factors)
         self.x, self.factors = x, factors
-        self.kind = triton_backend.kind_of(x, None, factors, 0, len(factors), sizes, False, resolved(precision))
+        self.kind = triton_backend.kind_of(x, factors, 0, len(factors), sizes, resolved(precision), False)
         problem = problem_of(self.kind)
         if problem is None:
             raise ValueError(f"a multiply of {len(factors)} factors of {x.dtype} is not tuned")
@@ -140,7 +141,7 @@ class Search:
         """The product by this program, with alpha 1 and beta 0."""
         y = self.x
         for prepared in program:
-            y = prepared.run(y, self.factors, None, triton_backend.ONE, 0)
+            y = prepared.run(y, self.factors, None, bits(1.0), 0)
         return y
 
     def left(self) -> float:
@@ -209,7 +210,8 @@ class Search:
         """Search until the budget is spent or nothing near the best gets better."""
         self._tell()
         known = lookup(self.problem)
-        self.try_all([*starting_points(self.problem), *([] if known is None else [known])])
+        fragments = devices.has_fragments(self.kind.device, self.kind.dtype)
+        self.try_all([*starting_points(self.problem, fragments), *([] if known is None else [known])])
         expanded: set[Choice] = set()
         patience = PATIENCE
         while self.left() > 0 and patience and len(self.tried) < TRIALS_MOST:

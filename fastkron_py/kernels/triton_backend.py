@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.runtime.errors import OutOfResources
 
+from fastkron_py.kernels import devices
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Case, Rows, recipes
 from fastkron_py.kernels.replay import Replay, bits
@@ -29,14 +29,6 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@lru_cache(maxsize=64)
-def _has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fragment kernel, which is written for Hopper's tensor cores, can multiply here."""
-    if device.type != "cuda" or dtype == torch.float64 or torch.version.hip is not None or knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -149,7 +141,7 @@ def setting_of(kind: Kind) -> Setting:
     """What a plan for this kind depends on besides the factors."""
     groups, rows, _, columns = kind.shape
     before, after = math.prod(kind.sizes[: kind.start]), math.prod(kind.sizes[kind.stop :]) * columns
-    return Setting(kind.dtype.itemsize, groups * rows * before, after, _has_fragments(kind.device, kind.dtype), before)
+    return Setting(kind.dtype.itemsize, groups * rows * before, after, devices.has_fragments(kind.device, kind.dtype), before)
 
 
 def program_of(kind: Kind, choice: Choice | None) -> tuple[Prepared, ...]:
@@ -205,6 +197,7 @@ def kind_of(
     scaled: bool,
     z: Rows | None = None,
 ) -> Kind:
+    """The kind of a multiply of x ``[B, L, K, R]``, of which (K, R) is one run of memory."""
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
     return Kind(x.shape, _rows(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, x.device)
 

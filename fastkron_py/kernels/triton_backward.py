@@ -23,7 +23,7 @@ from fastkron_py.kernels.partials import _split_gradient_kernel, _sum_partials_k
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Rows, arithmetic
 from fastkron_py.kernels.replay import bits
-from fastkron_py.kernels.triton_backend import _carry_out, _mergeable, _multiprocessors, _on_device, _rows, multiply
+from fastkron_py.kernels.triton_backend import _carry_out, _multiprocessors, _rows, mergeable, multiply, on_device
 from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.tuning.plan import next_power_of_two, padded
 
@@ -336,14 +336,14 @@ def backward(
     Returns:
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
     """
-    with _on_device(x):
+    with on_device(x):
         precision = resolved(precision)
         count = len(factors)
         gradients: list[Tensor | None] = [None] * count
         if not any(need_factors):
             transposed = [f.mT for f in factors]
             return (multiply(dy, transposed, None, alpha, 0.0, precision) if need_x else None), gradients
-        state = _Pass(_mergeable(dy), _mergeable(x), factors, precision)
+        state = _Pass(mergeable(dy), mergeable(x), factors, precision)
         groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
         alpha_bits = bits(alpha)
         for i, group in enumerate(groups):

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from fastkron_py.tuning.choice import FACTORS_MOST, ITEMSIZE, Choice, Problem, rows_bucket
+from fastkron_py.kernels import devices
+from fastkron_py.tuning.choice import FACTORS_MOST, INTERPRETER, ITEMSIZE, Choice, Problem, rows_bucket
 from fastkron_py.tuning.table import lookup
 
 if TYPE_CHECKING:
     from fastkron_py.kernels.triton_backend import Kind
-
-INTERPRETER = "interpreter"
 
 
 @lru_cache(maxsize=64)
@@ -47,4 +46,7 @@ def problem_of(kind: Kind) -> Problem | None:
 def tuned(kind: Kind) -> Choice | None:
     """The tuned choice for a kind of multiply, or None for the closed form."""
     problem = problem_of(kind)
-    return None if problem is None else lookup(problem)
+    choice = None if problem is None else lookup(problem)
+    if choice is not None and choice.has_fragments and not devices.has_fragments(kind.device, kind.dtype):
+        return None  # a device of the same name with another chip
+    return choice

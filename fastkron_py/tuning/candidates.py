@@ -7,22 +7,26 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from fastkron_py.tuning.choice import Choice, ChosenLaunch, Problem, is_valid, kernel_of, launch_obstacle
+from fastkron_py.tuning.fragments import fragment_config
 from fastkron_py.tuning.launch import Config, chain_configs, single_configs
-from fastkron_py.tuning.plan import MERGE_WIDTH, Launch, places, plans, turns
+from fastkron_py.tuning.plan import MERGE_WIDTH, Launch, Setting, places, plans, turns
 
 MODEL_SLACK: Final = 1.5  # plans modelled to take longer than this many times the least are not tried
 PLANS_MOST: Final = 8
 WIDTHS: Final = (MERGE_WIDTH, 32, 16)
 # Values of a configuration's field that are tried: factors of the present one, or values in their own right.
 FACTORS: Final = {"block_s": (0.5, 2), "block_p": (0.5, 2), "block_q": (0.5, 2)}
-VALUES: Final = {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "programs_per_sm": (1, 2, 3, 4)}
+VALUES: Final = {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "programs_per_sm": (0, 1, 2, 3, 4), "max_registers": (80, 96, 128, 168)}
 
 
 def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> Iterator[ChosenLaunch]:
     """A launch with the configurations that are its defaults, the preferred one first."""
     num_slices, itemsize = problem.rows * before * after, problem.itemsize
     configs: tuple[Config, ...]
-    if len(launch.steps) == 1:
+    if launch.fragment:
+        fragment = fragment_config(launch.steps, itemsize, before == 1 and after == 1, num_slices)
+        configs = () if fragment is None else (fragment,)
+    elif len(launch.steps) == 1:
         configs = single_configs(launch.p, launch.q, itemsize, num_slices)
     else:
         configs = chain_configs(launch, itemsize, num_slices, after if after != 1 else before)
@@ -30,14 +34,15 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> It
         yield ChosenLaunch(tuple((s.start, s.stop) for s in launch.steps), kernel_of(config), config)
 
 
-def starting_points(problem: Problem) -> list[Choice]:
+def starting_points(problem: Problem, fragments: bool = False) -> list[Choice]:
     """Plans with their default configurations: the closed form's, then others in the order of modelled time.
 
     The model does not tell turning the modes from leaving them in place, so the closed form's plan comes in both orders.
     """
     ps, qs = tuple(p for p, _ in problem.factors), tuple(q for _, q in problem.factors)
-    default = plans(ps, qs, problem.itemsize, problem.rows, problem.columns)
-    found = default + plans(ps, qs, problem.itemsize, problem.rows, problem.columns, PLANS_MOST, WIDTHS)
+    setting = Setting(problem.itemsize, problem.rows, problem.columns, fragments)
+    default = plans(ps, qs, setting)
+    found = default + plans(ps, qs, setting, PLANS_MOST, WIDTHS)
     near = [launches for cost, launches in found if cost <= MODEL_SLACK * default[0][0]]
     near[1:1] = [tuple(reversed(near[0]))]
     choices = [_with_defaults(launches, problem) for launches in dict.fromkeys(near)]
@@ -64,7 +69,7 @@ def _changed(config: Any) -> Iterator[Any]:
     for field in fields(config):
         now = getattr(config, field.name)
         values = [int(now * factor) for factor in FACTORS.get(field.name, ())] + list(VALUES.get(field.name, ()))
-        yield from (replace(config, **{field.name: value}) for value in values if value not in (0, now))
+        yield from (replace(config, **{field.name: value}) for value in values if value != now)
 
 
 def neighbours(choice: Choice, problem: Problem) -> list[Choice]:

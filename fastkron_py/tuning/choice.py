@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
+from fastkron_py.tuning.fragments import FragmentConfig, fits_fragments
 from fastkron_py.tuning.launch import ChainConfig, Config, SingleConfig
 from fastkron_py.tuning.plan import CHAIN_STEPS, CHAIN_TILE, DOT_SIDE, MERGE_WIDTH, Launch, Step, is_chain, padded
 
@@ -16,9 +17,11 @@ SCHEMA: Final = 1
 ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPERATIONS: Final = ("multiply",)
 FACTORS_MOST: Final = 64
+INTERPRETER: Final = "interpreter"  # in place of a device's name
 WARPS: Final = (1, 2, 4, 8, 16)
 STAGES_MOST: Final = 8
 PROGRAMS_MOST: Final = 32
+REGISTERS: Final = (32, 255)  # fewest and most of a thread
 # Elements of any one tile of a single step: more than fits on any device, and what a compiler still takes in seconds.
 SINGLE_TILE: Final = 1 << 15
 
@@ -80,7 +83,12 @@ class Choice:
 
     def as_launches(self, factors: Sequence[tuple[int, int]]) -> list[Launch]:
         """The launches as a plan, for factors of these shapes."""
-        return [as_launch(chosen.steps, factors) for chosen in self.launches]
+        return [as_launch(chosen, factors) for chosen in self.launches]
+
+    @property
+    def has_fragments(self) -> bool:
+        """Whether some launch needs the fragment kernel, and so its GPUs."""
+        return any(chosen.kernel == "fragment" for chosen in self.launches)
 
     def __str__(self) -> str:
         """A line for people: the factors of each step, the kernel, its blocks, warps, stages and programs a multiprocessor."""
@@ -95,9 +103,9 @@ def _launch_text(chosen: ChosenLaunch) -> str:
     return f"[{steps}] {chosen.kernel} {blocks} {rest}"
 
 
-def as_launch(steps: Sequence[tuple[int, int]], factors: Sequence[tuple[int, int]]) -> Launch:
-    """Steps given by their factors' numbers, with their sizes."""
-    return Launch(tuple(_step(start, stop, factors) for start, stop in steps))
+def as_launch(chosen: ChosenLaunch, factors: Sequence[tuple[int, int]]) -> Launch:
+    """A launch whose steps are given by their factors' numbers, with their sizes."""
+    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), chosen.kernel == "fragment")
 
 
 def _step(start: int, stop: int, factors: Sequence[tuple[int, int]]) -> Step:
@@ -111,6 +119,8 @@ def _step(start: int, stop: int, factors: Sequence[tuple[int, int]]) -> Step:
 def _single_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None:
     if len(launch.steps) != 1:
         return f"a single step was expected, not {len(launch.steps)}"
+    if config.programs_per_sm < 1:
+        return "no program"
     sides = (config.block_s, config.block_p, config.block_q)
     if min(sides) < DOT_SIDE:
         return f"a block is narrower than {DOT_SIDE}"
@@ -122,6 +132,8 @@ def _single_obstacle(launch: Launch, config: Any, problem: Problem) -> str | Non
 
 
 def _chain_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None:
+    if config.programs_per_sm < 1:
+        return "no program"
     if not 2 <= len(launch.steps) <= CHAIN_STEPS:
         return f"a chain of 2 to {CHAIN_STEPS} steps was expected, not of {len(launch.steps)}"
     if not is_chain(launch, problem.itemsize, launch.stop == len(problem.factors) and problem.columns == 1):
@@ -131,6 +143,16 @@ def _chain_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None
         return "the tile does not fit on chip"
     if config.block_s * min(width // max(s.p_pad, s.q_pad) for s in launch.steps) < DOT_SIDE:
         return f"a product has fewer than {DOT_SIDE} rows"
+    return None
+
+
+def _fragment_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None:
+    if problem.dtype == "float64" or problem.device == INTERPRETER:
+        return f"the fragment kernel has no {'float64' if problem.dtype == 'float64' else 'interpreter'}"
+    if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
+        return f"max_registers = {config.max_registers}"
+    if not fits_fragments(launch.steps, config.block_s, config.num_warps):
+        return "the chain does not fit into the registers"
     return None
 
 
@@ -144,6 +166,7 @@ class Kernel(NamedTuple):
 KERNELS: Final[dict[str, Kernel]] = {
     "single": Kernel(SingleConfig, _single_obstacle),
     "chain": Kernel(ChainConfig, _chain_obstacle),
+    "fragment": Kernel(FragmentConfig, _fragment_obstacle),
 }
 
 
@@ -180,7 +203,7 @@ def launch_obstacle(chosen: ChosenLaunch, problem: Problem) -> str | None:
     kernel = KERNELS.get(chosen.kernel)
     if kernel is None or type(chosen.config) is not kernel.config:
         return f"kernel {chosen.kernel!r} with a {type(chosen.config).__name__}"
-    launch = as_launch(chosen.steps, problem.factors)
+    launch = as_launch(chosen, problem.factors)
     if any(s.stop - s.start > 1 and max(s.p, s.q) > MERGE_WIDTH for s in launch.steps):
         return f"factors multiplied out beyond a width of {MERGE_WIDTH}"
     for f in fields(chosen.config):
@@ -198,4 +221,4 @@ def _is_allowed(name: str, value: int) -> bool:
         return value in WARPS
     if name == "num_stages":
         return 1 <= value <= STAGES_MOST
-    return name != "programs_per_sm" or 1 <= value <= PROGRAMS_MOST
+    return name != "programs_per_sm" or 0 <= value <= PROGRAMS_MOST

@@ -24,6 +24,7 @@ SINGLE_WIDTH: Final = 128
 # Elements of a tile: 32 for each thread of 4, 8 or 16 warps. Only with 4 warps do several programs share a multiprocessor well.
 TILE: Final = 4096
 WIDEST_TILE: Final = 16384
+THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
 SECTOR_BYTES: Final = 32
 WARP_ROWS: Final = 16
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
@@ -218,11 +219,31 @@ class FragmentConfig:
     block_s: int
     num_warps: int
     programs_per_sm: int  # each taking many tiles, which pays where staging a factor costs as much as a tile; 0: a program for each tile
-    max_registers: int | None  # of a thread
+    max_registers: int  # of a thread; 0: no limit of ours
+
+
+def fits_fragments(steps: Sequence[Step], block_s: int, num_warps: int) -> bool:
+    """Whether the kernel can take a chain on tiles of block_s slices: the single statement of what it can.
+
+    Args:
+        steps: of the launch, first factors first.
+        block_s: a power of two.
+        num_warps: of a program.
+    """
+    pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
+    if len(steps) > MOST_STEPS or max(map(max, pads)) > (SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH) or num_warps not in (4, 8, 16):
+        return False
+    tile = block_s * math.prod(p for p, _ in pads)
+    most, fewest_rows = tile, tile
+    for p, q in reversed(pads):
+        fewest_rows = min(fewest_rows, tile // p)
+        tile = tile // p * q
+        most = max(most, tile)
+    return fewest_rows >= WARP_ROWS * num_warps and most <= THREAD_ELEMENTS * 32 * num_warps
 
 
 def fragment_config(steps: Sequence[Step], itemsize: int, whole_rows: bool, num_slices: int) -> FragmentConfig | None:
-    """The tile for a chain, or None where the kernel cannot take it: the single statement of what it can.
+    """The tile for a chain, or None where the kernel cannot take one.
 
     Args:
         steps: of the launch, first factors first.
@@ -231,26 +252,19 @@ def fragment_config(steps: Sequence[Step], itemsize: int, whole_rows: bool, num_
         num_slices: slices there are in all.
     """
     pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
-    widest = max(max(pad) for pad in pads)
-    if len(steps) > MOST_STEPS or widest > (SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH):
-        return None
-    if widest == SINGLE_WIDTH:
-        return FragmentConfig(128, 8, 1, None)
-    width = most = math.prod(p for p, _ in pads)
-    shortest = width
+    if max(map(max, pads)) == SINGLE_WIDTH:
+        return FragmentConfig(128, 8, 1, 0) if fits_fragments(steps, 128, 8) else None
+    width = most = shortest = math.prod(p for p, _ in pads)
     for p, q in reversed(pads):
         shortest = min(shortest, width // p)
         width = width // p * q
         most = max(most, width)
     run = 1 if whole_rows else SECTOR_BYTES // itemsize
     block_s = max(run, min(TILE // most, 1 << (num_slices - 1).bit_length()), 4 * WARP_ROWS // shortest, 1)
-    tile = block_s * most
-    if tile > WIDEST_TILE:
+    num_warps = 4 * max(1, block_s * most // TILE)
+    if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
         return None
-    num_warps = 4 * max(1, tile // TILE)
-    if block_s * shortest < WARP_ROWS * num_warps:
-        return None
-    return FragmentConfig(block_s, num_warps, 0, 128 if num_warps == 8 else None)
+    return FragmentConfig(block_s, num_warps, 0, 128 if num_warps == 8 else 0)
 
 
 def fragment_cost(steps: Sequence[Step], config: FragmentConfig) -> float:

@@ -85,9 +85,9 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import triton_backend, triton_backward
+    from fastkron_py.kernels import devices, triton_backend, triton_backward
 
-    triton_backend._has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
+    devices.has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():
         k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))
         x = torch.empty(groups, rows, k, columns, dtype=dtype)

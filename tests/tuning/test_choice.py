@@ -15,6 +15,7 @@ from fastkron_py.testing import assert_close
 from fastkron_py.tuning.candidates import neighbours, starting_points
 from fastkron_py.tuning.choice import KERNELS, Choice, ChosenLaunch, is_valid, kernel_of, obstacle, rows_bucket
 from fastkron_py.tuning.entry import entry_from_json, entry_to_json, problem_from_json, problem_to_json
+from fastkron_py.tuning.fragments import FragmentConfig
 from fastkron_py.tuning.launch import ChainConfig, SingleConfig
 
 SIZES = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=8)
@@ -30,12 +31,12 @@ PROBLEMS = st.builds(
 @settings(deadline=None, max_examples=60)
 @given(p=PROBLEMS)
 def test_candidates_are_valid_and_begin_with_the_closed_form(p):
-    from fastkron_py.tuning.plan import plan
+    from fastkron_py.tuning.plan import Setting, plan
 
     choices = starting_points(p)
     assert choices
     ps, qs = zip(*p.factors, strict=True)
-    assert choices[0].as_launches(p.factors) == list(plan(ps, qs, p.itemsize, p.rows, p.columns))
+    assert choices[0].as_launches(p.factors) == list(plan(ps, qs, Setting(p.itemsize, p.rows, p.columns)))
     near = neighbours(choices[0], p)
     assert near
     assert choices[0] not in near
@@ -103,7 +104,7 @@ def test_rows_go_to_the_nearest_power_of_two(rows, bucket):
 
 
 def test_every_kernel_has_one_configuration():
-    assert {kernel.config for kernel in KERNELS.values()} == {SingleConfig, ChainConfig}
+    assert {kernel.config for kernel in KERNELS.values()} == {SingleConfig, ChainConfig, FragmentConfig}
     assert kernel_of(SINGLE) == "single"
     assert kernel_of(CHAIN) == "chain"
 
@@ -112,7 +113,10 @@ BLOCKS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 
 
 def configs(kernel):
-    fields = {"num_warps": st.sampled_from([1, 4, 8]), "num_stages": st.integers(1, 4), "programs_per_sm": st.integers(1, 3)}
+    fields = {"num_warps": st.sampled_from([1, 4, 8]), "programs_per_sm": st.integers(1, 3)}
+    if kernel == "fragment":
+        return st.builds(FragmentConfig, block_s=BLOCKS, max_registers=st.sampled_from([0, 128]), **fields)
+    fields |= {"num_stages": st.integers(1, 4)}
     blocks = ("block_s",) if kernel == "chain" else ("block_s", "block_p", "block_q")
     return st.builds(KERNELS[kernel].config, **{name: BLOCKS for name in blocks}, **fields)
 

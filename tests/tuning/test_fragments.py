@@ -24,7 +24,7 @@ from fastkron_py.tuning.fragments import (
     fragment_pad,
     fragments,
 )
-from fastkron_py.tuning.plan import Launch, Step, plan
+from fastkron_py.tuning.plan import Launch, Setting, Step, plan
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
 
@@ -162,17 +162,17 @@ def test_what_it_refuses(shapes, itemsize, whole):
     ],
 )
 def test_plans_with_fragments(ps, rows, fragments_of):
-    launches = plan(ps, ps, 4, rows, 1, True)
+    launches = plan(ps, ps, Setting(4, rows, 1, True))
     assert all(launch.fragment for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(fragments_of)
 
 
 def test_a_run_behind_other_modes_has_no_whole_rows():
     """Two factors of 64 among others: whole rows of 4096 would need nothing before them."""
-    assert len(plan((64, 64), (64, 64), 4, 1000, 1, True)) == 1
-    assert len(plan((64, 64), (64, 64), 4, 1000, 1, True, 5)) == 2
+    assert len(plan((64, 64), (64, 64), Setting(4, 1000, 1, True))) == 1
+    assert len(plan((64, 64), (64, 64), Setting(4, 1000, 1, True, 5))) == 2
 
 
 def test_plans_without_fragments_have_none():
-    assert not any(launch.fragment for launch in plan((16,) * 4, (16,) * 4, 4, 1024, 1))
+    assert not any(launch.fragment for launch in plan((16,) * 4, (16,) * 4, Setting(4, 1024, 1)))
     assert Launch(steps_of([(2, 2)]), True).shifted(3).fragment

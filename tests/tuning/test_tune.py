@@ -96,7 +96,7 @@ def test_a_faster_choice_is_saved_and_taken_at_once(tables, quick, monkeypatch):
     assert len(triton_backend._program(one)) == 1
     favourite = choice(single(0, 2, single_config(block_s=32)))
     with monkeypatch.context() as patch:
-        patch.setattr(quick, "starting_points", lambda _: [UNMERGED, favourite])
+        patch.setattr(quick, "starting_points", lambda *_: [UNMERGED, favourite])
         preferring(quick, patch, favourite)
         result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
     assert result.choice == favourite
@@ -137,7 +137,7 @@ def test_an_older_choice_is_tried_again(tables, quick, monkeypatch):
 
     rare = choice(single(1, config=single_config(block_s=64)), single(0))
     table.remember(entry(c=rare))
-    monkeypatch.setattr(quick, "starting_points", lambda _: [])
+    monkeypatch.setattr(quick, "starting_points", lambda *_: [])
     preferring(quick, monkeypatch, rare)
     assert fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False).choice == rare
 
@@ -156,7 +156,7 @@ def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkey
         return program
 
     monkeypatch.setattr(quick, "program_of", program_of)
-    monkeypatch.setattr(quick, "starting_points", lambda _: [raising, wrong])
+    monkeypatch.setattr(quick, "starting_points", lambda *_: [raising, wrong])
     result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
     reasons = dict(result.dropped)
     assert "ZeroDivisionError" in reasons[str(raising)]
@@ -179,7 +179,7 @@ def test_a_result_that_nobody_wrote_is_seen(tables, quick, monkeypatch):
         return program
 
     monkeypatch.setattr(quick, "program_of", program_of)
-    monkeypatch.setattr(quick, "starting_points", lambda _: [lazy])
+    monkeypatch.setattr(quick, "starting_points", lambda *_: [lazy])
     result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
     assert "wrong: RMS error nan" in dict(result.dropped)[str(lazy)]
 
