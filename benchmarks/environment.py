@@ -57,7 +57,7 @@ def _versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return found | {"torch": torch.__version__}  # with its build, which the package's metadata leaves out
 
 
 def _commit() -> str | None:

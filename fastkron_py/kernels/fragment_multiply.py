@@ -88,11 +88,13 @@ def _shortfall(depth):
 def _factor_halves(f, DEPTH: gl.constexpr):
     """(high, low) of a factor, such that products with infinities are right without a look at the products.
 
-    The low half makes up for the shortfall. So it is never zero where f is not, and has f's sign: an infinity of x times it is what
-    it is times f. An infinity of f itself goes to the low half, which multiplies x alone.
+    The low half makes up for the shortfall, but for numbers that need no low half: products of small integers stay exact. It is never
+    zero where f is not, and has f's sign: an infinity of x times it is what it is times f. An infinity of f itself goes to the
+    low half, which multiplies x alone.
     """
-    low = f - (f.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True) + f * _shortfall(DEPTH)
-    low = (low.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+    low = f - (f.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+    made_up = ((low + f * _shortfall(DEPTH)).to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+    low = gl.where(low == 0.0, f * 8.673617379884035e-19, made_up)  # 2^-60
     finite = gl.abs(f) < float("inf")
     return gl.where(finite, f, 0.0), gl.where(finite, low, f)
 

@@ -264,7 +264,9 @@ def fragment_config(steps: Sequence[Step], itemsize: int, whole_rows: bool, num_
     num_warps = 4 * max(1, block_s * most // TILE)
     if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
         return None
-    return FragmentConfig(block_s, num_warps, 0, 128 if num_warps == 8 else 0)
+    staged = 2 * sum(p * q for p, q in pads)
+    loops = whole_rows and len(steps) > 1 and staged > block_s * most // 2
+    return FragmentConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 
 def fragment_cost(steps: Sequence[Step], config: FragmentConfig) -> float:

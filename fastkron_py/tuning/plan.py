@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.tuning.fragments import WIDEST_TILE, fragment_config, fragment_cost
+from fastkron_py.tuning.fragments import MOST_STEPS, WIDEST_TILE, fragment_config, fragment_cost
 
 # Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64
@@ -115,6 +115,20 @@ def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: i
     return tuple(reversed(steps))
 
 
+def _balanced(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, count: int) -> tuple[Step, ...]:
+    """Multiply neighbours out to count steps of about the same width."""
+    weights = [math.log2(max(2, p, q)) for p, q in zip(ps[start:stop], qs[start:stop], strict=True)]
+    total, done, ends = sum(weights), 0.0, [start]
+    for i, weight in enumerate(weights[:-1]):
+        done += weight
+        # The cut that comes nearest to the next share; every later step needs a factor too.
+        due = done + weights[i + 1] / 2 > total * len(ends) / count or stop - start - 1 - i == count - len(ends)
+        if due and len(ends) < count:
+            ends.append(start + i + 1)
+    cuts = zip(ends, [*ends[1:], stop], strict=True)
+    return tuple(Step(first, last, math.prod(ps[first:last]), math.prod(qs[first:last])) for first, last in cuts)
+
+
 def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
     """Whether a chain's tile fits on chip: the single statement of what may be fused.
 
@@ -153,6 +167,12 @@ def _cost(launch: Launch, elements: tuple[float, float]) -> float:
 FRAGMENT_MERGES: Final = (16, 64)
 
 
+def _fragment_steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
+    """Ways to make steps of factors start to stop that are worth a look."""
+    merged = [_merge(ps, qs, start, stop, width) for width in FRAGMENT_MERGES]
+    return merged + [_balanced(ps, qs, start, stop, count) for count in range(1, 1 + min(MOST_STEPS, stop - start))]
+
+
 class Setting(NamedTuple):
     """What a plan depends on besides the factors."""
 
@@ -177,7 +197,7 @@ def _candidates(
             found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
     if setting.fragments:
         whole = last and start == 0 and setting.before == 1
-        for launch in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width), True) for width in FRAGMENT_MERGES):
+        for launch in dict.fromkeys(Launch(steps, True) for steps in _fragment_steps(ps, qs, start, stop)):
             config = fragment_config(launch.steps, itemsize, whole, max(1, setting.rows * setting.columns * outside))
             if config is not None:
                 found.append((outside * (launch.p + launch.q) * fragment_cost(launch.steps, config), launch))

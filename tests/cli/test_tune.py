@@ -169,7 +169,7 @@ def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
 
     monkeypatch.setattr(search.Search, "trial", refuse)
     monkeypatch.setattr(search, "starting_points", lambda *_: [UNMERGED])
-    result = runner.invoke(app, ["tune", "--shapes", "4:3>5x4>2", "--budget", "5", *DEVICE_OPTION])
+    result = runner.invoke(app, ["tune", "--shapes", "4:3>5x4>2", "--budget", "60", *DEVICE_OPTION])
     assert result.exit_code == 0, result.output
     assert "1 of 1 trials dropped: asks for too much" in result.output
 
