@@ -28,6 +28,7 @@ COMMON: dict[str, Any] = {
 MANY = settings(max_examples=400, **COMMON)
 SOME = settings(max_examples=100, **COMMON)
 FEW = settings(max_examples=25, **COMMON)
+COMPILED = settings(max_examples=60, **COMMON)  # each compiles kernels of its own, in about a second
 
 
 @st.composite
@@ -112,7 +113,7 @@ def test_equals_reference_torch(
         compare(case, dtype, left, changes, seed, scalars)
 
 
-@(SOME if is_interpreting() else MANY)
+@(SOME if is_interpreting() else COMPILED)
 @given(cases(256 if is_interpreting() else 4096), DTYPES, st.booleans(), st.tuples(layouts, layouts), seeds, SCALARS)
 def test_equals_reference_triton(
     case: Case, dtype: torch.dtype, left: bool, changes: tuple[str, str], seed: int, scalars: tuple[float, float]
