@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from fastkron_py.tuning.fragments import fragment_config, fragments
+from fastkron_py.tuning.plan import Step
 
 INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
 IN_COLOURS = ("#5b93c7", "#8fb6de", "#c3daf0")  # one for each p
@@ -141,11 +145,58 @@ def rooms(path: Path) -> None:
     figure.savefig(path)
 
 
+PLACES = {"lane": "#8fb6de", "register": "#a5dcc4", "warp": "#f2c47e"}
+
+
+def places_in_operand(labels: list[str], columns: int, warps: int) -> dict[str, str]:
+    """Where each index bit of a left operand sits; labels highest first, the last ones are the columns."""
+    rows, inner = labels[:-columns][::-1], labels[-columns:][::-1]
+    found = {label: "lane" if i < 2 else "register" for i, label in enumerate(inner)}
+    for i, label in enumerate(rows):
+        found[label] = "lane" if i < 3 else "warp" if 4 <= i < 4 + warps else "register"
+    return found
+
+
+def tile_way(path: Path) -> None:
+    """Which index bits of a tile are lanes, registers and warps in each product of a chain of three factors of 8."""
+    steps = tuple(Step(i, i + 1, 8, 8) for i in range(3))
+    config = fragment_config(steps, 4, False, 1 << 20)
+    if config is None:
+        raise ValueError("steps must be a chain that the kernel takes")
+    plan = fragments(steps, config.block_s, config.num_warps, 4, (False, True))
+    slices = [f"s{i}" for i in reversed(range(int(math.log2(config.block_s))))]
+    state = slices + [f"{'abc'[m]}{i}" for m in range(3) for i in reversed(range(3))]
+    home = list(state)
+    figure, axes = canvas(9.0, 3.6, 22, 8.6)
+    for i, text in enumerate(home):
+        axes.text(6.5 + i + 0.4 * (i // 3), 0.5, text, ha="center", fontsize=9, color=INK)
+    for row, (step, mode) in enumerate(zip(plan.steps, "cba", strict=True)):
+        labels = [state[i] for i in step.order]
+        where = places_in_operand(labels, 3, int(math.log2(config.num_warps)))
+        y = 1.0 + 1.5 * row
+        axes.text(0.3, y + 0.6, f"product {row + 1}: factor {mode.upper()}", fontsize=9.5, color=INK, va="center")
+        for i, text in enumerate(home):
+            x = 6 + i + 0.4 * (i // 3)
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=PLACES[where[text]], edgecolor="white", linewidth=1.5))
+            if text[0] == mode:
+                axes.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, fill=False, edgecolor=ACCENT, linewidth=1.8))
+        state = labels[:-3] + [f"{mode}{i}" for i in reversed(range(3))]
+    for i, (text, colour) in enumerate(PLACES.items()):
+        axes.add_patch(Rectangle((6 + 3.4 * i, 6.0), 0.7, 0.7, facecolor=colour))
+        axes.text(6.9 + 3.4 * i, 6.4, text, fontsize=9, color=INK, va="center")
+    axes.add_patch(Rectangle((16.2, 6.0), 0.7, 0.7, fill=False, edgecolor=ACCENT, linewidth=1.8))
+    axes.text(17.1, 6.4, "multiplied", fontsize=9, color=INK, va="center")
+    text = "s: slice; a, b, c: modes, c fastest in x. Each column is one bit of an element's index in the tile."
+    axes.text(0.3, 7.6, text, fontsize=8.5, color=MUTED)
+    figure.savefig(path)
+
+
 def main(folder: Path) -> None:
     """Draw every figure into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     mode_multiply(folder / "mode_multiply.png")
     rooms(folder / "rooms.png")
+    tile_way(folder / "tile_way.png")
 
 
 if __name__ == "__main__":

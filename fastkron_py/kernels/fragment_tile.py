@@ -1,0 +1,162 @@
+"""A tile of the fragment kernel on its way in and out: layouts, addresses, loads and stores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import builtin
+
+from fastkron_py.kernels.tiling import padded_index, slice_index, slice_mask, slice_offsets
+
+
+@gluon.constexpr_function
+def twos(order):
+    """The shape of a tile seen bit by bit."""
+    return [2] * len(order)
+
+
+@builtin
+def in_order(t, order, _semantic=None):
+    """``t.permute(*order)`` for a constexpr order, which Triton 3.6 does not unwrap and 3.9 does."""
+    order = getattr(order, "value", order)
+    return gl.permute(t, [getattr(i, "value", i) for i in order], _semantic=_semantic)
+
+
+@gluon.constexpr_function
+def _layout(tile):
+    registers, lanes, warps, shape = tile
+    return gl.DistributedLinearLayout([list(b) for b in registers], [list(b) for b in lanes], [list(b) for b in warps], [], list(shape))
+
+
+@gluon.jit
+def _slice_base(
+    first,
+    i,
+    strides,
+    batch,
+    before,
+    after,
+    BLOCK_S: gl.constexpr,
+    STRIDE: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """(offset of the tile, offsets in it) of slices ``first + i``; 32-bit ones within a tile where STRIDE says the stride."""
+    if ALIGNED:
+        row = first
+        a = first * 0
+        j = first * 0
+        step = strides[4] if TAIL else strides[2] if HEAD else strides[1]
+        if TAIL:
+            a = row % after
+            row = row // after
+        if HEAD:
+            j = row % before
+            row = row // before
+        fastest = a if TAIL else j if HEAD else row
+        # Spelled out, since the compiler loses it over the division, and with it the wide loads and stores.
+        fastest = gl.multiple_of(fastest, BLOCK_S)
+        if TAIL:
+            base = slice_offsets(strides, batch, row, j, first * 0)
+        elif HEAD:
+            base = slice_offsets(strides, batch, row, first * 0, a)
+        else:
+            base = slice_offsets(strides, batch, first * 0, j, a)
+        if STRIDE > 0:
+            return base + fastest * STRIDE, i * STRIDE
+        else:
+            return base + fastest * step, i.to(gl.int64) * step
+    else:
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, False)
+        return first * 0, slice_offsets(strides, batch, sl, sj, sa)
+
+
+@gluon.jit
+def _mode_offsets(p, stride, STRIDE: gl.constexpr):
+    """Offsets of a tile's modes; 32-bit ones where STRIDE says the stride."""
+    if STRIDE > 0:
+        return p * STRIDE
+    else:
+        return p.to(gl.int64) * stride
+
+
+@gluon.jit
+def load_tile(
+    x_ptr,
+    x_strides,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    LOAD: gl.constexpr,
+    P_SIZES: gl.constexpr,
+    P_PADS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+):
+    """``[BLOCK_S, prod(P_PADS)]`` in float32, 0 outside of x."""
+    LAYOUT: gl.constexpr = _layout(LOAD)
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    p = gl.arange(0, LOAD[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, EVEN)[:, None]
+    if PADDED:
+        p, valid = padded_index(p, P_SIZES, P_PADS)
+        mask = mask & valid[None, :]
+    base, offsets = _slice_base(first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, ALIGNED)
+    pointers = x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :])
+    if EVEN and not PADDED:
+        return gl.load(pointers).to(gl.float32)
+    else:
+        return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_tile(
+    t,
+    z_ptr,
+    y_ptr,
+    z_strides,
+    y_strides,
+    alpha,
+    beta,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    TO: gl.constexpr,
+    STORE: gl.constexpr,
+    Q_SIZES: gl.constexpr,
+    Q_PADS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+    FINISH: gl.constexpr,
+):
+    """Finish the last accumulator and store it."""
+    LAYOUT: gl.constexpr = _layout(STORE)
+    t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [BLOCK_S, STORE[3][1]])
+    t = gl.convert_layout(t, LAYOUT)  # the same registers under their last names
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    q = gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, EVEN)[:, None] & (q >= 0)[None, :]
+    if PADDED:
+        q, valid = padded_index(q, Q_SIZES, Q_PADS)
+        mask = mask & valid[None, :]
+    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, 0, HEAD, TAIL, ALIGNED)
+    t = FINISH(t, alpha, beta, z_ptr, z_base + z_offsets[:, None] + _mode_offsets(q, z_strides[3], 0)[None, :], mask)
+    base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
+    pointers = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
+    if EVEN and not PADDED:
+        gl.store(pointers, t.to(y_ptr.dtype.element_ty))
+    else:
+        gl.store(pointers, t.to(y_ptr.dtype.element_ty), mask=mask)
