@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from triton import knobs
 
-from fastkron_py.kernels.fragment_multiply import _fragment_multiply_fwd_kernel
+from fastkron_py.kernels import devices
 from fastkron_py.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -213,7 +213,7 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         "maxnreg": config.max_registers or None,
     }
     return Recipe(
-        _fragment_multiply_fwd_kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,), arguments
+        devices.fragment_kernel(), (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,), arguments
     )
 
 
