@@ -22,13 +22,15 @@ from shapes_list import REAL, Case, assert_near, call, expected, power, problem
 import fastkron_py
 from fastkron_py import reference
 
-# One of each path: a chain of equal steps, neighbours multiplied out, a single wide factor with a loop over P
+# One of each path: a chain of equal steps, neighbours multiplied out, tiles of 4, 8 and 16 warps, a single wide factor with a loop over P
 # and Q, unequal and rectangular ones, widths of 1, one factor batch per row block, remainders everywhere.
 CASES = [
     power(3, 8, 8, 3),
     power(5, 2, 2, 7),
     power(3, 13, 13, 2),
     power(17, 32, 32, 2),
+    power(1, 32, 32, 3),
+    power(2, 4, 4, 7),
     power(3, 67, 67, 1),
     power(2, 130, 130, 1),
     power(1, 255, 255, 1),
