@@ -32,6 +32,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "odd": (torch.float32, 1, 20, [(5, 13), (7, 11), (9, 9), (11, 7), (13, 5)], 1),
     "left": (torch.float32, 1, 1, [(16, 16)] * 3, 128),
     "16^3, whole rows": (torch.float32, 1, 1024, [(16, 16)] * 3, 1),
+    "4^7, whole rows": (torch.float32, 1, 1024, [(4, 4)] * 7, 1),
     "batched": (torch.float32, 5, 7, [(16, 12), (12, 16)], 1),
     "float64 32^3": (torch.float64, 1, 64, [(32, 32)] * 3, 1),
     "float64 8^4": (torch.float64, 1, 1024, [(8, 8)] * 4, 1),
@@ -68,6 +69,27 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
 
 
+def unguarded_stores(cubin: bytes) -> int:
+    """Stores to shared memory that a warp could reach while another warp's product still reads there.
+
+    A wait for products (WARPGROUP.DEPBAR) is a warp's own; only a barrier after it waits for the others'.
+    """
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+    found, waited = 0, False
+    for operation in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text):
+        if operation.startswith("WARPGROUP.DEPBAR"):
+            waited = True
+        elif operation.startswith("BAR"):
+            waited = False
+        elif operation.startswith("STS"):
+            found += waited
+    return found
+
+
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
@@ -81,6 +103,7 @@ def main() -> None:
             "kernel": self.__name__,
             "shared": compiled.metadata.shared,
             **resources(compiled.asm["cubin"]),
+            "unguarded": unguarded_stores(compiled.asm["cubin"]) if "fragment" in self.__name__ else 0,
         }
         print(json.dumps(line), flush=True)
 

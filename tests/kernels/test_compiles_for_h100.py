@@ -62,3 +62,10 @@ def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
     fused = [k for k in kernels if k["kernel"] == "_fused_multiply_bwd_kernel" and k["problem"] in ("16^4", "32^4", "64^3", "8^5")]
     assert {k["problem"] for k in fused} == {"16^4", "32^4", "64^3", "8^5"}
     assert [k for k in fused if k["stack"] > 32] == []
+
+
+def test_products_are_over_before_their_factors_are_overwritten(kernels: list[dict[str, Any]]) -> None:
+    """Shared memory of a step's factors is used again, by warps whose neighbours may still be multiplying with them."""
+    found = [k for k in kernels if k["kernel"] == "_fragment_multiply_fwd_kernel"]
+    assert len(found) > 10
+    assert [k for k in found if k["unguarded"]] == []
