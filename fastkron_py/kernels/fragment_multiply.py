@@ -47,14 +47,25 @@ def _staging(warps):
 
 
 @gluon.jit
+def _cut_off(x):
+    """What a tensor core does not read of a float32 operand: its low 13 bits."""
+    return x - (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _half_a_unit_up(x):
+    """Half a unit of what a tensor core reads of x added, so that its cutting rounds."""
+    return (x.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _low_half(x):
-    """What a tensor core cuts off a float32 operand, plus half a unit of what it keeps of that, so that cutting rounds.
+    """The low half of a left operand in three-pass TF32.
 
     Of an infinity this is the canonical NaN 0x7fffffff plus 4096, which wraps to a number that is cut to zero: its product is the
     high half's alone.
     """
-    low = x - (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-    return (low.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+    return _half_a_unit_up(_cut_off(x))
 
 
 @gluon.constexpr_function
@@ -74,8 +85,8 @@ def _factor_halves(f, DEPTH: gl.constexpr):
     zero where f is not, and has f's sign: an infinity of x times it is what it is times f. An infinity of f itself goes to the
     low half, which multiplies x alone.
     """
-    low = f - (f.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-    made_up = ((low + f * _shortfall(DEPTH)).to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
+    low = _cut_off(f)
+    made_up = _half_a_unit_up(low + f * _shortfall(DEPTH))
     low = gl.where(low == 0.0, f * 8.673617379884035e-19, made_up)  # 2^-60
     finite = gl.abs(f) < float("inf")
     return gl.where(finite, f, 0.0), gl.where(finite, low, f)

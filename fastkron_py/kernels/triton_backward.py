@@ -25,7 +25,8 @@ from fastkron_py.kernels.recipes import Rows, arithmetic
 from fastkron_py.kernels.replay import bits
 from fastkron_py.kernels.triton_backend import _carry_out, _multiprocessors, _rows, mergeable, multiply, on_device
 from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
-from fastkron_py.tuning.plan import next_power_of_two, padded
+from fastkron_py.tuning.plan import padded
+from fastkron_py.tuning.sizes import next_power_of_two
 
 # Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
 _KEPT: Final = 2

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
+
 if TYPE_CHECKING:
     from fastkron_py.tuning.plan import Step
 
@@ -25,7 +27,6 @@ SINGLE_WIDTH: Final = 128
 TILE: Final = 4096
 WIDEST_TILE: Final = 16384
 THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
-SECTOR_BYTES: Final = 32
 WARP_ROWS: Final = 16
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
 
@@ -77,7 +78,7 @@ class Fragments:
 
 def fragment_pad(size: int) -> int:
     """The next power of two, at least 8: the narrowest product of a tensor core."""
-    return max(8, 1 << (size - 1).bit_length())
+    return max(8, next_power_of_two(size))
 
 
 def _digits(size: int) -> int:
@@ -233,13 +234,18 @@ def fits_fragments(steps: Sequence[Step], block_s: int, num_warps: int) -> bool:
     pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
     if len(steps) > MOST_STEPS or max(map(max, pads)) > (SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH) or num_warps not in (4, 8, 16):
         return False
-    tile = block_s * math.prod(p for p, _ in pads)
-    most, fewest_rows = tile, tile
+    shortest, most = _extent(pads)
+    return block_s * shortest >= WARP_ROWS * num_warps and block_s * most <= THREAD_ELEMENTS * 32 * num_warps
+
+
+def _extent(pads: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(rows of the shortest left operand, most elements) that one slice comes to on its way through a chain."""
+    width = most = shortest = math.prod(p for p, _ in pads)
     for p, q in reversed(pads):
-        fewest_rows = min(fewest_rows, tile // p)
-        tile = tile // p * q
-        most = max(most, tile)
-    return fewest_rows >= WARP_ROWS * num_warps and most <= THREAD_ELEMENTS * 32 * num_warps
+        shortest = min(shortest, width // p)
+        width = width // p * q
+        most = max(most, width)
+    return shortest, most
 
 
 def fragment_config(steps: Sequence[Step], itemsize: int, whole_rows: bool, num_slices: int) -> FragmentConfig | None:
@@ -254,13 +260,9 @@ def fragment_config(steps: Sequence[Step], itemsize: int, whole_rows: bool, num_
     pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
     if max(map(max, pads)) == SINGLE_WIDTH:
         return FragmentConfig(128, 8, 1, 0) if fits_fragments(steps, 128, 8) else None
-    width = most = shortest = math.prod(p for p, _ in pads)
-    for p, q in reversed(pads):
-        shortest = min(shortest, width // p)
-        width = width // p * q
-        most = max(most, width)
+    shortest, most = _extent(pads)
     run = 1 if whole_rows else SECTOR_BYTES // itemsize
-    block_s = max(run, min(TILE // most, 1 << (num_slices - 1).bit_length()), 4 * WARP_ROWS // shortest, 1)
+    block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
     num_warps = 4 * max(1, block_s * most // TILE)
     if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
         return None

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from fastkron_py.tuning.fragments import FragmentConfig
-from fastkron_py.tuning.plan import CHAIN_TILE, DOT_SIDE, SECTOR_BYTES, Launch, next_power_of_two, padded
+from fastkron_py.tuning.plan import CHAIN_TILE, DOT_SIDE, Launch, padded
+from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.tuning.fragments import MOST_STEPS, WIDEST_TILE, fragment_config, fragment_cost
+from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
 
 # Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64
@@ -22,8 +23,6 @@ CHAIN_WIDTH: Final = 64
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Elements of a chained tile, by bytes of an element; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
-# Consecutive elements that a load or store should at least touch: one 32-byte sector.
-SECTOR_BYTES: Final = 32
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
 
@@ -88,11 +87,6 @@ class Launch:
             width = width // s.p_pad * s.q_pad
             widest = max(widest, width)
         return widest
-
-
-def next_power_of_two(size: int) -> int:
-    """The smallest power of two that is not below size (size >= 1)."""
-    return 1 << (size - 1).bit_length()
 
 
 def padded(size: int) -> int:

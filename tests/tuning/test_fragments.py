@@ -14,7 +14,6 @@ from torch import Tensor
 from fastkron_py import reference
 from fastkron_py.tuning.fragments import (
     CHAIN_WIDTH,
-    SECTOR_BYTES,
     SINGLE_WIDTH,
     WARP_ROWS,
     FragmentConfig,
@@ -25,6 +24,7 @@ from fastkron_py.tuning.fragments import (
     fragments,
 )
 from fastkron_py.tuning.plan import Launch, Setting, Step, plan
+from fastkron_py.tuning.sizes import SECTOR_BYTES
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
 
