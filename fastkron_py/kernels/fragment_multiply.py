@@ -42,8 +42,15 @@ def _accumulator(q_pad, warps):
 
 
 @gluon.constexpr_function
-def _staging(warps):
-    return gl.BlockedLayout([1, 4], [16, 2], [warps, 1], [1, 0])
+def _staging(warps, along_p):
+    # Lanes follow what is consecutive in the factor, so that a load fills its sectors.
+    return gl.BlockedLayout([1, 4], [4, 8] if along_p else [16, 2], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _in_sequence(steps, i):
+    columns = tuple(steps[i][8])
+    return columns == tuple(range(len(columns)))
 
 
 @gluon.jit
@@ -95,20 +102,31 @@ def _factor_halves(f, DEPTH: gl.constexpr):
 @gluon.jit
 def _column_index(k, STEPS: gl.constexpr, INDEX: gl.constexpr):
     """Row of the factor for column k of the left operand."""
-    p = k * 0
-    for digit in gl.static_range(_digits(_field(STEPS, INDEX, P_PAD))):
-        p += ((k >> digit) & 1) << _column(STEPS, INDEX, digit)
-    return p
+    if _in_sequence(STEPS, INDEX):
+        return k  # known to be consecutive, so that loads are wide
+    else:
+        p = k * 0
+        for digit in gl.static_range(_digits(_field(STEPS, INDEX, P_PAD))):
+            p += ((k >> digit) & 1) << _column(STEPS, INDEX, digit)
+        return p
 
 
 @gluon.jit
 def _stage_factor(
-    ptrs, strides, batch, SHAPES: gl.constexpr, STEPS: gl.constexpr, INDEX: gl.constexpr, WARPS: gl.constexpr, THREE: gl.constexpr
+    ptrs,
+    strides,
+    batch,
+    SHAPES: gl.constexpr,
+    STEPS: gl.constexpr,
+    INDEX: gl.constexpr,
+    ALONG_P: gl.constexpr,
+    WARPS: gl.constexpr,
+    THREE: gl.constexpr,
 ):
     """Step INDEX's factor in shared memory, transposed: both halves, or rounded to TF32 and the same twice."""
     P: gl.constexpr = _field(STEPS, INDEX, P_PAD)
     Q: gl.constexpr = _field(STEPS, INDEX, Q_PAD)
-    LAYOUT: gl.constexpr = _staging(WARPS)
+    LAYOUT: gl.constexpr = _staging(WARPS, ALONG_P[INDEX])
     q = gl.arange(0, Q, gl.SliceLayout(1, LAYOUT))[:, None]
     p = _column_index(gl.arange(0, P, gl.SliceLayout(0, LAYOUT)), STEPS, INDEX)[None, :]
     f = factor_tile(ptrs, strides, batch, p, q, SHAPES, _field(STEPS, INDEX, START), _field(STEPS, INDEX, STOP), gl.float32)
@@ -203,6 +221,7 @@ def _fragment_multiply_fwd_kernel(
     after,
     SHAPES: gl.constexpr,
     STEPS: gl.constexpr,  # the fields of each `FragmentStep`
+    ALONG_P: gl.constexpr,  # for each step: its factor's columns, not its rows, are consecutive in memory
     STORE_ORDER: gl.constexpr,
     LOAD: gl.constexpr,  # the fields of a `TileLayout`
     STORE: gl.constexpr,
@@ -211,7 +230,7 @@ def _fragment_multiply_fwd_kernel(
     Q_SIZES: gl.constexpr,
     Q_PADS: gl.constexpr,
     PADDED: gl.constexpr,  # some size is no power of two, or below 8
-    STRIDES: gl.constexpr,  # (slice, mode) of x, then of y; 0 where only known at run time
+    STRIDES: gl.constexpr,  # (slice, mode) of x, then of y; where only known at run time 0, or -1 if 32 bits hold a tile's offsets
     BLOCK_S: gl.constexpr,
     WARPS: gl.constexpr,
     LOOP: gl.constexpr,  # a program takes many tiles, all with the same factors; else one
@@ -251,10 +270,10 @@ def _fragment_multiply_fwd_kernel(
             ALIGNED,
             EVEN,
         )
-    h0, l0 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, WARPS, THREE)
-    h1, l1 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, WARPS, THREE) if COUNT > 1 else (h0, l0)
-    h2, l2 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, WARPS, THREE) if COUNT > 2 else (h0, l0)
-    h3, l3 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 3, WARPS, THREE) if COUNT > 3 else (h0, l0)
+    h0, l0 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, ALONG_P, WARPS, THREE)
+    h1, l1 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, ALONG_P, WARPS, THREE) if COUNT > 1 else (h0, l0)
+    h2, l2 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, ALONG_P, WARPS, THREE) if COUNT > 2 else (h0, l0)
+    h3, l3 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 3, ALONG_P, WARPS, THREE) if COUNT > 3 else (h0, l0)
     fence_async_shared()
     _barrier()
     if LOOP:

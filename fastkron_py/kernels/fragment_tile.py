@@ -71,10 +71,19 @@ def _slice_base(
 
 
 @gluon.jit
+def _anew(x):
+    """x, which seems to change from tile to tile: else a loop keeps an offset for each register, and spills."""
+    zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x * 0], dtype=gl.int32, is_pure=False, pack=1)
+    return x + zero * 16  # as divisible as x
+
+
+@gluon.jit
 def _mode_offsets(p, stride, STRIDE: gl.constexpr):
-    """Offsets of a tile's modes; 32-bit ones where STRIDE says the stride."""
+    """Offsets of a tile's modes; 32-bit ones where STRIDE says the stride, or that they fit."""
     if STRIDE > 0:
         return p * STRIDE
+    elif STRIDE < 0:
+        return p * _anew(stride.to(gl.int32))
     else:
         return p.to(gl.int64) * stride
 
