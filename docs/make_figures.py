@@ -160,7 +160,7 @@ def places_in_operand(labels: list[str], columns: int, warps: int) -> dict[str, 
 def tile_way(path: Path) -> None:
     """Which index bits of a tile are lanes, registers and warps in each product of a chain of three factors of 8."""
     steps = tuple(Step(i, i + 1, 8, 8) for i in range(3))
-    config = fragment_config(steps, 4, False, 1 << 20)
+    config = fragment_config(steps, 4, 1, 1 << 20)
     if config is None:
         raise ValueError("steps must be a chain that the kernel takes")
     plan = fragments(steps, config.block_s, config.num_warps, 4, (False, True))

@@ -18,7 +18,7 @@ from fastkron_py.kernels.sliced_multiply import (
     finish_plain,
     finish_scale,
 )
-from fastkron_py.tuning.fragments import FragmentConfig, fragment_config, fragment_pad, fragments
+from fastkron_py.tuning.fragments import FragmentConfig, fragment_config, fragment_pad, fragments, run_sectors
 from fastkron_py.tuning.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.tuning.plan import Launch
 
@@ -135,7 +135,7 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
         "FINISH": _FINISHERS[case.finish],
     }
     if launch.fragment:
-        closed = fragment_config(launch.steps, case.dtype.itemsize, before == 1 and after == 1, num_slices)
+        closed = fragment_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
         return tuple(_fragment(case, common, num_slices, c) for c in (config, closed) if isinstance(c, FragmentConfig))
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
@@ -173,7 +173,8 @@ def _finished(
 
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums more than bfloat16 can say.
 _ROUND = {torch.float32: 2, torch.float16: 1, torch.bfloat16: 0}
-_RUNTIME = 0  # a stride that a kernel is not compiled for
+_RUNTIME = 0  # a stride that a kernel is not compiled for,
+_RUNTIME_NARROW = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET = 2**31 - 1
 
 
@@ -193,6 +194,7 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         **common,
         "num_tiles": num_tiles,
         "STEPS": tuple(astuple(step) for step in plan.steps),
+        "ALONG_P": tuple(_along_p(case.factor_strides[step.stop - 1]) for step in plan.steps),
         "STORE_ORDER": plan.order,
         "LOAD": astuple(plan.load),
         "STORE": astuple(plan.store),
@@ -217,17 +219,22 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
     )
 
 
+def _along_p(strides: tuple[int, int, int]) -> bool:
+    """Whether neighbouring rows of a factor with strides (B, P, Q), not columns, are consecutive in memory."""
+    return strides[1] == 1 and strides[2] != 1
+
+
 def _strides(case: Case, common: dict[str, Any], block_s: int) -> tuple[int, ...]:
     """(slice, mode) strides of x, then of y, that the kernel is compiled for; `_RUNTIME` for the others."""
     found = []
     fastest = 4 if common["TAIL"] else 2 if common["HEAD"] else 1
     for strides, size in ((common["x_strides"], case.launch.p), (common["y_strides"], case.launch.q)):
         slices, modes = strides[fastest], strides[3]
+        reach = slices * block_s + modes * 2 * size
         if fastest == 1 and slices != size * modes:
             slices = _RUNTIME  # rows of a larger tensor
         if not case.fixed and modes != 1:
-            slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME
-        reach = slices * block_s + modes * 2 * size
+            slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME_NARROW
         found += [slices, modes] if reach <= _MOST_OFFSET else [_RUNTIME, _RUNTIME]
     return tuple(found)
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from fastkron_py.tuning.choice import Choice, ChosenLaunch, Problem, is_valid, kernel_of, launch_obstacle
-from fastkron_py.tuning.fragments import fragment_config
+from fastkron_py.tuning.fragments import fragment_config, run_sectors
 from fastkron_py.tuning.launch import Config, chain_configs, single_configs
 from fastkron_py.tuning.plan import MERGE_WIDTH, Launch, Setting, places, plans, turns
 
@@ -24,7 +24,7 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> It
     num_slices, itemsize = problem.rows * before * after, problem.itemsize
     configs: tuple[Config, ...]
     if launch.fragment:
-        fragment = fragment_config(launch.steps, itemsize, before == 1 and after == 1, num_slices)
+        fragment = fragment_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
         configs = () if fragment is None else (fragment,)
     elif len(launch.steps) == 1:
         configs = single_configs(launch.p, launch.q, itemsize, num_slices)

@@ -248,26 +248,34 @@ def _extent(pads: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return shortest, most
 
 
-def fragment_config(steps: Sequence[Step], itemsize: int, whole_rows: bool, num_slices: int) -> FragmentConfig | None:
+def run_sectors(before: int, after: int) -> int:
+    """Sectors that a tile's run of slices is to fill, given what lies before and after its modes; 0: slices are whole rows.
+
+    Where something comes after, x is read in such runs as well, and two sectors each are faster.
+    """
+    return 2 if after != 1 else 1 if before != 1 else 0
+
+
+def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slices: int) -> FragmentConfig | None:
     """The tile for a chain, or None where the kernel cannot take one.
 
     Args:
         steps: of the launch, first factors first.
         itemsize: bytes of an element of x and y: 2 or 4.
-        whole_rows: a slice is a whole row, of x and of y; else neighbouring slices must make whole sectors.
+        sectors: see `run_sectors`; tiles of eight warps at most are made for the second.
         num_slices: slices there are in all.
     """
     pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
     if max(map(max, pads)) == SINGLE_WIDTH:
         return FragmentConfig(128, 8, 1, 0) if fits_fragments(steps, 128, 8) else None
     shortest, most = _extent(pads)
-    run = 1 if whole_rows else SECTOR_BYTES // itemsize
+    run = max(1, min(sectors, 1) * SECTOR_BYTES // itemsize, min(sectors * SECTOR_BYTES // itemsize, 2 * TILE // most))
     block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
     num_warps = 4 * max(1, block_s * most // TILE)
     if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
         return None
     staged = 2 * sum(p * q for p, q in pads)
-    loops = whole_rows and len(steps) > 1 and staged > block_s * most // 2
+    loops = sectors == 0 and len(steps) > 1 and staged > block_s * most // 2
     return FragmentConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.tuning.fragments import MOST_STEPS, WIDEST_TILE, fragment_config, fragment_cost
+from fastkron_py.tuning.fragments import MOST_STEPS, WIDEST_TILE, fragment_config, fragment_cost, run_sectors
 from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
 
 # Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
@@ -157,6 +157,10 @@ def _cost(launch: Launch, elements: tuple[float, float]) -> float:
     return moved + on_chip
 
 
+# How much longer a fragment launch takes where slices, not modes, are consecutive, if its tiles are no runs of slices, and if
+# their runs are single sectors (measured on an H100).
+CROSSING: Final = 1.9
+SINGLE_SECTORS: Final = 1.3
 # Widths up to which the fragment kernel's neighbours are multiplied out; each gives a candidate.
 FRAGMENT_MERGES: Final = (16, 64)
 
@@ -190,11 +194,17 @@ def _candidates(
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
             found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
     if setting.fragments:
-        whole = last and start == 0 and setting.before == 1
+        # As if launches turned their modes, so that only columns come after them.
+        sectors = run_sectors(1 if last and start == 0 and setting.before == 1 else 2, setting.columns)
         for launch in dict.fromkeys(Launch(steps, True) for steps in _fragment_steps(ps, qs, start, stop)):
-            config = fragment_config(launch.steps, itemsize, whole, max(1, setting.rows * setting.columns * outside))
+            config = fragment_config(launch.steps, itemsize, sectors, max(1, setting.rows * setting.columns * outside))
             if config is not None:
-                found.append((outside * (launch.p + launch.q) * fragment_cost(launch.steps, config), launch))
+                # Tiles that cross the runs of what comes after have an address for each element.
+                cost = fragment_cost(launch.steps, config)
+                if setting.columns > 1:
+                    crossing = setting.columns * math.prod(qs[stop:]) % config.block_s != 0
+                    cost *= CROSSING if crossing else SINGLE_SECTORS if config.block_s * itemsize <= SECTOR_BYTES else 1.0
+                found.append((outside * (launch.p + launch.q) * cost, launch))
     return found
 
 

@@ -22,6 +22,7 @@ from fastkron_py.tuning.fragments import (
     fragment_config,
     fragment_pad,
     fragments,
+    run_sectors,
 )
 from fastkron_py.tuning.plan import Launch, Setting, Step, plan
 from fastkron_py.tuning.sizes import SECTOR_BYTES
@@ -42,10 +43,10 @@ def chains(draw: st.DrawFn) -> tuple[tuple[Step, ...], FragmentConfig, int, tupl
     steps = steps_of(draw(st.lists(sizes, min_size=1, max_size=1 if single else 4)))
     itemsize = draw(st.sampled_from([2, 4]))
     runs = draw(st.sampled_from([(False, False), (False, True), (True, True)]))
-    config = fragment_config(steps, itemsize, runs == (False, False), draw(st.integers(1, 10**6)))
+    config = fragment_config(steps, itemsize, sum(runs), draw(st.integers(1, 10**6)))
     if config is None:
         steps = steps_of([(8, 16), (16, 8)])
-        config = fragment_config(steps, itemsize, False, 1000)
+        config = fragment_config(steps, itemsize, 1, 1000)
     assert config is not None
     return steps, config, itemsize, runs
 
@@ -127,7 +128,7 @@ def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) ->
 def test_whole_sectors_are_stored(shapes, itemsize):
     """A warp's store fills every sector that it touches, in the turned form, where slices run in y."""
     steps = steps_of(shapes)
-    config = fragment_config(steps, itemsize, False, 10**6)
+    config = fragment_config(steps, itemsize, 1, 10**6)
     assert config is not None
     plan = fragments(steps, config.block_s, config.num_warps, itemsize, (False, True))
     vector = 0
@@ -138,16 +139,16 @@ def test_whole_sectors_are_stored(shapes, itemsize):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "itemsize", "whole"),
+    ("shapes", "itemsize", "sectors"),
     [
-        ([(256, 8)], 4, False),  # wider than an accumulator
-        ([(8, 8)] * 5, 4, False),  # more steps than the kernel has
-        ([(64, 64)] * 2, 4, False),  # a tile of 8 slices would be 32768 elements
-        ([(64, 128), (8, 8)], 4, False),  # a wide one in a chain
+        ([(256, 8)], 4, 1),  # wider than an accumulator
+        ([(8, 8)] * 5, 4, 1),  # more steps than the kernel has
+        ([(64, 64)] * 2, 4, 1),  # a tile of 8 slices would be 32768 elements
+        ([(64, 128), (8, 8)], 4, 1),  # a wide one in a chain
     ],
 )
-def test_what_it_refuses(shapes, itemsize, whole):
-    assert fragment_config(steps_of(shapes), itemsize, whole, 1000) is None
+def test_what_it_refuses(shapes, itemsize, sectors):
+    assert fragment_config(steps_of(shapes), itemsize, sectors, 1000) is None
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,15 @@ def test_a_run_behind_other_modes_has_no_whole_rows():
 def test_plans_without_fragments_have_none():
     assert not any(launch.fragment for launch in plan((16,) * 4, (16,) * 4, Setting(4, 1024, 1)))
     assert Launch(steps_of([(2, 2)]), True).shifted(3).fragment
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("place", "least"), [((1, 1), 0), ((9, 1), 1), ((9, 7), 2), ((1, 7), 2)])
+def test_runs_of_slices_fill_sectors(place, least, itemsize):
+    """One sector in y, two where x is read in runs of slices too; whole rows need none."""
+    sectors = run_sectors(*place)
+    assert sectors == least
+    config = fragment_config(steps_of([(8, 8)] * 3), itemsize, sectors, 10**6)
+    assert config is not None
+    # Of three 8s in half precision, tiles of eight warps hold one sector only.
+    assert config.block_s * itemsize >= min(sectors, itemsize // 2) * SECTOR_BYTES
