@@ -13,9 +13,10 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels import devices
+from fastkron_py.kernels.launcher import RECORDING, Ready
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Case, Rows, recipes
-from fastkron_py.kernels.replay import Replay, bits
+from fastkron_py.kernels.replay import ALPHA, Replay, Tape, bits
 from fastkron_py.kernels.tuned import tuned
 from fastkron_py.tuning.choice import Choice
 from fastkron_py.tuning.plan import Setting, places, plan, turns
@@ -73,20 +74,27 @@ class Prepared:
         self.compiled: Any = None  # that way's compiled kernel on its grid, for aligned pointers
         self.strides: tuple[Any, ...] = ()
         self.rest: tuple[Any, ...] = ()
+        self._ready: Ready | None = None
 
-    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int, y: Tensor | None = None) -> Tensor:
-        """Launch on a fresh result, or on y, which is contiguous and fresh too; alpha and beta as bit patterns."""
-        if y is None:
-            y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
-        mine = tuple(factors[self.start : self.stop])
-        addend = y if z is None else z
+    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int) -> Tensor:
+        """Launch on a fresh result; alpha and beta as bit patterns."""
+        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        self(x, tuple(factors[self.start : self.stop]), y if z is None else z, y, alpha, beta)
+        return y
+
+    def __call__(self, *given: Any) -> None:
+        """Launch on x, the launch's own factors, z (y where there is none), y, alpha and beta."""
+        if RECORDING.recorder is not None:
+            RECORDING.recorder.launch(self, given)
+            return
+        x, mine, addend, y, alpha, beta = given
         # Triton compiles for pointers on a 16-byte boundary or not; a fresh y always is.
         pointers = [t.data_ptr() for t in (x, addend, *mine)]
         aligned = not any([p & 15 for p in pointers])
         if aligned and self.compiled is not None:
             # As integers: of a tensor, Triton would ask for its address, and the driver for each address's device.
             self.compiled(pointers[0], tuple(pointers[2:]), pointers[1], y.data_ptr(), *self.strides, alpha, beta, *self.rest)
-            return y
+            return
         while True:
             kernel, grid, arguments = self.ways[self.first]
             try:
@@ -97,16 +105,21 @@ class Prepared:
                 self.first += 1
                 continue
             if aligned and compiled is not None:  # the interpreter compiles nothing
-                self._keep(kernel, compiled[(*grid, 1, 1)], arguments)
-            return y
+                self._keep(kernel, compiled, grid, arguments)
+            return
 
-    def _keep(self, kernel: Any, compiled: Any, arguments: dict[str, Any]) -> None:
+    def ready(self) -> Ready | None:
+        """See `kernels.launcher.Launch`."""
+        return self._ready
+
+    def _keep(self, kernel: Any, compiled: Any, grid: tuple[int], arguments: dict[str, Any]) -> None:
         """Remember a compiled kernel, which is launched several times faster than through its JIT function."""
         names = kernel.arg_names
         scalars = names.index("alpha")  # alpha and beta stand between the strides and the rest
         self.strides = tuple(arguments[name] for name in names[names.index("x_strides") : scalars])
         self.rest = tuple(arguments[name] for name in names[scalars + 2 :])
-        self.compiled = compiled
+        self.compiled = compiled[(*grid, 1, 1)]
+        self._ready = Ready(compiled, grid, self.strides, self.rest)
 
 
 class Kind(NamedTuple):
@@ -259,4 +272,10 @@ def replay(x: Tensor, factors: Sequence[Tensor], precision: str, scaled: bool, s
         return None
     with on_device(x):
         sizes = tuple([f.shape[1] for f in factors])
-        return Replay(_program(kind_of(x, factors, 0, len(factors), sizes, precision, scaled)), shape)
+        tape = Tape((x, *factors))
+        source = 0
+        for prepared in _program(kind_of(x, factors, 0, len(factors), sizes, precision, scaled)):
+            y = tape.buffer(prepared.shape, x.dtype)
+            tape.launch(prepared, (source, tuple(range(1 + prepared.start, 1 + prepared.stop)), y, y), (ALPHA, bits(0.0)))
+            source = y
+        return Replay(tape, [source], [tuple(shape)])

@@ -45,7 +45,7 @@ _GUARDS: Final = _find_guards()
 class _Record:
     """A call, by guards on its tensors, and the way to repeat it."""
 
-    def __init__(self, tensors: Sequence[Tensor], run: Callable[[Tensor, Sequence[Tensor], float], Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], run: Any) -> None:
         self.run = run
         self.without_gradient = any([t.requires_grad for t in tensors])  # recorded under no_grad then
         # One guard for all refuses a tensor that comes twice; then there is one for each.
@@ -104,7 +104,8 @@ def replay(x: Any, factors: Any, alpha: Any, beta: Any, precision: Any, left: bo
         return None
     for record in slot.records:
         if record.fits(x, factors):
-            return record.run(x, factors, alpha)
+            y: Tensor | None = record.run((x, *factors), alpha)[0] if record.run.is_here() else None
+            return y
     return None
 
 
