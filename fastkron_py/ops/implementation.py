@@ -13,13 +13,13 @@ from torch import Tensor
 from fastkron_py.kernels import torch_backend
 from fastkron_py.kernels.precision import torch_products
 from fastkron_py.ops.backend import choose_backend
-from fastkron_py.ops.canonical import canonical
+from fastkron_py.ops.canonical import Canonical, canonical
 from fastkron_py.shapes import result_shape
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
-def _unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside an implementation: autocast has been applied already, and no view is recorded.
 
     A result that is a view of a tensor made inside could not be changed in place later on.
@@ -48,7 +48,7 @@ def multiply(
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
     if beta == 0:
         z = None
-    with _unseen_by_autograd(x):
+    with unseen_by_autograd(x):
         if math.prod(shape) == 0:
             return x.new_empty(shape)
         if x.numel() == 0:  # a sum over nothing
@@ -84,7 +84,7 @@ def gradients(
     """[dx] + [dF_i ...] of ``alpha * x @ K``, those that are needed; arguments as in the operator's schema."""
     if dy.numel() == 0 or x.numel() == 0:
         return [t.new_zeros(t.shape) for t in wanted(x, factors, need_x, need_factors)]
-    with _unseen_by_autograd(x):
+    with unseen_by_autograd(x):
         problem = canonical(x, factors, left)
         dy4 = problem.pack(dy)
         if choose_backend(backend, x) == "triton":
@@ -94,13 +94,18 @@ def gradients(
         else:
             with torch_products(x, precision):
                 dx4, dfs = torch_backend.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors)
-        results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
-        for df, f in zip(dfs, factors, strict=True):
-            if df is not None:
-                df = df.mT if left else df
-                batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
-                results.append(_fit(df.reshape(*problem.batch, *df.shape[-2:]) if batched else df.reshape(f.shape), f))
-        return results
+        return given_back(problem, dx4, dfs, x, factors)
+
+
+def given_back(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | None], x: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """A backend's gradients, those that there are, in their arguments' shapes."""
+    results = [] if dx4 is None else [_fit(problem.unpack(dx4), x)]
+    for df, f in zip(dfs, factors, strict=True):
+        if df is not None:
+            df = df.mT if problem.left else df
+            batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
+            results.append(_fit(df.reshape(*problem.batch, *df.shape[-2:]) if batched else df.reshape(f.shape), f))
+    return results
 
 
 def _fit(gradient: Tensor, argument: Tensor) -> Tensor:

@@ -1,17 +1,15 @@
 """Calls that were made before, recognised in the fewest steps: what was found out then is used again.
 
 A small problem's eager call is all overhead, and most of that is finding out that its arguments are right and ordinary. A record of
-a call holds torch's own guards, those of torch.compile: one call into C++ compares the type, dtype, device, sizes, strides,
-requires_grad and dispatch keys of every tensor with those of the recorded call. Dispatch keys are taken with what is in force in
-the thread: they tell of autocast, of torch.func's transforms, of modes and of tracing. Whatever differs goes the long way,
-where every check is made and every error raised.
+a call holds guards on its tensors (`guards`) and a replay of its launches. Whatever differs goes the long way, where every check is
+made and every error raised.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -19,9 +17,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastkron_py.kernels.precision import resolved
+from fastkron_py.ops import guards
 from fastkron_py.ops.backend import choose_backend, logger, requested_backend
 from fastkron_py.ops.canonical import canonical
-from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
+from fastkron_py.ops.plain import is_ordinary, transforms_active
+from fastkron_py.ops.recorded_gradient import Multiply, differentiable
 
 MOST_KEYS: Final = 1024  # of calls that differ in more than strides; beyond, all are forgotten
 MOST_TRIES: Final = 16  # records, or failures to make one, that a key is granted
@@ -30,41 +30,20 @@ _KINDS: Final = (Tensor, torch.nn.Parameter)
 _ADDS_NOTHING: Final = (float, int)
 
 
-def _find_guards() -> Any:
-    """An inner part of torch: without it every call goes the long way."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
-        return None
-    return TensorGuards
-
-
-_GUARDS: Final = _find_guards()
-
-
 class _Record:
     """A call, by guards on its tensors, and the way to repeat it."""
 
-    def __init__(self, tensors: Sequence[Tensor], run: Any) -> None:
-        self.run = run
-        self.without_gradient = any([t.requires_grad for t in tensors])  # recorded under no_grad then
-        # One guard for all refuses a tensor that comes twice; then there is one for each.
-        several = len({id(t) for t in tensors}) < len(tensors)
-        self._check = _each(tensors) if several else _guard(*tensors)
+    def __init__(self, tensors: Sequence[Tensor], multiply: Multiply) -> None:
+        self.multiply = multiply
+        # Guards know which tensors require a gradient, but not whether gradients are recorded.
+        self._indifferent = not any([t.requires_grad for t in tensors])
+        self._enabled = torch.is_grad_enabled()
+        self.with_gradient = self._enabled and not self._indifferent
+        self._check = guards.guard(tensors)
 
     def fits(self, x: Tensor, factors: Sequence[Tensor]) -> bool:
         """Whether the call would do with these tensors what it did when it was recorded."""
-        return self._check(x, *factors) and not (self.without_gradient and torch.is_grad_enabled())
-
-
-def _guard(*tensors: Tensor) -> Callable[..., bool]:
-    check: Callable[..., bool] = _GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
-
-
-def _each(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    checks = [_guard(t) for t in tensors]
-    return lambda *given: all([check(t) for check, t in zip(checks, given, strict=True)])
+        return self._check(x, *factors) and (self._indifferent or self._enabled == torch.is_grad_enabled())
 
 
 class _Slot:
@@ -104,18 +83,25 @@ def replay(x: Any, factors: Any, alpha: Any, beta: Any, precision: Any, left: bo
         return None
     for record in slot.records:
         if record.fits(x, factors):
-            y: Tensor | None = record.run((x, *factors), alpha)[0] if record.run.is_here() else None
+            multiply = record.multiply
+            if not multiply.replay.is_here():
+                return None
+            y: Tensor = (
+                differentiable(multiply, alpha, precision, x, *factors)
+                if record.with_gradient
+                else multiply.replay((x, *factors), alpha)[0]
+            )
             return y
     return None
 
 
 def record(x: Any, factors: Any, alpha: Any, beta: Any, precision: Any, left: bool, shape: Sequence[int]) -> None:
     """Record a call without z that has just returned a result of this shape, if it can be repeated as it is."""
-    key = None if _GUARDS is None else _key(x, factors, alpha, beta, precision, left)
+    key = None if guards.GUARDS is None else _key(x, factors, alpha, beta, precision, left)
     if key is None or not _may_be_triton(x):
         return
     tensors = (x, *factors)
-    if wants_gradient(tensors) or transforms_active() or not is_ordinary(tensors) or torch.is_autocast_enabled(x.device.type):
+    if transforms_active() or not is_ordinary(tensors) or torch.is_autocast_enabled(x.device.type):
         return
     if choose_backend("", x) != "triton" or math.prod(shape) == 0 or x.numel() == 0:
         return
@@ -127,9 +113,9 @@ def record(x: Any, factors: Any, alpha: Any, beta: Any, precision: Any, left: bo
     if slot.tries >= MOST_TRIES:
         return
     slot.tries += 1
-    run = _prepare(x, factors, alpha, resolved(precision), left, shape)
-    if run is not None:
-        slot.records.append(_Record(tensors, run))
+    replay = _prepare(x, factors, alpha, resolved(precision), left, shape)
+    if replay is not None:
+        slot.records.append(_Record(tensors, Multiply(replay, left, requested_backend())))
 
 
 def _may_be_triton(x: Tensor) -> bool:

@@ -6,7 +6,9 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from typing import Any
 
 import torch
@@ -44,11 +46,13 @@ class H100:
 
     class launcher_cls:
         def __init__(self, src: Any, metadata: Any) -> None:
-            self.count = len(src.fn.arg_names)
+            self.names = src.fn.arg_names
+            self.count = len(self.names)
 
         def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
             arguments = rest[-self.count :]
-            LAUNCHES.append({"grid": [x, y, z], "stream": stream, "tensors": _has_tensors(arguments), "arguments": plain(arguments)})
+            launch = {"grid": [x, y, z], "stream": stream, "tensors": _has_tensors(arguments), "arguments": plain(arguments)}
+            LAUNCHES.append(launch | {"names": self.names})
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -94,7 +98,25 @@ def main() -> None:
         CURRENT["device"] = 0
         found["scaled"] = launched(lambda: fastkron_py.kron_matmul(x, factors, alpha=3.0))
         found["scaled again"] = launched(lambda: fastkron_py.kron_matmul(x, factors, alpha=-5.0))
+    found["backward"] = backward()
     print(json.dumps(found))
+
+
+def backward() -> dict[str, Any]:
+    """Launches of the same backward pass: unrecorded, as it is recorded, and replayed; for several kinds of operands."""
+    found: dict[str, Any] = {}
+    with fastkron_py.backend("triton"):
+        for rows, sizes in ((512, (64, 64)), (20, (8, 8, 8)), (300, (32, 32, 32)), (64, (128, 16))):
+            width = math.prod(sizes)
+            x, dy = torch.randn(rows, width, requires_grad=True), torch.randn(rows, width)
+            factors = [torch.randn(p, p, requires_grad=True) for p in sizes]
+            ways = {}
+            for way in ("unrecorded", "recorded", "replayed"):
+                y = fastkron_py.kron_matmul(x, factors)
+                ways[way] = launched(functools.partial(torch.autograd.grad, y, [x, *factors], dy))
+            ways["operands"] = [t.data_ptr() for t in (dy, x, *factors)]
+            found[f"{rows} x {sizes}"] = ways
+    return found
 
 
 if __name__ == "__main__":

@@ -86,3 +86,26 @@ def test_alpha(found: dict[str, Any]) -> None:
     assert bits(-5.0) in found["scaled again"][-1]["arguments"]
     assert bits(3.0) not in found["scaled again"][-1]["arguments"]
     assert not found["scaled again"][-1]["tensors"]
+
+
+def test_backward_passes(found: dict[str, Any]) -> None:
+    """Recorded and replayed, they launch what they did before, on the same operands; buffers lie elsewhere."""
+    assert found["backward"]
+    for ways in found["backward"].values():
+        first, operands = ways["unrecorded"], ways["operands"]
+        for way in ("recorded", "replayed"):
+            assert len(ways[way]) == len(first) > 1
+            for launch, like in zip(ways[way], first, strict=True):
+                assert (launch["grid"], launch["stream"], launch["names"]) == (like["grid"], like["stream"], like["names"])
+                for name, given, wanted in zip(like["names"], launch["arguments"], like["arguments"], strict=True):
+                    if not name.endswith(("_ptr", "_ptrs")):
+                        assert given == wanted, name
+                        continue
+                    for a, b in zip(flat(given), flat(wanted), strict=True):
+                        assert (a in operands) == (b in operands)
+                        assert a == b or a not in operands
+        assert not any(launch["tensors"] for launch in ways["replayed"])
+
+
+def flat(pointers: Any) -> list[int]:
+    return list(pointers) if isinstance(pointers, list) else [pointers]
