@@ -8,6 +8,7 @@ and hands addresses to compiled kernels.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -35,7 +36,7 @@ def bits(value: float) -> int:
 
 _ONE: Final = bits(1.0)
 # The versions of Triton whose compiled kernels are launched past their front door, which takes several times as long.
-_HAS_LAUNCHER: Final = (3, 6) <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= (3, 9)
+_HAS_LAUNCHER: Final = re.match(r"3\.[6-9]\.", triton.__version__) is not None
 
 
 class _Alpha:

@@ -174,8 +174,21 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("x_shape", "factor_shapes"), SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "one by one"])
 @SIDES
-def test_other_shapes(x_shape: tuple[int, ...], factor_shapes: list[tuple[int, ...]], left: bool, spy: Spy, device: torch.device) -> None:
+def test_other_shapes(
+    x_shape: tuple[int, ...],
+    factor_shapes: list[tuple[int, ...]],
+    left: bool,
+    pooled: bool,
+    spy: Spy,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fastkron_py.kernels import replay
+
+    if not pooled:  # as where buffers are large
+        monkeypatch.setattr(replay, "_SMALL", 0)
     if left:
         x_shape = x_shape if len(x_shape) == 1 else (*x_shape[:-2], x_shape[-1], x_shape[-2])
         factor_shapes = [(*s[:-2], s[-1], s[-2]) for s in factor_shapes]
