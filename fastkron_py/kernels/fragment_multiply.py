@@ -11,8 +11,9 @@ Gluon has no interpreter: `sliced_multiply` holds the same computation in plain 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import builtin
 
-from fastkron_py.kernels.fragment_tile import in_order, load_tile, store_tile, twos
+from fastkron_py.kernels.fragment_tile import fetch_tile, fetched_tile, in_order, load_tile, store_tile, tile_buffer, twos
 from fastkron_py.kernels.tiling import factor_tile, round_to_tf32
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
@@ -37,8 +38,9 @@ def _digits(size):
 
 
 @gluon.constexpr_function
-def _accumulator(q_pad, warps):
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, q_pad, 8])
+def _accumulator(q_pad, warps, warpgroup):
+    """The same places of rows and columns either way."""
+    return gl.NVMMADistributedLayout([3 if warpgroup else 2, 0], [warps, 1], [16, q_pad, 8] if warpgroup else [16, 8])
 
 
 @gluon.constexpr_function
@@ -139,6 +141,40 @@ def _stage_factor(
         return shared, shared
 
 
+@builtin
+def _warp_mma(a, b, acc, _semantic=None):
+    """``acc + a @ b`` by mma.sync: Gluon's `mma_v2` but for its bound on the depth, which is 16, though the machine takes 8."""
+    precision = _semantic._str_to_dot_input_precision("tf32")
+    return gl.tensor(_semantic.builder.create_dot(a.handle, b.handle, acc.handle, precision, 0), acc.type)
+
+
+@gluon.jit
+def _warp_product(
+    t,
+    high,
+    low,
+    ROWS_: gl.constexpr,
+    MOST_ROWS: gl.constexpr,
+    P: gl.constexpr,
+    Q: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    THREE: gl.constexpr,
+):
+    """``[ROWS_, P] @ [P, Q]``, a factor's halves in registers: MOST_ROWS at a time, so that the others' sums need no registers yet."""
+    if ROWS_ > MOST_ROWS:
+        first, second = gl.split(gl.permute(gl.reshape(t, [2, ROWS_ // 2, P]), (1, 2, 0)))
+        first = _warp_product(first, high, low, ROWS_ // 2, MOST_ROWS, P, Q, LAYOUT, THREE)
+        second = _warp_product(second, high, low, ROWS_ // 2, MOST_ROWS, P, Q, LAYOUT, THREE)
+        return gl.reshape(gl.permute(gl.join(first, second), (2, 0, 1)), [ROWS_, Q])
+    else:
+        t = gl.convert_layout(t, gl.DotOperandLayout(0, LAYOUT, 1))
+        acc = gl.zeros([ROWS_, Q], gl.float32, LAYOUT)
+        if THREE:
+            acc = _warp_mma(_low_half(t), high, acc)
+            acc = _warp_mma(t, low, acc)
+        return _warp_mma(t, high, acc)
+
+
 @gluon.jit
 def _step(
     t,
@@ -147,6 +183,7 @@ def _step(
     STEPS: gl.constexpr,
     INDEX: gl.constexpr,
     WARPS: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     THREE: gl.constexpr,
     ROUND: gl.constexpr,
     GUARD: gl.constexpr,
@@ -156,7 +193,7 @@ def _step(
     P: gl.constexpr = _field(STEPS, INDEX, P_PAD)
     TO: gl.constexpr = _field(STEPS, INDEX, ORDER)
     ROWS_: gl.constexpr = _field(STEPS, INDEX, ROWS)
-    LAYOUT: gl.constexpr = _accumulator(Q, WARPS)
+    LAYOUT: gl.constexpr = _accumulator(Q, WARPS, WARPGROUP)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
     t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [ROWS_, P])
     t = gl.convert_layout(t, OPERAND)
@@ -164,14 +201,20 @@ def _step(
         # An infinity of an earlier factor has turned the padding into NaN, which 0 does not cancel.
         p = _column_index(gl.arange(0, P, gl.SliceLayout(0, OPERAND)), STEPS, INDEX)
         t = gl.where(p[None, :] < _field(STEPS, INDEX, P_SIZE), t, 0.0)
-    acc = gl.zeros([ROWS_, Q], gl.float32, LAYOUT)
-    if THREE:
-        acc = warpgroup_mma(_low_half(t), high.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma(t, low.permute((1, 0)), acc, is_async=True)
-    elif ROUND == 2 or (ROUND == 1 and INDEX > 0):
+    if not THREE and (ROUND == 2 or (ROUND == 1 and INDEX > 0)):
         t = round_to_tf32(t)
-    acc = warpgroup_mma(t, high.permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma_wait(0, deps=(acc,))
+    if WARPGROUP:
+        acc = gl.zeros([ROWS_, Q], gl.float32, LAYOUT)
+        if THREE:
+            acc = warpgroup_mma(_low_half(t), high.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(t, low.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(t, high.permute((1, 0)), acc, is_async=True)
+        return warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        FACTOR: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 1)
+        f = high.permute((1, 0)).load(FACTOR)
+        f_low = low.permute((1, 0)).load(FACTOR) if THREE else f
+        return _warp_product(t, f, f_low, ROWS_, 32 * WARPS, P, Q, LAYOUT, THREE)
 
 
 @gluon.jit
@@ -187,19 +230,20 @@ def _run_steps(
     l3,
     STEPS: gl.constexpr,
     WARPS: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     THREE: gl.constexpr,
     ROUND: gl.constexpr,
     GUARD: gl.constexpr,
 ):
     """All steps of a tile; halves beyond the last step's are not looked at."""
     COUNT: gl.constexpr = len(STEPS)
-    acc = _step(t, h0, l0, STEPS, 0, WARPS, THREE, ROUND, False)
+    acc = _step(t, h0, l0, STEPS, 0, WARPS, WARPGROUP, THREE, ROUND, False)
     if COUNT > 1:
-        acc = _step(acc, h1, l1, STEPS, 1, WARPS, THREE, ROUND, GUARD)
+        acc = _step(acc, h1, l1, STEPS, 1, WARPS, WARPGROUP, THREE, ROUND, GUARD)
     if COUNT > 2:
-        acc = _step(acc, h2, l2, STEPS, 2, WARPS, THREE, ROUND, GUARD)
+        acc = _step(acc, h2, l2, STEPS, 2, WARPS, WARPGROUP, THREE, ROUND, GUARD)
     if COUNT > 3:
-        acc = _step(acc, h3, l3, STEPS, 3, WARPS, THREE, ROUND, GUARD)
+        acc = _step(acc, h3, l3, STEPS, 3, WARPS, WARPGROUP, THREE, ROUND, GUARD)
     return acc
 
 
@@ -230,10 +274,12 @@ def _fragment_multiply_fwd_kernel(
     Q_SIZES: gl.constexpr,
     Q_PADS: gl.constexpr,
     PADDED: gl.constexpr,  # some size is no power of two, or below 8
-    STRIDES: gl.constexpr,  # (slice, mode) of x, then of y; where only known at run time 0, or -1 if 32 bits hold a tile's offsets
+    STRIDES: gl.constexpr,  # (slice, mode) of x, y, z; where only known at run time 0, or -1 if 32 bits hold a tile's offsets
     BLOCK_S: gl.constexpr,
     WARPS: gl.constexpr,
+    WARPGROUP: gl.constexpr,  # products by warpgroups (wgmma), else by single warps (mma.sync)
     LOOP: gl.constexpr,  # a program takes many tiles, all with the same factors; else one
+    FETCH: gl.constexpr,  # which wait in shared memory while the one before is multiplied
     HEAD: gl.constexpr,
     TAIL: gl.constexpr,
     ALIGNED: gl.constexpr,
@@ -249,6 +295,28 @@ def _fragment_multiply_fwd_kernel(
     first = (gl.program_id(0) % blocks_s).to(gl.int64) * BLOCK_S
     if LOOP:
         batch = batch * 0  # also makes 64-bit numbers of the tiles'
+        if FETCH:
+            buffer = tile_buffer(x_ptr, LOAD)
+            fetch_tile(
+                buffer,
+                x_ptr,
+                x_strides,
+                batch,
+                (gl.program_id(0) + batch) * BLOCK_S,
+                num_slices,
+                before,
+                after,
+                LOAD,
+                P_SIZES,
+                P_PADS,
+                STRIDES,
+                BLOCK_S,
+                HEAD,
+                TAIL,
+                ALIGNED,
+                EVEN,
+                WARPS,
+            )
     else:
         # Under way while the factors are staged.
         t = load_tile(
@@ -279,26 +347,50 @@ def _fragment_multiply_fwd_kernel(
     if LOOP:
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             first = (tile + batch) * BLOCK_S
-            t = load_tile(
-                x_ptr,
-                x_strides,
-                batch,
-                first,
-                num_slices,
-                before,
-                after,
-                LOAD,
-                P_SIZES,
-                P_PADS,
-                PADDED,
-                STRIDES,
-                BLOCK_S,
-                HEAD,
-                TAIL,
-                ALIGNED,
-                EVEN,
-            )
-            acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, THREE, ROUND, PADDED)
+            if FETCH:
+                t = fetched_tile(buffer, LOAD)
+                if tile + gl.num_programs(0) < num_tiles:
+                    fetch_tile(
+                        buffer,
+                        x_ptr,
+                        x_strides,
+                        batch,
+                        (tile + gl.num_programs(0) + batch) * BLOCK_S,
+                        num_slices,
+                        before,
+                        after,
+                        LOAD,
+                        P_SIZES,
+                        P_PADS,
+                        STRIDES,
+                        BLOCK_S,
+                        HEAD,
+                        TAIL,
+                        ALIGNED,
+                        EVEN,
+                        WARPS,
+                    )
+            else:
+                t = load_tile(
+                    x_ptr,
+                    x_strides,
+                    batch,
+                    first,
+                    num_slices,
+                    before,
+                    after,
+                    LOAD,
+                    P_SIZES,
+                    P_PADS,
+                    PADDED,
+                    STRIDES,
+                    BLOCK_S,
+                    HEAD,
+                    TAIL,
+                    ALIGNED,
+                    EVEN,
+                )
+            acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
             store_tile(
                 acc,
                 z_ptr,
@@ -310,6 +402,7 @@ def _fragment_multiply_fwd_kernel(
                 batch,
                 first,
                 num_slices,
+                num_tiles,
                 before,
                 after,
                 STORE_ORDER,
@@ -326,7 +419,7 @@ def _fragment_multiply_fwd_kernel(
                 FINISH,
             )
     else:
-        acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, THREE, ROUND, PADDED)
+        acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
         store_tile(
             acc,
             z_ptr,
@@ -338,6 +431,7 @@ def _fragment_multiply_fwd_kernel(
             batch,
             first,
             num_slices,
+            num_tiles,
             before,
             after,
             STORE_ORDER,

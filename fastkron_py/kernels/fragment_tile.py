@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import builtin
 
 from fastkron_py.kernels.tiling import padded_index, slice_index, slice_mask, slice_offsets
@@ -89,6 +90,38 @@ def _mode_offsets(p, stride, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def _tile_pointers(
+    x_ptr,
+    x_strides,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    LAYOUT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    P_SIZES: gl.constexpr,
+    P_PADS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+):
+    """(pointers, mask) of x's elements of a tile ``[BLOCK_S, WIDTH]``."""
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    p = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, EVEN)[:, None]
+    if PADDED:
+        p, valid = padded_index(p, P_SIZES, P_PADS)
+        mask = mask & valid[None, :]
+    base, offsets = _slice_base(first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, ALIGNED)
+    return x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :]), mask
+
+
+@gluon.jit
 def load_tile(
     x_ptr,
     x_strides,
@@ -109,19 +142,107 @@ def load_tile(
     EVEN: gl.constexpr,
 ):
     """``[BLOCK_S, prod(P_PADS)]`` in float32, 0 outside of x."""
-    LAYOUT: gl.constexpr = _layout(LOAD)
-    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
-    p = gl.arange(0, LOAD[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(first, i, num_slices, EVEN)[:, None]
-    if PADDED:
-        p, valid = padded_index(p, P_SIZES, P_PADS)
-        mask = mask & valid[None, :]
-    base, offsets = _slice_base(first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, ALIGNED)
-    pointers = x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :])
+    pointers, mask = _tile_pointers(
+        x_ptr,
+        x_strides,
+        batch,
+        first,
+        num_slices,
+        before,
+        after,
+        _layout(LOAD),
+        LOAD[3][1],
+        P_SIZES,
+        P_PADS,
+        PADDED,
+        STRIDES,
+        BLOCK_S,
+        HEAD,
+        TAIL,
+        ALIGNED,
+        EVEN,
+    )
     if EVEN and not PADDED:
         return gl.load(pointers).to(gl.float32)
     else:
         return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def fetch_tile(
+    buffer,
+    x_ptr,
+    x_strides,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    LOAD: gl.constexpr,
+    P_SIZES: gl.constexpr,
+    P_PADS: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Begin to copy a tile of whole sizes, and of modes that are consecutive in memory, into a buffer in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
+    pointers, mask = _tile_pointers(
+        x_ptr,
+        x_strides,
+        batch,
+        first,
+        num_slices,
+        before,
+        after,
+        LAYOUT,
+        LOAD[3][1],
+        P_SIZES,
+        P_PADS,
+        False,
+        STRIDES,
+        BLOCK_S,
+        HEAD,
+        TAIL,
+        ALIGNED,
+        EVEN,
+    )
+    if EVEN:
+        async_copy.async_copy_global_to_shared(buffer, pointers)
+    else:
+        async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetched_tile(buffer, LOAD: gl.constexpr):
+    """The tile that was copied last, as `load_tile` gives it."""
+    async_copy.wait_group(0)
+    return buffer.load(_layout(LOAD))
+
+
+@gluon.jit
+def tile_buffer(x_ptr, LOAD: gl.constexpr):
+    """Shared memory for one tile."""
+    return gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LOAD[3][0], LOAD[3][1]], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.constexpr_function
+def _in_halves(tile):
+    """Whether a thread has so many of a tile's elements that their addresses need room made: and both halves of the modes."""
+    registers, _, _, shape = tile
+    return len(registers) > 5 and (0, shape[1] // 2) in [tuple(b) for b in registers]
+
+
+@gluon.constexpr_function
+def _half(tile):
+    """The layout of one half of the modes."""
+    registers, lanes, warps, shape = tile
+    return [b for b in registers if tuple(b) != (0, shape[1] // 2)], lanes, warps, (shape[0], shape[1] // 2)
 
 
 @gluon.jit
@@ -136,6 +257,7 @@ def store_tile(
     batch,
     first,
     num_slices,
+    num_tiles,
     before,
     after,
     TO: gl.constexpr,
@@ -152,17 +274,133 @@ def store_tile(
     FINISH: gl.constexpr,
 ):
     """Finish the last accumulator and store it."""
+    WIDTH: gl.constexpr = STORE[3][1]
+    t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [BLOCK_S, WIDTH])
+    t = gl.convert_layout(t, _layout(STORE))  # the same registers under their last names
+    if _in_halves(STORE):
+        # Neither branch is ever skipped: they keep the compiler from working out addresses while it has no registers for them.
+        low, high = gl.split(gl.permute(gl.reshape(t, [BLOCK_S, 2, WIDTH // 2]), (0, 2, 1)))
+        if first < num_slices:
+            _store_modes(
+                low,
+                0,
+                z_ptr,
+                y_ptr,
+                z_strides,
+                y_strides,
+                alpha,
+                beta,
+                batch,
+                first,
+                num_slices,
+                before,
+                after,
+                _half(STORE),
+                Q_SIZES,
+                Q_PADS,
+                PADDED,
+                STRIDES,
+                BLOCK_S,
+                HEAD,
+                TAIL,
+                ALIGNED,
+                EVEN,
+                FINISH,
+            )
+        if num_tiles > 0:
+            _store_modes(
+                high,
+                WIDTH // 2,
+                z_ptr,
+                y_ptr,
+                z_strides,
+                y_strides,
+                alpha,
+                beta,
+                batch,
+                first,
+                num_slices,
+                before,
+                after,
+                _half(STORE),
+                Q_SIZES,
+                Q_PADS,
+                PADDED,
+                STRIDES,
+                BLOCK_S,
+                HEAD,
+                TAIL,
+                ALIGNED,
+                EVEN,
+                FINISH,
+            )
+    else:
+        _store_modes(
+            t,
+            0,
+            z_ptr,
+            y_ptr,
+            z_strides,
+            y_strides,
+            alpha,
+            beta,
+            batch,
+            first,
+            num_slices,
+            before,
+            after,
+            STORE,
+            Q_SIZES,
+            Q_PADS,
+            PADDED,
+            STRIDES,
+            BLOCK_S,
+            HEAD,
+            TAIL,
+            ALIGNED,
+            EVEN,
+            FINISH,
+        )
+
+
+@gluon.jit
+def _store_modes(
+    t,
+    FIRST_Q: gl.constexpr,
+    z_ptr,
+    y_ptr,
+    z_strides,
+    y_strides,
+    alpha,
+    beta,
+    batch,
+    first,
+    num_slices,
+    before,
+    after,
+    STORE: gl.constexpr,
+    Q_SIZES: gl.constexpr,
+    Q_PADS: gl.constexpr,
+    PADDED: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    EVEN: gl.constexpr,
+    FINISH: gl.constexpr,
+):
+    """Finish and store a tile's modes from FIRST_Q on."""
     LAYOUT: gl.constexpr = _layout(STORE)
-    t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [BLOCK_S, STORE[3][1]])
-    t = gl.convert_layout(t, LAYOUT)  # the same registers under their last names
+    t = gl.convert_layout(gl.reshape(t, [BLOCK_S, STORE[3][1]]), LAYOUT)
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
-    q = gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
+    q = FIRST_Q + gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
     mask = slice_mask(first, i, num_slices, EVEN)[:, None] & (q >= 0)[None, :]
     if PADDED:
         q, valid = padded_index(q, Q_SIZES, Q_PADS)
         mask = mask & valid[None, :]
-    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, 0, HEAD, TAIL, ALIGNED)
-    t = FINISH(t, alpha, beta, z_ptr, z_base + z_offsets[:, None] + _mode_offsets(q, z_strides[3], 0)[None, :], mask)
+    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, ALIGNED)
+    t = FINISH(t, alpha, beta, z_ptr, z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :]), mask)
     base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
     pointers = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
     if EVEN and not PADDED:

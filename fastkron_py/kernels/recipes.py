@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,10 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
     }
     if launch.fragment:
         closed = fragment_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
-        return tuple(_fragment(case, common, num_slices, c) for c in (config, closed) if isinstance(c, FragmentConfig))
+        ways = [c for c in (config, closed) if isinstance(c, FragmentConfig)]
+        if closed is not None and not closed.warpgroup:
+            ways.append(replace(closed, programs_per_sm=0))  # without a second tile in shared memory
+        return tuple(_fragment(case, common, num_slices, c) for c in ways)
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
     configs: tuple[SingleConfig | ChainConfig, ...] = (
@@ -188,6 +191,9 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
     fastest = after if tail else before
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
+    if not config.warpgroup:
+        # Tiles fetched ahead: by copies of at least 4 bytes, and with no registers to spare for z.
+        loop = loop and not tail and case.dtype.itemsize == 4 and case.finish != "axpby" and num_tiles > case.multiprocessors
     p_pads, q_pads = tuple(fragment_pad(s.p) for s in steps), tuple(fragment_pad(s.q) for s in steps)
     p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
     arguments = {
@@ -206,7 +212,9 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         "STRIDES": _strides(case, common, config.block_s),
         "BLOCK_S": config.block_s,
         "WARPS": config.num_warps,
+        "WARPGROUP": config.warpgroup,
         "LOOP": loop,
+        "FETCH": loop and not config.warpgroup,
         "ALIGNED": not (head or tail) or fastest % config.block_s == 0,
         "EVEN": num_slices % config.block_s == 0,
         "THREE": case.dtype == torch.float32 and case.precision == "highest",
@@ -225,10 +233,10 @@ def _along_p(strides: tuple[int, int, int]) -> bool:
 
 
 def _strides(case: Case, common: dict[str, Any], block_s: int) -> tuple[int, ...]:
-    """(slice, mode) strides of x, then of y, that the kernel is compiled for; `_RUNTIME` for the others."""
+    """(slice, mode) strides of x, y and z that the kernel is compiled for; `_RUNTIME` for the others."""
     found = []
     fastest = 4 if common["TAIL"] else 2 if common["HEAD"] else 1
-    for strides, size in ((common["x_strides"], case.launch.p), (common["y_strides"], case.launch.q)):
+    for strides, size in ((common["x_strides"], case.launch.p), (common["y_strides"], case.launch.q), (common["z_strides"], case.launch.q)):
         slices, modes = strides[fastest], strides[3]
         reach = slices * block_s + modes * 2 * size
         if fastest == 1 and slices != size * modes:

@@ -16,7 +16,13 @@ PLANS_MOST: Final = 8
 WIDTHS: Final = (MERGE_WIDTH, 32, 16)
 # Values of a configuration's field that are tried: factors of the present one, or values in their own right.
 FACTORS: Final = {"block_s": (0.5, 2), "block_p": (0.5, 2), "block_q": (0.5, 2)}
-VALUES: Final = {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "programs_per_sm": (0, 1, 2, 3, 4), "max_registers": (80, 96, 128, 168)}
+VALUES: Final = {
+    "num_warps": (4, 8),
+    "num_stages": (1, 2, 3, 4),
+    "programs_per_sm": (0, 1, 2, 3, 4),
+    "max_registers": (80, 96, 128, 168),
+    "warpgroup": (False, True),
+}
 
 
 def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> Iterator[ChosenLaunch]:

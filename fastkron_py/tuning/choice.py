@@ -151,7 +151,7 @@ def _fragment_obstacle(launch: Launch, config: Any, problem: Problem) -> str | N
         return f"the fragment kernel has no {'float64' if problem.dtype == 'float64' else 'interpreter'}"
     if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
         return f"max_registers = {config.max_registers}"
-    if not fits_fragments(launch.steps, config.block_s, config.num_warps):
+    if not fits_fragments(launch.steps, config.block_s, config.num_warps, config.warpgroup):
         return "the chain does not fit into the registers"
     return None
 

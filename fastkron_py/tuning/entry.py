@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from fastkron_py.tuning.choice import FACTORS_MOST, ITEMSIZE, KERNELS, OPERATIONS, SCHEMA, Choice, ChosenLaunch, Problem, obstacle
@@ -94,7 +94,8 @@ def _launch_from_json(data: Any) -> ChosenLaunch:
     if name not in KERNELS:
         raise ValueError(f"kernel: expected one of {', '.join(KERNELS)}, got {name!r:.60}")
     kind = KERNELS[name].config
-    config = _take(data, "config", dict)
+    # A field with a default is younger than some tables.
+    config = {f.name: f.default for f in fields(kind) if f.default is not MISSING} | _take(data, "config", dict)
     _exactly(config, {f.name for f in fields(kind)})
     return ChosenLaunch(_pairs(data, "steps"), name, kind(**{n: _take(config, n, hint) for n, hint in get_type_hints(kind).items()}))
 

@@ -27,6 +27,11 @@ SINGLE_WIDTH: Final = 128
 TILE: Final = 4096
 WIDEST_TILE: Final = 16384
 THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
+# With products by single warps, whose sums are made a few rows at a time, a tile can take half of all registers. The factor is in
+# registers too, which leaves room for this width.
+WARP_TILE: Final = 32768
+WARP_WIDTH: Final = 16
+BUSY: Final = 64  # tiles of that size: fewer take as long
 WARP_ROWS: Final = 16
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
 
@@ -219,20 +224,27 @@ class FragmentConfig:
 
     block_s: int
     num_warps: int
-    programs_per_sm: int  # each taking many tiles, which pays where staging a factor costs as much as a tile; 0: a program for each tile
+    # Each taking many tiles, which pays where staging a factor costs as much as a tile, or where nothing else covers a load; 0: a
+    # program for each tile.
+    programs_per_sm: int
     max_registers: int  # of a thread; 0: no limit of ours
+    warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
 
-def fits_fragments(steps: Sequence[Step], block_s: int, num_warps: int) -> bool:
+def fits_fragments(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
     """Whether the kernel can take a chain on tiles of block_s slices: the single statement of what it can.
 
     Args:
         steps: of the launch, first factors first.
         block_s: a power of two.
         num_warps: of a program.
+        warpgroup: as in `FragmentConfig`.
     """
     pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
-    if len(steps) > MOST_STEPS or max(map(max, pads)) > (SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH) or num_warps not in (4, 8, 16):
+    if not warpgroup and any((s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)):
+        return False  # nor room for the masks of padding
+    widest = WARP_WIDTH if not warpgroup else SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH
+    if len(steps) > MOST_STEPS or max(map(max, pads)) > widest or num_warps not in (4, 8, 16):
         return False
     shortest, most = _extent(pads)
     return block_s * shortest >= WARP_ROWS * num_warps and block_s * most <= THREAD_ELEMENTS * 32 * num_warps
@@ -272,6 +284,8 @@ def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slic
     run = max(1, min(sectors, 1) * SECTOR_BYTES // itemsize, min(sectors * SECTOR_BYTES // itemsize, 2 * TILE // most))
     block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
     num_warps = 4 * max(1, block_s * most // TILE)
+    if WIDEST_TILE < block_s * most <= WARP_TILE and fits_fragments(steps, block_s, 16, False):
+        return FragmentConfig(block_s, 16, 0 if sectors > 1 else 1, 0, False)
     if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
         return None
     staged = 2 * sum(p * q for p, q in pads)
@@ -279,8 +293,10 @@ def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slic
     return FragmentConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 
-def fragment_cost(steps: Sequence[Step], config: FragmentConfig) -> float:
+def fragment_cost(steps: Sequence[Step], config: FragmentConfig, num_slices: int) -> float:
     """Modelled time of a launch, as a multiple of its traffic's (fitted to an H100)."""
+    if not config.warpgroup:
+        return (1.25 if config.programs_per_sm else 1.45) * max(1.0, BUSY * config.block_s / num_slices)
     share = 1.02 + 0.02 * len(steps)
     if config.num_warps > 4:
         share += 0.15 if config.num_warps == 8 else 0.65

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.tuning.fragments import MOST_STEPS, WIDEST_TILE, fragment_config, fragment_cost, run_sectors
+from fastkron_py.tuning.fragments import MOST_STEPS, WARP_TILE, fragment_config, fragment_cost, run_sectors
 from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
 
 # Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
@@ -197,10 +197,11 @@ def _candidates(
         # As if launches turned their modes, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and setting.before == 1 else 2, setting.columns)
         for launch in dict.fromkeys(Launch(steps, True) for steps in _fragment_steps(ps, qs, start, stop)):
-            config = fragment_config(launch.steps, itemsize, sectors, max(1, setting.rows * setting.columns * outside))
+            num_slices = max(1, setting.rows * setting.columns * outside)
+            config = fragment_config(launch.steps, itemsize, sectors, num_slices)
             if config is not None:
                 # Tiles that cross the runs of what comes after have an address for each element.
-                cost = fragment_cost(launch.steps, config)
+                cost = fragment_cost(launch.steps, config, num_slices)
                 if setting.columns > 1:
                     crossing = setting.columns * math.prod(qs[stop:]) % config.block_s != 0
                     cost *= CROSSING if crossing else SINGLE_SECTORS if config.block_s * itemsize <= SECTOR_BYTES else 1.0
@@ -238,7 +239,7 @@ def plans(
     count = len(ps)
     # One launch costs about as much as moving 12 MB.
     overhead = 12e6 / setting.itemsize / max(1, setting.rows * setting.columns)
-    widest = max(CHAIN_TILE[setting.itemsize], WIDEST_TILE if setting.fragments else 0)
+    widest = max(CHAIN_TILE[setting.itemsize], WARP_TILE if setting.fragments else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, count + 1):
         found = []

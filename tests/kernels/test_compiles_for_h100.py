@@ -14,7 +14,8 @@ import pytest
 pytestmark = pytest.mark.xdist_group("compile_for_h100")  # one worker: what is compiled serves all tests here
 
 SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
-IN_FULL = ("16^4", "odd", "left", "batched", "bfloat16 16^4")
+LARGE_TILES = ("16^5", "8^7", "16^3, whole columns", "8^4, whole columns")
+IN_FULL = ("16^4", "16^5", "16^3, whole columns", "odd", "left", "batched", "bfloat16 16^4")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,14 @@ def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
     common = ("16^3, whole rows", "left", "16^4", "32^4", "64^3", "8^5", "bfloat16 16^4", "float16 16^4", "float16 64^2", "float64 32^3")
     found = [k for k in kernels if k["problem"] in common and k["what"] == "multiply"]
     assert len(found) >= len(common)
+    assert [k for k in found if k["stack"] > 0] == []
+
+
+def test_tiles_of_half_the_registers_do_not_spill(kernels: list[dict[str, Any]]) -> None:
+    """Nor with z, nor in TF32: a thread has 128 registers, 64 of them taken by the tile."""
+    found = [k for k in kernels if k["problem"] in LARGE_TILES and k["what"] != "backward"]
+    assert {k["problem"] for k in found} == set(LARGE_TILES)
+    assert max(k["shared"] for k in found) > 160_000  # tiles that are fetched ahead
     assert [k for k in found if k["stack"] > 0] == []
 
 

@@ -115,7 +115,7 @@ BLOCKS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 def configs(kernel):
     fields = {"num_warps": st.sampled_from([1, 4, 8]), "programs_per_sm": st.integers(1, 3)}
     if kernel == "fragment":
-        return st.builds(FragmentConfig, block_s=BLOCKS, max_registers=st.sampled_from([0, 128]), **fields)
+        return st.builds(FragmentConfig, block_s=BLOCKS, max_registers=st.sampled_from([0, 128]), warpgroup=st.booleans(), **fields)
     fields |= {"num_stages": st.integers(1, 4)}
     blocks = ("block_s",) if kernel == "chain" else ("block_s", "block_p", "block_q")
     return st.builds(KERNELS[kernel].config, **{name: BLOCKS for name in blocks}, **fields)

@@ -39,7 +39,7 @@ def chains(draw: st.DrawFn) -> tuple[tuple[Step, ...], FragmentConfig, int, tupl
     """A chain that the kernel takes, its tile, the size of an element, and what runs in x and y."""
     single = draw(st.booleans())
     widest = SINGLE_WIDTH if single else CHAIN_WIDTH
-    sizes = st.tuples(st.integers(1, widest), st.integers(1, widest))
+    sizes = st.tuples(st.integers(1, widest), st.integers(1, widest)) | st.sampled_from([(16, 16), (8, 16), (16, 8), (8, 8)])
     steps = steps_of(draw(st.lists(sizes, min_size=1, max_size=1 if single else 4)))
     itemsize = draw(st.sampled_from([2, 4]))
     runs = draw(st.sampled_from([(False, False), (False, True), (True, True)]))
@@ -115,6 +115,37 @@ def test_every_element_has_one_place(chain):
         assert step.rows >= WARP_ROWS * config.num_warps
 
 
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(chain=chains())
+def test_x_is_loaded_into_operand_registers(chain):
+    """The first product's operand, as m64k8 and m16n8k8 both have it: a lane's place is two bits of its column and three of its row."""
+    steps, config, itemsize, runs = chain
+    plan = fragments(steps, config.block_s, config.num_warps, itemsize, runs)
+    first, (_, width) = plan.steps[0], plan.load.shape
+    place = [1 << (len(first.order) - 1 - dimension) for dimension in reversed(first.order)]  # of operand bits, columns first
+    columns, rows = place[: len(first.columns)], place[len(first.columns) :]
+    lanes = [s * width + m for s, m in plan.load.lanes]
+    warps = [s * width + m for s, m in plan.load.warps]
+    assert lanes == [*columns[:2], *rows[:3]]
+    assert warps == rows[4 : 4 + len(warps)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "itemsize", "sectors", "expected"),
+    [
+        ([(16, 16)] * 3, 4, 1, FragmentConfig(8, 16, 1, 0, False)),
+        ([(8, 8)] * 4, 4, 1, FragmentConfig(8, 16, 1, 0, False)),
+        ([(16, 16)] * 3, 4, 2, FragmentConfig(8, 16, 0, 0, False)),  # columns: a tile comes with no need for shared memory
+        ([(8, 8), (16, 16), (16, 16)], 2, 1, FragmentConfig(16, 16, 1, 0, False)),
+        ([(16, 16)] * 3, 2, 1, None),  # a sector of half types has 16 slices
+        ([(13, 13)] + [(16, 16)] * 2, 4, 1, None),  # padding
+    ],
+)
+def test_a_chain_that_takes_half_of_the_registers(shapes, itemsize, sectors, expected):
+    """64 elements for each thread of sixteen warps, which warpgroups would leave no registers for."""
+    assert fragment_config(steps_of(shapes), itemsize, sectors, 10**6) == expected
+
+
 def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) -> set[int]:
     """Sectors that one warp's first access touches."""
     offsets = [0]
@@ -160,12 +191,22 @@ def test_what_it_refuses(shapes, itemsize, sectors):
         ((16,) * 3, 1024, [3]),  # whole rows
         ((8,) * 4, 1024, [4]),
         ((128,) * 2, 1024, [1, 1]),
+        ((16,) * 5, 1024, [2, 3]),
+        ((16,) * 6, 16, [3, 3]),
+        ((8,) * 7, 256, [3, 4]),
+        ((2,) * 12, 1, [3]),  # too few tiles to keep a device busy, of any size, but whole rows
     ],
 )
 def test_plans_with_fragments(ps, rows, fragments_of):
     launches = plan(ps, ps, Setting(4, rows, 1, True))
     assert all(launch.fragment for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(fragments_of)
+
+
+def test_large_tiles_want_many_slices():
+    """Few of them would leave most multiprocessors idle: there, a launch more is cheaper."""
+    counts = [len(plan((16,) * 3, (16,) * 3, Setting(4, 1, columns, True))) for columns in (100, 1024)]
+    assert counts == [2, 1]
 
 
 def test_a_run_behind_other_modes_has_no_whole_rows():
