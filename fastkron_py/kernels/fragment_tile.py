@@ -7,6 +7,8 @@ from triton.language.core import builtin
 
 from fastkron_py.kernels.tiling import padded_index, slice_index, slice_mask, slice_offsets
 
+_begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9 and 3.6
+
 
 @gluon.constexpr_function
 def twos(order):
@@ -212,9 +214,9 @@ def fetch_tile(
         EVEN,
     )
     if EVEN:
-        async_copy.async_copy_global_to_shared(buffer, pointers)
+        _begin_copy(buffer, pointers)
     else:
-        async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
+        _begin_copy(buffer, pointers, mask=mask)
     async_copy.commit_group()
 
 
