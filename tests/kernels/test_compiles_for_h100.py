@@ -61,14 +61,14 @@ def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
 def test_tiles_of_half_the_registers_stay_in_registers(kernels: list[dict[str, Any]]) -> None:
     """Also with z, and in TF32: a thread has 128 registers, 64 of them taken by the tile.
 
-    A loop may keep offsets of the store on the stack, which Triton 3.9 does and 3.6 does not: at most one for each register, 4 bytes.
+    With Triton 3.6 none uses the stack. 3.9 puts a few values there, and in a loop offsets of the store, at most one for each register.
     """
     found = [k for k in kernels if k["problem"] in LARGE_TILES and k["what"] != "backward"]
     assert {k["problem"] for k in found} == set(LARGE_TILES)
     fetched = [k for k in found if k["shared"] > 160_000]  # in a loop, with two tiles on chip
     assert len(fetched) >= 2
     assert [k for k in fetched if k["stack"] > 256] == []
-    assert [k for k in found if k not in fetched and k["stack"] > 16] == []
+    assert [k for k in found if k not in fetched and k["stack"] > 64] == []
 
 
 def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
