@@ -296,7 +296,7 @@ def _fragment_multiply_fwd_kernel(
     if LOOP:
         batch = batch * 0  # also makes 64-bit numbers of the tiles'
         if FETCH:
-            buffer = tile_buffer(x_ptr, LOAD)
+            buffer = tile_buffer(x_ptr, LOAD, TAIL)
             fetch_tile(
                 buffer,
                 x_ptr,

@@ -170,6 +170,18 @@ def load_tile(
         return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
 
 
+@gluon.constexpr_function
+def _fetching(warps, tail):
+    """Sixteen bytes of float32 a lane, along what is consecutive in memory: modes, or slices where something comes after."""
+    return gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1]) if tail else gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _waiting(tail):
+    """Where a fetched tile waits: swizzled, since lanes take rows as well as columns from it."""
+    return gl.SwizzledSharedLayout(4, 1, 8, [0, 1] if tail else [1, 0])
+
+
 @gluon.jit
 def fetch_tile(
     buffer,
@@ -191,8 +203,8 @@ def fetch_tile(
     EVEN: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Begin to copy a tile of whole sizes, and of modes that are consecutive in memory, into a buffer in shared memory."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
+    """Begin to copy a tile of whole sizes into a buffer in shared memory."""
+    LAYOUT: gl.constexpr = _fetching(WARPS, TAIL)
     pointers, mask = _tile_pointers(
         x_ptr,
         x_strides,
@@ -228,9 +240,9 @@ def fetched_tile(buffer, LOAD: gl.constexpr):
 
 
 @gluon.jit
-def tile_buffer(x_ptr, LOAD: gl.constexpr):
+def tile_buffer(x_ptr, LOAD: gl.constexpr, TAIL: gl.constexpr):
     """Shared memory for one tile."""
-    return gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LOAD[3][0], LOAD[3][1]], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LOAD[3][0], LOAD[3][1]], _waiting(TAIL))
 
 
 @gluon.constexpr_function

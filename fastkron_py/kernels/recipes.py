@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -137,9 +137,8 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
     if launch.fragment:
         closed = fragment_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
         ways = [c for c in (config, closed) if isinstance(c, FragmentConfig)]
-        if closed is not None and not closed.warpgroup:
-            ways.append(replace(closed, programs_per_sm=0))  # without a second tile in shared memory
-        return tuple(_fragment(case, common, num_slices, c) for c in ways)
+        # The last one without a second tile in shared memory.
+        return tuple(_fragment(case, common, num_slices, c, ahead) for c in ways for ahead in (True, False))
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
     configs: tuple[SingleConfig | ChainConfig, ...] = (
@@ -181,8 +180,8 @@ _RUNTIME_NARROW = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET = 2**31 - 1
 
 
-def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig) -> Recipe:
-    """The recipe of a launch for the fragment kernel."""
+def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig, ahead: bool) -> Recipe:
+    """The recipe of a launch for the fragment kernel; ahead: tiles of a loop are fetched ahead, where they can be."""
     batches, _, before, after = case.shape
     steps = case.launch.steps
     head, tail = common["HEAD"], common["TAIL"]
@@ -191,11 +190,10 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
     fastest = after if tail else before
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
-    if not config.warpgroup:
-        # Tiles fetched ahead: by copies of at least 4 bytes, and with no registers to spare for z.
-        loop = loop and not tail and case.dtype.itemsize == 4 and case.finish != "axpby" and num_tiles > case.multiprocessors
     p_pads, q_pads = tuple(fragment_pad(s.p) for s in steps), tuple(fragment_pad(s.q) for s in steps)
     p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
+    padded = (p_sizes, q_sizes) != (p_pads, q_pads)
+    aligned = not (head or tail) or fastest % config.block_s == 0
     arguments = {
         **common,
         "num_tiles": num_tiles,
@@ -208,14 +206,14 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         "P_PADS": p_pads,
         "Q_SIZES": q_sizes,
         "Q_PADS": q_pads,
-        "PADDED": (p_sizes, q_sizes) != (p_pads, q_pads),
+        "PADDED": padded,
         "STRIDES": _strides(case, common, config.block_s),
         "BLOCK_S": config.block_s,
         "WARPS": config.num_warps,
         "WARPGROUP": config.warpgroup,
         "LOOP": loop,
-        "FETCH": loop and not config.warpgroup,
-        "ALIGNED": not (head or tail) or fastest % config.block_s == 0,
+        "FETCH": ahead and loop and config.programs_per_sm == 1 and case.dtype.itemsize == 4 and aligned and not padded,
+        "ALIGNED": aligned,
         "EVEN": num_slices % config.block_s == 0,
         "THREE": case.dtype == torch.float32 and case.precision == "highest",
         "ROUND": _ROUND[case.dtype],

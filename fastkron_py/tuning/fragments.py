@@ -32,6 +32,7 @@ THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
 WARP_TILE: Final = 32768
 WARP_WIDTH: Final = 16
 BUSY: Final = 64  # tiles of that size: fewer take as long
+PADDING: Final = 0.4  # what a tile that is half padding takes longer
 WARP_ROWS: Final = 16
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
 
@@ -224,9 +225,7 @@ class FragmentConfig:
 
     block_s: int
     num_warps: int
-    # Each taking many tiles, which pays where staging a factor costs as much as a tile, or where nothing else covers a load; 0: a
-    # program for each tile.
-    programs_per_sm: int
+    programs_per_sm: int  # each taking many tiles, which pays where staging a factor costs as much as a tile; 0: a program for each tile
     max_registers: int  # of a thread; 0: no limit of ours
     warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
@@ -285,7 +284,8 @@ def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slic
     block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
     num_warps = 4 * max(1, block_s * most // TILE)
     if WIDEST_TILE < block_s * most <= WARP_TILE and fits_fragments(steps, block_s, 16, False):
-        return FragmentConfig(block_s, 16, 0 if sectors > 1 else 1, 0, False)
+        # In runs of single sectors on both sides, where slices are consecutive in x too, two launches are faster.
+        return FragmentConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
     if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
         return None
     staged = 2 * sum(p * q for p, q in pads)
@@ -296,8 +296,10 @@ def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slic
 def fragment_cost(steps: Sequence[Step], config: FragmentConfig, num_slices: int) -> float:
     """Modelled time of a launch, as a multiple of its traffic's (fitted to an H100)."""
     if not config.warpgroup:
-        return (1.25 if config.programs_per_sm else 1.45) * max(1.0, BUSY * config.block_s / num_slices)
+        return (0.75 + 0.15 * len(steps)) * max(1.0, BUSY * config.block_s / num_slices)
     share = 1.02 + 0.02 * len(steps)
+    padding = math.prod(fragment_pad(s.p) * fragment_pad(s.q) for s in steps) / math.prod(s.p * s.q for s in steps)
+    share += PADDING * (math.sqrt(min(padding, 4.0)) - 1)
     if config.num_warps > 4:
         share += 0.15 if config.num_warps == 8 else 0.65
     widest = max(max(s.p, s.q) for s in steps)

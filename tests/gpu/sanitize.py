@@ -39,8 +39,8 @@ CASES = [
     Case(7, ((2, 3), (5, 2), (6, 4))),
     Case(5, ((1, 3), (11, 1), (1, 2), (4, 5))),
     Case(3, ((5, 3), (3, 5)), (2,), (2,)),
-    power(5, 16, 16, 5),  # right, in float32: tiles of half the registers, fetched ahead
-    power(512, 16, 16, 3),  # left, in float32: such tiles of whole columns
+    power(5, 16, 16, 5),  # right, in float32: tiles of half the registers
+    power(300, 128, 128, 2),  # in float32: tiles fetched ahead
     Case(3, ((70, 3), (3, 70)), (2, 1), (3,)),
 ]
 

@@ -35,8 +35,6 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "4^7, whole rows": (torch.float32, 1, 1024, [(4, 4)] * 7, 1),
     "16^5": (torch.float32, 1, 16, [(16, 16)] * 5, 1),
     "8^7": (torch.float32, 1, 16, [(8, 8)] * 7, 1),
-    "16^3, whole columns": (torch.float32, 1, 1, [(16, 16)] * 3, 1024),
-    "8^4, whole columns": (torch.float32, 1, 1, [(8, 8)] * 4, 1024),
     "batched": (torch.float32, 5, 7, [(16, 12), (12, 16)], 1),
     "float64 32^3": (torch.float64, 1, 64, [(32, 32)] * 3, 1),
     "float64 8^4": (torch.float64, 1, 1024, [(8, 8)] * 4, 1),

@@ -14,8 +14,8 @@ import pytest
 pytestmark = pytest.mark.xdist_group("compile_for_h100")  # one worker: what is compiled serves all tests here
 
 SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
-LARGE_TILES = ("16^5", "8^7", "16^3, whole columns", "8^4, whole columns")
-IN_FULL = ("16^4", "16^5", "16^3, whole columns", "odd", "left", "batched", "bfloat16 16^4")
+LARGE_TILES = ("16^5", "8^7")
+IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4")
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,18 @@ def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
 def test_tiles_of_half_the_registers_stay_in_registers(kernels: list[dict[str, Any]]) -> None:
     """Also with z, and in TF32: a thread has 128 registers, 64 of them taken by the tile.
 
-    With Triton 3.6 none uses the stack. 3.9 puts a few values there, and in a loop offsets of the store, at most one for each register.
+    With Triton 3.6 none uses the stack. 3.9 puts a few values there.
     """
     found = [k for k in kernels if k["problem"] in LARGE_TILES and k["what"] != "backward"]
     assert {k["problem"] for k in found} == set(LARGE_TILES)
-    fetched = [k for k in found if k["shared"] > 160_000]  # in a loop, with two tiles on chip
-    assert len(fetched) >= 2
-    assert [k for k in fetched if k["stack"] > 256] == []
-    assert [k for k in found if k not in fetched and k["stack"] > 64] == []
+    assert [k for k in found if k["stack"] > 64] == []
+
+
+def test_wide_steps_fetch_ahead(kernels: list[dict[str, Any]]) -> None:
+    """Both halves of a 128 x 128 factor and a tile of x in shared memory; what Triton 3.6 spills is a few values."""
+    found = [k for k in kernels if k["problem"] == "128^2" and k["kernel"] == "_fragment_multiply_fwd_kernel" and k["what"] == "multiply"]
+    assert found
+    assert [k for k in found if k["shared"] < 3 * 2**16 or k["stack"] > 96] == []
 
 
 def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
