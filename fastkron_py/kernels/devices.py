@@ -29,3 +29,19 @@ def has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype == torch.float64 or torch.version.hip is not None or knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and fragment_kernel() is not None
+
+
+@lru_cache(maxsize=1)
+def gradient_kernel() -> Any:
+    """The fragment kernel of the backward pass, or None where this Triton lacks a part of Gluon that it is written in."""
+    try:
+        from fastkron_py.kernels.fragment_backward import _fragment_step_bwd_kernel
+    except (ImportError, AttributeError) as error:
+        logger.warning("this version of Triton has no Gluon as the backward kernel for Hopper GPUs needs it (%s)", error)
+        return None
+    return _fragment_step_bwd_kernel
+
+
+def has_gradient_fragments(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fragment kernel of the backward pass can run here."""
+    return dtype == torch.float32 and has_fragments(device, dtype) and gradient_kernel() is not None

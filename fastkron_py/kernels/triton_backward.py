@@ -11,18 +11,20 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fastkron_py.kernels.backward_kind import Kind, shared_strides
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.partials import _split_gradient_kernel, _sum_partials_kernel
 from fastkron_py.kernels.precision import resolved
-from fastkron_py.kernels.recipes import Rows, arithmetic
+from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import bits
+from fastkron_py.kernels.step_backward import step_config, step_way
 from fastkron_py.kernels.triton_backend import _carry_out, _multiprocessors, _rows, mergeable, multiply, on_device
 from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.tuning.plan import padded
@@ -32,48 +34,10 @@ from fastkron_py.tuning.sizes import next_power_of_two
 _KEPT: Final = 2
 
 
-class _Kind(NamedTuple):
-    """Everything that a group's launches depend on, as plain values."""
-
-    group: Group
-    around: tuple[int, int, int, int]  # B, L, before, after
-    u: Rows
-    g: Rows
-    factor_shapes: tuple[tuple[int, int], ...]  # of the group
-    factor_strides: tuple[tuple[int, ...], ...]
-    need_x: bool
-    need_factors: tuple[bool, ...]  # of the group
-    scaled: bool  # alpha is not 1, and belongs to dx
-    precision: str
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def addresses(self) -> dict[str, Any]:
-        """Strides of u and g in place, and what their slices are."""
-        _, rows, before, after = self.around
-        p, q = (math.prod(s[i] for s in self.factor_shapes) for i in (0, 1))
-        merged = before > 1 and self.u.row == before * p * after * self.u.unit and self.g.row == before * q * after * self.g.unit
-        return {
-            "u_strides": self.u.in_place(p, after, merged),
-            "g_strides": self.g.in_place(q, after, merged),
-            "num_slices": rows * before * after,
-            "before": before,
-            "after": after,
-            "HEAD": not merged and before != 1,
-            "TAIL": after != 1,
-        }
-
-
-def _shared(strides: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """Strides of a factor; a batch of one has the same stride whatever torch calls it."""
-    return (strides[0] if groups > 1 else 0, *strides[1:])
-
-
 class _Partials:
     """A step's partial sums ``[B, programs, P, Q]`` (in these strides), and how they become gradients of its factors."""
 
-    def __init__(self, kind: _Kind, start: int, stop: int, programs: int, programs_first: bool) -> None:
+    def __init__(self, kind: Kind, start: int, stop: int, programs: int, programs_first: bool) -> None:
         self.start, self.stop = start, stop  # within the group
         self.groups = kind.around[0]
         self.shapes = kind.factor_shapes[start:stop]
@@ -96,7 +60,7 @@ class _Partials:
         self.sum = Launcher([Way(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
         self.split = self._split(kind) if stop - start > 1 else None
 
-    def _split(self, kind: _Kind) -> Launcher:
+    def _split(self, kind: Kind) -> Launcher:
         """The launch that takes the factors' gradients from that of the step's product."""
         wanted = []
         for i, (p, q) in enumerate(self.shapes):
@@ -105,7 +69,7 @@ class _Partials:
             if self.needs[i]:
                 wanted.append((i, p, q, *inner, *outer, next_power_of_two(p * q), next_power_of_two(outer[0] * outer[1])))
         arguments = {
-            "factor_strides": tuple(_shared(s, self.groups) for s in kind.factor_strides[self.start : self.stop]),
+            "factor_strides": tuple(shared_strides(s, self.groups) for s in kind.factor_strides[self.start : self.stop]),
             "SHAPES": self.shapes,
             "WANTED": tuple(wanted),
             "num_warps": 8,
@@ -135,16 +99,16 @@ class _Partials:
 class _Fused:
     """A group in one launch, and its second stage."""
 
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, kind: Kind) -> None:
         group, (groups, rows, before, after) = kind.group, kind.around
         num_slices = rows * before * after
         shapes = kind.factor_shapes
         local = Group(0, group.split - group.start, group.stop - group.start)
         configs = fused_configs(local, shapes, kind.dtype.itemsize, num_slices, after, groups, _multiprocessors(kind.device))
-        programs = configs[0].programs
+        fragment = step_config(kind)
+        programs = configs[0].programs if fragment is None else fragment.programs
         steps = ((0, local.split), (local.split, local.stop))
         self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
-        width = before * math.prod(p for p, _ in shapes) * after
         sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
         pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
         # Nothing between two steps may overflow, as in the multiply.
@@ -152,8 +116,8 @@ class _Fused:
         addresses = kind.addresses
         common = {
             **addresses,
-            "dx_strides": Rows(rows * width, width, 1).in_place(math.prod(sizes[0]), after, not addresses["HEAD"]),
-            "factor_strides": tuple(_shared(s, groups) for s in kind.factor_strides),
+            "dx_strides": kind.dx_strides,
+            "factor_strides": tuple(shared_strides(s, groups) for s in kind.factor_strides),
             "programs": programs,
             "SHAPES": shapes,
             "SPLIT": local.split,
@@ -171,7 +135,10 @@ class _Fused:
             "ACC": acc,
             "PRECISION": precision,
         }
-        self.launch = Launcher([self._way(config, common, groups) for config in configs])
+        ways = [self._way(config, common, groups) for config in configs]
+        if fragment is not None:
+            ways.insert(0, step_way(kind, fragment))
+        self.launch = Launcher(ways)
 
     @staticmethod
     def _way(config: FusedConfig, common: dict[str, Any], groups: int) -> Way:
@@ -204,9 +171,16 @@ class _Fused:
 class _Wide:
     """The gradient of one factor too wide for a fused kernel."""
 
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, kind: Kind) -> None:
         groups = kind.around[0]
         ((p, q),) = kind.factor_shapes
+        fragment = step_config(kind)
+        if fragment is not None:
+            self.partials = _Partials(kind, 0, 1, fragment.programs, False)
+            self.launch = Launcher([step_way(kind, fragment)])
+            self.whole = True
+            return
+        self.whole = False
         addresses = kind.addresses
         config = gradient_config(p, q, kind.dtype.itemsize, addresses["num_slices"], groups, _multiprocessors(kind.device))
         self.partials = _Partials(kind, 0, 1, config.splits, True)
@@ -235,7 +209,10 @@ class _Wide:
     def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
         """``[dF]``."""
         partial = self.partials.empty()
-        self.launch(u, g, partial)
+        if self.whole:
+            self.launch(u, g, tuple(factors), u, (partial, partial), alpha)
+        else:
+            self.launch(u, g, partial)
         return self.partials.gradients(partial, factors, alpha)
 
 
@@ -284,11 +261,11 @@ class _Pass:
             self.g = _carry_out(self.g, self.transposed, self.done, to, sizes, self.precision, alpha)
             self.done = to
 
-    def kind(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> _Kind:
+    def kind(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> Kind:
         """What the group's launches depend on."""
         groups, rows, _, columns = self.x.shape
         mine = self.factors[group.start : group.stop]
-        return _Kind(
+        return Kind(
             group,
             (groups, rows, math.prod(self.ps[: group.start]), math.prod(self.qs[group.stop :]) * columns),
             _rows(u),
