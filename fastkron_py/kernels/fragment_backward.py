@@ -126,7 +126,7 @@ def _stage_transposed(
     THREE: gl.constexpr,
 ):
     """The factor in shared memory for ``g F^T``, its rows and columns in the product's order: both halves, or the same twice."""
-    LAYOUT: gl.constexpr = _staging(WARPS)
+    LAYOUT: gl.constexpr = _staging(WARPS, True)
     p = _spread(gl.arange(0, P, gl.SliceLayout(1, LAYOUT)), ROWS)[:, None]
     q = _spread(gl.arange(0, Q, gl.SliceLayout(0, LAYOUT)), COLUMNS)[None, :]
     f = factor_tile(ptrs, strides, batch, p, q, SHAPES, 0, _count(SHAPES), gl.float32)
