@@ -157,9 +157,9 @@ def _cost(launch: Launch, elements: tuple[float, float]) -> float:
     return moved + on_chip
 
 
-# How much longer a fragment launch takes where slices, not modes, are consecutive, if its tiles are no runs of slices, and if
-# their runs are single sectors (measured on an H100).
-CROSSING: Final = 1.9
+# How much longer a fragment launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
+# less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
+CROSSING: Final = 0.9
 SINGLE_SECTORS: Final = 1.3
 # Widths up to which the fragment kernel's neighbours are multiplied out; each gives a candidate.
 FRAGMENT_MERGES: Final = (16, 64)
@@ -203,8 +203,11 @@ def _candidates(
                 # Tiles that cross the runs of what comes after have an address for each element.
                 cost = fragment_cost(launch.steps, config, num_slices)
                 if setting.columns > 1:
-                    crossing = setting.columns * math.prod(qs[stop:]) % config.block_s != 0
-                    cost *= CROSSING if crossing else SINGLE_SECTORS if config.block_s * itemsize <= SECTOR_BYTES else 1.0
+                    run = math.gcd(setting.columns * math.prod(qs[stop:]), config.block_s)
+                    if run < config.block_s:
+                        cost *= 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * itemsize)) ** 2)
+                    elif run * itemsize <= SECTOR_BYTES:
+                        cost *= SINGLE_SECTORS
                 found.append((outside * (launch.p + launch.q) * cost, launch))
     return found
 
