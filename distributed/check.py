@@ -1,0 +1,168 @@
+"""All ranks agree on what they are about to do, or all of them raise the same error.
+
+Every call exchanges a digest of its description, 16 bytes and up to four numbers, over a Gloo group of its own
+that the grid keeps for this. It is not left out for descriptions that were agreed on before: a rank that left it
+out because it knows its own would go on into an exchange of data, while one whose description is new waited here
+for it, and both would hang; no rank can know alone that another one's call differs. So nothing is decided but by
+digests that all have seen. What repeated calls do save is making the description's digest, which is kept.
+
+The exchange runs on the host. On a GPU it overlaps what is queued there, and it can be started before a call's first
+local step and settled before its first exchange of data (`announce`, `Agreement.settle`). Where digests differ, and
+only there, the descriptions follow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from fastkron_py.distributed.control import Control
+from fastkron_py.distributed.failures import PackedError, pack_error, rank_text, stage, unpack_error
+from fastkron_py.errors import value_error
+
+LOCAL: Final = 4
+"""Numbers that each rank may send along with its digest."""
+
+STAGE: Final = "check that all ranks do the same"
+
+
+class Members(Protocol):
+    """What a check needs of a grid."""
+
+    @property
+    def control(self) -> Control:
+        """What checks are made through, with all ranks of the grid."""
+
+
+class Agreement:
+    """A check under way. What it says is known when `settle` returns."""
+
+    def __init__(self, grid: Members, text: str, local: Sequence[int], error: Exception | None) -> None:
+        self._control = grid.control
+        self._text = text
+        self._error = error
+        own = torch.tensor([*_digest(text), *local, *[0] * (LOCAL - len(local))], dtype=torch.int64)
+        with stage(STAGE, self._control.ranks):
+            self._all, self._work = self._control.gather(own)
+
+    def settle(self) -> list[tuple[int, ...]]:
+        """Wait for all ranks' digests.
+
+        Returns:
+            The numbers that each rank sent along, in the grid's order.
+
+        Raises:
+            ValueError: descriptions differ; the message names the field and who had what.
+            Exception: one or more ranks came with an error; every rank raises it.
+            CollectiveError: a rank has died or not come.
+        """
+        if self._work is not None:
+            with stage(STAGE, self._control.ranks):
+                self._work.wait()
+        rows = self._all.tolist()
+        if any(row[:2] != rows[0][:2] for row in rows):
+            error = compare(_gather_text(self._control, self._text), self._control.ranks)
+            raise error from self._error
+        if self._error is not None:  # the same on every rank
+            raise self._error
+        return [tuple(row[2:]) for row in rows]
+
+
+def announce(grid: Members, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> Agreement:
+    """Begin to compare what all ranks of a grid are about to do. Collective: every rank makes one such call for each step.
+
+    Args:
+        grid: the ranks.
+        description: what has to be the same everywhere, by name, as JSON has it (numbers, strings, lists); or the error
+            that this rank met when it looked at its arguments or allocated memory, for all to raise.
+        local: up to four numbers that may differ, for all to know.
+
+    Returns:
+        The agreement to settle before the first exchange of data.
+
+    Raises:
+        ValueError: more than four numbers in local.
+        CollectiveError: a rank has died.
+    """
+    if len(local) > LOCAL:
+        raise value_error("local", f"at most {LOCAL} numbers", len(local))
+    error = description if isinstance(description, Exception) else None
+    content = {"error": pack_error(error)} if error is not None else {"fields": description}
+    return Agreement(grid, json.dumps(content, separators=(",", ":")), local, error)
+
+
+def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    """`announce` and `settle` in one: returns when all ranks are known to do the same, or raises on all of them.
+
+    Args:
+        grid: the ranks.
+        description: what has to be the same everywhere, or an error for all to raise.
+        local: up to four numbers that may differ, for all to know.
+
+    Returns:
+        The numbers that each rank sent along, in the grid's order.
+
+    Raises:
+        ValueError: descriptions differ; the message names the field and who had what.
+        Exception: what a rank came with.
+        CollectiveError: a rank has died or not come.
+
+    Example:
+        >>> agree(grid, {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}, local=(rows,))
+    """
+    return announce(grid, description, local=local).settle()
+
+
+@lru_cache(maxsize=1024)
+def _digest(text: str) -> tuple[int, int]:
+    data = blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(data[:8], "little", signed=True), int.from_bytes(data[8:], "little", signed=True)
+
+
+def _gather_text(control: Control, text: str) -> list[Any]:
+    """Every rank's description. Entered by all ranks or none, since all have seen the same digests."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    lengths = _gather(control, torch.tensor([data.numel()])).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = _gather(control, padded)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
+
+
+def _gather(control: Control, own: Tensor) -> Tensor:
+    with stage("exchange of the ranks' descriptions", control.ranks):
+        everything, work = control.gather(own)
+        if work is not None:
+            work.wait()
+    return everything
+
+
+def compare(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> Exception:
+    """The error that says how descriptions differ. Plain Python, the same on every rank.
+
+    Args:
+        contents: by rank, ``{"fields": ...}`` or ``{"error": ...}``.
+        ranks: how the ranks are called.
+    """
+    errors: list[tuple[int, PackedError]] = [(r, c["error"]) for r, c in zip(ranks, contents, strict=True) if "error" in c]
+    if errors:
+        first = errors[0][1]
+        same = [r for r, e in errors if e == first]
+        others = [r for r, e in errors if e != first]
+        more = f"; other errors on {rank_text(others)}" if others else ""
+        return unpack_error({**first, "message": f"{first['message']} (on {rank_text(same)}{more})"})
+    fields = [c["fields"] for c in contents]
+    names = list(dict.fromkeys(name for f in fields for name in f))
+    for name in names:
+        values = [json.dumps(f[name]) if name in f else "nothing" for f in fields]
+        kinds = list(dict.fromkeys(values))
+        if len(kinds) > 1:
+            shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
+            return value_error(name, "the same on every rank", shown)
+    return value_error("description", "fields in the same order on every rank", "the same fields in another order")

@@ -1,0 +1,93 @@
+"""Errors of collectives: which step failed, on which rank, for how long it had waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Final, TypedDict
+
+import torch
+import torch.distributed as dist
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer has died, left, or not come in time.
+
+    The group that it failed in cannot be used any more; a job restarts from a checkpoint (torchrun's
+    ``--max-restarts``) or ends.
+
+    Attributes:
+        stage: what was being done, as the message names it.
+        rank: this process in the default group.
+        seconds: how long this rank had been in the stage.
+    """
+
+    def __init__(self, stage: str, rank: int, seconds: float, reason: str) -> None:
+        super().__init__(f"{stage}: failed on rank {rank} after {seconds:.2f} s: {reason}")
+        self.stage = stage
+        self.rank = rank
+        self.seconds = seconds
+
+
+@contextmanager
+def stage(name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> Iterator[None]:
+    """Give what fails inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
+
+    Args:
+        name: what is being done, for example ``"kron_matmul: exchange 2 of 3"``.
+        group: the group it is done in, or its ranks, for the message.
+
+    Raises:
+        CollectiveError: from any RuntimeError but those of memory, which pass as they are.
+    """
+    start = time.perf_counter()
+    try:
+        yield
+    except (torch.OutOfMemoryError, CollectiveError):
+        raise
+    except RuntimeError as error:
+        seconds = time.perf_counter() - start
+        ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group
+        peers = "" if ranks is None else f" among {rank_text(ranks)}"
+        reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
+        raise CollectiveError(name, dist.get_rank() if dist.is_initialized() else 0, seconds, reason) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Ranks in few words: ``rank 3``, ``ranks 0-2, 5``."""
+    listed = sorted(set(ranks))
+    runs = [[r for _, r in run] for _, run in groupby(enumerate(listed), lambda pair: pair[1] - pair[0])]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(listed) == 1 else f"ranks {text}"
+
+
+class PackedError(TypedDict):
+    """An error on its way to other ranks, as JSON."""
+
+    kind: str
+    message: str
+
+
+_KINDS: Final[dict[str, type[Exception]]] = {
+    k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
+}
+
+
+def pack_error(error: Exception) -> PackedError:
+    """What other ranks need to raise the same error; of a kind they do not know, a RuntimeError that names it."""
+    kind = type(error).__name__
+    if kind in _KINDS:
+        return PackedError(kind=kind, message=str(error))
+    return PackedError(kind="RuntimeError", message=f"{kind}: {error}")
+
+
+def unpack_error(packed: PackedError) -> Exception:
+    """The error to raise, made anew from what another rank sent."""
+    return _KINDS.get(packed["kind"], RuntimeError)(packed["message"])

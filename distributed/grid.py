@@ -1,0 +1,260 @@
+"""`ProcessGrid`: ranks in rows and columns, and the groups that they communicate in."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.control import Control, group_timeout
+from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.errors import type_error, type_name, value_error
+
+DIMENSIONS: Final = ("rows", "cols")
+
+
+class ProcessGrid:
+    """GM x GK ranks; rank (r, c) holds block r of the rows and block c of the columns of a distributed matrix.
+
+    Ranks are numbered along the rows of the grid: rank ``r * GK + c``. Collectives of a product with a Kronecker
+    product run inside rows, among the GK ranks of `row_group`. Making a grid is a collective: every rank of it does,
+    with the same shape; ranks outside do not take part. Grids of the same ranks share their groups.
+
+    Args:
+        shape: ``(GM, GK)``, or a `DeviceMesh` of two dimensions, whose groups are used. None: ``(number of ranks, 1)``,
+            which needs no exchange and is best where a product has at least as many rows as there are ranks.
+        ranks: the ranks of the default group that make up the grid, ascending; None takes all. Not with a mesh.
+        device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a shape that does not fit the number of ranks, ranks that are not there, not ascending or differ from
+            rank to rank in their shape; a mesh without this rank or with rows or columns that do not ascend.
+        RuntimeError: torch's default process group does not exist; call `init_process_group` first.
+        CollectiveError: a rank did not come.
+
+    Example:
+        >>> init_process_group()
+        >>> grid = ProcessGrid((2, 4))
+        >>> grid.row, grid.col, grid.device
+        (0, 0, device(type='cuda', index=0))
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int] | DeviceMesh | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
+        mesh = shape if isinstance(shape, DeviceMesh) else None
+        self._ranks = _member_ranks(mesh, ranks)
+        self._control = _control(self._ranks)
+        self._rank = self._ranks.index(dist.get_rank())
+        description: dict[str, Any] | Exception
+        try:
+            self._shape = _grid_shape(shape, ranks, self._ranks)
+            self._device = _grid_device(device, shape)
+            description = {"shape": list(self._shape), "device": self._device.type}
+        except (TypeError, ValueError) as error:
+            description = error
+        agree(self, description)
+        if mesh is None:
+            self._group, row_group, col_group = _groups(self, self._shape)
+            table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
+            self._mesh = DeviceMesh.from_group([col_group, row_group], self._device.type, mesh=table, mesh_dim_names=DIMENSIONS)
+        else:
+            self._group = _groups(self, None)[0]
+            self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid as a mesh of two dimensions, called "rows" and "cols" unless it was given."""
+        return self._mesh
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(GM, GK)``: how many blocks there are of rows, and of columns."""
+        return self._shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The grid's ranks in the default group, along its rows."""
+        return self._ranks
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the grid: ``row * GK + col``."""
+        return self._rank
+
+    @property
+    def row(self) -> int:
+        """Which block of rows this rank holds."""
+        return self._rank // self._shape[1]
+
+    @property
+    def col(self) -> int:
+        """Which block of columns this rank holds."""
+        return self._rank % self._shape[1]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the grid."""
+        return len(self._ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors lie."""
+        return self._device
+
+    @property
+    def row_group(self) -> dist.ProcessGroup:
+        """The GK ranks of this rank's row, by column: they hold the columns of the same rows, and exchange them."""
+        return self._mesh.get_group(1)
+
+    @property
+    def col_group(self) -> dist.ProcessGroup:
+        """The GM ranks of this rank's column, by row."""
+        return self._mesh.get_group(0)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the grid."""
+        return self._group
+
+    @property
+    def control(self) -> Control:
+        """What all ranks of the grid tell each other beside their data, on the host."""
+        return self._control
+
+    def barrier(self) -> None:
+        """Wait, on the host, until every rank of the grid is here."""
+        with stage("ProcessGrid.barrier", self._ranks):
+            self._control.barrier()
+
+    def __repr__(self) -> str:
+        rows, cols = self._shape
+        return f"ProcessGrid({rows} x {cols}, {rank_text(self._ranks)}, this is ({self.row}, {self.col}) on {self._device})"
+
+
+# Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
+_controls: dict[tuple[int, ...], Control] = {}
+_grids: dict[tuple[tuple[int, ...], tuple[int, int] | None], tuple[dist.ProcessGroup, ...]] = {}
+_made_in: Any = None
+
+
+def _control(ranks: tuple[int, ...]) -> Control:
+    """The ranks' control, made when they first ask for it; forgotten with the default group."""
+    global _made_in
+    if _made_in is not dist.group.WORLD:
+        _controls.clear()
+        _grids.clear()
+        _made_in = dist.group.WORLD
+    if ranks not in _controls:
+        _controls[ranks] = Control(ranks)
+    return _controls[ranks]
+
+
+def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of all ranks of a grid, of this rank's row and of its column; without a shape the first only."""
+    key = (grid.ranks, shape)
+    if key not in _grids:
+        row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
+        members = [grid.ranks]
+        if shape is not None:
+            members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
+        with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
+            _level(grid)
+            _grids[key] = tuple(_new_group(m) for m in members)
+    return _grids[key]
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group made by its members alone."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=group_timeout(), use_local_synchronization=True)
+    return group
+
+
+def _level(grid: ProcessGrid) -> None:
+    """Let all ranks of the grid know of equally many groups.
+
+    torch derives the name by which members find each other from the number of groups that each of them knows.
+    After other grids these numbers may differ, and members would wait for each other under different names. Groups
+    of one rank alone fill up what is missing; ranks of a grid then make groups in step.
+    """
+    known = len(dist.distributed_c10d._world.pg_names)
+    most = max(counts[0] for counts in agree(grid, {"step": "groups of a grid"}, local=(known,)))
+    for _ in range(most - known):
+        _new_group([dist.get_rank()])
+
+
+def _member_ranks(mesh: DeviceMesh | None, ranks: Any) -> tuple[int, ...]:
+    """Whom to agree with; a wrong argument is refused later, by all of them, where that can be."""
+    if mesh is not None:
+        members = mesh.mesh.flatten().tolist()
+        if dist.get_rank() not in members:
+            raise value_error("shape", f"a mesh that contains this rank, {dist.get_rank()}", f"ranks {members}")
+        return tuple(members) if len(set(members)) == len(members) else tuple(range(dist.get_world_size()))
+    if ranks is None:
+        return tuple(range(dist.get_world_size()))
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not all(isinstance(r, numbers.Integral) for r in ranks):
+        raise type_error("ranks", "a sequence of integers", type_name(ranks) if not isinstance(ranks, Sequence) else ranks)
+    listed = [int(r) for r in ranks]
+    size = dist.get_world_size()
+    if not listed or listed != sorted(set(listed)) or listed[0] < 0 or listed[-1] >= size:
+        raise value_error("ranks", f"ascending ranks from 0 to {size - 1}", listed)
+    if dist.get_rank() not in listed:
+        raise value_error("ranks", f"ranks with this one, {dist.get_rank()}, among them (others make no grid)", listed)
+    return tuple(listed)
+
+
+def _grid_shape(shape: Any, ranks: Any, members: tuple[int, ...]) -> tuple[int, int]:
+    if isinstance(shape, DeviceMesh):
+        if ranks is not None:
+            raise value_error("ranks", "None, since a mesh names its ranks", ranks)
+        table = shape.mesh
+        if table.ndim != 2:
+            raise value_error("shape", "a mesh of two dimensions, rows and columns", f"one of shape {tuple(table.shape)}")
+        if (table.diff(dim=0) <= 0).any() or (table.diff(dim=1) <= 0).any():
+            raise value_error("shape", "a mesh whose ranks ascend along rows and columns, as they do in its groups", table.tolist())
+        return int(table.shape[0]), int(table.shape[1])
+    if shape is None:
+        return len(members), 1
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or not all(isinstance(s, numbers.Integral) for s in shape):
+        raise type_error("shape", "(GM, GK), a DeviceMesh or None", type_name(shape) if not isinstance(shape, Sequence) else shape)
+    sizes = [int(s) for s in shape]
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise value_error("shape", "two positive numbers, GM and GK", tuple(sizes))
+    if math.prod(sizes) != len(members):
+        raise value_error("shape", f"GM * GK = {len(members)}, the number of ranks", f"{sizes[0]} * {sizes[1]} = {math.prod(sizes)}")
+    return sizes[0], sizes[1]
+
+
+def _grid_device(device: Any, shape: Any) -> torch.device:
+    if device is not None and not isinstance(device, str | torch.device):
+        raise type_error("device", "a torch device, its name or None", type_name(device))
+    try:
+        place = None if device is None else torch.device(device)
+    except RuntimeError:
+        raise value_error("device", "a torch device", repr(device)) from None
+    nccl = "nccl" in dist.get_backend_config()
+    if isinstance(shape, DeviceMesh):
+        if place is not None and place.type != shape.device_type:
+            raise value_error("device", f"the mesh's, {shape.device_type}", place)
+        place = place or torch.device(shape.device_type)
+    place = place or torch.device("cuda" if nccl else "cpu")
+    if place.type == "cuda" and not nccl:
+        raise value_error("device", "cpu, since the default group has no NCCL", place)
+    if place.type not in ("cuda", "cpu"):
+        raise value_error("device", "cuda or cpu", place)
+    if str(place) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return place

@@ -1,0 +1,50 @@
+"""The pools of ranks that tests share: ``FASTKRON_TEST_RANKS`` of them (4), on GPUs where there are enough."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_pool import RankPool
+
+RANKS = int(os.environ.get("FASTKRON_TEST_RANKS", "4"))
+BACKEND = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
+GRIDS = [(rows, size // rows) for size in range(2, RANKS + 1) if RANKS % size == 0 for rows in range(1, size + 1) if size % rows == 0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here starts processes, and goes to one worker, so that they share a pool."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.dist)
+            item.add_marker(pytest.mark.xdist_group("distributed"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that take `grid_shape` run over every grid of all ranks and of the first half (quarter, ...) of them."""
+    if "grid_shape" in metafunc.fixturenames:
+        metafunc.parametrize("grid_shape", GRIDS, ids=[f"{r}x{c}" for r, c in GRIDS])
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The pool that tests share."""
+    pool = RankPool(RANKS, BACKEND)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """Four ranks for one test, over Gloo, that it may kill; they wait for each other for 10 seconds at most."""
+    pool = RankPool(4, "gloo", group_timeout=10)
+    yield pool
+    pool.stop()
