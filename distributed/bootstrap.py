@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,12 +17,16 @@ import torch
 import torch.distributed as dist
 
 from fastkron_py.distributed.failures import PackedError, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.grid import forget_groups
 from fastkron_py.distributed.launch import Launch, find_launch
 from fastkron_py.errors import type_error, type_name, value_error
 
 BACKENDS: Final = ("nccl", "gloo")
 TIMEOUT: Final = 600.0
 """Seconds that a collective waits for its peers, unless told otherwise."""
+EXIT_PAUSE: Final = 0.05
+FAREWELL: Final = 10.0
+"""Seconds that rank 0, after an error, leaves at most for the other ranks to learn of it."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +169,20 @@ def _exchange(store: dist.Store, launch: Launch, own: Report, seconds: float) ->
         missing = [rank for rank, key in enumerate(keys) if not _arrives(store, key, seconds)]
         reports: list[Report] = [] if missing else [json.loads(value) for value in store.multi_get(keys)]
         if missing:
-            error: Exception | None = RuntimeError(f"{rank_text(missing)} of {len(keys)} did not come within {seconds:g} s")
+            error: Exception | None = RuntimeError(
+                f"init_process_group: {rank_text(missing)} of {len(keys)} did not come within {seconds:g} s"
+            )
         else:
             error = judge(reports)
         store.set("verdict", json.dumps({"error": error and pack_error(error), "reports": reports}))
     elif not _arrives(store, "verdict", 2 * seconds):  # rank 0 may itself wait for another one
-        raise RuntimeError(f"init_process_group: rank 0 did not answer rank {launch.rank} within {2 * seconds:g} s")
+        raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {launch.rank} within {2 * seconds:g} s")
     verdict = json.loads(store.get("verdict"))
     if verdict["error"]:
+        store.set(f"seen/{launch.rank}", "")
+        if launch.rank == 0:  # the store may end with this process: not before the others have read the verdict
+            for rank in range(launch.world_size):
+                _arrives(store, f"seen/{rank}", FAREWELL / launch.world_size)
         raise unpack_error(verdict["error"])
     return list(verdict["reports"])
 
@@ -248,6 +259,14 @@ def _existing() -> ProcessInfo:
 
 def _destroy() -> None:
     """At exit. After an exception peers may be gone, and the end of the process is all that is safe to wait for."""
+    global _made
+    made, _made = _made, None
     failed = getattr(sys, "last_value", None) is not None
-    if not failed and _made is not None and dist.is_initialized() and _made[0] is dist.group.WORLD:
-        dist.destroy_process_group()
+    if failed or made is None or not dist.is_initialized() or made[0] is not dist.group.WORLD:
+        return
+    del made
+    forget_groups()
+    dist.destroy_process_group()
+    # Where a grid or a mesh of the user's keeps a group alive, a thread of Gloo's may still hold a tensor of its last
+    # collective, and taking the interpreter's lock after Python's end, to let go of it, would abort the process.
+    time.sleep(EXIT_PAUSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +53,8 @@ def stage(name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> 
         ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
         reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
-        raise CollectiveError(name, dist.get_rank() if dist.is_initialized() else 0, seconds, reason) from error
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+        raise CollectiveError(name, rank, seconds, reason) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -151,12 +151,19 @@ _grids: dict[tuple[tuple[int, ...], tuple[int, int] | None], tuple[dist.ProcessG
 _made_in: Any = None
 
 
+def forget_groups() -> None:
+    """Let go of the groups that are kept for later grids."""
+    global _made_in
+    _controls.clear()
+    _grids.clear()
+    _made_in = None
+
+
 def _control(ranks: tuple[int, ...]) -> Control:
     """The ranks' control, made when they first ask for it; forgotten with the default group."""
     global _made_in
     if _made_in is not dist.group.WORLD:
-        _controls.clear()
-        _grids.clear()
+        forget_groups()
         _made_in = dist.group.WORLD
     if ranks not in _controls:
         _controls[ranks] = Control(ranks)

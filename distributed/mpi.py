@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final
@@ -13,6 +14,8 @@ from fastkron_py.distributed.launch import Launch, connect_store, serve_store
 
 # Variables that Open MPI, MPICH and Intel MPI (Hydra), MVAPICH2 and PMIx set in every process that they start.
 VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_RANK", "PMIX_RANK")
+ABORT_PAUSE: Final = 1.0
+"""Seconds in which mpirun passes the traceback on, which it drops on an abort, and ranks with the same error print theirs."""
 
 
 def started(environment: Mapping[str, str]) -> bool:
@@ -90,6 +93,7 @@ def _abort_on_uncaught_exception(world: Any) -> None:
         before(kind, value, trace)
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(ABORT_PAUSE)
         world.Abort(1)
 
     sys.excepthook = hook

@@ -113,7 +113,7 @@ class RankPool:
         pending = dict(zip(self._pipes, range(self.world_size), strict=True))
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if backend is not None and not ready:
+            if not ready:
                 stacks = self._stacks(list(pending.values()))
                 self._kill()
                 raise AssertionError(f"{case.__name__}: ranks {list(pending.values())} hang after {timeout:g} s\n{stacks}")
