@@ -1,0 +1,231 @@
+"""Moving blocks between the ranks of a grid's row, so that autograd can follow and other work can go on meanwhile.
+
+A transfer is one exchange (`blocks.Exchange`) of one chunk of rows, forwards or back. `start` packs what each peer gets into
+one buffer and begins an all-to-all; `finish` waits and puts the parts in place. Both are linear, and each is the other's
+derivative with the exchange turned round, so gradients of every order are exchanges too. What is under way stays with
+the transfer; autograd sees an empty tensor in its place, a token, that ties the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.blocks import Exchange
+from fastkron_py.distributed.failures import rank_text, stage
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks that share rows of x and exchange its columns."""
+
+    group: dist.ProcessGroup
+    size: int
+    position: int  # of this rank
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their ranks in the default group."""
+        return dist.get_process_group_ranks(self.group)
+
+
+@dataclass
+class Transfer:
+    """One exchange of some rows: what it moves, and what is under way.
+
+    Attributes:
+        exchange: what goes where.
+        line: among whom.
+        rows: of x.
+        label: how errors call it.
+        back: it goes from the exchange's target to its source.
+    """
+
+    exchange: Exchange
+    line: Line
+    rows: int
+    label: str
+    back: bool = False
+    work: Any = None
+    parcel: Tensor | None = None  # what is sent; kept alive until the work is done
+    arrived: Tensor | None = None  # what is received
+    turned: Transfer | None = None  # the latest derivative of this transfer
+
+    def reverse(self) -> Transfer:
+        """The same elements on their way back."""
+        self.turned = replace(self, back=not self.back, work=None, parcel=None, arrived=None, turned=None)
+        return self.turned
+
+    @property
+    def width(self) -> int:
+        """Elements that this rank has afterwards, for each row of x."""
+        me = self.line.position
+        return self.exchange.source_size(me) if self.back else self.exchange.target_size(me)
+
+    def pack(self, local: Tensor) -> Tensor:
+        """What goes to the peers, one after the other, of a contiguous block ``[rows, elements]``."""
+        parcel = local.new_empty(self.rows * sum(self.sizes(outgoing=True)))
+        for part, view in self._pairs(parcel, local, outgoing=True):
+            part.copy_(view)
+        return parcel
+
+    def unpack(self, arrived: Tensor, out: Tensor) -> None:
+        """Put what came from the peers, one after the other, in place in a contiguous block ``[rows, elements]``."""
+        for part, view in self._pairs(arrived, out, outgoing=False):
+            view.copy_(part)
+
+    def sizes(self, outgoing: bool) -> list[int]:
+        """Elements to or from each peer, for each row of x."""
+        me, peers = self.line.position, range(self.exchange.ranks)
+        if outgoing != self.back:
+            return [self.exchange.size(me, peer) for peer in peers]
+        return [self.exchange.size(peer, me) for peer in peers]
+
+    def send(self, local: Tensor) -> None:
+        """Pack a block ``[rows, elements]`` and begin to send it."""
+        parcel = self.pack(local.contiguous())
+        if self.exchange.idle or self.rows == 0:
+            self.arrived = parcel
+            return
+        going, coming = self.sizes(outgoing=True), self.sizes(outgoing=False)
+        self.parcel, self.arrived = parcel, local.new_empty(self.rows * sum(coming))
+        with stage(self._text(parcel), self.line.group):
+            self.work = dist.all_to_all_single(
+                _plain(self.arrived),
+                _plain(parcel),
+                _splits(coming, self.rows, parcel),
+                _splits(going, self.rows, parcel),
+                group=self.line.group,
+                async_op=True,
+            )
+
+    def receive(self, out: Tensor) -> None:
+        """Wait for the parts and put them in place."""
+        if self.arrived is None:
+            raise RuntimeError("a transfer is received once, after it was sent")
+        if self.work is not None:
+            with stage(self._text(self.arrived), self.line.group):
+                self.work.wait()
+        self.unpack(self.arrived, out)
+        self.work = self.parcel = self.arrived = None
+
+    def _pairs(self, parcel: Tensor, local: Tensor, outgoing: bool) -> list[tuple[Tensor, Tensor]]:
+        """Parts of a buffer, and where in this rank's block each of them belongs: ``[rows, q, s]``, both."""
+        exchange, me = self.exchange, self.line.position
+        at_source = outgoing != self.back
+        if exchange.uniform:
+            return [_uniform_pair(exchange, parcel, local, self.rows, at_source)]
+        view = _at_source if at_source else _at_target
+        found, used = [], 0
+        for peer in range(exchange.ranks):
+            for r in exchange.rectangles(me, peer) if at_source else exchange.rectangles(peer, me):
+                size = self.rows * r.size
+                part = parcel[used : used + size].view(self.rows, *r.shape)
+                found.append((part, view(exchange, local, self.rows, me, r)))
+                used += size
+        return found
+
+    def _text(self, like: Tensor) -> str:
+        sizes = self.sizes(outgoing=True)
+        size = self.rows * (sum(sizes) - sizes[self.line.position]) * like.element_size()
+        return f"{self.label}: exchange of {size / 1e6:.3g} MB with {rank_text(self.line.ranks)}"
+
+
+def _uniform_pair(exchange: Exchange, parcel: Tensor, local: Tensor, rows: int, at_source: bool) -> tuple[Tensor, Tensor]:
+    """All parts at once, ``[peers, rows, q, s]``: one copy where there would be one for every peer."""
+    g = exchange.ranks
+    q, s = exchange.rows // g, exchange.columns // g
+    part = parcel.view(g, rows, q, s)
+    if at_source:
+        return part, local.view(rows, s, g, q).permute(2, 0, 3, 1)
+    return part, local.view(rows, q, g, s).permute(2, 0, 1, 3)
+
+
+def _at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) -> Tensor:
+    """A rectangle in the block ``[rows, s, q]`` that a multiply has left."""
+    low, high = exchange.source[me], exchange.source[me + 1]
+    block = local.view(rows, high - low, exchange.rows)
+    return block[:, r.column - low : r.column_stop - low, r.row : r.row_stop].mT
+
+
+def _at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) -> Tensor:
+    """A rectangle in a block of columns of ``[rows, q * s]``: parts of one row of q, or whole ones but for what others sent."""
+    width = exchange.target_size(me)
+    place = r.row * exchange.columns + r.column - exchange.target[me]
+    return local.as_strided((rows, *r.shape), (width, exchange.columns, 1), local.storage_offset() + place)
+
+
+def _plain(buffer: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, which every backend sends."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
+def _splits(sizes: Sequence[int], rows: int, buffer: Tensor) -> list[int]:
+    parts = 2 if buffer.is_complex() else 1
+    return [parts * rows * size for size in sizes]
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.send(local)
+        return local.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        return finish([ctx.transfer.turned], [token]), None  # _Finish's backward has begun it
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfers: Sequence[Transfer], *tokens: Tensor) -> Tensor:
+        ctx.transfers = transfers
+        out = tokens[0].new_empty(sum(t.rows for t in transfers), transfers[0].width)
+        for transfer, rows in zip(transfers, out.split([t.rows for t in transfers]), strict=True):
+            transfer.receive(rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        blocks = gradient.split([t.rows for t in ctx.transfers])
+        return None, *[start(block, t.reverse()) for block, t in zip(blocks, ctx.transfers, strict=True)]
+
+
+def start(local: Tensor, transfer: Transfer) -> Tensor:
+    """Begin a transfer, so that autograd can follow it.
+
+    Args:
+        local: this rank's block before, ``[rows, elements]``.
+        transfer: a new one.
+
+    Returns:
+        The token for `finish`.
+
+    Raises:
+        CollectiveError: the exchange cannot begin; names the stage.
+    """
+    token: Tensor = _Start.apply(local, transfer)  # type: ignore[no-untyped-call]
+    return token
+
+
+def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor]) -> Tensor:
+    """Complete transfers of the same exchange for consecutive rows.
+
+    Args:
+        transfers: as given to `start`.
+        tokens: what `start` returned for each.
+
+    Returns:
+        ``[rows, elements]``, this rank's block of all these rows.
+
+    Raises:
+        CollectiveError: an exchange failed; names the stage.
+    """
+    block: Tensor = _Finish.apply(transfers, *tokens)  # type: ignore[no-untyped-call]
+    return block

@@ -1,0 +1,173 @@
+"""The index arithmetic of exchanges, carried out on lists of blocks in place of ranks: no processes."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from fastkron_py import reference
+from fastkron_py.distributed.blocks import (
+    Exchange,
+    Way,
+    align_to,
+    aligned,
+    chunk_offsets,
+    even_offsets,
+    stage_offsets,
+    way,
+    widths,
+)
+from fastkron_py.distributed.exchange import Line, Transfer
+
+# One group of the whole suite: hypothesis explores, and the same examples come every time.
+EXPLORE = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Factors of a product of at most 4096 columns, stages, and 1 to 64 ranks."""
+    ps: list[int] = []
+    qs: list[int] = []
+    for _ in range(draw(st.integers(1, 6))):
+        p, q = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+        if max(math.prod(ps) * p, math.prod(qs) * q) <= 4096:
+            ps.append(p)
+            qs.append(q)
+    cuts = []
+    while sum(cuts) < len(ps):
+        cuts.append(draw(st.integers(1, len(ps) - sum(cuts))))
+    return tuple(ps), tuple(qs), tuple(cuts), draw(st.integers(1, 64))
+
+
+def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> list[Tensor]:
+    """Carry an exchange out between blocks ``[rows, elements]``: all that an all-to-all does is to hand parts on."""
+    rows = blocks[0].shape[0]
+    transfers = [Transfer(exchange, Line(None, exchange.ranks, r), rows, "", back) for r in range(exchange.ranks)]  # type: ignore[arg-type]
+    parts = [t.pack(b).split([rows * s for s in t.sizes(outgoing=True)]) for t, b in zip(transfers, blocks, strict=True)]
+    results = []
+    for t in transfers:
+        arrived = torch.cat([p[t.line.position] for p in parts])
+        assert [p[t.line.position].numel() for p in parts] == [rows * s for s in t.sizes(outgoing=False)]
+        out = torch.full((rows, t.width), math.nan, dtype=arrived.dtype)
+        t.unpack(arrived, out)
+        results.append(out)
+    return results
+
+
+def run(details: Way, x: Tensor, factors: list[Tensor]) -> list[Tensor]:
+    """A product on blocks, stage by stage."""
+    parts = len(details.stages[0].offsets) - 1
+    blocks = [x[:, a:b].contiguous() for a, b in pairwise(chunk_offsets(x.shape[1], parts))]
+    if details.first is not None:
+        blocks = pretend(details.first, blocks)
+    for stage in details.stages:
+        assert [b.shape[1] for b in blocks] == widths(stage.offsets)
+        k = factors[stage.start]
+        for f in factors[stage.start + 1 : stage.stop]:
+            k = torch.kron(k, f)
+        blocks = [
+            (b.reshape(-1, stage.p) @ k).view(len(b), w // stage.p * stage.q) for b, w in zip(blocks, widths(stage.offsets), strict=True)
+        ]
+        if stage.exchange is not None:
+            blocks = pretend(stage.exchange, blocks)
+    return blocks
+
+
+@EXPLORE
+@given(problems(), st.integers(0, 3), st.integers(0, 2**31))
+def test_any_product_over_any_number_of_ranks(problem: tuple, m: int, seed: int) -> None:
+    ps, qs, cuts, parts = problem
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randint(-4, 5, (m, math.prod(ps)), generator=g, dtype=torch.float64)
+    factors = [torch.randint(-3, 4, (p, q), generator=g, dtype=torch.float64) for p, q in zip(ps, qs, strict=True)]
+    found = torch.cat(run(way(ps, qs, cuts, parts), x, factors), dim=1)
+    assert torch.equal(found, reference.kron_matmul(x, factors))
+
+
+@EXPLORE
+@given(problems())
+def test_an_exchange_and_its_inverse(problem: tuple) -> None:
+    ps, qs, cuts, parts = problem
+    for exchange in way(ps, qs, cuts, parts).exchanges:
+        whole = torch.arange(2.0 * exchange.rows * exchange.columns, dtype=torch.float64).view(2, exchange.rows, exchange.columns)
+        before = [whole[:, :, a:b].mT.reshape(2, -1).contiguous() for a, b in pairwise(exchange.source)]
+        after = pretend(exchange, before)
+        assert torch.equal(torch.cat(after, 1), whole.view(2, -1))
+        for block, again in zip(before, pretend(exchange, after, back=True), strict=True):
+            assert torch.equal(block, again)
+
+
+@EXPLORE
+@given(problems())
+def test_sizes_rectangles_and_what_every_rank_holds(problem: tuple) -> None:
+    ps, qs, cuts, parts = problem
+    details = way(ps, qs, cuts, parts)
+    for exchange in details.exchanges:
+        owner = torch.full((exchange.rows, exchange.columns), -1)
+        for sender in range(parts):
+            for receiver in range(parts):
+                rectangles = exchange.rectangles(sender, receiver)
+                assert len(rectangles) <= 3
+                assert sum(r.size for r in rectangles) == exchange.size(sender, receiver)
+                for r in rectangles:
+                    assert (owner[r.row : r.row_stop, r.column : r.column_stop] == -1).all()
+                    owner[r.row : r.row_stop, r.column : r.column_stop] = receiver
+            assert sum(exchange.size(sender, r) for r in range(parts)) == exchange.size(sender, 0, parts) == exchange.source_size(sender)
+        assert owner.flatten().tolist() == [r for r, w in enumerate(widths(exchange.target)) for _ in range(w)]
+    for stage in details.stages:
+        assert aligned(stage.offsets, stage.p)
+        assert stage.offsets[0] == 0
+        assert stage.offsets[-1] == stage.p * stage.slices
+        assert list(stage.offsets) == sorted(stage.offsets)
+    if details.stages[-1].exchange is not None:
+        assert details.stages[-1].exchange.target == chunk_offsets(math.prod(qs), parts)
+
+
+@pytest.mark.parametrize(("size", "parts"), [(10, 4), (8, 4), (3, 5), (0, 3), (29791, 4), (1, 1), (5, 4)])
+def test_chunks_are_those_of_torch_and_of_dtensor(size: int, parts: int) -> None:
+    assert widths(chunk_offsets(size, parts)) == [Shard.local_shard_size_and_offset(size, parts, r)[0] for r in range(parts)]
+    chunks = [len(c) for c in torch.arange(size).chunk(parts)] if size else []
+    assert [w for w in widths(chunk_offsets(size, parts)) if w] == chunks
+
+
+@EXPLORE
+@given(st.integers(0, 200), st.integers(1, 70), st.integers(1, 9))
+def test_slices_are_shared_out_evenly(slices: int, parts: int, unit: int) -> None:
+    most = -(-slices // parts)
+    assert max(widths(even_offsets(slices, parts))) == most
+    near = align_to(chunk_offsets(slices * unit, parts), unit)
+    assert near[-1] == slices * unit
+    assert max(widths(near)) <= (most + 1) * unit
+    for rows in (1, 2, 7):
+        offsets = stage_offsets(rows, slices * unit, unit, parts)
+        assert aligned(offsets, unit)
+        assert max(widths(offsets)) <= 1.05 * -(-rows * slices // parts) * unit
+
+
+def test_even_products_go_in_whole_rows_and_in_one_piece() -> None:
+    """64^4 over 8: one rectangle of one shape for every pair, and nothing to align."""
+    details = way((64,) * 4, (64,) * 4, (3, 1), 8)
+    assert details.first is None
+    assert [e.uniform for e in details.exchanges] == [True, True]
+    assert [e.size(2, 5) for e in details.exchanges] == [64**4 // 64] * 2
+
+
+def test_primes_move_a_little_to_come_to_whole_slices() -> None:
+    """31^3 over 4: blocks of 7448 columns become 8, 8, 8 and 7 slices of 961."""
+    details = way((31,) * 3, (31,) * 3, (2, 1), 4)
+    assert details.first is not None
+    assert details.first.target == (0, 8 * 961, 16 * 961, 23 * 961, 31 * 961)
+    moved = sum(details.first.source_size(r) - details.first.size(r, r) for r in range(4))
+    assert moved == sum(abs(a - b) for a, b in zip(details.first.source, details.first.target, strict=True)) == 240 + 480 + 241
+
+
+def test_more_ranks_than_slices_leave_some_idle() -> None:
+    details = way((2, 2, 2), (2, 2, 2), (3,), 4)
+    assert widths(details.stages[0].offsets).count(0) == 3
