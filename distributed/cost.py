@@ -1,0 +1,77 @@
+"""What multiplies and exchanges cost: links between GPUs, memory, and the model of local launches.
+
+The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 6%); those of
+links between hosts are a data sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from fastkron_py.errors import value_error
+from fastkron_py.tuning.plan import Setting, plans
+
+# The model of launches is asked for very many rows; what a launch costs by itself is added here.
+MANY_ROWS: Final = 1 << 20
+LAUNCH_SECONDS: Final = 4e-6
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidth in bytes a second, each way and for each GPU, and latency in seconds.
+
+    Attributes:
+        bandwidth: inside a host.
+        latency: of a collective.
+        message: of each message in it, inside a host.
+        host_bandwidth: between hosts.
+        host_message: of each message between hosts.
+        ranks_per_host: ranks ``i * ranks_per_host`` up to ``(i + 1) * ranks_per_host`` share host i.
+        memory: of a GPU's own memory, in bytes a second.
+    """
+
+    bandwidth: float = 330e9
+    latency: float = 26e-6
+    message: float = 1e-6
+    host_bandwidth: float = 45e9
+    host_message: float = 2e-6
+    ranks_per_host: int = 8
+    memory: float = 3.0e12
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "host_bandwidth", "memory", "ranks_per_host"):
+            if not getattr(self, name) > 0:
+                raise value_error(name, "a positive number", getattr(self, name))
+        for name in ("latency", "message", "host_message"):
+            if not getattr(self, name) >= 0:
+                raise value_error(name, "a number of seconds, not negative", getattr(self, name))
+
+    def exchange_seconds(self, near: float, far: float, near_messages: int, far_messages: int) -> float:
+        """Time of a rank's part in an exchange: bytes and messages to ranks of its own host, and to others."""
+        if near_messages + far_messages == 0:
+            return 0.0
+        moved = max(near / self.bandwidth, far / self.host_bandwidth)
+        return self.latency + near_messages * self.message + far_messages * self.host_message + moved
+
+
+NVLINK: Final = Links()
+
+
+@lru_cache(maxsize=4096)
+def _launches(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int) -> tuple[float, int]:
+    """Modelled elements moved for each row, and the number of launches."""
+    cost, launches = plans(ps, qs, Setting(min(8, itemsize), MANY_ROWS, 1, itemsize <= 4))[0]
+    return cost, len(launches)
+
+
+def multiply_seconds(rows: int, ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, links: Links) -> float:
+    """Time of one rank's multiply of ``[rows, prod(ps)]`` on a GPU, by the model that chooses its launches."""
+    moved, launches = _launches(ps, qs, itemsize)
+    return rows * moved * itemsize / links.memory + launches * LAUNCH_SECONDS
+
+
+def copy_seconds(size: float, links: Links) -> float:
+    """Time to pack and to unpack so many bytes: each reads and writes them once."""
+    return 4 * size / links.memory
