@@ -4,7 +4,21 @@ if __name__ != "fastkron_py.distributed":
     raise ImportError(f"import this package as fastkron_py.distributed, not as {__name__}")
 
 from fastkron_py.distributed.bootstrap import ProcessInfo, init_process_group
+from fastkron_py.distributed.cost import Links
 from fastkron_py.distributed.failures import CollectiveError
+from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.planner import Plan, Problem, plan
 
-__all__ = ["CollectiveError", "ProcessGrid", "ProcessInfo", "init_process_group"]
+__all__ = [
+    "CollectiveError",
+    "Links",
+    "Plan",
+    "Problem",
+    "ProcessGrid",
+    "ProcessInfo",
+    "init_process_group",
+    "kron_matmul",
+    "kron_matmul_left",
+    "plan",
+]

@@ -180,8 +180,7 @@ def _multiply(
     left: bool,
     names: tuple[str, str, str],
 ) -> Tensor:
-    if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        x, factors, z = _autocast(x, factors, z)
+    x, factors, z = autocasted(x, factors, z)
     check_tensors(x, factors, z, names)
     check_scalar_fits("alpha", alpha, x, names[0])
     check_scalar_fits("beta", beta, x, names[0])
@@ -207,8 +206,10 @@ def _has_autocast(device_type: str) -> bool:
     return device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
 
 
-def _autocast(x: Tensor, factors: list[Tensor], z: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """What autocast does for matmul: floating-point tensors but float64 go to its dtype."""
+def autocasted(x: Tensor, factors: list[Tensor], z: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """What autocast, if it is on, does for matmul: floating-point tensors but float64 go to its dtype."""
+    if not (_has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type)):
+        return x, factors, z
     dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Any) -> Any:

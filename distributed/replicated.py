@@ -1,0 +1,88 @@
+"""Tensors that every rank has alike, such as factors: their gradients are sums over ranks, taken in one all-reduce.
+
+`replicate` hands them on, and its derivative sums what each rank found; `total` is that sum, and its derivative hands on again.
+So where a loss is the sum of what the ranks compute from their blocks, gradients of replicated tensors come out whole and alike
+on every rank, and what is made of these gradients (alike on every rank too) counts once in second derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.failures import rank_text, stage
+
+_HALF: Final = (torch.float16, torch.bfloat16)
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.device = group, device
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        sums = iter(total([g for g, need in zip(gradients, wanted, strict=True) if need], ctx.group, ctx.device))
+        return None, None, *[next(sums) if need else None for need in wanted]
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.device = group, device
+        dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in _HALF else p.dtype for p in parts])
+        flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
+        with stage(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", group):
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        pieces = flat.split([math.prod(p.shape) for p in parts])
+        # Copies: a gradient that is part of one large buffer would keep all of it.
+        return tuple(_like(piece.view(p.shape), p) for piece, p in zip(pieces, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *replicate(gradients, ctx.group, ctx.device)
+
+
+def _like(value: Tensor, part: Tensor) -> Tensor:
+    value = value if part.is_complex() or not value.is_complex() else value.real
+    return value.to(part.device, part.dtype, copy=True)
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    """The same tensors; their gradients will be summed over the group, all in one all-reduce.
+
+    Args:
+        tensors: alike on every rank, of any shapes.
+        group: the ranks.
+        device: where the all-reduce takes place.
+
+    Raises:
+        CollectiveError: in the backward pass, where the sum fails.
+    """
+    return list(_Replicate.apply(group, device, *tensors))  # type: ignore[no-untyped-call]
+
+
+def total(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    """Sums over the group of each rank's parts, half types in float32; the inverse of `replicate` in derivatives.
+
+    Args:
+        parts: of the same shapes on every rank.
+        group: the ranks.
+        device: where the all-reduce takes place.
+
+    Raises:
+        CollectiveError: the sum failed.
+    """
+    return list(_Total.apply(group, device, *parts))  # type: ignore[no-untyped-call]
