@@ -194,7 +194,9 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         blocks = gradient.split([t.rows for t in ctx.transfers])
-        return None, *[start(block, t.reverse()) for block, t in zip(blocks, ctx.transfers, strict=True)]
+        # The last first: the backward pass waits for the chunks in that order.
+        tokens = [start(block, t.reverse()) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
+        return None, *reversed(tokens)
 
 
 def start(local: Tensor, transfer: Transfer) -> Tensor:
