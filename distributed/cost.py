@@ -1,6 +1,6 @@
 """What multiplies and exchanges cost: links between GPUs, memory, and the model of local launches.
 
-The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 6%); those of
+The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%); those of
 links between hosts are a data sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
 """
 

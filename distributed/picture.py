@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fastkron_py.distributed.blocks import Exchange
+from fastkron_py.distributed.blocks import Exchange, Rectangle
 from fastkron_py.distributed.table import factors_text
 from fastkron_py.errors import value_error
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 INK, MUTED = "#1f2933", "#7b8794"
 COLOURS = ("#5b93c7", "#3fae8e", "#f2c47e", "#d98880", "#a58bc9", "#8fb6de", "#a5dcc4", "#e8d5a3")
+WIDTH, HEIGHT = 2.6, 2.0  # of a matrix, in the axes' units
 MOST_RANKS: Final = 16
 
 
 def picture(plan: Plan, where: Any) -> None:
-    """Draw, for every exchange, which elements of one row of x each rank gets from whom.
+    """Draw, for every exchange, which elements each rank held, and which it holds then.
 
     Args:
         plan: of at most 16 ranks a line.
@@ -37,7 +38,7 @@ def picture(plan: Plan, where: Any) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.6 + 1.7 * len(plan.exchanges)), dpi=130, facecolor="white")
+    figure = Figure(figsize=(9.5, 0.95 * (1.3 + 2.6 * len(plan.exchanges))), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     _draw(plan, figure.add_axes((0.01, 0.01, 0.98, 0.98)))
     figure.savefig(where)
@@ -45,63 +46,73 @@ def picture(plan: Plan, where: Any) -> None:
 
 def _draw(plan: Plan, axes: Any) -> None:
     axes.axis("off")
-    axes.set_xlim(-0.16, 1.02)
-    axes.set_ylim(3.0 * len(plan.exchanges) + 1.2, -0.6)
+    axes.set_xlim(0, 10)
+    axes.set_ylim(2.6 * len(plan.exchanges) + 1.3, 0)
     p = plan.problem
-    title = f"{factors_text(p.ps, p.qs)} over {plan.parts} ranks of a line: one row of x"
-    axes.text(-0.16, -0.2, title, fontsize=13, fontweight="bold", color=INK, va="center")
-    y = 0.4
-    stage = 0
+    title = f"{factors_text(p.ps, p.qs)} over {plan.parts} ranks that exchange: one row of x"
+    axes.text(0.1, 0.35, title, fontsize=13, fontweight="bold", color=INK, va="center")
+    top, stage = 1.0, 0
     for step in plan.steps:
-        if step.exchange is None:
-            continue
-        stage += step.factors is not None
-        text = "come to whole slices" if step.factors is None else f"stage {stage}: " + _multiplied(plan, step)
-        _band(axes, y, _source_pieces(step.exchange), text, "before")
-        _band(axes, y + 1.4, _target_pieces(step.exchange), "", "after the exchange")
-        y += 3.0
-    axes.text(-0.16, y + 0.3, "Colour: the rank that computed it. Boxes: the rank that holds it.", fontsize=9, color=MUTED)
+        if step.exchange is not None:
+            stage += step.factors is not None
+            _exchange(axes, top, step.exchange, _title(plan, step, stage))
+            top += 2.6
+    text = "Colour: the rank that had it before. Frame and number: the rank that holds it."
+    axes.text(0.1, top + 0.05, text, fontsize=9, color=MUTED, va="center")
 
 
-def _multiplied(plan: Plan, step: Step) -> str:
-    start, stop = step.factors or (0, 0)
+def _title(plan: Plan, step: Step, stage: int) -> tuple[str, str]:
+    if step.factors is None:
+        return "to whole slices", "a little moves between neighbours"
+    start, stop = step.factors
     p = plan.problem
-    return f"multiply {factors_text(p.inner[start:stop], p.outer[start:stop])}"
+    return f"stage {stage}", f"multiply {factors_text(p.inner[start:stop], p.outer[start:stop])}, then exchange"
 
 
-Piece = tuple[float, float, int]  # from, to (of 1), and the rank it comes from
-Held = list[tuple[float, float, list[Piece]]]  # for each rank what it holds
+def _exchange(axes: Any, top: float, exchange: Exchange, title: tuple[str, str]) -> None:
+    """The matrix [Q, S] before, in columns, and after, in ranges of its rows; the same colours at the same places."""
+    axes.text(0.1, top + 0.7, title[0], fontsize=11, fontweight="bold", color=INK, va="center")
+    axes.text(0.1, top + 1.1, title[1], fontsize=9, color=INK, va="center")
+    axes.text(0.1, top + 1.5, f"matrix [{exchange.rows}, {exchange.columns}]", fontsize=9, color=MUTED, va="center")
+    every = range(exchange.ranks)
+    before = [[Rectangle(0, exchange.rows, a, b)] if b > a else [] for a, b in pairwise(exchange.source)]
+    after = [merge([r for sender in every for r in exchange.rectangles(sender, receiver)]) for receiver in every]
+    for left, owned in ((3.4, before), (7.0, after)):
+        for sender in every:
+            for receiver in every:
+                for r in exchange.rectangles(sender, receiver):
+                    _box(axes, left, top, exchange, r, facecolor=COLOURS[sender % len(COLOURS)], linewidth=0)
+        for rank, rectangles in enumerate(owned):
+            for r in rectangles:
+                _box(axes, left, top, exchange, r, fill=False, edgecolor=INK, linewidth=1.2)
+            if rectangles:
+                x, y = _centre(left, top, exchange, max(rectangles, key=lambda r: r.size))
+                axes.text(x, y, str(rank), fontsize=9, color=INK, ha="center", va="center")
+    axes.annotate("", (6.85, top + 1.0), (6.15, top + 1.0), arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.4})
 
 
-def _source_pieces(exchange: Exchange) -> Held:
-    total = exchange.columns
-    return [(a / total, b / total, [(a / total, b / total, r)]) for r, (a, b) in enumerate(pairwise(exchange.source))]
+def merge(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Rectangles of the same rows, put together: what one rank holds as up to three of them."""
+    rows = sorted({(r.row, r.row_stop) for r in rectangles})
+    found = []
+    for row, row_stop in rows:
+        columns = [(r.column, r.column_stop) for r in rectangles if (r.row, r.row_stop) == (row, row_stop)]
+        found.append(Rectangle(row, row_stop, min(a for a, _ in columns), max(b for _, b in columns)))
+    return found
 
 
-def _target_pieces(exchange: Exchange) -> Held:
-    """Shares of what each rank holds, by the rank they come from, in the order of a message's arrival."""
-    total = exchange.rows * exchange.columns
-    held = []
-    for receiver, (a, b) in enumerate(pairwise(exchange.target)):
-        pieces, at = [], a
-        for sender in range(exchange.ranks):
-            size = exchange.size(sender, receiver)
-            pieces.append((at / total, (at + size) / total, sender))
-            at += size
-        held.append((a / total, b / total, pieces))
-    return held
+def _box(axes: Any, left: float, top: float, exchange: Exchange, r: Rectangle, **style: Any) -> None:
+    from matplotlib.patches import Rectangle as Patch
+
+    x, y = _corner(left, top, exchange, r.row, r.column)
+    x_stop, y_stop = _corner(left, top, exchange, r.row_stop, r.column_stop)
+    axes.add_patch(Patch((x, y), x_stop - x, y_stop - y, **style))
 
 
-def _band(axes: Any, y: float, held: Held, text: str, label: str) -> None:
-    from matplotlib.patches import Rectangle
+def _corner(left: float, top: float, exchange: Exchange, row: int, column: int) -> tuple[float, float]:
+    return left + WIDTH * column / exchange.columns, top + HEIGHT * row / exchange.rows
 
-    axes.text(0, y - 0.12, text, fontsize=10, color=INK, va="bottom")
-    axes.text(-0.16, y + 0.45, label, fontsize=9, color=MUTED, va="center")
-    for rank, (a, b, pieces) in enumerate(held):
-        for left, right, origin in pieces:
-            axes.add_patch(
-                Rectangle((left, y), right - left, 0.9, facecolor=COLOURS[origin % len(COLOURS)], edgecolor="white", linewidth=0.4)
-            )
-        if b > a:
-            axes.add_patch(Rectangle((a, y), b - a, 0.9, fill=False, edgecolor=INK, linewidth=1.4))
-            axes.text((a + b) / 2, y + 0.45, str(rank), ha="center", va="center", fontsize=9, color=INK)
+
+def _centre(left: float, top: float, exchange: Exchange, r: Rectangle) -> tuple[float, float]:
+    (x, y), (x_stop, y_stop) = _corner(left, top, exchange, r.row, r.column), _corner(left, top, exchange, r.row_stop, r.column_stop)
+    return (x + x_stop) / 2, (y + y_stop) / 2

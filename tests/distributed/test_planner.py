@@ -1,0 +1,195 @@
+"""Plans on paper: what is chosen, what is counted, what is refused. No processes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastkron_py.distributed import Links, Plan, Problem, plan
+from fastkron_py.distributed.cost import NVLINK, multiply_seconds
+
+GIB = 1 << 30
+SIXTY_FOURS = Problem(128, (64,) * 4, (64,) * 4)
+
+
+def test_enough_rows_need_no_exchange() -> None:
+    found = plan(SIXTY_FOURS, world_size=8)
+    assert (found.grid, found.cuts, found.chunks, found.bytes_total) == ((8, 1), (4,), 1, 0)
+    assert found.steps[0].exchange is None
+
+
+def test_fewer_rows_than_ranks_spread_columns() -> None:
+    found = plan(replace(SIXTY_FOURS, m=1), world_size=8)
+    assert found.grid == (1, 8)
+    assert len(found.exchanges) == 2
+
+
+def test_a_grid_of_columns_exchanges_twice() -> None:
+    """64^4 over 8: the fewest exchanges there can be, of all but an eighth of what a rank has."""
+    found = plan(SIXTY_FOURS, (1, 8))
+    assert len(found.cuts) == 2
+    assert sum(found.cuts) == 4
+    block = 128 * 64**4 // 8 * 4
+    assert [s.bytes_sent for s in found.steps] == [block * 7 // 8] * 2
+    assert found.bytes_total == 2 * 8 * block * 7 // 8
+    assert [s.messages for s in found.steps] == [7, 7]
+    assert [s.bytes_to_hosts for s in found.steps] == [0, 0]
+    assert found.chunks > 1  # large enough to hide one part behind another
+
+
+def test_forced_stages_and_chunks() -> None:
+    found = plan(SIXTY_FOURS, (2, 4), stages=[1, 1, 1, 1], chunks=3)
+    assert (found.cuts, found.chunks, len(found.exchanges)) == ((1, 1, 1, 1), 3, 4)
+    best = plan(SIXTY_FOURS, (2, 4))
+    assert best.seconds < found.seconds
+
+
+@pytest.mark.parametrize(
+    ("m", "ps", "qs", "grid"),
+    [
+        (7, (31,) * 3, (31,) * 3, (1, 4)),
+        (3, (2,) * 10, (2,) * 10, (2, 4)),
+        (5, (4, 9, 3), (7, 2, 5), (1, 6)),
+        (4, (16,) * 4, (16,) * 4, (2, 32)),
+    ],
+)
+@pytest.mark.parametrize("left", [False, True])
+def test_totals_are_sums_over_pairs(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool) -> None:
+    links = Links(ranks_per_host=4)
+    found = plan(Problem(m, qs if left else ps, ps if left else qs, left=left), grid[::-1] if left else grid, links=links)
+    ranks = range(found.world_size)
+    for i, step in enumerate(s for s in found.steps if s.exchange is not None):
+        matrix = [[found.bytes_between(i, a, b) for b in ranks] for a in ranks]
+        assert [sum(row) for row in matrix] == [found.bytes_sent(i, r) for r in ranks]
+        far = [sum(v for b, v in enumerate(row) if a // 4 != b // 4) for a, row in enumerate(matrix)]
+        assert step.bytes_sent == max(map(sum, matrix))
+        assert step.messages == max(sum(v > 0 for v in row) for row in matrix)
+        if not left:
+            assert step.bytes_to_hosts == max(far)
+        for a in ranks:
+            for b in ranks:
+                assert matrix[a][b] == 0 or found.place(a)[0] == found.place(b)[0]
+                assert found.rank(*found.place(a)) == a
+    assert found.bytes_total == sum(found.bytes_sent(i, r) for i in range(len(found.exchanges)) for r in ranks)
+
+
+def test_a_left_product_is_the_mirror_image() -> None:
+    right = plan(Problem(64, (8, 16), (4, 32)), (2, 4))
+    left = plan(Problem(64, (4, 32), (8, 16), left=True), (4, 2))
+    assert (left.cuts, left.chunks, left.bytes_total, left.peak_memory) == (right.cuts, right.chunks, right.bytes_total, right.peak_memory)
+    assert left.problem.flops == right.problem.flops
+
+
+def test_memory_is_counted_and_obeyed() -> None:
+    problem = Problem(64, (128,) * 4, (128,) * 4)  # x and the result are 64 GiB each
+    free = plan(problem, (1, 8), chunks=1)
+    assert free.peak_memory == pytest.approx(32 * GIB, rel=0.01)  # x, the result, two buffers, each an eighth
+    tight = plan(problem, (1, 8), memory=20 * GIB)
+    assert tight.chunks > 4
+    assert tight.peak_memory <= 20 * GIB
+    with pytest.raises(
+        ValueError, match=r"memory: expected at least 18,\d+,\d+,\d+ bytes, as a 1 x 8 grid with 32 chunks needs"
+    ) as refused:
+        plan(problem, (1, 8), memory=10 * GIB)
+    assert "got 10,737,418,240" in str(refused.value)
+    training = plan(replace(problem, gradients=True), (1, 8), chunks=1)
+    assert training.peak_memory == pytest.approx(56 * GIB, rel=0.01)  # and their gradients, and the second stage's operand
+
+
+def test_more_ranks_take_less_time_until_latency_rules() -> None:
+    times = [plan(SIXTY_FOURS, world_size=n).seconds for n in (1, 2, 4, 8, 16)]
+    assert times == sorted(times, reverse=True)
+    assert plan(SIXTY_FOURS, world_size=8).efficiency > 0.95
+
+
+def test_slow_links_between_hosts_keep_exchanges_inside_them() -> None:
+    found = plan(replace(SIXTY_FOURS, m=64), world_size=64)
+    assert found.grid[1] <= 8
+    across = plan(replace(SIXTY_FOURS, m=64), (1, 64))
+    assert across.steps[0].bytes_to_hosts == across.steps[0].bytes_sent * 56 // 63
+    assert across.seconds > 3 * found.seconds
+    equal = Links(host_bandwidth=NVLINK.bandwidth, host_message=NVLINK.message)
+    assert plan(replace(SIXTY_FOURS, m=64), (1, 64), links=equal).seconds < across.seconds
+
+
+@pytest.mark.parametrize("world_size", [64, 512, 4096])
+@pytest.mark.parametrize("m", [1, 16, 4096])
+def test_thousands_of_ranks(world_size: int, m: int) -> None:
+    found = plan(replace(SIXTY_FOURS, m=m), world_size=world_size)
+    assert found.world_size == world_size
+    block = m * 64**4 * 4 / world_size
+    for i in range(len(found.exchanges)):
+        assert found.bytes_sent(i, world_size - 1) <= block
+    assert found.peak_memory >= 2 * block
+
+
+def test_the_model_of_exchanges_agrees_with_what_was_measured() -> None:
+    """NCCL's all-to-all on eight H200: microseconds by bytes a rank, an eighth of which stays."""
+    for size, seconds in ((1 << 20, 36e-6), (16 << 20, 73e-6), (256 << 20, 765e-6), (1 << 30, 2873e-6)):
+        assert NVLINK.exchange_seconds(size * 7 / 8, 0, 7, 0) == pytest.approx(seconds, rel=0.07)
+    assert NVLINK.exchange_seconds(0, 0, 0, 0) == 0
+
+
+def test_the_model_of_multiplies_follows_the_local_plan() -> None:
+    one = multiply_seconds(1 << 20, (64,), (64,), 4, NVLINK)
+    assert one == pytest.approx(1.1 * 2 * 64 * 4 * (1 << 20) / NVLINK.memory, rel=0.1)
+    assert multiply_seconds(1 << 14, (128,) * 2, (128,) * 2, 4, NVLINK) > 8 * one  # four times as many elements, in two launches
+
+
+def test_the_table() -> None:
+    text = str(plan(Problem(7, (31,) * 3, (31,) * 3, torch.bfloat16), (1, 4), stages=(2, 1), chunks=2))
+    lines = text.splitlines()
+    assert lines[0] == "x @ K, M = 7, 31^3, bfloat16: 1 x 4 grid, 2 chunks of rows"
+    assert [line.split()[0] for line in lines[2:5]] == ["align", "stage", "stage"]
+    assert "31^2" in lines[3]
+    assert "sent by all ranks" in lines[5]
+    assert "efficiency" in lines[6]
+    assert max(map(len, lines)) < 120
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    plan(Problem(7, (31,) * 3, (31,) * 3), (1, 4), stages=(2, 1)).picture(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    axes = Figure().add_subplot()
+    plan(Problem(1, (4, 4), (4, 4)), (1, 4), stages=(1, 1)).picture(axes)
+    # Two exchanges, before and after: a part for each pair of ranks, a frame for each rank.
+    assert len(axes.patches) == 2 * 2 * (16 + 4)
+    with pytest.raises(ValueError, match="plan: expected at most 16 ranks that exchange, for a picture; got 64"):
+        plan(SIXTY_FOURS, (1, 64)).picture(axes)
+
+
+def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object) -> Plan:
+    return plan(problem, grid, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: call(grid=None), ValueError, "world_size: expected a positive number of ranks, since no grid is given; got None"),
+        (lambda: call(grid=None, world_size=0), ValueError, "world_size: expected a positive number"),
+        (lambda: call(grid=(2, 3), world_size=8), ValueError, r"grid: expected GM \* GK = 8, the world_size; got 2 \* 3"),
+        (lambda: call(grid=(8,)), ValueError, r"grid: expected two positive numbers, GM and GK; got \(8,\)"),
+        (lambda: call(grid=(0, 8)), ValueError, "grid: expected one positive size"),
+        (lambda: call(grid="8x1"), TypeError, "grid: expected a sequence of integers; got 8x1"),
+        (lambda: call(stages=(1, 2)), ValueError, r"stages: expected numbers that add up to 4, the number of factors; got \(1, 2\)"),
+        (lambda: call(stages=(4, 0)), ValueError, "stages: expected one positive size"),
+        (lambda: call(chunks=0), ValueError, "chunks: expected a positive number; got 0"),
+        (lambda: call(chunks=1.5), TypeError, "chunks: expected an integer; got float"),
+        (lambda: call(problem="64^4"), TypeError, "problem: expected a Problem; got str"),
+        (lambda: Problem(-1, (4,), (4,)), ValueError, "m: expected a number of rows; got -1"),
+        (lambda: Problem(1, (4, 4), (4,)), ValueError, "qs: expected 2 sizes, as ps has; got 1"),
+        (lambda: Problem(1, (), ()), ValueError, "ps: expected one positive size for each factor"),
+        (lambda: Problem(1, (4, 0), (4, 1)), ValueError, "ps: expected one positive size for each factor"),
+        (lambda: Links(bandwidth=0), ValueError, "bandwidth: expected a positive number; got 0"),
+        (lambda: Links(latency=math.nan), ValueError, "latency: expected a number of seconds"),
+    ],
+)
+def test_refusals(make: object, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()  # type: ignore[operator]
