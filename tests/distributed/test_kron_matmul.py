@@ -1,0 +1,458 @@
+"""Products over real ranks against the product of one process: bit for bit on whole numbers, within rounding on random ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fastkron_py
+from fastkron_py import reference
+from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, kron_matmul_left, plan
+from fastkron_py.distributed.blocks import chunk_offsets
+from fastkron_py.testing import assert_close
+
+# M, factors, stages. First what FastKron's own tests run on several GPUs, scaled down, then what it refuses.
+PROBLEMS = {
+    "20 x 8^4, 3 and 1": (20, ((8, 8),) * 4, (3, 1)),
+    "18 x 8^4, 2 and 2": (18, ((8, 8),) * 4, (2, 2)),
+    "12 x 16^3, 2 and 1": (12, ((16, 16),) * 3, (2, 1)),
+    "8 x 4^4, 3 and 1": (8, ((4, 4),) * 4, (3, 1)),
+    "128 x 4^4": (128, ((4, 4),) * 4, None),
+    "4x8 and 8s": (10, ((4, 8), (8, 8), (8, 4)), (2, 1)),
+    "8x4 five times": (6, ((8, 4),) * 3 + ((2, 4),) * 2, (2, 2, 1)),
+    "primes": (9, ((7, 7),) * 3, (2, 1)),
+    "primes, an exchange for each": (5, ((7, 5), (3, 11), (5, 2)), (1, 1, 1)),
+    "twos": (4, ((2, 2),) * 7, (4, 3)),
+    "twos, an exchange for each": (4, ((2, 2),) * 5, (1,) * 5),
+    "fewer rows than ranks": (3, ((6, 6),) * 2, (1, 1)),
+    "one row": (1, ((8, 8),) * 2, (1, 1)),
+    "no rows": (0, ((4, 4),) * 2, (1, 1)),
+    "one factor": (4, ((8, 6),), None),
+    "fewer columns than ranks": (5, ((3, 2),), None),
+    "all in one stage": (5, ((4, 4),) * 3, (3,)),
+    "ones": (5, ((1, 3), (5, 1), (1, 1)), (1, 1, 1)),
+}
+
+
+def whole_numbers(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randint(-3, 4, shape, generator=g).to(dtype)
+
+
+def make(m, sizes, dtype=torch.float64, seed=0, left=False, random=False):
+    """x, factors and z of a problem, the same on every rank; of a left product in its orientation."""
+    g = torch.Generator().manual_seed(seed)
+    ps, qs = zip(*sizes, strict=True)
+    inner, outer = (math.prod(qs), math.prod(ps)) if left else (math.prod(ps), math.prod(qs))
+    shapes = [(m, inner), *sizes, (m, outer)]
+    if left:
+        shapes[0], shapes[-1] = shapes[0][::-1], shapes[-1][::-1]
+    tensors = [(torch.randn(s, generator=g) / s[0] ** 0.25).to(dtype) if random else whole_numbers(g, *s, dtype=dtype) for s in shapes]
+    return tensors[0], tensors[1:-1], tensors[-1]
+
+
+def block(t: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
+    """This rank's block of a whole matrix, on its device."""
+    rows, cols = chunk_offsets(t.shape[0], grid.shape[0]), chunk_offsets(t.shape[1], grid.shape[1])
+    return t[rows[grid.row] : rows[grid.row + 1], cols[grid.col] : cols[grid.col + 1]].to(grid.device)
+
+
+def grid_for(shape) -> ProcessGrid | None:
+    """A grid of the first ranks; None on the others."""
+    members = list(range(math.prod(shape)))
+    return ProcessGrid(shape, ranks=members) if dist.get_rank() in members else None
+
+
+def multiply(x, factors, left=False, **options):
+    return kron_matmul_left(factors, x, **options) if left else kron_matmul(x, factors, **options)
+
+
+def single(x, factors, left=False, **options):
+    return fastkron_py.kron_matmul_left(factors, x, **options) if left else fastkron_py.kron_matmul(x, factors, **options)
+
+
+def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64):
+    ps, qs = zip(*sizes, strict=True)
+    return plan(Problem(m, ps, qs, dtype, left), shape, stages=stages, chunks=chunks)
+
+
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def products(shape, left):
+    if (grid := grid_for(shape)) is None:
+        return
+    for name, (m, sizes, stages) in PROBLEMS.items():
+        x, factors, _ = make(m, sizes, left=left)
+        expected = block(single(x, factors, left), grid)
+        local, placed = block(x, grid), [f.to(grid.device) for f in factors]
+        stages = stages[::-1] if left and stages else stages
+        for how in (None, planned(m, sizes, shape, stages, 1, left), planned(m, sizes, shape, stages, 3, left)):
+            found = multiply(local, placed, left, grid=grid, plan=how)
+            assert torch.equal(found, expected), f"{name}, {how}"
+            assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_products_equal_those_of_one_process(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
+    ranks.run(products, grid_shape, left)
+
+
+def half_and_single(shape):
+    if (grid := grid_for(shape)) is None:
+        return
+    m, sizes = 12, ((6, 6), (4, 8), (5, 5))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128):
+        x, factors, z = make(m, sizes, dtype, random=True)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        expected = 0.5 * reference.kron_matmul(x.to(wide), [f.to(wide) for f in factors]) - 2 * z.to(wide)
+        for stages in ((1, 1, 1), (2, 1)):
+            how = planned(m, sizes, shape, stages, 2, False, dtype)
+            found = kron_matmul(
+                block(x, grid), [f.to(grid.device) for f in factors], grid=grid, alpha=0.5, beta=-2.0, z=block(z, grid), plan=how
+            )
+            assert_close(found, block(expected, grid), steps=5)
+            wrong = block(expected, grid).roll(1, 0)
+            with pytest.raises(AssertionError, match="is not close"):  # a row out of place is seen
+                assert_close(found, wrong, steps=5)
+
+
+def test_random_numbers_of_every_dtype(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    ranks.run(half_and_single, grid_shape)
+
+
+def other_layouts():
+    """Blocks that are not contiguous, and that are part of something larger; under no_grad and inference mode, in chunks."""
+    grid = ProcessGrid((1, dist.get_world_size()))
+    m, sizes = 6, ((4, 4), (6, 5), (4, 2))
+    x, factors, _ = make(m, sizes)
+    expected = block(single(x, factors), grid)
+    local = block(x, grid)
+    turned = local.T.contiguous().T
+    padded = torch.full((m, local.shape[1] + 3), math.nan, dtype=x.dtype, device=grid.device)[:, : local.shape[1]].copy_(local)
+    strided = torch.full((2 * m, local.shape[1]), math.nan, dtype=x.dtype, device=grid.device)[::2].copy_(local)
+    placed = [f.to(grid.device).T.contiguous().T for f in factors]
+    for x_block in (turned, padded, strided):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            for chunks in (1, 2, 4, 9):
+                how = planned(m, sizes, grid.shape, None, chunks, False)
+                with mode():
+                    assert torch.equal(kron_matmul(x_block, placed, grid=grid, plan=how), expected)
+
+
+def test_blocks_of_any_layout(ranks: RankPool) -> None:
+    ranks.run(other_layouts)
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def gradients(shape, left, recompute):
+    """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves."""
+    if (grid := grid_for(shape)) is None:
+        return
+    for m, sizes, stages in (
+        (6, ((4, 4), (3, 3), (2, 4)), (1, 1, 1)),
+        (3, ((5, 2), (3, 4)), (1, 1)),
+        (5, ((2, 2),) * 4, (2, 2)),
+        (1, ((7, 7),), (1,)),
+    ):
+        how = planned(m, sizes, shape, stages, 2, left)
+        x, factors, z = make(m, sizes, left=left)
+        scalars = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)]
+        whole = [t.clone().requires_grad_() for t in (x, z, *factors, *scalars)]
+        mine = [t.clone().requires_grad_() for t in (block(x, grid), block(z, grid))]
+        mine += [t.to(grid.device).clone().requires_grad_() for t in (*factors, *scalars)]
+
+        def product(tensors, call, left=left, **options):
+            x, z, *rest = tensors
+            return call(x, rest[:-2], left, alpha=rest[-2], beta=rest[-1], z=z, **options)
+
+        def own(tensors):
+            """What this rank has of x-like and z-like tensors, and all of the others."""
+            return [block(tensors[0], grid), block(tensors[1], grid), *[t.to(grid.device) for t in tensors[2:]]]
+
+        g = torch.Generator().manual_seed(1)
+        y, expected_y = product(mine, multiply, grid=grid, plan=how, recompute=recompute), product(whole, single)
+        weights = whole_numbers(g, *expected_y.shape)
+        found = torch.autograd.grad((y * block(weights, grid)).sum(), mine, create_graph=True)
+        expected = torch.autograd.grad((expected_y * weights).sum(), whole, create_graph=True)
+        for a, b in zip(found, own(expected), strict=True):
+            assert torch.equal(a, b)
+        directions = [whole_numbers(g, *t.shape) for t in expected]
+        h = sum((a * v).sum() for a, v in zip(found, own(directions), strict=True))
+        expected_h = sum((a * v).sum() for a, v in zip(expected, directions, strict=True))
+        for a, b in zip(torch.autograd.grad(h, mine), own(torch.autograd.grad(expected_h, whole)), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
+    ranks.run(gradients, grid_shape, left, recompute=False)
+
+
+def test_gradients_with_operands_computed_again(ranks: RankPool) -> None:
+    ranks.run(gradients, (1, ranks.world_size), False, recompute=True)
+
+
+def learn():
+    """Two copies of a model on halves of the ranks, each with its own rows, whose factors' gradients are averaged, as DDP does."""
+    size = dist.get_world_size()
+    half = dist.get_rank() // (size // 2)
+    grid = ProcessGrid((1, size // 2), ranks=[half * (size // 2) + i for i in range(size // 2)])
+    m, sizes = 4, ((4, 4), (4, 4))
+    x, factors, z = make(2 * m, sizes, random=True)
+    own = slice(half * m, (half + 1) * m)
+    parameters = [torch.nn.Parameter(f.to(grid.device)) for f in factors]
+    expected = [f.clone().requires_grad_() for f in factors]
+    for _ in range(3):
+        loss = (kron_matmul(block(x[own], grid), parameters, grid=grid) - block(z[own], grid)).square().sum()
+        loss.backward()
+        expected_loss = (single(x, expected) - z).square().sum()
+        expected_gradients = torch.autograd.grad(expected_loss, expected)
+        with torch.no_grad():
+            for p, e, g in zip(parameters, expected, expected_gradients, strict=True):
+                dist.all_reduce(p.grad)
+                p -= 0.01 * p.grad / (size // 2)
+                p.grad = None
+                e -= 0.01 * g
+                assert_close(p.detach(), e.detach(), steps=9)
+
+
+def test_training_on_groups_of_ranks(ranks: RankPool) -> None:
+    ranks.run(learn)
+
+
+def one_sum():
+    """The factors' gradients take one all-reduce, of one buffer; a gradient of x alone takes none."""
+    grid = ProcessGrid((1, dist.get_world_size()))
+    x, factors, _ = make(4, ((4, 4),) * 3)
+    how = planned(4, ((4, 4),) * 3, grid.shape, (1, 1, 1), 1, False)
+    for needs, sums in (([0], 0), ([1, 2, 3], 1), ([2], 1), ([0, 1, 3], 1)):
+        tensors = [
+            t.requires_grad_(i in needs) for i, t in enumerate([block(x, grid).clone(), *[f.to(grid.device).clone() for f in factors]])
+        ]
+        y = kron_matmul(tensors[0], tensors[1:], grid=grid, plan=how)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
+            y.sum().backward()
+        assert [t.grad is not None for t in tensors] == [i in needs for i in range(4)]
+        assert counted.call_count == sums
+        if sums:
+            assert counted.call_args.args[0].numel() == sum(tensors[i].numel() for i in needs if i)
+
+
+def test_factors_gradients_are_summed_once(ranks: RankPool) -> None:
+    ranks.run(one_sum)
+
+
+# ---- DTensor -----------------------------------------------------------------------------------
+
+
+def dtensors(shape, left):
+    if (grid := grid_for(shape)) is None:
+        return
+    placements = [Shard(0), Shard(1)]
+    m, sizes = 7, ((3, 4), (5, 5), (2, 3))
+    x, factors, z = make(m, sizes, left=left)
+    leaf = DTensor.from_local(block(x, grid), grid.mesh, placements, run_check=False, shape=x.shape, stride=x.stride()).requires_grad_()
+    added = DTensor.from_local(block(z, grid), grid.mesh, placements, run_check=False, shape=z.shape, stride=z.stride())
+    placed = [f.to(grid.device).requires_grad_() for f in factors]
+    placed[1] = DTensor.from_local(placed[1].detach(), grid.mesh, [Replicate()] * 2, run_check=False).requires_grad_()
+    y = multiply(leaf, placed, left, beta=1.0, z=added)
+    whole = [t.requires_grad_() for t in (x, *factors)]
+    expected = single(whole[0], whole[1:], left, beta=1.0, z=z)
+    assert tuple(y.placements) == tuple(placements)
+    assert y.device_mesh == grid.mesh
+    assert y.shape == expected.shape
+    assert torch.equal(y.to_local(), block(expected, grid))
+    assert torch.equal(y.full_tensor().cpu(), expected)
+    y.to_local().sum().backward()
+    expected.sum().backward()
+    assert torch.equal(leaf.grad.full_tensor().cpu(), whole[0].grad)
+    for f, e in zip(placed, whole[1:], strict=True):
+        gradient = f.grad.to_local() if isinstance(f.grad, DTensor) else f.grad
+        assert torch.equal(gradient.cpu(), e.grad)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_dtensors_in_and_out(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
+    ranks.run(dtensors, grid_shape, left)
+
+
+# ---- what is sent ------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_bytes(counts: list[Counter]):
+    """Bytes to each peer of every all-to-all, by the peer's rank in the default group."""
+    plain = dist.all_to_all_single
+
+    def count(output, input, output_split_sizes, input_split_sizes, group, async_op):
+        ranks = dist.get_process_group_ranks(group)
+        counts.append(Counter({r: n * input.element_size() for r, n in zip(ranks, input_split_sizes, strict=True)}))
+        assert sum(input_split_sizes) == input.numel()
+        return plain(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+    with mock.patch.object(dist, "all_to_all_single", count):
+        yield
+
+
+def sent(shape, left):
+    if (grid := grid_for(shape)) is None:
+        return
+    for m, sizes, stages in PROBLEMS.values():
+        for chunks in (1, 2):
+            how = planned(m, sizes, shape, stages, chunks, left, torch.float32)
+            x, factors, _ = make(m, sizes, torch.float32, left=left)
+            counts: list[Counter] = []
+            with counted_bytes(counts):
+                multiply(block(x, grid), [f.to(grid.device) for f in factors], left, grid=grid, plan=how)
+            total = sum(counts, Counter())
+            moving = [i for i, e in enumerate(how.exchanges) if not e.idle]
+            for peer in range(grid.world_size):
+                if peer != grid.rank:
+                    assert total[peer] == sum(how.bytes_between(i, grid.rank, peer) for i in moving)
+                    assert not any(how.bytes_between(i, grid.rank, peer) for i in range(len(how.exchanges)) if i not in moving)
+            if chunks == 1 and how.rows(how.place(grid.rank)[0]):
+                assert len(counts) == len(moving)
+                for i, found in zip(moving, counts, strict=True):
+                    assert sum(v for r, v in found.items() if r != grid.rank) == how.bytes_sent(i, grid.rank)
+                    assert len([r for r, v in found.items() if v and r != grid.rank]) <= max(s.messages for s in how.steps)
+            everything = torch.tensor([sum(v for r, v in total.items() if r != grid.rank)], device=grid.device)
+            dist.all_reduce(everything, group=grid.group)
+            assert int(everything) == how.bytes_total
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
+    ranks.run(sent, grid_shape, left)
+
+
+# ---- refusals and failures ---------------------------------------------------------------------
+
+
+def refuse(what):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    grid = ProcessGrid((size // 2, 2))
+    m, sizes = 8, ((4, 4), (4, 4))
+    x, factors, z = make(m, sizes, torch.float32)
+    x, z, factors = block(x, grid), block(z, grid), [f.to(grid.device) for f in factors]
+    options = {}
+    last = rank == size - 1
+    if what == "rows":
+        x = x[:-1] if last else x
+    elif what == "columns":
+        x = x[:, :-1] if last else x
+    elif what == "dtype":
+        x, factors = (x.double(), [f.double() for f in factors]) if last else (x, factors)
+    elif what == "factor's dtype":
+        factors = [factors[0], factors[1].double()] if last else factors
+    elif what == "count":
+        factors = [torch.eye(2, device=grid.device), torch.eye(2, device=grid.device), factors[1]] if last else factors
+    elif what == "alpha":
+        options = {"alpha": 2.0 if last else 1.0}
+    elif what == "gradients":
+        x.requires_grad_(last)
+    elif what == "z":
+        options = {"beta": 1.0} if last else {"beta": 1.0, "z": z}
+    elif what == "z's shape":
+        options = {"beta": 1.0, "z": z[:, :-1]}
+    elif what == "plan":
+        options = {"plan": plan(Problem(m, (4, 4), (4, 4)), (1, size))}
+    elif what == "batch":
+        factors = [f.expand(3, 4, 4) for f in factors]
+    elif what == "vector":
+        x = x[0]
+    elif what == "no grid":
+        grid = None
+    elif what == "placements":
+        mesh, grid = grid.mesh, None
+        x = distribute_tensor(torch.zeros(8, 16, device=mesh.device_type), mesh, [Replicate(), Shard(1)])
+    elif what == "empty factor":
+        factors = [factors[0], torch.empty(4, 0, device=grid.device)]
+    elif what == "device":
+        x = torch.empty(x.shape, device="meta") if last else x
+        factors = [torch.empty(f.shape, device="meta") for f in factors] if last else factors
+    kron_matmul(x, factors, grid=grid, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("rows", "ValueError", r"x: expected as many rows on all ranks of a row of the grid; got 4 on rank \d, 3 on rank \d"),
+        ("columns", "ValueError", r"x: expected 8 columns, block 1 of 2 of 16; got shape \(\d, 7\) \(on rank \d\)"),
+        ("dtype", "ValueError", r"dtype of x: expected the same on every rank; got .*float32.* on rank.*float64"),
+        ("factor's dtype", "TypeError", r"factors\[1\]: expected x's dtype torch.float32; got torch.float64"),
+        ("count", "ValueError", r"shapes of factors: expected the same on every rank; got "),
+        ("alpha", "ValueError", r"alpha: expected the same on every rank; got .*1\.0.* on rank.*2\.0"),
+        ("gradients", "ValueError", r"arguments that need gradients: expected the same on every rank"),
+        ("z", "ValueError", r"z: expected this rank's block of the result's shape, since beta is not 0; got None"),
+        ("z's shape", "ValueError", r"z: expected this rank's block of the result, \(\d, 8\); got shape \(\d, 7\)"),
+        ("plan", "ValueError", r"plan: expected a plan for factors \(4, 4\) x \(4, 4\), left=False, on a \d x 2 grid; got one for"),
+        ("batch", "ValueError", r"factors\[0\]: expected a matrix with rows and columns, without batch dimensions; got shape \(3, 4, 4\)"),
+        ("vector", "ValueError", r"x: expected a matrix; got shape"),
+        ("no grid", "ValueError", r"grid: expected a ProcessGrid, since x is a block; got None"),
+        ("placements", "ValueError", r"x: expected a matrix placed \[Shard\(0\), Shard\(1\)\]; .*got \(Replicate\(\), Shard\(dim=1\)\)"),
+        ("empty factor", "ValueError", r"factors\[1\]: expected a matrix with rows and columns, .*got shape \(4, 0\)"),
+        ("device", "ValueError", r"x: expected a tensor on the grid's device"),
+    ],
+)
+def test_all_ranks_raise_the_same(ranks: RankPool, what: str, kind: str, message: str) -> None:
+    outcomes = ranks.outcomes(refuse, what)
+    assert {o.error for o in outcomes} == {kind}, outcomes[0].trace
+    texts = {o.message for o in outcomes}
+    assert len(texts) == 1 or what in ("no grid", "z's shape"), texts
+    assert re.search(message, outcomes[0].message), outcomes[0].message
+
+
+def broken_exchange():
+    grid = ProcessGrid((1, dist.get_world_size()))
+    x, factors, _ = make(4, ((4, 4),) * 3)
+    how = planned(4, ((4, 4),) * 3, grid.shape, (1, 1, 1), 2, False)
+    calls = []
+    plain = dist.all_to_all_single
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("Connection closed by peer [10.0.0.7]:1234")
+        return plain(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_to_all_single", fail), pytest.raises(CollectiveError) as caught:
+        kron_matmul(block(x, grid), [f.to(grid.device) for f in factors], grid=grid, plan=how)
+    dist.barrier(grid.group)
+    return str(caught.value), caught.value.stage
+
+
+def test_a_failed_exchange_names_its_stage(ranks: RankPool) -> None:
+    size = ranks.world_size
+    for message, stage in ranks.run(broken_exchange):
+        share = 2 * 64 // size * (size - 1) // size * 8 / 1e6
+        assert stage == f"kron_matmul: stage 2 of 3, chunk 2 of 2: exchange of {share:.3g} MB with ranks 0-{size - 1}"
+        assert "Connection closed by peer" in message
+
+
+def autocast_and_scalars():
+    grid = ProcessGrid((1, dist.get_world_size()))
+    x, factors, z = make(4, ((4, 4),) * 2, torch.float32)
+    x, z, factors = block(x, grid), block(z, grid), [f.to(grid.device) for f in factors]
+    with torch.autocast(grid.device.type, torch.bfloat16):
+        y = kron_matmul(x, factors, grid=grid)
+        inside = kron_matmul(x, factors, grid=grid, beta=1.0, z=z)
+    assert y.dtype == inside.dtype == torch.bfloat16
+    expected = kron_matmul(x, factors, grid=grid)
+    assert torch.equal(y.float(), expected)  # small whole numbers
+    unread = kron_matmul(x, factors, grid=grid, z=torch.full_like(z, math.nan))
+    assert torch.equal(unread, expected)  # beta is 0: z is not read
+
+
+def test_autocast_and_an_unread_z(ranks: RankPool) -> None:
+    ranks.run(autocast_and_scalars)
