@@ -63,8 +63,9 @@ class Agreement:
             CollectiveError: a rank has died or not come.
         """
         if self._work is not None:
+            work, self._work = self._work, None
             with stage(STAGE, self._control.ranks):
-                self._work.wait()
+                work.wait()
         rows = self._all.tolist()
         if any(row[:2] != rows[0][:2] for row in rows):
             error = compare(_gather_text(self._control, self._text), self._control.ranks)

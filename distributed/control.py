@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.failures import stage
+from fastkron_py.distributed.failures import after_failure, stage
 
 FALLBACK_TIMEOUT: Final = timedelta(minutes=10)
 
@@ -27,25 +28,45 @@ class Control:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
+        self._failure = ""
         position = self.ranks.index(dist.get_rank())
         store = dist.PrefixStore("fastkron_py/control/" + "_".join(map(str, self.ranks)), dist.distributed_c10d._get_default_store())
         with stage("ProcessGrid: connecting", self.ranks):
+            _living.add(self)
             # Any: torch's stubs leave out what a backend inherits.
             self._group: Any = dist.ProcessGroupGloo(store, position, len(self.ranks), group_timeout())
 
     def gather(self, own: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather every rank's ``[n]`` tensor as ``[ranks, n]``, complete when the work is waited for."""
+        if self._group is None:
+            raise RuntimeError(f"the ranks have lost each other before: {self._failure}")
         everything = torch.zeros(len(self.ranks), own.numel(), dtype=own.dtype)
         if len(self.ranks) == 1:
             everything[0] = own
             return everything, None
         return everything, self._group.allgather([list(everything.unbind())], [own])
 
+    def close(self, failure: Exception) -> None:
+        """Break the connections, so that ranks which wait here for this one learn at once that it will not come."""
+        self._group, self._failure = None, str(failure)  # not the error, whose stack has the group
+
     def barrier(self) -> None:
         """Return when every rank has called this."""
         _, work = self.gather(torch.zeros(1))
         if work is not None:
             work.wait()
+
+
+_living: WeakSet[Control] = WeakSet()
+
+
+def _close_all(failure: Exception) -> None:
+    """After a collective failed: who knows passes it on, and ranks far from the one that died need not wait for the timeout."""
+    for control in _living:
+        control.close(failure)
+
+
+after_failure(_close_all)
 
 
 def group_timeout() -> timedelta:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Final, TypedDict
 
 import torch
 import torch.distributed as dist
+
+_after_failure: list[Callable[[CollectiveError], None]] = []
+
+
+def after_failure(function: Callable[[CollectiveError], None]) -> None:
+    """Have a function called whenever a collective has failed here, before the error is raised."""
+    _after_failure.append(function)
 
 
 class CollectiveError(RuntimeError):
@@ -54,7 +61,13 @@ def stage(name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> 
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
         reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        raise CollectiveError(name, rank, seconds, reason) from error
+        failure = CollectiveError(name, rank, seconds, reason)
+        for function in _after_failure:
+            function(failure)
+        try:
+            raise failure from error
+        finally:
+            del failure  # else this frame and the error would keep each other, and through the stack the group
 
 
 def _first_line(error: BaseException) -> str:

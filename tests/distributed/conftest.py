@@ -44,7 +44,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def own_ranks() -> Iterator[RankPool]:
-    """Four ranks for one test, over Gloo, that it may kill; they wait for each other for 10 seconds at most."""
-    pool = RankPool(4, "gloo", group_timeout=10)
+    """Four ranks for one test, over Gloo, that it may kill; they wait for each other for 6 seconds at most."""
+    pool = RankPool(4, "gloo", group_timeout=6)
     yield pool
     pool.stop()
