@@ -8,7 +8,8 @@ from fastkron_py.distributed.cost import Links
 from fastkron_py.distributed.failures import CollectiveError
 from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.planner import Plan, Problem, plan
+from fastkron_py.distributed.planner import Plan, plan
+from fastkron_py.distributed.problem import Problem
 
 __all__ = [
     "CollectiveError",

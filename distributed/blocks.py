@@ -88,12 +88,14 @@ class Exchange:
         columns: S.
         source: offsets in columns; a rank holds its columns of all rows.
         target: offsets in elements, row-major.
+        turned: at its source a rank's block lies column by column, as a multiply leaves it; else row by row.
     """
 
     rows: int
     columns: int
     source: Offsets
     target: Offsets
+    turned: bool = True
 
     @property
     def ranks(self) -> int:
@@ -114,10 +116,9 @@ class Exchange:
         row, column = divmod(element, self.columns)
         return row * (high - low) + min(max(column - low, 0), high - low)
 
-    def size(self, sender: int, receiver: int, receiver_stop: int | None = None) -> int:
-        """Elements from a sender to a receiver, or to receivers up to receiver_stop, for each row of x. O(1)."""
-        stop = receiver + 1 if receiver_stop is None else receiver_stop
-        return self._before(sender, self.target[stop]) - self._before(sender, self.target[receiver])
+    def size(self, sender: int, receiver: int) -> int:
+        """Elements from a sender to a receiver, for each row of x. O(1)."""
+        return self._before(sender, self.target[receiver + 1]) - self._before(sender, self.target[receiver])
 
     def rectangles(self, sender: int, receiver: int) -> tuple[Rectangle, ...]:
         """What a sender gives a receiver: none to three rectangles, in row-major order."""
@@ -136,6 +137,11 @@ class Exchange:
         even = self.columns % self.ranks == 0 and self.source == tuple(step * i for i in range(self.ranks + 1))
         block = self.rows // self.ranks * self.columns
         return even and self.rows % self.ranks == 0 and self.target == tuple(block * i for i in range(self.ranks + 1))
+
+    @cached_property
+    def straight(self) -> bool:
+        """Whether what a rank sends lies in its block in the order in which it is sent: whole rows, one after the other."""
+        return not self.turned and aligned(self.target, self.columns)
 
     @cached_property
     def idle(self) -> bool:
@@ -159,6 +165,56 @@ def _row_ranges(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
         yield Rectangle(row, last, 0, columns)
     if last_column:
         yield Rectangle(last, last + 1, 0, last_column)
+
+
+class Leg(NamedTuple):
+    """An exchange as it takes place: for so many rows of x, and perhaps from its target to its source."""
+
+    exchange: Exchange
+    rows: int
+    back: bool = False
+
+    def held(self, rank: int) -> int:
+        """Elements that a rank has before."""
+        return self.rows * (self.exchange.target_size(rank) if self.back else self.exchange.source_size(rank))
+
+    def gets(self, rank: int) -> int:
+        """Elements that a rank has afterwards."""
+        return self.rows * (self.exchange.source_size(rank) if self.back else self.exchange.target_size(rank))
+
+    def size(self, sender: int, receiver: int) -> int:
+        """Elements from a sender to a receiver."""
+        return self.rows * (self.exchange.size(receiver, sender) if self.back else self.exchange.size(sender, receiver))
+
+    def sent(self, rank: int) -> int:
+        """Elements that a rank sends to others."""
+        return self.held(rank) - self.size(rank, rank)
+
+
+def by_rows(m: int, inner: int, outer: int, parts: int) -> tuple[Exchange, Exchange]:
+    """The other way to multiply m rows that ranks hold in columns: give each rank some whole rows, and take the results back.
+
+    Args:
+        m: rows, of all ranks together.
+        inner: columns of x.
+        outer: columns of the result.
+        parts: how many ranks.
+
+    Returns:
+        The exchange to whole rows, and the one that, carried out from its target to its source, brings the result to columns.
+    """
+    rows = even_offsets(m, parts)
+    return (
+        Exchange(m, inner, chunk_offsets(inner, parts), tuple(inner * r for r in rows), turned=False),
+        Exchange(m, outer, chunk_offsets(outer, parts), tuple(outer * r for r in rows), turned=False),
+    )
+
+
+def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
+    """Cut rows into about so many chunks, each but the last a multiple of unit, and none empty but where there are no rows."""
+    units = -(-m // unit)
+    offsets = even_offsets(units, max(1, min(chunks, units)))
+    return widths(tuple(min(m, unit * o) for o in offsets))
 
 
 class Stage(NamedTuple):

@@ -73,5 +73,5 @@ def multiply_seconds(rows: int, ps: tuple[int, ...], qs: tuple[int, ...], itemsi
 
 
 def copy_seconds(size: float, links: Links) -> float:
-    """Time to pack and to unpack so many bytes: each reads and writes them once."""
-    return 4 * size / links.memory
+    """Time to copy so many bytes on a GPU, which reads and writes them once."""
+    return 2 * size / links.memory

@@ -9,7 +9,7 @@ the transfer; autograd sees an empty tensor in its place, a token, that ties the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,14 +36,15 @@ class Line:
 
 @dataclass
 class Transfer:
-    """One exchange of some rows: what it moves, and what is under way.
+    """One exchange of some rows: what it moves, and what is under way. Blocks are flat and contiguous.
 
     Attributes:
         exchange: what goes where.
         line: among whom.
-        rows: of x.
+        rows: how often, for so many rows of x.
         label: how errors call it.
         back: it goes from the exchange's target to its source.
+        into: where the block shall be afterwards, if that is known when it is sent.
     """
 
     exchange: Exchange
@@ -51,6 +52,7 @@ class Transfer:
     rows: int
     label: str
     back: bool = False
+    into: Tensor | None = None
     work: Any = None
     parcel: Tensor | None = None  # what is sent; kept alive until the work is done
     arrived: Tensor | None = None  # what is received
@@ -58,24 +60,41 @@ class Transfer:
 
     def reverse(self) -> Transfer:
         """The same elements on their way back."""
-        self.turned = replace(self, back=not self.back, work=None, parcel=None, arrived=None, turned=None)
+        self.turned = Transfer(self.exchange, self.line, self.rows, f"{self.label}, backward pass", not self.back)
         return self.turned
 
     @property
-    def width(self) -> int:
-        """Elements that this rank has afterwards, for each row of x."""
+    def size(self) -> int:
+        """Elements that this rank has afterwards."""
         me = self.line.position
-        return self.exchange.source_size(me) if self.back else self.exchange.target_size(me)
+        return self.rows * (self.exchange.source_size(me) if self.back else self.exchange.target_size(me))
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is sent at all; the same on every rank."""
+        return self.rows > 0 and not self.exchange.idle
+
+    @property
+    def sent_as_it_lies(self) -> bool:
+        """Whether a block needs no packing."""
+        return self.rows == 1 and self.exchange.straight and not self.back
+
+    @property
+    def lands_in_place(self) -> bool:
+        """Whether parts arrive in the order in which they belong."""
+        return self.rows == 1 and self.exchange.straight and self.back and self.moves
 
     def pack(self, local: Tensor) -> Tensor:
-        """What goes to the peers, one after the other, of a contiguous block ``[rows, elements]``."""
+        """What goes to the peers, one after the other, of a block."""
+        if self.sent_as_it_lies:
+            return local
         parcel = local.new_empty(self.rows * sum(self.sizes(outgoing=True)))
         for part, view in self._pairs(parcel, local, outgoing=True):
             part.copy_(view)
         return parcel
 
     def unpack(self, arrived: Tensor, out: Tensor) -> None:
-        """Put what came from the peers, one after the other, in place in a contiguous block ``[rows, elements]``."""
+        """Put what came from the peers, one after the other, in place in a block."""
         for part, view in self._pairs(arrived, out, outgoing=False):
             view.copy_(part)
 
@@ -87,13 +106,14 @@ class Transfer:
         return [self.exchange.size(peer, me) for peer in peers]
 
     def send(self, local: Tensor) -> None:
-        """Pack a block ``[rows, elements]`` and begin to send it."""
+        """Pack a block and begin to send it."""
         parcel = self.pack(local.contiguous())
-        if self.exchange.idle or self.rows == 0:
+        if not self.moves:
             self.arrived = parcel
             return
         going, coming = self.sizes(outgoing=True), self.sizes(outgoing=False)
-        self.parcel, self.arrived = parcel, local.new_empty(self.rows * sum(coming))
+        landing = self.into if self.lands_in_place else None
+        self.parcel, self.arrived = parcel, local.new_empty(self.rows * sum(coming)) if landing is None else landing
         with stage(self._text(parcel), self.line.group):
             self.work = dist.all_to_all_single(
                 _plain(self.arrived),
@@ -104,15 +124,22 @@ class Transfer:
                 async_op=True,
             )
 
-    def receive(self, out: Tensor) -> None:
-        """Wait for the parts and put them in place."""
-        if self.arrived is None:
+    def receive(self, out: Tensor | None = None) -> Tensor:
+        """Wait for the parts and put them in place, in out or where they are."""
+        arrived = self.arrived
+        if arrived is None:
             raise RuntimeError("a transfer is received once, after it was sent")
         if self.work is not None:
-            with stage(self._text(self.arrived), self.line.group):
+            with stage(self._text(arrived), self.line.group):
                 self.work.wait()
-        self.unpack(self.arrived, out)
-        self.work = self.parcel = self.arrived = None
+        if out is None and self.lands_in_place:
+            out = arrived
+        elif out is None:
+            out = arrived.new_empty(self.size)
+        if out.data_ptr() != arrived.data_ptr() or not self.lands_in_place:
+            self.unpack(arrived, out)
+        self.work = self.parcel = self.arrived = self.into = None
+        return out
 
     def _pairs(self, parcel: Tensor, local: Tensor, outgoing: bool) -> list[tuple[Tensor, Tensor]]:
         """Parts of a buffer, and where in this rank's block each of them belongs: ``[rows, q, s]``, both."""
@@ -141,16 +168,20 @@ def _uniform_pair(exchange: Exchange, parcel: Tensor, local: Tensor, rows: int, 
     g = exchange.ranks
     q, s = exchange.rows // g, exchange.columns // g
     part = parcel.view(g, rows, q, s)
-    if at_source:
+    if at_source and exchange.turned:
         return part, local.view(rows, s, g, q).permute(2, 0, 3, 1)
+    if at_source:
+        return part, local.view(rows, g, q, s).transpose(0, 1)
     return part, local.view(rows, q, g, s).permute(2, 0, 1, 3)
 
 
 def _at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) -> Tensor:
-    """A rectangle in the block ``[rows, s, q]`` that a multiply has left."""
+    """A rectangle in the block ``[rows, s, q]`` that a multiply has left, or in columns ``[rows, q, s]``."""
     low, high = exchange.source[me], exchange.source[me + 1]
-    block = local.view(rows, high - low, exchange.rows)
-    return block[:, r.column - low : r.column_stop - low, r.row : r.row_stop].mT
+    row, column = slice(r.row, r.row_stop), slice(r.column - low, r.column_stop - low)
+    if exchange.turned:
+        return local.view(rows, high - low, exchange.rows)[:, column, row].mT
+    return local.view(rows, exchange.rows, high - low)[:, row, column]
 
 
 def _at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) -> Tensor:
@@ -186,14 +217,17 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transfers: Sequence[Transfer], *tokens: Tensor) -> Tensor:
         ctx.transfers = transfers
-        out = tokens[0].new_empty(sum(t.rows for t in transfers), transfers[0].width)
-        for transfer, rows in zip(transfers, out.split([t.rows for t in transfers]), strict=True):
-            transfer.receive(rows)
+        if len(transfers) == 1:
+            return transfers[0].receive()
+        sizes = [t.size for t in transfers]
+        out = tokens[0].new_empty(sum(sizes))
+        for transfer, part in zip(transfers, out.split(sizes), strict=True):
+            transfer.receive(part)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        blocks = gradient.split([t.rows for t in ctx.transfers])
+        blocks = gradient.split([t.size for t in ctx.transfers])
         # The last first: the backward pass waits for the chunks in that order.
         tokens = [start(block, t.reverse()) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
         return None, *reversed(tokens)
@@ -203,7 +237,7 @@ def start(local: Tensor, transfer: Transfer) -> Tensor:
     """Begin a transfer, so that autograd can follow it.
 
     Args:
-        local: this rank's block before, ``[rows, elements]``.
+        local: this rank's block before, flat.
         transfer: a new one.
 
     Returns:
@@ -217,14 +251,14 @@ def start(local: Tensor, transfer: Transfer) -> Tensor:
 
 
 def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor]) -> Tensor:
-    """Complete transfers of the same exchange for consecutive rows.
+    """Complete transfers of consecutive rows.
 
     Args:
         transfers: as given to `start`.
         tokens: what `start` returned for each.
 
     Returns:
-        ``[rows, elements]``, this rank's block of all these rows.
+        This rank's blocks after the transfers, flat, one after the other.
 
     Raises:
         CollectiveError: an exchange failed; names the stage.

@@ -19,8 +19,9 @@ from fastkron_py.distributed.check import agree
 from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.pipeline import Pipeline
-from fastkron_py.distributed.planner import Plan, Problem
+from fastkron_py.distributed.planner import Plan
 from fastkron_py.distributed.planner import plan as make_plan
+from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import replicate
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import kron_matmul as local_kron_matmul
@@ -200,7 +201,7 @@ def _multiply(call: _Call, m: int) -> Tensor:
         chosen = call.plan or _planned(_problem(call, m), grid.shape, grid.device.type)
         group = grid.col_group if call.left else grid.row_group
         line = Line(group, parts, grid.row if call.left else grid.col)
-        y = _run(Pipeline(chosen.way, line, chosen.chunks, factors, alpha, call.precision, call.name), x, call.recompute)
+        y = _run(Pipeline(chosen, line, factors, alpha, call.precision, call.name), x, call.recompute)
         if z is not None:
             y = y + beta * z
     return y.mT.contiguous() if call.left else y

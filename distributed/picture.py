@@ -6,12 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fastkron_py.distributed.blocks import Exchange, Rectangle
+from fastkron_py.distributed.blocks import Exchange, Leg, Rectangle
 from fastkron_py.distributed.table import factors_text
 from fastkron_py.errors import value_error
 
 if TYPE_CHECKING:
-    from fastkron_py.distributed.planner import Plan, Step
+    from fastkron_py.distributed.estimate import Step
+    from fastkron_py.distributed.planner import Plan
 
 INK, MUTED = "#1f2933", "#7b8794"
 COLOURS = ("#5b93c7", "#3fae8e", "#f2c47e", "#d98880", "#a58bc9", "#8fb6de", "#a5dcc4", "#e8d5a3")
@@ -38,7 +39,7 @@ def picture(plan: Plan, where: Any) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 0.95 * (1.3 + 2.6 * len(plan.exchanges))), dpi=130, facecolor="white")
+    figure = Figure(figsize=(9.5, 0.95 * (1.3 + 2.6 * _count(plan))), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     _draw(plan, figure.add_axes((0.01, 0.01, 0.98, 0.98)))
     figure.savefig(where)
@@ -47,41 +48,48 @@ def picture(plan: Plan, where: Any) -> None:
 def _draw(plan: Plan, axes: Any) -> None:
     axes.axis("off")
     axes.set_xlim(0, 10)
-    axes.set_ylim(2.6 * len(plan.exchanges) + 1.3, 0)
+    axes.set_ylim(2.6 * _count(plan) + 1.3, 0)
     p = plan.problem
-    title = f"{factors_text(p.ps, p.qs)} over {plan.parts} ranks that exchange: one row of x"
+    shown = "x and the result" if plan.by_rows else "one row of x"
+    title = f"{factors_text(p.ps, p.qs)} over {plan.parts} ranks that exchange: {shown}"
     axes.text(0.1, 0.35, title, fontsize=13, fontweight="bold", color=INK, va="center")
     top, stage = 1.0, 0
     for step in plan.steps:
-        if step.exchange is not None:
+        if step.leg is not None:
             stage += step.factors is not None
-            _exchange(axes, top, step.exchange, _title(plan, step, stage))
+            _exchange(axes, top, step.leg, _title(plan, step, stage))
             top += 2.6
     text = "Colour: the rank that had it before. Frame and number: the rank that holds it."
     axes.text(0.1, top + 0.05, text, fontsize=9, color=MUTED, va="center")
 
 
+def _count(plan: Plan) -> int:
+    return sum(step.leg is not None for step in plan.steps)
+
+
 def _title(plan: Plan, step: Step, stage: int) -> tuple[str, str]:
     if step.factors is None:
-        return "to whole slices", "a little moves between neighbours"
+        return ("to whole rows", "of a line of ranks") if plan.by_rows else ("to whole slices", "a little moves between neighbours")
     start, stop = step.factors
     p = plan.problem
-    return f"stage {stage}", f"multiply {factors_text(p.inner[start:stop], p.outer[start:stop])}, then exchange"
+    name = "product, and back" if plan.by_rows else f"stage {stage}"
+    return name, f"multiply {factors_text(p.inner[start:stop], p.outer[start:stop])}, then exchange"
 
 
-def _exchange(axes: Any, top: float, exchange: Exchange, title: tuple[str, str]) -> None:
-    """The matrix [Q, S] before, in columns, and after, in ranges of its rows; the same colours at the same places."""
+def _exchange(axes: Any, top: float, leg: Leg, title: tuple[str, str]) -> None:
+    """The matrix [Q, S] before and after, once in columns and once in ranges of its rows; the same colours at the same places."""
+    exchange = leg.exchange
     axes.text(0.1, top + 0.7, title[0], fontsize=11, fontweight="bold", color=INK, va="center")
     axes.text(0.1, top + 1.1, title[1], fontsize=9, color=INK, va="center")
     axes.text(0.1, top + 1.5, f"matrix [{exchange.rows}, {exchange.columns}]", fontsize=9, color=MUTED, va="center")
     every = range(exchange.ranks)
-    before = [[Rectangle(0, exchange.rows, a, b)] if b > a else [] for a, b in pairwise(exchange.source)]
-    after = [merge([r for sender in every for r in exchange.rectangles(sender, receiver)]) for receiver in every]
-    for left, owned in ((3.4, before), (7.0, after)):
+    columns = [[Rectangle(0, exchange.rows, a, b)] if b > a else [] for a, b in pairwise(exchange.source)]
+    rows = [merge([r for sender in every for r in exchange.rectangles(sender, receiver)]) for receiver in every]
+    for left, owned in ((3.4, rows if leg.back else columns), (7.0, columns if leg.back else rows)):
         for sender in every:
             for receiver in every:
                 for r in exchange.rectangles(sender, receiver):
-                    _box(axes, left, top, exchange, r, facecolor=COLOURS[sender % len(COLOURS)], linewidth=0)
+                    _box(axes, left, top, exchange, r, facecolor=COLOURS[(receiver if leg.back else sender) % len(COLOURS)], linewidth=0)
         for rank, rectangles in enumerate(owned):
             for r in rectangles:
                 _box(axes, left, top, exchange, r, fill=False, edgecolor=INK, linewidth=1.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.blocks import Exchange, Stage, Way, even_offsets, widths
+from fastkron_py.distributed.blocks import Exchange, Stage, by_rows, chunk_offsets, even_offsets, widths
+from fastkron_py.distributed.estimate import IN_FLIGHT
 from fastkron_py.distributed.exchange import Line, Transfer, finish, start
-from fastkron_py.distributed.planner import IN_FLIGHT
+from fastkron_py.distributed.planner import Plan
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 
 Work = Generator[None, None, None]
@@ -23,18 +25,16 @@ class Pipeline:
     """A product, ready to run on this rank's rows.
 
     Attributes:
-        way: stages and exchanges.
+        plan: stages or rows, and chunks.
         line: with whom.
-        chunks: into how many parts rows are cut.
         factors: all of them.
         alpha: scales the product.
         precision: of local multiplies.
         name: how errors call it.
     """
 
-    way: Way
+    plan: Plan
     line: Line
-    chunks: int
     factors: Sequence[Tensor]
     alpha: Any
     precision: str | None
@@ -47,58 +47,74 @@ class Pipeline:
         Raises:
             CollectiveError: an exchange failed; names the stage.
         """
-        count = max(1, min(self.chunks, x.shape[0]))
-        parts = x.split(widths(even_offsets(x.shape[0], count))) if count > 1 else (x,)
+        m, me = x.shape[0], self.line.position
+        sizes = self.plan.chunk_rows(m)
+        width = widths(chunk_offsets(math.prod(self.plan.problem.outer), self.line.size))[me]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
+        out = None if recorded or len(sizes) == 1 else x.new_empty(m, width)
+        outs = [None] * len(sizes) if out is None else [part.view(-1) for part in out.split(sizes)]
+        parts = x.split(sizes) if len(sizes) > 1 else (x,)
+        names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
+        work = self._by_rows if self.plan.by_rows else self._by_stages
         self._last = []
-        if recorded or count == 1:
-            _alternate([self._chunk(part, i, count, None) for i, part in enumerate(parts)])
-            transfers, tokens = zip(*self._last, strict=True)
-            return finish(transfers, tokens)
-        # Without gradients each chunk lands where it belongs as soon as it is there.
-        last = self.way.stages[-1].exchange
-        width = 0 if last is None else last.target_size(self.line.position)
-        out = x.new_empty(x.shape[0], width)
-        _alternate(
-            [self._chunk(part, i, count, o) for i, (part, o) in enumerate(zip(parts, out.split([len(p) for p in parts]), strict=True))]
-        )
-        return out
+        _alternate([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
+        if out is not None:  # each chunk has landed where it belongs as soon as it was there
+            return out
+        transfers, tokens = zip(*self._last, strict=True)
+        self._last = []
+        return finish(transfers, tokens).view(m, width)
 
-    def _chunk(self, x: Tensor, index: int, count: int, out: Tensor | None) -> Work:
+    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """All that happens to some rows; pauses while an exchange is under way."""
-        rows, block = x.shape[0], x
-        suffix = f", chunk {index + 1} of {count}" if count > 1 else ""
-        if self.way.first is not None:
-            transfer = self._transfer(self.way.first, rows, "blocks to whole slices" + suffix)
+        way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
+        if way.first is not None:
+            transfer = self._transfer(way.first, rows, "blocks to whole slices" + chunk)
             block = start(block, transfer)
             yield
             block = finish([transfer], [block])
-        last = len(self.way.stages) - 1
-        for i, stage in enumerate(self.way.stages):
+        last = len(way.stages) - 1
+        for i, stage in enumerate(way.stages):
             if stage.exchange is None:
                 raise ValueError("a pipeline is for two ranks or more")
-            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {last + 1}" + suffix)
+            transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {last + 1}" + chunk)
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
-            block = start(self._multiply(block, stage, self.alpha if i == last else 1.0), transfer)
+            block = start(self._multiply_slices(block, stage, self.alpha if i == last else 1.0), transfer)
             if i < last:
                 yield
                 block = finish([transfer], [block])
+        yield from self._end(transfer, block, out)
+
+    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
+        """The same by whole rows, a share of them on each rank."""
+        problem, parts = self.plan.problem, self.line.size
+        there, back = by_rows(x.shape[0], math.prod(problem.inner), math.prod(problem.outer), parts)
+        own = widths(even_offsets(x.shape[0], parts))[self.line.position]
+        transfer = self._transfer(there, 1, "columns to rows" + chunk)
+        block = start(x.reshape(-1), transfer)
+        yield
+        block = finish([transfer], [block])
+        transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
+        transfer.into = out
+        block = start(self._multiply(block.view(own, math.prod(problem.inner)), self.factors, self.alpha).view(-1), transfer)
+        yield from self._end(transfer, block, out)
+
+    def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
         if out is None:
-            self._last.append((transfer, block))
+            self._last.append((transfer, token))
         else:
             yield
             transfer.receive(out)
 
-    def _transfer(self, exchange: Exchange, rows: int, label: str) -> Transfer:
-        return Transfer(exchange, self.line, rows, f"{self.name}: {label}")
+    def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
+        return Transfer(exchange, self.line, rows, f"{self.name}: {label}", back)
 
-    def _multiply(self, x: Tensor, stage: Stage, alpha: Any) -> Tensor:
-        """``[rows, slices * p]`` to ``[rows, slices * q]``: slices are rows of a product that needs no other rank."""
-        rows, me = x.shape[0], self.line.position
-        slices = (stage.offsets[me + 1] - stage.offsets[me]) // stage.p
-        factors = list(self.factors[stage.start : stage.stop])
-        y = local_kron_matmul(x.reshape(rows * slices, stage.p), factors, alpha=alpha, precision=self.precision)
-        return y.view(rows, slices * stage.q)
+    def _multiply_slices(self, block: Tensor, stage: Stage, alpha: Any) -> Tensor:
+        """Slices are rows of a product that needs no other rank."""
+        factors = self.factors[stage.start : stage.stop]
+        return self._multiply(block.view(block.numel() // stage.p, stage.p), factors, alpha).view(-1)
+
+    def _multiply(self, x: Tensor, factors: Sequence[Tensor], alpha: Any) -> Tensor:
+        return local_kron_matmul(x, list(factors), alpha=alpha, precision=self.precision)
 
 
 def _alternate(chunks: Sequence[Work]) -> None:

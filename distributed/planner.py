@@ -3,106 +3,20 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-import torch
-
-from fastkron_py.distributed.blocks import Exchange, Way, chunk_offsets, way, widths
+from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.cost import NVLINK, Links, copy_seconds, multiply_seconds
+from fastkron_py.distributed.estimate import Step, memory_needed, row_steps, seconds_needed, stage_steps
+from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 
 CHUNKS: Final = (1, 2, 4, 8, 16, 32)
-# Ranks looked at for the largest cost; of a uniform exchange one tells all.
-SAMPLES: Final = 64
-# Chunks that are under way at a time.
-IN_FLIGHT: Final = 2
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A product to plan: ``x [m, prod(ps)] @ (F1 (x) ... (x) FN)``, or with left ``(F1 (x) ... (x) FN) @ x [prod(qs), m]``.
-
-    Attributes:
-        m: rows of x; with left its columns.
-        ps: rows of each factor.
-        qs: columns of each factor.
-        dtype: of all tensors.
-        left: the product stands to the left of x.
-        gradients: of x and all factors are wanted.
-    """
-
-    m: int
-    ps: tuple[int, ...]
-    qs: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    left: bool = False
-    gradients: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ps", _sizes("ps", self.ps))
-        object.__setattr__(self, "qs", _sizes("qs", self.qs))
-        if len(self.ps) != len(self.qs):
-            raise value_error("qs", f"{len(self.ps)} sizes, as ps has", len(self.qs))
-        if check_integer("m", self.m) < 0:
-            raise value_error("m", "a number of rows", self.m)
-
-    @property
-    def inner(self) -> tuple[int, ...]:
-        """Sizes that x brings, and the sum runs over."""
-        return self.qs if self.left else self.ps
-
-    @property
-    def outer(self) -> tuple[int, ...]:
-        """Sizes of the result."""
-        return self.ps if self.left else self.qs
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the forward product, factor by factor from the last."""
-        before, after, total = math.prod(self.inner), 1, 0
-        for p, q in zip(reversed(self.inner), reversed(self.outer), strict=True):
-            before //= p
-            total += 2 * self.m * before * p * q * after
-            after *= q
-        return total
-
-
-def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(isinstance(s, numbers.Integral) for s in sizes):
-        raise type_error(name, "a sequence of integers", sizes if isinstance(sizes, Sequence) else type_name(sizes))
-    if not sizes or min(sizes) < 1:
-        raise value_error(name, "one positive size for each factor", tuple(sizes))
-    return tuple(int(s) for s in sizes)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One exchange with the multiply before it, of the rank that has most to do.
-
-    Attributes:
-        factors: first factor and one past the last, which are multiplied; None where blocks only come to whole slices.
-        exchange: what follows, for one row of x; None without.
-        multiply_seconds: modelled.
-        exchange_seconds: modelled, all rows in one chunk.
-        bytes_sent: to other ranks.
-        bytes_to_hosts: of these, to ranks of other hosts.
-        messages: to other ranks, of each chunk.
-        messages_to_hosts: of these, to ranks of other hosts.
-    """
-
-    factors: tuple[int, int] | None
-    exchange: Exchange | None
-    multiply_seconds: float
-    exchange_seconds: float
-    bytes_sent: int
-    bytes_to_hosts: int
-    messages: int
-    messages_to_hosts: int
+BY_ROWS: Final = "rows"
 
 
 @dataclass(frozen=True)
@@ -112,10 +26,11 @@ class Plan:
     Attributes:
         problem: what is multiplied.
         grid: ``(GM, GK)``, rows and columns of the grid.
-        cuts: how many factors each stage multiplies on every rank, the first stage the last ones.
+        cuts: how many factors each stage multiplies on every rank, the first stage the last ones; none where ranks take
+            whole rows for the product and give them back.
         chunks: into how many parts a rank's rows are cut, to exchange one while another is multiplied.
         links: what the times are modelled with.
-        steps: an exchange to whole slices where one is needed, then the stages.
+        steps: an exchange to whole slices or to rows where one is needed, then the stages.
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients what is saved.
         seconds: modelled time of the forward product.
     """
@@ -144,15 +59,28 @@ class Plan:
         """Number of ranks."""
         return self.grid[0] * self.grid[1]
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether ranks exchange columns for whole rows, multiply these by all factors, and exchange back."""
+        return not self.cuts
+
     @cached_property
     def way(self) -> Way:
-        """The exchanges in detail."""
+        """The stages in detail, where there are stages."""
         return way(self.problem.inner, self.problem.outer, self.cuts, self.parts)
 
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """All exchanges in order, for one row of x."""
-        return self.way.exchanges
+    def chunk_rows(self, rows: int) -> list[int]:
+        """How a line's rows are cut into chunks."""
+        return chunk_rows(rows, self.chunks, self.parts if self.by_rows else 1)
+
+    def legs(self, line: int) -> list[list[Leg]]:
+        """Every exchange of a line, in order, chunk by chunk."""
+        chunks = self.chunk_rows(self.rows(line))
+        if not self.by_rows:
+            return [[Leg(e, rows) for rows in chunks] for e in self.way.exchanges]
+        inner, outer = math.prod(self.problem.inner), math.prod(self.problem.outer)
+        pairs = [by_rows(rows, inner, outer, self.parts) for rows in chunks]
+        return [[Leg(there, 1) for there, _ in pairs], [Leg(back, 1, back=True) for _, back in pairs]]
 
     def place(self, rank: int) -> tuple[int, int]:
         """A rank's (line, position in it): the ranks of a line exchange with each other."""
@@ -172,19 +100,24 @@ class Plan:
         (line, position), (other, peer) = self.place(sender), self.place(receiver)
         if line != other or sender == receiver:
             return 0
-        return self.exchanges[exchange].size(position, peer) * self.rows(line) * self.problem.dtype.itemsize
+        return sum(leg.size(position, peer) for leg in self.legs(line)[exchange]) * self.problem.dtype.itemsize
 
     def bytes_sent(self, exchange: int, rank: int) -> int:
         """Bytes that a rank sends to others in an exchange."""
         line, position = self.place(rank)
-        found = self.exchanges[exchange]
-        return (found.source_size(position) - found.size(position, position)) * self.rows(line) * self.problem.dtype.itemsize
+        return sum(leg.sent(position) for leg in self.legs(line)[exchange]) * self.problem.dtype.itemsize
 
     @property
     def bytes_total(self) -> int:
         """Bytes that all ranks together send in a forward product."""
-        total = sum(e.source_size(r) - e.size(r, r) for e in self.exchanges for r in range(self.parts))
-        return total * self.problem.m * self.problem.dtype.itemsize
+        alike: dict[int, list[int]] = {}  # lines by their number of rows
+        for line, rows in enumerate(widths(chunk_offsets(self.problem.m, self.lines))):
+            alike.setdefault(rows, []).append(line)
+        total = 0
+        for lines in alike.values():
+            legs = [leg for chunks in self.legs(lines[0]) for leg in chunks]
+            total += len(lines) * sum(leg.sent(r) for leg in legs for r in range(self.parts))
+        return total * self.problem.dtype.itemsize
 
     @property
     def flop_rate(self) -> float:
@@ -219,7 +152,7 @@ def plan(
     grid: tuple[int, int] | None = None,
     *,
     world_size: int | None = None,
-    stages: Sequence[int] | None = None,
+    stages: Sequence[int] | Literal["rows"] | None = None,
     chunks: int | None = None,
     memory: float | None = None,
     links: Links = NVLINK,
@@ -231,7 +164,8 @@ def plan(
         grid: ``(GM, GK)``; None chooses among all that make up world_size.
         world_size: number of ranks; needed without a grid.
         stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum
-            is the number of factors. None chooses; without an exchange there is one.
+            is the number of factors. Or "rows": ranks take whole rows for the product, and give them back. None chooses; without
+            an exchange there is one stage.
         chunks: into how many parts a rank's rows are cut; None chooses.
         memory: bytes that each rank may use; None sets no limit.
         links: how fast ranks exchange.
@@ -263,7 +197,11 @@ def plan(
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:
-    cuts = _sizes("stages", stages)
+    if isinstance(stages, str):
+        if stages != BY_ROWS:
+            raise value_error("stages", f'numbers of factors, or "{BY_ROWS}"', repr(stages))
+        return ()
+    cuts = positive_sizes("stages", stages)
     if sum(cuts) != count:
         raise value_error("stages", f"numbers that add up to {count}, the number of factors", cuts)
     return cuts
@@ -271,7 +209,7 @@ def _cuts(stages: Any, count: int) -> tuple[int, ...]:
 
 def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
     if grid is not None:
-        shape = _sizes("grid", grid)
+        shape = positive_sizes("grid", grid)
         if len(shape) != 2:
             raise value_error("grid", "two positive numbers, GM and GK", shape)
         if world_size is not None and math.prod(shape) != world_size:
@@ -286,20 +224,29 @@ def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
         yield size // d, d
 
 
-def _plans(problem: Problem, grid: tuple[int, int], cuts: tuple[int, ...] | None, counts: Sequence[int], links: Links) -> Iterator[Plan]:
+def _plans(problem: Problem, grid: tuple[int, int], forced: tuple[int, ...] | None, counts: Sequence[int], links: Links) -> Iterator[Plan]:
     lines, parts = (grid[1], grid[0]) if problem.left else grid
     rows = -(-problem.m // lines)
-    if parts == 1:
-        cuts = (len(problem.ps),)
-    if cuts is None:
-        cuts = _best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, links)
-    details = way(problem.inner, problem.outer, cuts, parts)
     stride = grid[1] if problem.left else 1
-    steps = tuple(_steps(problem, details, rows, stride, links))
-    for chunks in counts:
-        if chunks > 1 and (chunks > rows or parts == 1) and len(counts) > 1:
-            continue
-        yield Plan(problem, grid, cuts, chunks, links, steps, _memory(problem, details, rows, chunks), _seconds(steps, rows, chunks, links))
+    if parts == 1:
+        ways: list[tuple[int, ...]] = [(len(problem.ps),)]
+    elif forced is not None:
+        ways = [forced]
+    else:
+        ways = [_best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, links)]
+        ways += [()] if rows >= parts else []  # else some ranks would have no row
+    for cuts in ways:
+        details = way(problem.inner, problem.outer, cuts, parts) if cuts else None
+        if details is None:
+            steps = tuple(row_steps(problem, rows, parts, stride, links))
+        else:
+            steps = tuple(stage_steps(problem, details, rows, stride, links))
+        most = max(1, rows if cuts else -(-rows // parts))
+        for chunks in counts:
+            if len(counts) > 1 and chunks > (1 if parts == 1 else most):
+                continue
+            memory = memory_needed(problem, details, rows, parts, chunks)
+            yield Plan(problem, grid, cuts, chunks, links, steps, memory, seconds_needed(steps, rows, chunks, links))
 
 
 @lru_cache(maxsize=4096)
@@ -316,83 +263,8 @@ def _best_cuts(ps: tuple[int, ...], qs: tuple[int, ...], rows: int, parts: int, 
             share = rows * -(-slices // parts)
             sent = share * math.prod(q) * itemsize
             near = min(links.ranks_per_host, parts)
-            cost = multiply_seconds(share, p, q, itemsize, links) + copy_seconds(sent, links)
+            cost = multiply_seconds(share, p, q, itemsize, links) + 2 * copy_seconds(sent, links)
             cost += links.exchange_seconds(sent * (near - 1) / parts, sent * (parts - near) / parts, near - 1, parts - near)
             found.append((before + cost, (*cuts, stop - left)))
         best[left] = min(found)
     return best[0][1]
-
-
-def _steps(problem: Problem, details: Way, rows: int, stride: int, links: Links) -> Iterator[Step]:
-    if details.first is not None:
-        yield _step(problem, None, details.first, 0.0, rows, stride, links)
-    for stage in details.stages:
-        p, q = problem.inner[stage.start : stage.stop], problem.outer[stage.start : stage.stop]
-        most = max(widths(stage.offsets)) // stage.p
-        seconds = multiply_seconds(rows * most, p, q, problem.dtype.itemsize, links)
-        yield _step(problem, (stage.start, stage.stop), stage.exchange, seconds, rows, stride, links)
-
-
-def _step(
-    problem: Problem, factors: tuple[int, int] | None, exchange: Exchange | None, multiply: float, rows: int, stride: int, links: Links
-) -> Step:
-    if exchange is None:
-        return Step(factors, None, multiply, 0.0, 0, 0, 0, 0)
-    parts, unit = exchange.ranks, rows * problem.dtype.itemsize
-    sampled = range(1) if exchange.uniform else sorted({parts * i // SAMPLES for i in range(SAMPLES)} | {parts - 1})
-    seconds, sent, far, messages, far_messages = 0.0, 0, 0, 0, 0
-    for r in sampled:
-        low, high = _host(r, parts, stride, links.ranks_per_host)
-        whole, own = exchange.source_size(r), exchange.size(r, r)
-        inside = exchange.size(r, low, high)
-        near_count, count = _messages(exchange, r, low, high)
-        bytes_out, bytes_far = (whole - own) * unit, (whole - inside) * unit
-        copies = copy_seconds(max(whole, exchange.target_size(r)) * unit, links)
-        move = links.exchange_seconds(bytes_out - bytes_far, bytes_far, near_count, count - near_count)
-        seconds = max(seconds, copies + move)
-        sent, far = max(sent, bytes_out), max(far, bytes_far)
-        messages, far_messages = max(messages, count), max(far_messages, count - near_count)
-    return Step(factors, exchange, multiply, seconds, sent, far, messages, far_messages)
-
-
-def _host(position: int, parts: int, stride: int, ranks_per_host: int) -> tuple[int, int]:
-    """Positions of a line that share this one's host, if lines begin where hosts do."""
-    near = max(1, ranks_per_host // stride)
-    low = position // near * near
-    return low, min(parts, low + near)
-
-
-def _messages(exchange: Exchange, sender: int, low: int, high: int) -> tuple[int, int]:
-    """(receivers in low to high, all receivers) other than the sender itself."""
-    if exchange.uniform:
-        return high - low - 1, exchange.ranks - 1
-    near = far = 0
-    for peer in range(exchange.ranks):
-        if peer != sender and exchange.size(sender, peer):
-            near, far = (near + 1, far) if low <= peer < high else (near, far + 1)
-    return near, near + far
-
-
-def _memory(problem: Problem, details: Way, rows: int, chunks: int) -> int:
-    """Bytes: x, the result, and two buffers for each chunk under way; with gradients also theirs, and each stage's operand."""
-    parts = len(details.stages[0].offsets) - 1
-    x, y = (max(widths(chunk_offsets(math.prod(s), parts))) for s in (problem.inner, problem.outer))
-    operands = [max(widths(s.offsets)) for s in details.stages]
-    products = [max(widths(s.offsets)) // s.p * s.q for s in details.stages]
-    chunk = -(-rows // chunks) * min(IN_FLIGHT, chunks)
-    total = rows * (x + y) + chunk * 2 * max(*operands, *products)
-    if problem.gradients:
-        total += rows * (x + y + sum(operands[0 if details.first else 1 :]))
-    factors = sum(p * q for p, q in zip(problem.ps, problem.qs, strict=True)) * (2 if problem.gradients else 1)
-    return (total + factors) * problem.dtype.itemsize
-
-
-def _seconds(steps: Sequence[Step], rows: int, chunks: int, links: Links) -> float:
-    """With one chunk the sum; with more the longer of multiplies and exchanges, and one chunk's share of the other."""
-    multiply = sum(s.multiply_seconds for s in steps)
-    exchange = sum(s.exchange_seconds for s in steps)
-    if chunks == 1 or rows == 0:
-        return multiply + exchange
-    again = sum(links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
-    exchange += (chunks - 1) * again
-    return max(multiply, exchange) + min(multiply, exchange) / chunks

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from fastkron_py.distributed.planner import Plan, Step
+    from fastkron_py.distributed.estimate import Step
+    from fastkron_py.distributed.planner import Plan
 
 UNITS: Final = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -37,7 +38,7 @@ def table(plan: Plan) -> str:
     p = plan.problem
     form = "K @ x, M" if p.left else "x @ K, M"
     dtype = str(p.dtype).removeprefix("torch.")
-    rows: list[tuple[str, ...]] = [("step", "factors", "multiply", "sent per rank", "to other hosts", "messages", "exchange")]
+    rows: list[tuple[str, ...]] = [("step", "factors", "multiply", "copies", "sent per rank", "to other hosts", "messages", "exchange")]
     stage = 0
     for step in plan.steps:
         stage += step.factors is not None
@@ -57,15 +58,17 @@ def _row(plan: Plan, step: Step, stage: int) -> tuple[str, ...]:
     p = plan.problem
     exchange = (
         (
+            duration(step.copy_seconds),
             amount(step.bytes_sent, "B"),
             amount(step.bytes_to_hosts, "B"),
             f"{step.messages} x {plan.chunks}" if plan.chunks > 1 else str(step.messages),
             duration(step.exchange_seconds),
         )
-        if step.exchange is not None
-        else ("-",) * 4
+        if step.leg is not None
+        else ("-",) * 5
     )
     if step.factors is None:
-        return ("align", "-", "-", *exchange)
+        return ("to rows" if plan.by_rows else "align", "-", "-", *exchange)
     start, stop = step.factors
-    return (f"stage {stage}", factors_text(p.ps[start:stop], p.qs[start:stop]), duration(step.multiply_seconds), *exchange)
+    name = "product" if plan.by_rows else f"stage {stage}"
+    return (name, factors_text(p.ps[start:stop], p.qs[start:stop]), duration(step.multiply_seconds), *exchange)

@@ -19,20 +19,19 @@ SIXTY_FOURS = Problem(128, (64,) * 4, (64,) * 4)
 def test_enough_rows_need_no_exchange() -> None:
     found = plan(SIXTY_FOURS, world_size=8)
     assert (found.grid, found.cuts, found.chunks, found.bytes_total) == ((8, 1), (4,), 1, 0)
-    assert found.steps[0].exchange is None
+    assert found.steps[0].leg is None
 
 
 def test_fewer_rows_than_ranks_spread_columns() -> None:
     found = plan(replace(SIXTY_FOURS, m=1), world_size=8)
     assert found.grid == (1, 8)
-    assert len(found.exchanges) == 2
-
-
-def test_a_grid_of_columns_exchanges_twice() -> None:
-    """64^4 over 8: the fewest exchanges there can be, of all but an eighth of what a rank has."""
-    found = plan(SIXTY_FOURS, (1, 8))
     assert len(found.cuts) == 2
-    assert sum(found.cuts) == 4
+
+
+@pytest.mark.parametrize("stages", [None, "rows", (2, 2)])
+def test_a_grid_of_columns_exchanges_twice(stages: object) -> None:
+    """64^4 over 8: the fewest exchanges there can be, of all but an eighth of what a rank has."""
+    found = plan(SIXTY_FOURS, (1, 8), stages=stages)  # type: ignore[arg-type]
     block = 128 * 64**4 // 8 * 4
     assert [s.bytes_sent for s in found.steps] == [block * 7 // 8] * 2
     assert found.bytes_total == 2 * 8 * block * 7 // 8
@@ -41,9 +40,18 @@ def test_a_grid_of_columns_exchanges_twice() -> None:
     assert found.chunks > 1  # large enough to hide one part behind another
 
 
+def test_rows_are_an_other_way_where_each_rank_gets_one() -> None:
+    """As many bytes as two stages, and half the copies."""
+    rows, stages = (plan(SIXTY_FOURS, (1, 8), stages=how) for how in ("rows", (2, 2)))  # type: ignore[arg-type]
+    assert rows.bytes_total == stages.bytes_total
+    assert sum(s.copy_seconds for s in rows.steps) == pytest.approx(sum(s.copy_seconds for s in stages.steps) / 2)
+    assert plan(Problem(128, (128,) * 3, (128,) * 3), (1, 8)).by_rows
+    assert not plan(Problem(7, (128,) * 3, (128,) * 3), (1, 8)).by_rows  # one of eight would have none
+
+
 def test_forced_stages_and_chunks() -> None:
     found = plan(SIXTY_FOURS, (2, 4), stages=[1, 1, 1, 1], chunks=3)
-    assert (found.cuts, found.chunks, len(found.exchanges)) == ((1, 1, 1, 1), 3, 4)
+    assert (found.cuts, found.chunks, len(found.legs(0)), len(found.legs(0)[0])) == ((1, 1, 1, 1), 3, 4, 3)
     best = plan(SIXTY_FOURS, (2, 4))
     assert best.seconds < found.seconds
 
@@ -58,11 +66,13 @@ def test_forced_stages_and_chunks() -> None:
     ],
 )
 @pytest.mark.parametrize("left", [False, True])
-def test_totals_are_sums_over_pairs(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool) -> None:
+@pytest.mark.parametrize("stages", [None, "rows"])
+def test_totals_are_sums_over_pairs(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool, stages: str | None) -> None:
+    problem = Problem(m, qs if left else ps, ps if left else qs, left=left)
     links = Links(ranks_per_host=4)
-    found = plan(Problem(m, qs if left else ps, ps if left else qs, left=left), grid[::-1] if left else grid, links=links)
+    found = plan(problem, grid[::-1] if left else grid, links=links, stages=stages, chunks=1)  # type: ignore[arg-type]
     ranks = range(found.world_size)
-    for i, step in enumerate(s for s in found.steps if s.exchange is not None):
+    for i, step in enumerate(s for s in found.steps if s.leg is not None):
         matrix = [[found.bytes_between(i, a, b) for b in ranks] for a in ranks]
         assert [sum(row) for row in matrix] == [found.bytes_sent(i, r) for r in ranks]
         far = [sum(v for b, v in enumerate(row) if a // 4 != b // 4) for a, row in enumerate(matrix)]
@@ -74,7 +84,7 @@ def test_totals_are_sums_over_pairs(m: int, ps: tuple, qs: tuple, grid: tuple, l
             for b in ranks:
                 assert matrix[a][b] == 0 or found.place(a)[0] == found.place(b)[0]
                 assert found.rank(*found.place(a)) == a
-    assert found.bytes_total == sum(found.bytes_sent(i, r) for i in range(len(found.exchanges)) for r in ranks)
+    assert found.bytes_total == sum(found.bytes_sent(i, r) for i in range(len(found.legs(0))) for r in ranks)
 
 
 def test_a_left_product_is_the_mirror_image() -> None:
@@ -122,7 +132,7 @@ def test_thousands_of_ranks(world_size: int, m: int) -> None:
     found = plan(replace(SIXTY_FOURS, m=m), world_size=world_size)
     assert found.world_size == world_size
     block = m * 64**4 * 4 / world_size
-    for i in range(len(found.exchanges)):
+    for i in range(len(found.legs(0))):
         assert found.bytes_sent(i, world_size - 1) <= block
     assert found.peak_memory >= 2 * block
 
@@ -179,6 +189,7 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
         (lambda: call(grid="8x1"), TypeError, "grid: expected a sequence of integers; got 8x1"),
         (lambda: call(stages=(1, 2)), ValueError, r"stages: expected numbers that add up to 4, the number of factors; got \(1, 2\)"),
         (lambda: call(stages=(4, 0)), ValueError, "stages: expected one positive size"),
+        (lambda: call(stages="columns"), ValueError, "stages: expected numbers of factors, or \"rows\"; got 'columns'"),
         (lambda: call(chunks=0), ValueError, "chunks: expected a positive number; got 0"),
         (lambda: call(chunks=1.5), TypeError, "chunks: expected an integer; got float"),
         (lambda: call(problem="64^4"), TypeError, "problem: expected a Problem; got str"),

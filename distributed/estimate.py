@@ -1,0 +1,150 @@
+"""What a way of multiplying costs the rank that has most to do: steps, memory, time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, even_offsets, widths
+from fastkron_py.distributed.cost import Links, copy_seconds, multiply_seconds
+from fastkron_py.distributed.problem import Problem
+
+# Pairs of ranks looked at for the largest cost: all of 64 ranks, some senders of more. Of a uniform exchange one tells all.
+PAIRS: Final = 1 << 12
+# Chunks that are under way at a time.
+IN_FLIGHT: Final = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange with the multiply before it, of the rank that has most to do.
+
+    Attributes:
+        factors: first factor and one past the last, which are multiplied; None where blocks are only exchanged.
+        leg: the exchange that follows; None without.
+        multiply_seconds: modelled.
+        copy_seconds: modelled, of packing and unpacking, on the GPU that multiplies.
+        exchange_seconds: modelled, of the links, all rows in one chunk.
+        bytes_sent: to other ranks.
+        bytes_to_hosts: of these, to ranks of other hosts.
+        messages: to other ranks, of each chunk.
+        messages_to_hosts: of these, to ranks of other hosts.
+    """
+
+    factors: tuple[int, int] | None
+    leg: Leg | None
+    multiply_seconds: float
+    copy_seconds: float
+    exchange_seconds: float
+    bytes_sent: int
+    bytes_to_hosts: int
+    messages: int
+    messages_to_hosts: int
+
+
+def stage_steps(problem: Problem, way: Way, rows: int, stride: int, links: Links) -> Iterator[Step]:
+    """The steps of stages with exchanges between them.
+
+    Args:
+        problem: what is multiplied.
+        way: the stages.
+        rows: of x in a line.
+        stride: from a rank of a line to the next.
+        links: between ranks.
+    """
+    if way.first is not None:
+        yield _step(problem, None, Leg(way.first, rows), 0.0, 2, stride, links)
+    for stage in way.stages:
+        p, q = problem.inner[stage.start : stage.stop], problem.outer[stage.start : stage.stop]
+        most = max(widths(stage.offsets)) // stage.p
+        seconds = multiply_seconds(rows * most, p, q, problem.dtype.itemsize, links)
+        leg = None if stage.exchange is None else Leg(stage.exchange, rows)
+        yield _step(problem, (stage.start, stage.stop), leg, seconds, 2, stride, links)
+
+
+def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links) -> Iterator[Step]:
+    """The steps of a product by whole rows: an exchange to rows, the product, an exchange back. Arguments as in `stage_steps`."""
+    there, back = by_rows(rows, math.prod(problem.inner), math.prod(problem.outer), parts)
+    most = max(widths(even_offsets(rows, parts)))
+    seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
+    yield _step(problem, None, Leg(there, 1), 0.0, 1, stride, links)
+    yield _step(problem, (0, len(problem.ps)), Leg(back, 1, back=True), seconds, 1, stride, links)
+
+
+def _step(
+    problem: Problem, factors: tuple[int, int] | None, leg: Leg | None, multiply: float, copies: int, stride: int, links: Links
+) -> Step:
+    if leg is None:
+        return Step(factors, None, multiply, 0.0, 0.0, 0, 0, 0, 0)
+    parts, unit = leg.exchange.ranks, problem.dtype.itemsize
+    samples = max(2, PAIRS // parts)
+    sampled = range(1) if leg.exchange.uniform else sorted({parts * i // samples for i in range(samples)} | {parts - 1})
+    copy, move, sent, far, messages, far_messages = 0.0, 0.0, 0, 0, 0, 0
+    for r in sampled:
+        host = _host(r, parts, stride, links.ranks_per_host)
+        inside = sum(leg.size(r, peer) for peer in host if peer != r)
+        near_count, count = _messages(leg, r, host)
+        bytes_out = leg.sent(r) * unit
+        bytes_far = bytes_out - inside * unit
+        copy = max(copy, copies * copy_seconds(max(leg.held(r), leg.gets(r)) * unit, links))
+        move = max(move, links.exchange_seconds(bytes_out - bytes_far, bytes_far, near_count, count - near_count))
+        sent, far = max(sent, bytes_out), max(far, bytes_far)
+        messages, far_messages = max(messages, count), max(far_messages, count - near_count)
+    return Step(factors, leg, multiply, copy, move, sent, far, messages, far_messages)
+
+
+def _host(position: int, parts: int, stride: int, ranks_per_host: int) -> range:
+    """Positions of a line that share this one's host, if lines begin where hosts do."""
+    near = max(1, ranks_per_host // stride)
+    low = position // near * near
+    return range(low, min(parts, low + near))
+
+
+def _messages(leg: Leg, sender: int, host: range) -> tuple[int, int]:
+    """(Receivers on a sender's host, all receivers) other than the sender itself."""
+    if leg.exchange.uniform:
+        return (len(host) - 1, leg.exchange.ranks - 1) if leg.held(sender) else (0, 0)
+    peers = [p for p in range(leg.exchange.ranks) if p != sender and leg.size(sender, p)]
+    return sum(p in host for p in peers), len(peers)
+
+
+def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chunks: int) -> int:
+    """Bytes: x, the result, and two buffers for each chunk under way; with gradients also theirs, and saved operands.
+
+    Args:
+        problem: what is multiplied.
+        way: the stages; None by rows.
+        rows: of x in a line.
+        parts: ranks in it.
+        chunks: of rows.
+    """
+    inner, outer = math.prod(problem.inner), math.prod(problem.outer)
+    blocks = [max(widths(chunk_offsets(n, parts))) for n in (inner, outer)]
+    chunk = -(-rows // chunks)
+    if way is None:
+        share = -(-chunk // parts)
+        buffer = max(max(blocks) * chunk, share * max(inner, outer))
+        saved = inner * -(-rows // parts)
+    else:
+        operands = [max(widths(s.offsets)) for s in way.stages]
+        products = [max(widths(s.offsets)) // s.p * s.q for s in way.stages]
+        buffer = chunk * max(*operands, *products)
+        saved = rows * sum(operands if way.first else operands[1:])
+    total = rows * sum(blocks) + 2 * min(IN_FLIGHT, chunks) * buffer
+    if problem.gradients:
+        total += rows * sum(blocks) + saved
+    factors = sum(p * q for p, q in zip(problem.ps, problem.qs, strict=True)) * (2 if problem.gradients else 1)
+    return (total + factors) * problem.dtype.itemsize
+
+
+def seconds_needed(steps: Sequence[Step], rows: int, chunks: int, links: Links) -> float:
+    """With one chunk the sum; with more the longer of GPU's and links' work, and one chunk's share of the other."""
+    multiply = sum(s.multiply_seconds + s.copy_seconds for s in steps)
+    exchange = sum(s.exchange_seconds for s in steps)
+    if chunks == 1 or rows == 0:
+        return multiply + exchange
+    again = sum(links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
+    exchange += (chunks - 1) * again
+    return max(multiply, exchange) + min(multiply, exchange) / chunks
