@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.blocks import Exchange
+from fastkron_py.distributed.blocks import Exchange, widths
+from fastkron_py.distributed.direct import Direct, copy_runs
 from fastkron_py.distributed.failures import rank_text, stage
 
 
@@ -27,6 +28,7 @@ class Line:
     group: dist.ProcessGroup
     size: int
     position: int  # of this rank
+    direct: Direct | None = None  # where peers can store into each other's memory
 
     @property
     def ranks(self) -> list[int]:
@@ -56,6 +58,8 @@ class Transfer:
     work: Any = None
     parcel: Tensor | None = None  # what is sent; kept alive until the work is done
     arrived: Tensor | None = None  # what is received
+    dtype: torch.dtype = torch.float32  # of what is stored directly
+    slot: int | None = None  # of direct stores, in place of work, parcel and arrived
     turned: Transfer | None = None  # the latest derivative of this transfer
 
     def reverse(self) -> Transfer:
@@ -107,7 +111,13 @@ class Transfer:
 
     def send(self, local: Tensor) -> None:
         """Pack a block and begin to send it."""
-        parcel = self.pack(local.contiguous())
+        local = local.contiguous()
+        if self.moves and self.line.direct is not None:
+            self.slot = self.line.direct.take(self.most * local.element_size())
+            if self.slot is not None:
+                self._store(self.line.direct, self.slot, local)
+                return
+        parcel = self.pack(local)
         if not self.moves:
             self.arrived = parcel
             return
@@ -126,6 +136,8 @@ class Transfer:
 
     def receive(self, out: Tensor | None = None) -> Tensor:
         """Wait for the parts and put them in place, in out or where they are."""
+        if self.slot is not None and self.line.direct is not None:
+            return self._collect(self.line.direct, self.slot, out)
         arrived = self.arrived
         if arrived is None:
             raise RuntimeError("a transfer is received once, after it was sent")
@@ -139,6 +151,45 @@ class Transfer:
         if out.data_ptr() != arrived.data_ptr() or not self.lands_in_place:
             self.unpack(arrived, out)
         self.work = self.parcel = self.arrived = self.into = None
+        return out
+
+    @property
+    def most(self) -> int:
+        """Elements that any rank has afterwards, at most."""
+        offsets = self.exchange.source if self.back else self.exchange.target
+        return self.rows * max(widths(offsets)) * (self.exchange.rows if self.back else 1)
+
+    def stores(self, local: Tensor, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``."""
+        exchange, me, rows = self.exchange, self.line.position, self.rows
+        found = []
+        for peer, block in enumerate(blocks):
+            if self.back:
+                pairs = [(r, _at_source(exchange, block, rows, peer, r)) for r in exchange.rectangles(peer, me)]
+                found += [(to, _at_target(exchange, local, rows, me, r)) for r, to in pairs]
+            else:
+                pairs = [(r, _at_target(exchange, block, rows, peer, r)) for r in exchange.rectangles(me, peer)]
+                found += [(to, _at_source(exchange, local, rows, me, r)) for r, to in pairs]
+        return found
+
+    def _store(self, direct: Direct, slot: int, local: Tensor) -> None:
+        def copies() -> None:
+            get = self.exchange.source_size if self.back else self.exchange.target_size
+            blocks = [direct.block(slot, peer, self.rows * get(peer), local.dtype) for peer in range(self.line.size)]
+            for to, of in self.stores(local, blocks):
+                copy_runs(to, of)
+
+        with stage(self._text(local), self.line.group):
+            self.work = direct.store(slot, local, copies)
+        self.dtype = local.dtype
+
+    def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
+        found = direct.block(slot, self.line.position, self.size, self.dtype)
+        self.work.wait()  # the current stream, not the host
+        out = torch.empty_like(found) if out is None else out
+        out.copy_(found)
+        direct.release(slot)
+        self.work = self.slot = self.into = None
         return out
 
     def _pairs(self, parcel: Tensor, local: Tensor, outgoing: bool) -> list[tuple[Tensor, Tensor]]:

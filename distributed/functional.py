@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.blocks import chunk_offsets, widths
 from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.direct import direct_for
 from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.pipeline import Pipeline
@@ -157,7 +158,7 @@ class _Call:
             "beta": _scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
-            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks],
+            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.direct],
             "recompute": self.recompute,
             "arguments that need gradients": grads if torch.is_grad_enabled() else "none, under no_grad",
         }
@@ -200,7 +201,8 @@ def _multiply(call: _Call, m: int) -> Tensor:
     else:
         chosen = call.plan or _planned(_problem(call, m), grid.shape, grid.device.type)
         group = grid.col_group if call.left else grid.row_group
-        line = Line(group, parts, grid.row if call.left else grid.col)
+        direct = direct_for(grid, group, _lines(grid, call.left), chosen.most_elements * x.element_size()) if chosen.direct else None
+        line = Line(group, parts, grid.row if call.left else grid.col, direct)
         y = _run(Pipeline(chosen, line, factors, alpha, call.precision, call.name), x, call.recompute)
         if z is not None:
             y = y + beta * z
@@ -294,14 +296,20 @@ def _check_blocks(shapes: Sequence[tuple[int, ...]], grid: ProcessGrid, call: _C
     """Ranks of a line have to hold the same rows. Returns how many there are in all lines. The same on every rank."""
     other = 1 if call.left else 0
     sizes = [s[other] for s in shapes]
-    gm, gk = grid.shape
-    lines = [[r * gk + c for r in range(gm)] for c in range(gk)] if call.left else [[r * gk + c for c in range(gk)] for r in range(gm)]
+    lines = _lines(grid, call.left)
     side = ("rows", "columns")[other]
     for line in lines:
         if len({sizes[r] for r in line}) > 1:
             came = ", ".join(f"{sizes[r]} on rank {grid.ranks[r]}" for r in line)
             raise value_error("x", f"as many {side} on all ranks of a {'column' if call.left else 'row'} of the grid", came)
     return sum(sizes[line[0]] for line in lines)
+
+
+def _lines(grid: ProcessGrid, left: bool) -> list[list[int]]:
+    """The grid's ranks that exchange with each other: its rows, or with left its columns."""
+    gm, gk = grid.shape
+    rows = [[r * gk + c for c in range(gk)] for r in range(gm)]
+    return [list(column) for column in zip(*rows, strict=True)] if left else rows
 
 
 # ---- DTensors ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -33,6 +33,8 @@ class Plan:
         steps: an exchange to whole slices or to rows where one is needed, then the stages.
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients what is saved.
         seconds: modelled time of the forward product.
+        direct: GPUs of one host store into each other's memory, in place of an all-to-all; where they cannot, the all-to-all
+            is used all the same.
     """
 
     problem: Problem
@@ -43,6 +45,7 @@ class Plan:
     steps: tuple[Step, ...]
     peak_memory: int
     seconds: float
+    direct: bool = False
 
     @property
     def parts(self) -> int:
@@ -94,6 +97,12 @@ class Plan:
     def rows(self, line: int) -> int:
         """Rows of x (with left: columns) that the ranks of a line hold."""
         return widths(chunk_offsets(self.problem.m, self.lines))[line]
+
+    @property
+    def most_elements(self) -> int:
+        """Elements that a rank has before or after the exchange of one chunk, at most."""
+        legs = [leg for chunks in self.legs(0) for leg in chunks]  # the first line has most rows
+        return max(max(leg.held(r), leg.gets(r)) for leg in legs for r in range(self.parts))
 
     def bytes_between(self, exchange: int, sender: int, receiver: int) -> int:
         """Bytes that one rank sends another in an exchange, of the forward product."""
@@ -155,6 +164,7 @@ def plan(
     stages: Sequence[int] | Literal["rows"] | None = None,
     chunks: int | None = None,
     memory: float | None = None,
+    direct: bool = False,
     links: Links = NVLINK,
 ) -> Plan:
     """Choose how a grid of ranks multiplies: grid, stages and chunks of the least modelled time.
@@ -168,6 +178,7 @@ def plan(
             an exchange there is one stage.
         chunks: into how many parts a rank's rows are cut; None chooses.
         memory: bytes that each rank may use; None sets no limit.
+        direct: let GPUs of one host store into each other's memory; takes four buffers more.
         links: how fast ranks exchange.
 
     Returns:
@@ -193,7 +204,7 @@ def plan(
         needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
         raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
     # Of equal ones the first: fewest exchanges, since shapes come with the fewest columns first.
-    return min(fitting, key=lambda p: p.seconds)
+    return replace(min(fitting, key=lambda p: p.seconds), direct=direct)
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from fastkron_py.distributed.blocks import (
     way,
     widths,
 )
+from fastkron_py.distributed.direct import copy_runs
 from fastkron_py.distributed.exchange import Line, Transfer
 
 # One group of the whole suite: hypothesis explores, and the same examples come every time.
@@ -49,7 +50,10 @@ def problems(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[i
 
 
 def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> list[Tensor]:
-    """Carry an exchange out between blocks ``[rows, elements]``: all that an all-to-all does is to hand parts on."""
+    """Carry an exchange out between blocks ``[rows, elements]``: all that an all-to-all does is to hand parts on.
+
+    Once more with stores into the other ranks' blocks, which have to come to the same.
+    """
     rows = blocks[0].shape[0]
     transfers = [Transfer(exchange, Line(None, exchange.ranks, r), rows, "", back) for r in range(exchange.ranks)]  # type: ignore[arg-type]
     parts = [t.pack(b.reshape(-1)).split([rows * s for s in t.sizes(outgoing=True)]) for t, b in zip(transfers, blocks, strict=True)]
@@ -57,10 +61,16 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
     for t in transfers:
         arrived = torch.cat([p[t.line.position] for p in parts])
         assert [p[t.line.position].numel() for p in parts] == [rows * s for s in t.sizes(outgoing=False)]
+        assert t.size <= t.most
         out = torch.full((t.size,), math.nan, dtype=arrived.dtype)
         t.unpack(arrived, out)
         assert not t.lands_in_place or torch.equal(out, arrived)
         results.append(out.view(rows, exchange.source_size(t.line.position) if back else exchange.target_size(t.line.position)))
+    stored = [torch.full((t.size,), math.nan, dtype=blocks[0].dtype) for t in transfers]
+    for t, b in zip(transfers, blocks, strict=True):
+        for to, of in t.stores(b.reshape(-1), stored):
+            copy_runs(to, of)
+    assert all(torch.equal(a.view(-1), b) for a, b in zip(results, stored, strict=True))
     return results
 
 
@@ -177,6 +187,15 @@ def test_slices_are_shared_out_evenly(slices: int, parts: int, unit: int) -> Non
         offsets = stage_offsets(rows, slices * unit, unit, parts)
         assert aligned(offsets, unit)
         assert max(widths(offsets)) <= 1.05 * -(-rows * slices // parts) * unit
+
+
+def test_long_runs_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastkron_py.distributed.direct.RUN_BYTES", 32)
+    of, to = torch.randn(2, 3, 10)[:, :, 2:], torch.zeros(4, 3, 8)[::2]
+    copy_runs(to, of)
+    assert torch.equal(to, of)
+    copy_runs(to.mT, of.flip(2).mT)
+    assert torch.equal(to, of.flip(2))
 
 
 def test_even_products_go_in_whole_rows_and_in_one_piece() -> None:

@@ -1,0 +1,134 @@
+"""Stores straight into the peers' memory, between GPUs of one host: torch's symmetric memory in place of an all-to-all.
+
+Every rank of a line keeps a few slots that its peers can write to. A transfer takes one, writes each peer's part to its place in the
+peer's slot (packing, sending and unpacking in one copy), on a stream of its own, between two barriers: before the first
+the slot's last content has been used everywhere, after the second all parts are there. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any, Final
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.control import group_timeout
+from fastkron_py.distributed.grid import ProcessGrid
+
+SLOTS: Final = 4
+ALIGNMENT: Final = 256
+# Runs of memory from this size on are copied one by one, which leaves the multiprocessors to multiplies.
+RUN_BYTES: Final = 1 << 18
+
+
+class Direct:
+    """Slots of this rank, and views of the peers'.
+
+    Args:
+        group: the ranks of a line, all on one host, each with its GPU.
+        device: this rank's GPU.
+        slot_bytes: of each slot; the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.slot_bytes = slot_bytes
+        self._buffer = symmetric.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric.rendezvous(self._buffer, group)
+        self._stream = torch.cuda.Stream(device)
+        self._timeout = int(group_timeout().total_seconds() * 1000)
+        self._taken = [False] * SLOTS
+        self._next = 0
+
+    def take(self, size: int) -> int | None:
+        """A slot for a transfer of at most so many bytes a rank; None if there is none. The same answer on every rank."""
+        if size > self.slot_bytes or self._taken[self._next]:
+            return None
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        self._taken[slot] = True
+        return slot
+
+    def block(self, slot: int, peer: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """The first elements of a peer's slot."""
+        start = slot * self.slot_bytes // dtype.itemsize
+        found: Tensor = self._handle.get_buffer(peer, (elements,), dtype, start)
+        return found
+
+    def store(self, slot: int, local: Tensor, copies: Any) -> torch.cuda.Event:
+        """Have a function write to the peers' slots, beside what the current stream does next.
+
+        Args:
+            slot: a taken one.
+            local: what the function reads.
+            copies: the function; it writes.
+
+        Returns:
+            The event after which the slot is complete.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(local.device))
+        with torch.cuda.stream(self._stream):
+            self._handle.barrier(channel=2 * slot, timeout_ms=self._timeout)
+            copies()
+            self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        local.record_stream(self._stream)
+        return done
+
+    def release(self, slot: int) -> None:
+        """The current stream has been given all that reads the slot."""
+        self._taken[slot] = False
+
+
+def copy_runs(to: Tensor, of: Tensor) -> None:
+    """Copy ``[rows, q, s]`` of any strides; long runs one by one."""
+    run = of.shape[-1] * of.element_size()
+    if run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:
+        to.copy_(of)
+        return
+    for there, here in zip(to.unbind(), of.unbind(), strict=True):
+        for there_run, here_run in zip(there.unbind(), here.unbind(), strict=True):
+            there_run.copy_(here_run)
+
+
+_made: dict[tuple[str, torch.device], Direct | None] = {}
+_made_in: Any = None
+
+
+def direct_for(grid: ProcessGrid, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], slot_bytes: int) -> Direct | None:
+    """Slots for a line of a grid; None, on every rank, where there can be none. Collective over the grid at its first call.
+
+    Args:
+        grid: all its ranks make this call.
+        group: of this rank's line.
+        lines: of the grid, as ranks in it.
+        slot_bytes: the most that a transfer brings a rank; the same on every rank.
+    """
+    global _made_in
+    if grid.device.type != "cuda":
+        return None
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    key = (group.group_name, grid.device)
+    found = _made.get(key)
+    if key in _made and (found is None or found.slot_bytes >= slot_bytes):
+        return found
+    torch.cuda.synchronize(grid.device)  # nobody writes to slots that make room for larger ones
+    hosts = agree(grid, {"step": "direct stores"}, local=(crc32(socket.gethostname().encode()),))
+    made: Direct | None = None
+    if all(len({hosts[r] for r in line}) == 1 for line in lines):
+        try:
+            made = Direct(group, grid.device, -(-slot_bytes // ALIGNMENT) * ALIGNMENT)
+        except (RuntimeError, ImportError, AttributeError):  # no peer access, or a torch without symmetric memory
+            made = None
+        if not all(row[0] for row in agree(grid, {"step": "slots for direct stores"}, local=(int(made is not None),))):
+            made = None
+    _made[key] = made
+    return made
