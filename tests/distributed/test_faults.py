@@ -1,0 +1,69 @@
+"""What survivors see when a rank dies, leaves or stalls in the middle, and how soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+from fastkron_py.distributed import ProcessGrid, kron_matmul
+
+GROUP_TIMEOUT = 6  # seconds, of own_ranks
+
+
+def multiply_and_lose(shape, times, how):
+    """Products on a grid; rank 3 stops after some of them, the others go on."""
+    grid = ProcessGrid(shape)
+    factors = [torch.randn(8, 8) for _ in range(4)]
+    x = torch.randn(16 // shape[0], 4096 // shape[1])
+    for i in range(1000):
+        if dist.get_rank() == 3 and i == times:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stalled":
+                time.sleep(GROUP_TIMEOUT + 4)
+            raise ValueError("leaves the loop")
+        kron_matmul(x, factors, grid=grid)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+def test_survivors_of_a_killed_rank_name_the_stage_at_once(own_ranks: RankPool, shape: tuple[int, int]) -> None:
+    survivors = own_ranks.outcomes(multiply_and_lose, shape, 5, "killed", expect_dead=[3])
+    assert [o.rank for o in survivors] == [0, 1, 2]
+    for outcome in survivors:
+        assert outcome.error == "CollectiveError"
+        assert re.match(r"(kron_matmul: (stage \d of \d|blocks to whole slices)|check that all ranks do the same)", outcome.stage)
+        assert re.search(
+            r"failed on rank \d after [\d.]+ s: a peer among ranks [\d-]+ has died, left, or not come in time", outcome.message
+        )
+        assert outcome.seconds < GROUP_TIMEOUT - 1  # broken connections tell, before any timeout
+
+
+def lose_in_an_exchange():
+    """Rank 3 dies between the check and its first exchange."""
+    grid = ProcessGrid((1, 4))
+    if dist.get_rank() == 3:
+        dist.all_to_all_single = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    kron_matmul(torch.randn(16, 1024), [torch.randn(8, 8) for _ in range(4)], grid=grid)
+
+
+def test_a_rank_that_dies_in_an_exchange(own_ranks: RankPool) -> None:
+    for outcome in own_ranks.outcomes(lose_in_an_exchange, expect_dead=[3]):
+        assert outcome.error == "CollectiveError"
+        assert re.match(r"kron_matmul: (stage 1 of \d|blocks to whole slices): exchange of [\d.]+ MB with ranks 0-3", outcome.stage)
+        assert outcome.seconds < GROUP_TIMEOUT - 1
+
+
+def test_a_rank_that_stalls_is_given_up_after_the_timeout(own_ranks: RankPool) -> None:
+    survivors = own_ranks.outcomes(multiply_and_lose, (1, 4), 3, "stalled", timeout=GROUP_TIMEOUT + 30)
+    for outcome in survivors[:3]:
+        assert outcome.error == "CollectiveError"
+        assert outcome.seconds < GROUP_TIMEOUT + 4
+    # One of them waited for all of the timeout, and the others learnt from it.
+    assert max(o.seconds for o in survivors[:3]) > GROUP_TIMEOUT - 1
