@@ -10,14 +10,18 @@ from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.planner import Plan, plan
 from fastkron_py.distributed.problem import Problem
+from fastkron_py.distributed.product import KroneckerProduct
+from fastkron_py.distributed.solvers import Solution
 
 __all__ = [
     "CollectiveError",
+    "KroneckerProduct",
     "Links",
     "Plan",
     "Problem",
     "ProcessGrid",
     "ProcessInfo",
+    "Solution",
     "init_process_group",
     "kron_matmul",
     "kron_matmul_left",

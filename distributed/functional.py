@@ -326,13 +326,13 @@ def _grid(x: Any, grid: Any) -> ProcessGrid:
         return grid
     mesh = x.device_mesh
     if grid is None:
-        return _grid_of(mesh)
+        return grid_of(mesh)
     if grid.mesh != mesh:
         raise value_error("grid", f"None, or the grid of x's mesh {mesh}", grid)
     return grid
 
 
-def _grid_of(mesh: DeviceMesh) -> ProcessGrid:
+def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when it is first seen. It keeps the mesh, so that no other gets its id."""
     found = _grids.get(id(mesh))
     if found is None or found.mesh is not mesh:

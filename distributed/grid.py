@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastkron_py.distributed.blocks import chunk_offsets
 from fastkron_py.distributed.check import agree
 from fastkron_py.distributed.control import Control, group_timeout
 from fastkron_py.distributed.failures import rank_text, stage
@@ -134,6 +135,20 @@ class ProcessGrid:
     def control(self) -> Control:
         """What all ranks of the grid tell each other beside their data, on the host."""
         return self._control
+
+    def block(self, shape: Sequence[int]) -> tuple[slice, slice]:
+        """Which rows and columns of a matrix this rank holds: those that torch.chunk, and a DTensor's Shard, would give it.
+
+        Args:
+            shape: ``(rows, columns)`` of the whole matrix.
+
+        Example:
+            >>> rows, columns = grid.block((1000, 512))
+            >>> x = whole[rows, columns]
+        """
+        cuts = zip(shape, self._shape, (self.row, self.col), strict=True)
+        rows, columns = (slice(*chunk_offsets(size, parts)[place : place + 2]) for size, parts, place in cuts)
+        return rows, columns
 
     def barrier(self) -> None:
         """Wait, on the host, until every rank of the grid is here."""

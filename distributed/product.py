@@ -1,0 +1,420 @@
+"""`KroneckerProduct` over a grid of ranks: the single-device operator's names, on blocks and on DTensors."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastkron_py.distributed.blocks import even_offsets
+from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.functional import PLACEMENTS, grid_of, kron_matmul, kron_matmul_left
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.replicated import replicate, total
+from fastkron_py.distributed.solvers import Solution, System, kron_range, solve, symmetric_eigh
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
+from fastkron_py.functional.checks import check_integer, check_scalar, check_scalar_fits, factor_list
+from fastkron_py.functional.kronecker_algebra import SlogDet
+
+_Float = float  # inside the class, float is a method
+
+
+class KroneckerProduct:
+    """The Kronecker product ``K = F1 (x) ... (x) FN`` as an operator on matrices that are spread over a grid of ranks.
+
+    Every rank holds all factors, which are small, and a block of each operand and result: `ProcessGrid.block` says
+    which. Names and errors are those of `fastkron_py.KroneckerProduct`; what depends on the factors alone (shape, trace,
+    logdet, ...) comes out alike on every rank. Gradients reach factors and operands, as in `kron_matmul`: what every
+    rank computes alike counts once.
+
+    Args:
+        factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device.
+        grid: the ranks; None makes a grid of all of them, one row each.
+
+    Raises:
+        TypeError: not a sequence, or factors that are no torch tensors or of different dtypes.
+        ValueError: no factors, batch dimensions, another device than the grid's, or factors whose shapes or dtypes
+            differ from rank to rank. Raised on every rank alike.
+
+    Example:
+        >>> K = KroneckerProduct([f1, f2, f3], grid=ProcessGrid((2, 2)))
+        >>> y = K @ x  # x is this rank's block of [K.shape[1], M], y of [K.shape[0], M]
+        >>> x = K.solve(y, shift=0.1)
+    """
+
+    def __init__(self, factors: Sequence[Tensor], *, grid: ProcessGrid | None = None) -> None:
+        if grid is not None and not isinstance(grid, ProcessGrid):
+            raise type_error("grid", "a ProcessGrid or None", type_name(grid))
+        self._grid = ProcessGrid() if grid is None else grid
+        description: dict[str, Any] | Exception
+        try:
+            self._local = _checked(factors, self._grid)
+            shapes = [list(f.shape) for f in self._local.factors]
+            description = {"call": "KroneckerProduct", "shapes of factors": shapes, "dtype of factors": str(self._local.dtype)}
+        except (TypeError, ValueError) as error:
+            description = error
+        agree(self._grid, description)
+
+    @classmethod
+    def _of(cls, local: LocalKroneckerProduct, grid: ProcessGrid) -> KroneckerProduct:
+        """From factors that all ranks have made alike: nothing to agree on."""
+        made = cls.__new__(cls)
+        made._local, made._grid = local, grid
+        return made
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def local(self) -> LocalKroneckerProduct:
+        """The same operator on whole matrices of this rank alone, with the same factors."""
+        return self._local
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """The ranks."""
+        return self._grid
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The factors, ``[P_i, Q_i]`` each, as they were given."""
+        return self._local.factors
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(prod P_i, prod Q_i)`` of the whole operator."""
+        return self._local.shape
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The factors' dtype."""
+        return self.factors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._grid.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any factor does."""
+        return self._local.requires_grad
+
+    def __repr__(self) -> str:
+        return f"{self._local!r} over {self._grid!r}"
+
+    # ---- the same operator in another form ----------------------------------------------------
+
+    def _like(self, local: LocalKroneckerProduct) -> KroneckerProduct:
+        return KroneckerProduct._of(local, self._grid)
+
+    @property
+    def mT(self) -> KroneckerProduct:  # noqa: N802
+        """The transpose; a view."""
+        return self._like(self._local.mT)
+
+    @property
+    def T(self) -> KroneckerProduct:  # noqa: N802
+        """The transpose; a view."""
+        return self.mT
+
+    def conj(self) -> KroneckerProduct:
+        """The complex conjugate; of real factors a view."""
+        return self._like(self._local.conj())
+
+    @property
+    def mH(self) -> KroneckerProduct:  # noqa: N802
+        """The conjugate transpose."""
+        return self.conj().mT
+
+    def to(self, dtype: torch.dtype) -> KroneckerProduct:
+        """With factors of another dtype; ranks keep their devices."""
+        if not isinstance(dtype, torch.dtype):
+            raise type_error("dtype", "a torch dtype", type_name(dtype))
+        return self._like(self._local.to(dtype))
+
+    def float(self) -> KroneckerProduct:
+        """In float32."""
+        return self.to(torch.float32)
+
+    def double(self) -> KroneckerProduct:
+        """In float64."""
+        return self.to(torch.float64)
+
+    def detach(self) -> KroneckerProduct:
+        """Without gradients: factors that share memory with these."""
+        return self._like(self._local.detach())
+
+    def clone(self) -> KroneckerProduct:
+        """With factors in memory of their own."""
+        return self._like(self._local.clone())
+
+    def inverse(self) -> KroneckerProduct:
+        """The inverse, as `fastkron_py.KroneckerProduct.inverse`."""
+        return self._like(self._local.inverse())
+
+    def cholesky(self) -> KroneckerProduct:
+        """The lower triangular L of ``K = L @ L.mH``, as `fastkron_py.KroneckerProduct.cholesky`."""
+        return self._like(self._local.cholesky())
+
+    def matrix_power(self, n: int) -> KroneckerProduct:
+        """``K @ K @ ...``, as `fastkron_py.KroneckerProduct.matrix_power`."""
+        return self._like(self._local.matrix_power(n))
+
+    def kron(self, other: KroneckerProduct) -> KroneckerProduct:
+        """``self (x) other``: an operator of both's factors, on this one's grid."""
+        return self._like(self._local.kron(_local_of(other)))
+
+    # ---- products -----------------------------------------------------------------------------
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, KroneckerProduct):
+            return self._like(self._local @ other._local)
+        return kron_matmul_left(self.factors, other, grid=self._where(other))
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return kron_matmul(other, self.factors, grid=self._where(other))
+
+    def __mul__(self, scalar: Any) -> KroneckerProduct:
+        return self._like(self._local * scalar)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Any) -> KroneckerProduct:
+        return self._like(self._local / scalar)
+
+    def __neg__(self) -> KroneckerProduct:
+        return self._like(-self._local)
+
+    # ---- numbers, the same on every rank --------------------------------------------------------
+
+    def trace(self) -> Any:
+        """The sum of the diagonal."""
+        return self._local.trace()
+
+    def slogdet(self) -> SlogDet:
+        """Sign of the determinant and log of its absolute value, as `fastkron_py.KroneckerProduct.slogdet`."""
+        return self._local.slogdet()
+
+    def det(self) -> Any:
+        """The determinant."""
+        return self._local.det()
+
+    def norm(self, ord: Any = "fro") -> Any:
+        """A matrix norm: ``"fro"``, ``"nuc"``, 2, 1 or inf."""
+        return self._local.norm(ord)
+
+    def logdet(self, *, shift: Any = None) -> Any:
+        """Log of the determinant of K, or of ``K + shift * I`` from the eigenvalues, of which each rank takes a part.
+
+        Args:
+            shift: number or 0-dimensional tensor; None leaves K as it is, and its factors need not be symmetric.
+
+        Returns:
+            A 0-dimensional tensor, the same on every rank; NaN if the determinant is negative.
+
+        Raises:
+            TypeError: half-precision factors, or a shift that is no number.
+            ValueError: a factor is not square or, with a shift, not symmetric.
+        """
+        if shift is None:
+            return self._local.logdet()
+        self._agree_on(None, shift=shift, call="logdet")
+        grid, shared = self._grid, [*self.factors, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
+        *factors, spread = replicate(shared, grid.group, grid.device)
+        parts = [values for values, _ in symmetric_eigh(factors)]
+        offsets = even_offsets(self.shape[0], grid.world_size)
+        values = kron_range(parts, *offsets[grid.rank : grid.rank + 2])
+        (logs,) = total([(values + spread).log().sum(dtype=torch.float64)], grid.group, grid.device)
+        return logs.to(self.dtype)
+
+    # ---- solving --------------------------------------------------------------------------------
+
+    def solve(self, b: Any, *, shift: Any = None) -> Any:
+        """The x of ``K @ x = b``, or of ``(K + shift * I) @ x = b``, directly.
+
+        Without a shift by the factors' inverses. With one by their eigenvectors: two products and a scaling; with
+        derivatives that solve again instead of going through eigenvectors, and so bear equal eigenvalues.
+
+        Args:
+            b: this rank's block of ``[n, M]``, or a DTensor.
+            shift: number or 0-dimensional tensor; needs symmetric factors.
+
+        Returns:
+            This rank's block of x, or a DTensor.
+
+        Raises:
+            TypeError: b of another kind or dtype, half-precision factors, or a shift that is no number.
+            ValueError: b does not fit, or a factor is not square or, with a shift, not symmetric.
+            torch.linalg.LinAlgError: without a shift, a factor is singular.
+        """
+        if shift is None:
+            return self.inverse() @ b
+        block = self._agree_on(b, shift=shift, call="solve")
+        return self._solve(b, block, shift, None, 0.0, 0, direct=True, preconditioner=True)[0]
+
+    def conjugate_gradients(
+        self,
+        b: Any,
+        *,
+        shift: Any = 0.0,
+        mask: Tensor | None = None,
+        tolerance: _Float = 1e-6,
+        max_iter: int = 1000,
+        preconditioner: bool | Callable[[Tensor], Tensor] = True,
+    ) -> Solution:
+        """The x of ``(K + shift * I) x = b``, or of its equations that a mask leaves, by conjugate gradients.
+
+        For many right-hand sides at once, each with step lengths of its own, until the last has converged. Derivatives to b, shift
+        and factors are those of the exact solution; their backward pass solves once more.
+
+        Args:
+            b: this rank's block of ``[n, M]``, or a DTensor.
+            shift: number or 0-dimensional tensor.
+            mask: this rank's ``[rows]`` of a boolean vector ``[n]``, the same for ranks of one row of the grid: solves
+                with the rows and columns of ``K + shift * I`` where it is true; x is 0 elsewhere.
+            tolerance: of the residual relative to b, of each column.
+            max_iter: stop after so many iterations, converged or not: look at the residual.
+            preconditioner: True takes the eigenvectors' inverse of ``K + shift * I``, which is exact without a mask; False none;
+                or a function of a block ``[rows, columns]`` of the residual, symmetric and positive definite as a whole.
+
+        Returns:
+            x, the number of iterations, and the largest relative residual.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: b or mask do not fit, factors are not square or (with this preconditioner) not symmetric, or
+                ``K + shift * I`` turns out not to be positive definite. Raised on every rank alike.
+        """
+        options = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner}
+        block = self._agree_on(b, shift=shift, mask=mask, call="conjugate_gradients", **options)
+        x, system = self._solve(b, block, shift, mask, tolerance, max_iter, direct=False, preconditioner=preconditioner)
+        return Solution(x, system.iterations, system.residual)
+
+    # ---- how it is done -----------------------------------------------------------------------
+
+    def _where(self, operand: Any) -> ProcessGrid | None:
+        """The grid for a block; a DTensor brings its own, which has to be of the same ranks."""
+        if isinstance(operand, DTensor):
+            mesh = self._grid.mesh
+            if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
+                raise value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist())
+            return grid_of(operand.device_mesh)
+        return self._grid
+
+    def _agree_on(self, b: Any, *, shift: Any, call: str, mask: Tensor | None = None, **options: Any) -> Any:
+        """All ranks go on with the same options, or raise the same error. Returns this rank's block of b."""
+        description: dict[str, Any] | Exception
+        block = None
+        try:
+            shift = check_scalar("shift", shift)
+            check_scalar_fits("shift", shift, self.factors[0], "factors[0]")
+            if self.dtype not in (torch.float32, torch.float64):
+                raise type_error("factors", "float32 or float64 for a solve with a shift", self.dtype)
+            if self.shape[0] != self.shape[1]:
+                raise value_error("factors", "square matrices for a solve with a shift", f"shape {self.shape}")
+            if mask is not None:
+                self._check_mask(mask)
+            block = None if b is None else self._block(b)
+            needs = torch.is_grad_enabled() and (self.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
+            shown = "a tensor" if isinstance(shift, Tensor) else shift
+            description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
+        except (TypeError, ValueError) as error:
+            description = error
+        agree(self._grid, description)
+        return block
+
+    def _block(self, b: Any) -> Tensor:
+        """This rank's block of a right-hand side."""
+        if isinstance(b, DTensor) and tuple(b.placements) != PLACEMENTS:
+            raise value_error("b", "a matrix placed [Shard(0), Shard(1)]", f"{b.placements}")
+        local = b.to_local() if isinstance(b, DTensor) else b
+        if not isinstance(local, Tensor):
+            raise type_error("b", "a torch tensor", type_name(local))
+        if local.dtype != self.dtype:
+            raise type_error("b", f"the factors' dtype {self.dtype}", local.dtype)
+        if local.device != self.device:
+            raise value_error("b", f"a tensor on the grid's device {self.device}", local.device)
+        low, high = self._rows()
+        if local.ndim != 2 or local.shape[0] != high - low:
+            expected = f"a matrix with {high - low} rows, block {self._grid.row} of {self._grid.shape[0]}"
+            raise value_error("b", expected, f"shape {tuple(local.shape)}")
+        return local
+
+    def _check_mask(self, mask: Any) -> None:
+        low, high = self._rows()
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise type_error("mask", "a tensor of bool", mask.dtype if isinstance(mask, Tensor) else type_name(mask))
+        if tuple(mask.shape) != (high - low,) or mask.device != self.device:
+            raise value_error("mask", f"shape ({high - low},), this rank's rows, on {self.device}", f"{tuple(mask.shape)} on {mask.device}")
+
+    def _rows(self) -> tuple[int, int]:
+        rows = self._grid.block((self.shape[0], 1))[0]
+        return rows.start, rows.stop
+
+    def _solve(
+        self,
+        b: Any,
+        block: Tensor,
+        shift: Any,
+        mask: Tensor | None,
+        tolerance: _Float,
+        max_iter: int,
+        *,
+        direct: bool,
+        preconditioner: bool | Callable[[Tensor], Tensor],
+    ) -> tuple[Any, System]:
+        column = None if mask is None else mask[:, None].to(self.dtype)
+        system = System(self._grid, list(self.factors), shift, column, tolerance, max_iter, direct, preconditioner)
+        x = solve(system, block if column is None else block * column)
+        if isinstance(b, DTensor):
+            x = DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))
+        return x, system
+
+
+def _checked(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
+    listed = factor_list(factors)
+    for i, f in enumerate(listed):
+        if not isinstance(f, Tensor):
+            raise type_error(f"factors[{i}]", "a torch tensor", type_name(f))
+        if isinstance(f, DTensor):
+            raise type_error(f"factors[{i}]", "a plain tensor that is the same on every rank", "a DTensor")
+    made = LocalKroneckerProduct(listed)
+    if made.ndim != 2:
+        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
+    if made.device != grid.device:
+        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
+    return made
+
+
+def _local_of(other: Any) -> LocalKroneckerProduct:
+    if not isinstance(other, KroneckerProduct):
+        raise type_error("other", "a distributed KroneckerProduct", type_name(other))
+    return other._local
+
+
+def _option_texts(**options: Any) -> dict[str, Any]:
+    """Options of conjugate gradients, checked, as they are compared between ranks."""
+    if not options:
+        return {}
+    tolerance, max_iter, preconditioner = (options[name] for name in ("tolerance", "max_iter", "preconditioner"))
+    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
+        raise type_error("tolerance", "a number", type_name(tolerance))
+    if not 0 <= float(tolerance) < math.inf:
+        raise value_error("tolerance", "a finite number, 0 or more", tolerance)
+    if check_integer("max_iter", max_iter) < 0:
+        raise value_error("max_iter", "a number of iterations", max_iter)
+    if not callable(preconditioner) and not isinstance(preconditioner, bool):
+        raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
+    kind = "a function" if callable(preconditioner) else preconditioner
+    return {"tolerance": float(tolerance), "max_iter": int(max_iter), "preconditioner": kind}

@@ -1,0 +1,212 @@
+"""Solving with ``K + shift * I`` on blocks: eigenvectors factor by factor, conjugate gradients, and derivatives of both.
+
+For symmetric factors ``F_i = Q_i L_i Q_i^T`` the product is ``K = Q L Q^T`` with Kronecker products Q and L, so that
+``(K + shift I)^-1 = Q (L + shift)^-1 Q^T``: two distributed multiplies and a scaling between them. Where some rows are
+missing (a mask), this is no inverse any more, but a preconditioner for conjugate gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.blocks import chunk_offsets
+from fastkron_py.distributed.failures import stage
+from fastkron_py.distributed.functional import kron_matmul_left
+from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.replicated import replicate
+from fastkron_py.errors import value_error
+from fastkron_py.functional import kronecker_algebra as algebra
+
+SYMMETRY: float = 64.0
+"""Units in the last place of a factor's largest element by which it may differ from its transpose."""
+
+
+class Solution(NamedTuple):
+    """What conjugate gradients found.
+
+    Attributes:
+        x: this rank's block of the solution, or a DTensor as b was.
+        iterations: how many there were.
+        residual: the largest over all columns of ``|b - A x| / |b|``, as the iteration has it.
+    """
+
+    x: Any
+    iterations: int
+    residual: float
+
+
+def kron_range(vectors: Sequence[Tensor], start: int, stop: int) -> Tensor:
+    """Elements start to stop of the Kronecker product of vectors, ``[stop - start]``, without making the others."""
+    lead = list(vectors)
+    tail: list[Tensor] = []
+    while lead and math.prod([len(v) for v in (lead[-1], *tail)]) <= max(1, stop - start):
+        tail.insert(0, lead.pop())
+    size = math.prod([len(v) for v in tail])
+    first, last = start // size, -(-stop // size)
+    index = torch.arange(first, last, device=vectors[0].device)
+    values = torch.ones(last - first, dtype=vectors[0].dtype, device=vectors[0].device)
+    for v in reversed(lead):
+        values = values * v[index % len(v)]
+        index = index // len(v)
+    for v in tail:
+        values = (values[:, None] * v).flatten()
+    return values[start - first * size : stop - first * size]
+
+
+@dataclass
+class System:
+    """``A = K + shift * I``, or with a mask ``M (K + shift I) M + (I - M)``, on this rank's block of rows.
+
+    Attributes:
+        grid: the ranks; rows are spread over its rows, columns of right-hand sides over its columns.
+        factors: symmetric, ``[P_i, P_i]``.
+        shift: number or 0-dimensional tensor.
+        mask: ``[rows, 1]`` of this rank's rows, 1 where there is an equation and 0 where there is none; None for all.
+        tolerance: of conjugate gradients, relative.
+        max_iter: of conjugate gradients.
+        direct: without a mask, use eigenvectors alone.
+        preconditioner: whether conjugate gradients use them, or a function of this rank's block.
+    """
+
+    grid: ProcessGrid
+    factors: list[Tensor]
+    shift: Tensor | float
+    mask: Tensor | None
+    tolerance: float
+    max_iter: int
+    direct: bool
+    preconditioner: bool | Callable[[Tensor], Tensor]
+    iterations: int = 0
+    residual: float = 0.0
+
+    @cached_property
+    def eigen(self) -> tuple[Tensor, list[Tensor]]:
+        """This rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors."""
+        with torch.no_grad():
+            parts = symmetric_eigh(self.factors)
+            n = math.prod([len(values) for values, _ in parts])
+            offsets = chunk_offsets(n, self.grid.shape[0])
+            values = kron_range([values for values, _ in parts], *offsets[self.grid.row : self.grid.row + 2])
+            return values[:, None], [vectors for _, vectors in parts]
+
+    def apply(self, x: Tensor, factors: Sequence[Tensor], shift: Tensor | float) -> Tensor:
+        """``A x``."""
+        inside = x if self.mask is None else x * self.mask
+        y = kron_matmul_left(list(factors), inside, grid=self.grid) + shift * inside
+        return y if self.mask is None else y * self.mask + x * (1 - self.mask)
+
+    def precondition(self, r: Tensor) -> Tensor:
+        """An approximation of ``A^-1 r``: without a mask the inverse itself."""
+        if callable(self.preconditioner):
+            mapped: Tensor = self.preconditioner(r)
+            return mapped
+        if not self.preconditioner:
+            return r
+        inside = r if self.mask is None else r * self.mask
+        values, vectors = self.eigen
+        z = kron_matmul_left([q.mT for q in vectors], inside, grid=self.grid)
+        z = kron_matmul_left(vectors, z / (values + self.shift), grid=self.grid)
+        return z if self.mask is None else z * self.mask + r * (1 - self.mask)
+
+    def solve(self, b: Tensor) -> Tensor:
+        """``A^-1 b``, without derivatives. Notes iterations and the residual."""
+        with torch.no_grad():
+            return self.precondition(b) if self.direct else self._conjugate_gradients(b)
+
+    def _conjugate_gradients(self, b: Tensor) -> Tensor:
+        x, r = torch.zeros_like(b), b.clone()
+        z = self.precondition(r)
+        p = z.clone()
+        rz, start = self._dots((r, z), (r, r))
+        self.iterations, self.residual = 0, self._worst(torch.where(start > 0, 1.0, 0.0))
+        while self.residual > self.tolerance and self.iterations < self.max_iter:
+            ap = self.apply(p, self.factors, self.shift)
+            (curvature,) = self._dots((p, ap))
+            active = rz > 0
+            broken = active & ~(curvature > 0)
+            step = torch.where(active & ~broken, rz / curvature, 0.0)
+            x += step.to(b.dtype) * p
+            r -= step.to(b.dtype) * ap
+            z = self.precondition(r)
+            before = rz
+            rz, rr = self._dots((r, z), (r, r))
+            p = z + torch.where(before > 0, rz / before, 0.0).to(b.dtype) * p
+            self.iterations += 1
+            ratio = torch.where(start > 0, (rr / start).sqrt(), 0.0)
+            self.residual = self._worst(torch.where(broken, math.inf, ratio))
+            if not math.isfinite(self.residual):
+                shown = f"a direction of no positive curvature, or no number, in iteration {self.iterations}"
+                raise value_error("factors, shift", "a positive definite K + shift I, and a positive definite preconditioner", shown)
+        return x
+
+    def _dots(self, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """Products of columns, ``[pairs, columns]`` in float64, summed over the ranks that hold rows of these columns."""
+        sums = torch.stack([(a.double() * c.double()).sum(0) for a, c in pairs])
+        with stage("conjugate gradients: dot products", self.grid.col_group):
+            dist.all_reduce(sums, group=self.grid.col_group)
+        return sums
+
+    def _worst(self, residuals: Tensor) -> float:
+        """The largest of all columns on all ranks, so that all stop together; not a number counts as infinite."""
+        largest = residuals.nan_to_num(nan=math.inf, posinf=math.inf).amax() if residuals.numel() else residuals.new_zeros(())
+        if self.grid.shape[1] > 1:
+            with stage("conjugate gradients: largest residual", self.grid.row_group):
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.grid.row_group)
+        return float(largest)
+
+
+def symmetric_eigh(factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues and eigenvectors of each factor.
+
+    Raises:
+        ValueError: a factor is not square or not symmetric.
+    """
+    algebra.check_square(factors, "a solve with K + shift I")
+    for i, f in enumerate(factors):
+        largest = f.detach().abs().amax()
+        if (f.detach() - f.detach().mT).abs().amax() > SYMMETRY * torch.finfo(f.dtype).eps * largest:
+            raise value_error(f"factors[{i}]", "a symmetric matrix", "one that differs from its transpose")
+    return algebra.per_factor(factors, "eigh", torch.linalg.eigh)
+
+
+class _Solve(torch.autograd.Function):
+    """``A^-1 b``, by implicit differentiation: the backward pass solves with A again, and keeps no iterate."""
+
+    @staticmethod
+    def forward(ctx: Any, system: System, b: Tensor, shift: Tensor, *factors: Tensor) -> Tensor:
+        x = system.solve(b)
+        ctx.system = system
+        ctx.save_for_backward(x, shift, *factors)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        system, again = ctx.system, torch.is_grad_enabled()
+        x, shift, *factors = ctx.saved_tensors
+        adjoint = _Solve.apply(system, gradient.contiguous(), shift, *factors)  # type: ignore[no-untyped-call]
+        wanted = ctx.needs_input_grad[2:]
+        if not any(wanted):
+            return None, adjoint, *[None for _ in wanted]
+        with torch.enable_grad():
+            # Views of their own: what x itself owes to factors and shift belongs to its own derivative.
+            own = [t.view_as(t) if need else t.detach() for t, need in zip((shift, *factors), wanted, strict=True)]
+            (spread,) = replicate([own[0]], system.grid.group, system.grid.device) if wanted[0] else (own[0],)
+            image = system.apply(x, own[1:], spread)
+            chosen = [t for t, need in zip(own, wanted, strict=True) if need]
+            found = iter(torch.autograd.grad(image, chosen, -adjoint, create_graph=again))
+        return None, adjoint, *[next(found) if need else None for need in wanted]
+
+
+def solve(system: System, b: Tensor) -> Tensor:
+    """``A^-1 b`` with derivatives of every order to b, shift and factors."""
+    shift = torch.as_tensor(system.shift, dtype=b.dtype, device=b.device)
+    x: Tensor = _Solve.apply(system, b, shift, *system.factors)  # type: ignore[no-untyped-call]
+    return x
