@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, start
 from rank_pool import RankPool
 
 from fastkron_py.distributed import init_process_group
@@ -21,28 +20,11 @@ from fastkron_py.distributed.bootstrap import judge
 from fastkron_py.distributed.failures import pack_error
 from fastkron_py.distributed.launch import find_launch, first_host
 
-HERE = Path(__file__).parent
-LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "TORCHELASTIC")
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"} | more
-
-
-def start(command: list[str], seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = clean_environment(**variables)
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
-
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])
-
-
-JOB = [sys.executable, "-W", "error", str(HERE / "job.py")]
-MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def expected(launcher: str, size: int) -> list[dict]:

@@ -37,4 +37,9 @@ def test_learn_blur_predicts_patches_held_out() -> None:
 def test_every_example_is_run() -> None:
     if not EXAMPLES.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")
-    assert {p.name for p in EXAMPLES.glob("*.py")} == {"deblur.py", "learn_blur.py"}
+    assert {p.name for p in EXAMPLES.glob("*.py")} == {
+        "deblur.py",
+        "learn_blur.py",
+        "multi_gpu_gp.py",
+        "multi_gpu_kron.py",
+    }  # the latter: tests/distributed

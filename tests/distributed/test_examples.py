@@ -1,0 +1,70 @@
+"""The distributed examples, under torchrun, under mpiexec and alone: they say the same whatever the grid is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import HERE, MPIEXEC, start
+
+EXAMPLES = HERE.parents[1] / "examples"
+ALONE = [sys.executable, "-W", "error"]
+
+
+def launch(launcher: str, size: int) -> list[str]:
+    if launcher == "mpiexec":
+        assert MPIEXEC is not None
+        return [MPIEXEC, "-n", str(size), *ALONE]
+    if launcher == "torchrun":
+        return [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return ALONE
+
+
+def run(launcher: str, size: int, name: str, *options: str) -> str:
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    result = start([*launch(launcher, size), str(EXAMPLES / name), "--backend", "gloo", *options], seconds=150)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def figures(text: str) -> dict[str, float]:
+    """The first number of each line "label:   number ..."."""
+    return {label: float(number) for label, number in re.findall(r"^([a-z' ]+): +(-?[\d.]+)", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "options", "sent"),
+    [
+        ("alone", 1, [], 0),
+        ("torchrun", 2, ["--grid", "1x2", "--dtype", "float64"], 2),
+        ("mpiexec", 4, ["--grid", "2x2", "--factors", "5", "3", "7"], 2),
+        ("mpiexec", 4, ["--grid", "1x4", "--backward"], 0),
+    ],
+)
+def test_kron(launcher: str, size: int, options: list[str], sent: int) -> None:
+    """The example itself compares the result with what it has to be; it ends with an error if they differ."""
+    printed = run(launcher, size, "multi_gpu_kron.py", "--repeat", "2", "--rows", "6", *options)
+    assert re.search(r"relative error: +\d\.\de-\d+\nmeasured: +[\d.e+]+ ms, [\de.+-]+ TFLOP/s on \d cpu ranks", printed)
+    assert ("exchanged: " in printed) == bool(sent)
+    if sent:
+        assert re.search(r"hidden: +\d+ %", printed)
+
+
+def test_gaussian_process(tmp_path: Path) -> None:
+    options = ["--stride", "10", "--steps", "2", "--probes", "3", "--samples", "4"]
+    found = []
+    for launcher, size, grid in [("alone", 1, "auto"), ("torchrun", 2, "2x1"), ("mpiexec", 4, "2x2")]:
+        picture = tmp_path / f"{launcher}.png"
+        printed = run(launcher, size, "multi_gpu_gp.py", *options, "--grid", grid, "--out", str(picture))
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        found.append(figures(printed))
+    alone = found[0]
+    assert alone["error where removed"] < 120  # metres; the heights' own deviation is 160
+    assert 30 < alone["within two deviations"] <= 100
+    iterations = alone.pop("iterations at the end")
+    for other in found[1:]:
+        assert other.pop("iterations at the end") == pytest.approx(iterations, rel=0.1)  # rounding moves the end a little
+        assert other == pytest.approx(alone, rel=2e-3)
