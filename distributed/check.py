@@ -43,12 +43,13 @@ class Members(Protocol):
 class Agreement:
     """A check under way. What it says is known when `settle` returns."""
 
-    def __init__(self, grid: Members, text: str, local: Sequence[int], error: Exception | None) -> None:
+    def __init__(self, grid: Members, call: str, text: str, local: Sequence[int], error: Exception | None) -> None:
         self._control = grid.control
+        self._stage = f"{call}: {STAGE}" if call else STAGE
         self._text = text
         self._error = error
         own = torch.tensor([*_digest(text), *local, *[0] * (LOCAL - len(local))], dtype=torch.int64)
-        with stage(STAGE, self._control.ranks):
+        with stage(self._stage, self._control.ranks):
             self._all, self._work = self._control.gather(own)
 
     def settle(self) -> list[tuple[int, ...]]:
@@ -64,7 +65,7 @@ class Agreement:
         """
         if self._work is not None:
             work, self._work = self._work, None
-            with stage(STAGE, self._control.ranks):
+            with stage(self._stage, self._control.ranks):
                 work.wait()
         rows = self._all.tolist()
         if any(row[:2] != rows[0][:2] for row in rows):
@@ -80,8 +81,8 @@ def announce(grid: Members, description: Mapping[str, Any] | Exception, *, local
 
     Args:
         grid: the ranks.
-        description: what has to be the same everywhere, by name, as JSON has it (numbers, strings, lists); or the error
-            that this rank met when it looked at its arguments or allocated memory, for all to raise.
+        description: what has to be the same everywhere, by name, as JSON has it (numbers, strings, lists), with the
+            call's name as "call"; or the error that this rank met when it looked at its arguments, for all to raise.
         local: up to four numbers that may differ, for all to know.
 
     Returns:
@@ -95,7 +96,8 @@ def announce(grid: Members, description: Mapping[str, Any] | Exception, *, local
         raise value_error("local", f"at most {LOCAL} numbers", len(local))
     error = description if isinstance(description, Exception) else None
     content = {"error": pack_error(error)} if error is not None else {"fields": description}
-    return Agreement(grid, json.dumps(content, separators=(",", ":")), local, error)
+    call = str(description.get("call", "")) if isinstance(description, Mapping) else ""
+    return Agreement(grid, call, json.dumps(content, separators=(",", ":")), local, error)
 
 
 def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:

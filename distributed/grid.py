@@ -64,7 +64,7 @@ class ProcessGrid:
         try:
             self._shape = _grid_shape(shape, ranks, self._ranks)
             self._device = _grid_device(device, shape)
-            description = {"shape": list(self._shape), "device": self._device.type}
+            description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type}
         except (TypeError, ValueError) as error:
             description = error
         agree(self, description)
@@ -213,7 +213,7 @@ def _level(grid: ProcessGrid) -> None:
     of one rank alone fill up what is missing; ranks of a grid then make groups in step.
     """
     known = len(dist.distributed_c10d._world.pg_names)
-    most = max(counts[0] for counts in agree(grid, {"step": "groups of a grid"}, local=(known,)))
+    most = max(counts[0] for counts in agree(grid, {"call": "ProcessGrid, before its groups"}, local=(known,)))
     for _ in range(most - known):
         _new_group([dist.get_rank()])
 
