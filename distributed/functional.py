@@ -19,6 +19,7 @@ from fastkron_py.distributed.check import agree
 from fastkron_py.distributed.direct import direct_for
 from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.memory import explained, fit, free_memory
 from fastkron_py.distributed.pipeline import Pipeline
 from fastkron_py.distributed.planner import Plan
 from fastkron_py.distributed.planner import plan as make_plan
@@ -175,9 +176,10 @@ def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precis
     except (TypeError, ValueError) as error:
         agree(where, error)
         raise  # not reached: agree raises on all ranks
-    shapes = agree(where, call.description(), local=tuple(call.x.shape))
-    m = _check_blocks(shapes, where, call)
-    y = _multiply(call, m)
+    # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
+    found = agree(where, call.description(), local=(*call.x.shape, free_memory(call.x)))
+    m = _check_blocks([sizes[:2] for sizes in found], where, call)
+    y = _multiply(call, m, [sizes[2] for sizes in found])
     if not isinstance(x, DTensor):
         return y
     ps, qs = call.sizes
@@ -185,7 +187,7 @@ def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precis
     return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=torch.Size(size), stride=(size[1], 1))
 
 
-def _multiply(call: _Call, m: int) -> Tensor:
+def _multiply(call: _Call, m: int, free: Sequence[int]) -> Tensor:
     grid, alpha, beta = call.grid, call.alpha, call.beta
     shared = [*call.factors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
@@ -199,11 +201,14 @@ def _multiply(call: _Call, m: int) -> Tensor:
     if parts == 1:
         y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
     else:
-        chosen = call.plan or _planned(_problem(call, m), grid.shape, grid.device.type)
+        chosen = fit(call.plan or _planned(_problem(call, m), grid.shape, grid.device.type), free, grid.ranks)
         group = grid.col_group if call.left else grid.row_group
         direct = direct_for(grid, group, _lines(grid, call.left), chosen.most_elements * x.element_size()) if chosen.direct else None
         line = Line(group, parts, grid.row if call.left else grid.col, direct)
-        y = _run(Pipeline(chosen, line, factors, alpha, call.precision, call.name), x, call.recompute)
+        try:
+            y = _run(Pipeline(chosen, line, factors, alpha, call.precision, call.name), x, call.recompute)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, chosen) from error
         if z is not None:
             y = y + beta * z
     return y.mT.contiguous() if call.left else y

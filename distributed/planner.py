@@ -16,7 +16,7 @@ from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 
 CHUNKS: Final = (1, 2, 4, 8, 16, 32)
-BY_ROWS: Final = "rows"
+BY_ROWS: Final[Literal["rows"]] = "rows"
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Plan:
     def by_rows(self) -> bool:
         """Whether ranks exchange columns for whole rows, multiply these by all factors, and exchange back."""
         return not self.cuts
+
+    @property
+    def stages(self) -> tuple[int, ...] | Literal["rows"]:
+        """What makes `plan` choose these stages again."""
+        return self.cuts or BY_ROWS
 
     @cached_property
     def way(self) -> Way:

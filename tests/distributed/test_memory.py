@@ -1,0 +1,86 @@
+"""Plans that have to fit into memory: more chunks, or one error on every rank that says what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+
+from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed.memory import PLENTY, fit, gib, needed
+
+PROBLEM = Problem(1024, (64,) * 3, (64,) * 3)
+
+
+def test_enough_leaves_the_plan_alone() -> None:
+    chosen = plan(PROBLEM, (2, 2), chunks=1)
+    assert fit(chosen, [PLENTY] * 4, range(4)) is chosen
+    assert fit(chosen, [PLENTY, needed(chosen), PLENTY, 10**12], range(4)) is chosen
+
+
+def test_the_result_and_its_buffers_are_counted() -> None:
+    chosen = plan(PROBLEM, (2, 2), chunks=1)
+    block = 512 * 64**3 // 2 * 4
+    assert needed(chosen) >= 3 * block  # the result, an operand and a product
+    assert needed(chosen) < 4 * block
+
+
+def test_more_chunks_where_memory_is_short() -> None:
+    chosen = plan(PROBLEM, (2, 2), chunks=1)
+    smaller = fit(chosen, [PLENTY, needed(chosen) - 1, PLENTY, PLENTY], range(4))
+    assert smaller.chunks > 1
+    assert needed(smaller) < needed(chosen)
+    assert (smaller.grid, smaller.cuts) == (chosen.grid, chosen.cuts)
+
+
+def test_too_little_says_what_is_needed_and_what_would_do() -> None:
+    wide = Problem(4, (8, 8, 8), (64, 64, 64))  # a narrow x and a wide result
+    tall = plan(wide, (1, 4), chunks=1)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(tall, [PLENTY, PLENTY, 1000, PLENTY], [4, 5, 6, 7])
+    least = needed(plan(wide, (1, 4), stages=tall.cuts, chunks=64))
+    text = str(caught.value)
+    assert text.startswith(f"plan: expected {gib(least)} of free memory on each rank beside x")
+    assert "on a 1 x 4 grid; got 0.000954 MiB on rank 6; no grid of 4 ranks needs less than" in text
+
+
+def test_another_grid_is_named() -> None:
+    problem = Problem(1, (32, 32, 32), (32, 32, 32))  # one row: a grid of four rows gives it all to one rank
+    rows = plan(problem, (4, 1))
+    columns = plan(problem, (1, 4), chunks=1)
+    assert needed(columns) < needed(rows)
+    with pytest.raises(torch.OutOfMemoryError, match=r"a 1 x 4 grid with \d+ chunks needs"):
+        fit(rows, [needed(columns)] * 4, range(4))
+
+
+def test_gradients_are_named() -> None:
+    problem = replace(PROBLEM, gradients=True)
+    chosen = plan(problem, (1, 4))
+    limit = needed(plan(PROBLEM, (1, 4), stages=chosen.cuts, chunks=64))
+    with pytest.raises(torch.OutOfMemoryError, match="without gradients, or with recompute=True"):
+        fit(chosen, [limit] * 4, range(4))
+
+
+def run_short(short):
+    import fastkron_py.distributed.functional as functional
+
+    real = functional.free_memory
+    functional.free_memory = lambda x: short if dist.get_rank() == 1 else PLENTY
+    try:
+        size = dist.get_world_size()
+        x = torch.ones(16, 512 // size)
+        y = kron_matmul(x, [torch.ones(8, 8)] * 3, grid=ProcessGrid((1, size)))
+        return bool((y == 512).all())
+    finally:
+        functional.free_memory = real
+
+
+def test_every_rank_hears_of_one_that_is_short(ranks: RankPool) -> None:
+    for outcome in ranks.outcomes(run_short, 100):
+        assert outcome.error == "OutOfMemoryError"
+        assert outcome.message.startswith("plan: expected ")
+        assert f"1 x {ranks.world_size} grid; got 9.54e-05 MiB on rank 1; " in outcome.message
+    assert all(ranks.run(run_short, 10**9))
