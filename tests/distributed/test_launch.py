@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -27,6 +28,13 @@ def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
     return sorted(lines, key=lambda line: line["rank"])
 
 
+def together(commands: list[list[str]], variables: list[dict[str, str]]) -> list[dict]:
+    """What several commands that run at the same time report."""
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda pair: start(pair[0], **pair[1]), zip(commands, variables, strict=True)))
+    return sorted([r for result in results for r in reports(result)], key=lambda r: r["rank"])
+
+
 def expected(launcher: str, size: int) -> list[dict]:
     rows = size // 2
     return [
@@ -41,6 +49,18 @@ def test_torchrun() -> None:
     assert reports(start(torchrun)) == expected("torchrun", 2)
 
 
+def test_torchrun_on_two_nodes() -> None:
+    """Two agents, as on two hosts; ranks are counted through, local ranks on each node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *common]
+    found = together([[*torchrun, "--node-rank", str(node), str(HERE / "job.py")] for node in range(2)], [{}, {}])
+    assert [r["local_rank"] for r in found] == [0, 1, 0, 1]
+    assert found == [e | {"local_rank": e["rank"] % 2, "local_world_size": 2} for e in expected("torchrun", 4)]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_mpiexec(size: int) -> None:
     assert MPIEXEC is not None, "the mpich wheel of the test extra brings mpiexec"
@@ -49,18 +69,8 @@ def test_mpiexec(size: int) -> None:
 
 def test_slurm() -> None:
     """What srun sets, without Slurm: two processes, the first one's port derived from the job's number."""
-    results: list[subprocess.CompletedProcess[str]] = []
-
-    def run(rank: int) -> None:
-        slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "127.0.0.1"}
-        results.append(start(JOB, **slurm, SLURM_JOB_ID=str(os.getpid()), SLURM_STEP_ID="0"))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = sorted([r for result in results for r in reports(result)], key=lambda r: r["rank"])
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
+    found = together([JOB, JOB], [slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)])
     assert found == expected("slurm", 2)
 
 
