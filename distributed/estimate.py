@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, even_offsets, widths
+from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
 from fastkron_py.distributed.cost import Links, copy_seconds, multiply_seconds
 from fastkron_py.distributed.problem import Problem
 
@@ -122,7 +122,8 @@ def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chun
     """
     inner, outer = math.prod(problem.inner), math.prod(problem.outer)
     blocks = [max(widths(chunk_offsets(n, parts))) for n in (inner, outer)]
-    chunk = -(-rows // chunks)
+    sizes = chunk_rows(rows, chunks, parts if way is None else 1)
+    chunk = max(sizes)
     if way is None:
         share = -(-chunk // parts)
         buffer = max(max(blocks) * chunk, share * max(inner, outer))
@@ -132,7 +133,7 @@ def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chun
         products = [max(widths(s.offsets)) // s.p * s.q for s in way.stages]
         buffer = chunk * max(*operands, *products)
         saved = rows * sum(operands if way.first else operands[1:])
-    total = rows * sum(blocks) + 2 * min(IN_FLIGHT, chunks) * buffer
+    total = rows * sum(blocks) + 2 * min(IN_FLIGHT, len(sizes)) * buffer
     if problem.gradients:
         total += rows * sum(blocks) + saved
     factors = sum(p * q for p, q in zip(problem.ps, problem.qs, strict=True)) * (2 if problem.gradients else 1)

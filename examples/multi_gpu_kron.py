@@ -14,6 +14,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,12 @@ def seconds(work: Callable[[], object], grid: ProcessGrid, repeat: int) -> float
 
 
 def multiply_only(chosen: Plan, grid: ProcessGrid, factors: list[torch.Tensor], rows: int) -> Callable[[], object]:
-    """The multiplies of all stages on this rank, on operands of their shapes, without exchanges."""
+    """The multiplies of this rank, on operands of their shapes, without exchanges."""
     work = []
+    if chosen.by_rows:
+        share = -(-rows // chosen.parts)
+        operand = torch.randn(share, math.prod(chosen.problem.inner), device=grid.device).to(factors[0].dtype)
+        return lambda: local_kron_matmul(operand, factors)
     for stage in chosen.way.stages:
         slices = (stage.offsets[grid.col + 1] - stage.offsets[grid.col]) // stage.p
         operand = torch.randn(rows * slices, stage.p, device=grid.device).to(factors[0].dtype)
@@ -72,13 +77,13 @@ def multiply_only(chosen: Plan, grid: ProcessGrid, factors: list[torch.Tensor], 
     return lambda: [local_kron_matmul(operand, some) for operand, some in work]
 
 
-def exchange_only(chosen: Plan, grid: ProcessGrid, rows: int, dtype: torch.dtype) -> Callable[[], object]:
+def exchange_only(chosen: Plan, grid: ProcessGrid, dtype: torch.dtype) -> Callable[[], object]:
     """All exchanges of this rank, in one chunk each, of buffers that are packed already."""
     me, peers = grid.col, range(grid.shape[1])
     buffers = []
-    for exchange in chosen.exchanges:
-        outgoing = [rows * exchange.size(me, peer) for peer in peers]
-        arriving = [rows * exchange.size(peer, me) for peer in peers]
+    for (leg,) in replace(chosen, chunks=1).legs(grid.row):
+        outgoing = [leg.size(me, peer) for peer in peers]
+        arriving = [leg.size(peer, me) for peer in peers]
         buffers.append(
             (torch.zeros(sum(arriving), dtype=dtype, device=grid.device), torch.zeros(sum(outgoing), dtype=dtype, device=grid.device))
         )
@@ -136,11 +141,11 @@ def main() -> None:
     lines.append(
         f"measured:          {total * 1e3:.3g} ms, {flops / total / 1e12:.3g} TFLOP/s on {info.world_size} {info.device.type} ranks"
     )
-    if chosen.exchanges and not options.backward:
+    if chosen.bytes_total and not options.backward:
         alone = seconds(multiply_only(chosen, grid, factors, x.shape[0]), grid, options.repeat)
-        moves = seconds(exchange_only(chosen, grid, x.shape[0], dtype), grid, options.repeat)
+        moves = seconds(exchange_only(chosen, grid, dtype), grid, options.repeat)
         hidden = min(1.0, max(0.0, (alone + moves - total) / min(alone, moves)))
-        lines.append(f"exchanged:         {chosen.bytes_total / 1e6:.4g} MB by all ranks in {len(chosen.exchanges)} exchanges")
+        lines.append(f"exchanged:         {chosen.bytes_total / 1e6:.4g} MB by all ranks in {len(chosen.legs(0))} exchanges")
         lines.append(f"multiplies alone:  {alone * 1e3:.3g} ms; exchanges alone: {moves * 1e3:.3g} ms")
         lines.append(f"hidden:            {100 * hidden:.0f} % of the shorter of the two")
     if info.rank == 0:

@@ -41,7 +41,7 @@ def test_too_little_says_what_is_needed_and_what_would_do() -> None:
     tall = plan(wide, (1, 4), chunks=1)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit(tall, [PLENTY, PLENTY, 1000, PLENTY], [4, 5, 6, 7])
-    least = needed(plan(wide, (1, 4), stages=tall.cuts, chunks=64))
+    least = needed(plan(wide, (1, 4), stages=tall.stages, chunks=64))
     text = str(caught.value)
     assert text.startswith(f"plan: expected {gib(least)} of free memory on each rank beside x")
     assert "on a 1 x 4 grid; got 0.000954 MiB on rank 6; no grid of 4 ranks needs less than" in text
@@ -59,7 +59,7 @@ def test_another_grid_is_named() -> None:
 def test_gradients_are_named() -> None:
     problem = replace(PROBLEM, gradients=True)
     chosen = plan(problem, (1, 4))
-    limit = needed(plan(PROBLEM, (1, 4), stages=chosen.cuts, chunks=64))
+    limit = needed(plan(PROBLEM, (1, 4), stages=chosen.stages, chunks=64))
     with pytest.raises(torch.OutOfMemoryError, match="without gradients, or with recompute=True"):
         fit(chosen, [limit] * 4, range(4))
 
