@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
+from fastkron_py.distributed import Problem, plan
 from fastkron_py.tuning.fragments import fragment_config, fragments
 from fastkron_py.tuning.plan import Step
 
@@ -122,7 +123,7 @@ def rooms(path: Path) -> None:
         ("tuning", "plans and launch configurations, plain Python"),
         ("shapes, errors", "shape rules and wording, no tensors"),
     ]
-    built = {"cli", "functional", "ops", "kernels", "tuning", "shapes, errors"}
+    built = {"cli", "distributed", "functional", "ops", "kernels", "tuning", "shapes, errors"}
     for i, (name, text) in enumerate(layers):
         y = 0.5 + 1.3 * i
         face = "#e4edf5" if name in built else "white"
@@ -191,12 +192,19 @@ def tile_way(path: Path) -> None:
     figure.savefig(path)
 
 
+def distributed(folder: Path) -> None:
+    """How blocks move between ranks: by stages, where nothing divides evenly, and by whole rows."""
+    plan(Problem(8, (5,) * 3, (5,) * 3), (1, 4), stages=(2, 1)).picture(folder / "distributed_stages.png")
+    plan(Problem(8, (64,) * 3, (64,) * 3), (1, 4), stages="rows").picture(folder / "distributed_rows.png")
+
+
 def main(folder: Path) -> None:
     """Draw every figure into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     mode_multiply(folder / "mode_multiply.png")
     rooms(folder / "rooms.png")
     tile_way(folder / "tile_way.png")
+    distributed(folder)
 
 
 if __name__ == "__main__":
