@@ -210,7 +210,7 @@ def _multiply(call: _Call, m: int, free: Sequence[int]) -> Tensor:
         except torch.OutOfMemoryError as error:
             raise explained(error, chosen) from error
         if z is not None:
-            y = y + beta * z
+            y = y + beta * z if isinstance(beta, Tensor) else torch.add(y, z, alpha=beta)
     return y.mT.contiguous() if call.left else y
 
 

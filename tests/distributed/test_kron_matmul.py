@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ import fastkron_py
 from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, kron_matmul_left, plan
 from fastkron_py.distributed.blocks import chunk_offsets
+from fastkron_py.distributed.direct import SLOTS, Direct
 from fastkron_py.testing import assert_close
 
 # M, factors, stages. First what FastKron's own tests run on several GPUs, scaled down, then what it refuses.
@@ -335,6 +337,93 @@ def sent(shape, left):
 @pytest.mark.parametrize("left", [False, True])
 def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
     ranks.run(sent, grid_shape, left)
+
+
+# ---- direct stores -----------------------------------------------------------------------------
+
+
+class Files(Direct):
+    """Slots in files that all ranks of a host map, in place of GPU memory that peers can reach."""
+
+    def __init__(self, folder: str, group: dist.ProcessGroup, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.group = group
+        self.stored = self.refused = 0
+        self._taken, self._next = [False] * SLOTS, 0
+        names = [f"{folder}{r}" for r in dist.get_process_group_ranks(group)]
+        self._slots = [torch.from_file(n, shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8) for n in names]
+        self._slots[dist.get_rank(group)].fill_(255)  # NaN
+        dist.barrier(group)
+
+    def take(self, size):
+        found = super().take(size)
+        self.stored, self.refused = self.stored + (found is not None), self.refused + (found is None)
+        return found
+
+    def block(self, slot, peer, elements, dtype):
+        return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
+
+    def store(self, slot, local, copies):
+        dist.barrier(self.group)
+        copies()
+        dist.barrier(self.group)
+        return mock.Mock()
+
+    def release(self, slot):
+        self._slots[dist.get_rank(self.group)][slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = 255
+        super().release(slot)
+
+
+def direct_stores(shape, left, folder):
+    if (grid := grid_for(shape)) is None:
+        return None
+    made = []
+
+    def files(grid, group, lines, slot_bytes):
+        assert dist.get_process_group_ranks(group) in [[grid.ranks[r] for r in line] for line in lines]
+        made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
+        return made[-1]
+
+    for m, sizes, stages in list(PROBLEMS.values())[::3]:
+        for kind, chunks in ((stages, 6), ("rows", 2)):
+            ps, qs = zip(*sizes, strict=True)
+            how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages=kind, chunks=chunks, direct=True)
+            x, factors, _ = make(m, sizes, left=left)
+            tensors = [t.requires_grad_() for t in (block(x, grid).clone(), *[f.clone() for f in factors])]
+            whole = [t.clone().requires_grad_() for t in (x, *factors)]
+            expected = single(whole[0], whole[1:], left)
+            expected.square().sum().backward()
+            with mock.patch("fastkron_py.distributed.functional.direct_for", files):
+                with torch.no_grad():
+                    assert torch.equal(multiply(tensors[0], tensors[1:], left, grid=grid, plan=how), block(expected, grid))
+                y = multiply(tensors[0], tensors[1:], left, grid=grid, plan=how)
+                assert torch.equal(y, block(expected, grid))
+                y.square().sum().backward()
+            assert torch.equal(tensors[0].grad, block(whole[0].grad, grid))
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(tensors[1:], whole[1:], strict=True))
+            assert not any(any(d._taken) for d in made)
+    return sum(d.stored for d in made), sum(d.refused for d in made)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+@pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
+def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, tmp_path: Path) -> None:
+    """The same results where slots are taken, and where there are none left and the all-to-all steps in."""
+    for stored, refused in own_ranks.run(direct_stores, shape, left, str(tmp_path)):
+        assert stored > 50
+        assert refused > 0
+
+
+def direct_without_gpus():
+    grid = ProcessGrid((1, dist.get_world_size()))
+    x, factors, _ = make(6, ((4, 4),) * 2)
+    how = plan(Problem(6, (4, 4), (4, 4), torch.float64), grid.shape, direct=True)
+    found = kron_matmul(block(x, grid), [f.to(grid.device) for f in factors], grid=grid, plan=how)
+    assert torch.equal(found, block(single(x, factors), grid))
+
+
+def test_direct_stores_are_left_out_where_they_cannot_be(ranks: RankPool) -> None:
+    ranks.run(direct_without_gpus)
 
 
 # ---- refusals and failures ---------------------------------------------------------------------
