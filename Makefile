@@ -48,7 +48,7 @@ check-imports: $(TEST_READY)
 test-gpu: $(TEST_READY)  ## every test, kernels compiled; on a prepared machine: make test-gpu PYTHON=python3 VENV=
 	TRITON_INTERPRET=0 $(PYTEST) $(PARALLEL) -m "not dist" $(PYTEST_ARGS)
 
-test-dist: $(TEST_READY)  ## tests over several processes (N=4)
+test-dist: $(TEST_READY)  ## tests over N=4 processes, on GPUs where there are as many
 	FASTKRON_TEST_RANKS=$(N) $(PYTEST) -m dist $(PYTEST_ARGS)
 
 test-wheel: $(TEST_READY)  ## build the wheel, install it in a new environment, run the tests against it

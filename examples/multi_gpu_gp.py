@@ -205,11 +205,11 @@ def main() -> None:
     )
     described = TextColumn("{task.description}")
     with Progress(described, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("log likelihood", total=options.steps)
+        task = progress.add_task("", total=options.steps)
         for number in range(options.steps):
             found = process.step(number, options.probes)
             optimiser.step()
-            text = f"log likelihood {found['likelihood']:.4f} a point, {found['iterations']} iterations"
+            text = f"log likelihood {found['likelihood']:.4f} a point (approximate), {found['iterations']} iterations"
             progress.update(task, advance=1, description=text)
     scale_y, scale_x, variance, noise = process.logs.detach().exp().tolist()
     mean, deviation, iterations = (v.cpu() if isinstance(v, Tensor) else v for v in process.posterior(options.samples))
@@ -220,7 +220,7 @@ def main() -> None:
     console.print(f"length scales:         {scale_y:.3f} and {scale_x:.3f} points")
     console.print(f"kernel's deviation:    {math.sqrt(variance) * data.unit:.3f} m")
     console.print(f"noise's deviation:     {math.sqrt(noise) * data.unit:.3f} m (added: {NOISE:g} m)")
-    console.print(f"last log likelihood:   {found['likelihood']:.4f} a point")
+    console.print(f"last log likelihood:   {found['likelihood']:.4f} a point (approximate)")
     console.print(f"iterations at the end: {iterations}")
     console.print(f"error where removed:   {error:.3f} m (the heights' own deviation: {spread:.1f} m)")
     console.print(f"within two deviations: {100 * within:.1f} %")

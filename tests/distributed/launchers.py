@@ -24,3 +24,4 @@ def start(command: list[str], seconds: float = 100, **variables: str) -> subproc
 
 JOB = [sys.executable, "-W", "error", str(HERE / "job.py")]
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+NO_MPI = "mpiexec is not installed; the mpich wheel of the test extra brings it"

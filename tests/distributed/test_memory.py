@@ -71,8 +71,8 @@ def run_short(short):
     functional.free_memory = lambda x: short if dist.get_rank() == 1 else PLENTY
     try:
         size = dist.get_world_size()
-        x = torch.ones(16, 512 // size)
-        y = kron_matmul(x, [torch.ones(8, 8)] * 3, grid=ProcessGrid((1, size)))
+        grid = ProcessGrid((1, size))
+        y = kron_matmul(torch.ones(16, 512 // size, device=grid.device), [torch.ones(8, 8, device=grid.device)] * 3, grid=grid)
         return bool((y == 512).all())
     finally:
         functional.free_memory = real

@@ -39,9 +39,18 @@ def on_grid(shape):
     return ProcessGrid(shape, ranks=range(count)) if dist.get_rank() < count else None
 
 
+def cut(grid, whole):
+    """This rank's block of a whole matrix."""
+    return whole[grid.block(whole.shape)].to(grid.device)
+
+
 def gathered(grid, block, shape):
     """The whole matrix, from every rank's block."""
-    return DTensor.from_local(block.detach(), grid.mesh, [Shard(0), Shard(1)], shape=torch.Size(shape), stride=(shape[1], 1)).full_tensor()
+    return (
+        DTensor.from_local(block.detach(), grid.mesh, [Shard(0), Shard(1)], shape=torch.Size(shape), stride=(shape[1], 1))
+        .full_tensor()
+        .cpu()
+    )
 
 
 def products(shape):
@@ -50,24 +59,24 @@ def products(shape):
         return None
     generator = torch.Generator().manual_seed(3)
     factors = [torch.randint(-3, 4, s, generator=generator).double() for s in ((5, 2), (3, 4))]
-    K = KroneckerProduct(factors, grid=grid)
+    K = KroneckerProduct([f.to(grid.device) for f in factors], grid=grid)
     left, right = torch.randint(-3, 4, (8, 6), generator=generator).double(), torch.randint(-3, 4, (6, 15), generator=generator).double()
     whole = dense(factors)
     results = {
-        "K @ x": (K @ left[grid.block(left.shape)], whole @ left),
-        "x @ K": (right[grid.block(right.shape)] @ K, right @ whole),
-        "K.T @ x": (K.T @ right.mT.contiguous()[grid.block((15, 6))], whole.T @ right.T),
-        "(2 * -K / 4) @ x": ((2 * -K / 4) @ left[grid.block(left.shape)], whole @ left / -2),
+        "K @ x": (K @ cut(grid, left), whole @ left),
+        "x @ K": (cut(grid, right) @ K, right @ whole),
+        "K.T @ x": (K.T @ cut(grid, right.mT), whole.T @ right.T),
+        "(2 * -K / 4) @ x": ((2 * -K / 4) @ cut(grid, left), whole @ left / -2),
     }
-    placed = DTensor.from_local(left[grid.block(left.shape)], grid.mesh, [Shard(0), Shard(1)], shape=left.shape, stride=left.stride())
+    placed = DTensor.from_local(cut(grid, left), grid.mesh, [Shard(0), Shard(1)], shape=left.shape, stride=left.stride())
     results["K @ DTensor"] = ((K @ placed).to_local(), whole @ left)
     for name, (block, expected) in results.items():
         assert torch.equal(gathered(grid, block, expected.shape), expected), name
-    pair = (K @ K.T) @ torch.eye(15, dtype=torch.float64)[grid.block((15, 15))]
+    pair = (K @ K.T) @ cut(grid, torch.eye(15, dtype=torch.float64))
     assert torch.equal(gathered(grid, pair, (15, 15)), whole @ whole.T)
     assert K.shape == (15, 8)
     assert K.T.shape == (8, 15)
-    assert (K.dtype, K.device, K.ndim, K.grid) == (torch.float64, torch.device("cpu"), 2, grid)
+    assert (K.dtype, K.device, K.ndim, K.grid) == (torch.float64, grid.device, 2, grid)
     assert "15, 8" in repr(K)
     return True
 
@@ -90,10 +99,10 @@ def solutions(shape, mask_share):
     if grid is None:
         return None
     factors = spd_factors()
-    K = KroneckerProduct(factors, grid=grid)
+    K = KroneckerProduct([f.to(grid.device) for f in factors], grid=grid)
     whole, b = dense(factors), random(N, 7, seed=1)
     b[:, 2] = 0  # a column that has converged before it begins
-    block, where = b[grid.block(b.shape)], grid.block(b.shape)
+    block, where = cut(grid, b), grid.block(b.shape)
     shifted = whole + 0.3 * torch.eye(N, dtype=torch.float64)
     found = {"direct": (K.solve(block, shift=0.3), torch.linalg.solve(shifted, b))}
     found["by factors"] = (K.solve(block), torch.linalg.solve(whole, b))
@@ -104,7 +113,7 @@ def solutions(shape, mask_share):
     exact = K.conjugate_gradients(block, shift=torch.tensor(0.3, dtype=torch.float64), tolerance=1e-12)
     found["with the inverse"] = (exact.x, found["direct"][1])
     mask = random(N, seed=2) > mask_share
-    masked = K.conjugate_gradients(block, shift=0.3, mask=mask[where[0]], tolerance=1e-13)
+    masked = K.conjugate_gradients(block, shift=0.3, mask=mask[where[0]].to(grid.device), tolerance=1e-13)
     expected = torch.zeros_like(b)
     expected[mask] = torch.linalg.solve(shifted[mask][:, mask], b[mask])
     found["masked"] = (masked.x, expected)
@@ -116,9 +125,9 @@ def solutions(shape, mask_share):
     stopped = K.conjugate_gradients(block, shift=0.3, preconditioner=False, max_iter=2)
     assert stopped.iterations == 2
     assert stopped.residual > 1e-6
-    torch.testing.assert_close(K.logdet(), torch.logdet(whole), rtol=1e-12, atol=0)
-    torch.testing.assert_close(K.logdet(shift=0.3), torch.logdet(shifted), rtol=1e-12, atol=0)
-    torch.testing.assert_close(K.trace(), whole.trace(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(K.logdet().cpu(), torch.logdet(whole), rtol=1e-12, atol=0)
+    torch.testing.assert_close(K.logdet(shift=0.3).cpu(), torch.logdet(shifted), rtol=1e-12, atol=0)
+    torch.testing.assert_close(K.trace().cpu(), whole.trace(), rtol=1e-12, atol=0)
     return (exact.iterations, plain.iterations, masked.iterations, masked.residual)
 
 
@@ -152,25 +161,29 @@ def gradients(shape, second):
         size = sum((g * g).sum() for g in first[:-1]) + reduce((first[-1] ** 2).sum())
         return torch.autograd.grad(size, [*factors, shift, b_local])
 
-    def leaves():
-        return [f.requires_grad_() for f in spd_factors()], torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    def leaves(device):
+        return [f.to(device).requires_grad_() for f in spd_factors()], torch.tensor(
+            0.3, dtype=torch.float64, device=device, requires_grad=True
+        )
 
     from fastkron_py.distributed.replicated import total
 
-    factors, shift = leaves()
-    b_local = b[where].requires_grad_()
+    factors, shift = leaves(grid.device)
+    b_local = cut(grid, b).requires_grad_()
     one = losses(
         [0.5 * (f + f.mT) for f in factors],
         shift,
         b_local,
-        c[where],
+        cut(grid, c),
         lambda f, s, v: KroneckerProduct(f, grid=grid).solve(v, shift=s),
-        lambda f, s, v: KroneckerProduct(f, grid=grid).conjugate_gradients(v, shift=s, mask=mask[where[0]], tolerance=1e-14).x,
+        lambda f, s, v: (
+            KroneckerProduct(f, grid=grid).conjugate_gradients(v, shift=s, mask=mask[where[0]].to(grid.device), tolerance=1e-14).x
+        ),
         lambda f, s: KroneckerProduct(f, grid=grid).logdet(shift=s),
     )
     mine = derive(one, factors, shift, b_local, lambda v: total([v], grid.group, grid.device)[0])
 
-    factors, shift = leaves()
+    factors, shift = leaves("cpu")
     b_whole = b.clone().requires_grad_()
     eye = torch.eye(N, dtype=torch.float64)
 
@@ -190,8 +203,8 @@ def gradients(shape, second):
     )
     expected = derive(reference, factors, shift, b_whole, lambda v: v)
     for got, want in zip(mine[:-1], expected[:-1], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(mine[-1], expected[-1][where], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(mine[-1].cpu(), expected[-1][where], rtol=1e-7, atol=1e-9)
     return True
 
 
@@ -204,9 +217,9 @@ def refused(which, alone):
     """One rank, or all, with a wrong argument."""
     grid = ProcessGrid((dist.get_world_size(), 1))
     wrong = not alone or dist.get_rank() == 1
-    factors = spd_factors()
+    factors = [f.to(grid.device) for f in spd_factors()]
     K = KroneckerProduct(factors, grid=grid)
-    block = torch.ones(N, 1, dtype=torch.float64)[grid.block((N, 1))]
+    block = cut(grid, torch.ones(N, 1, dtype=torch.float64))
     if which == "no tensor":
         KroneckerProduct([1.0, *factors] if wrong else factors, grid=grid)
     if which == "batch":
@@ -220,7 +233,7 @@ def refused(which, alone):
     if which == "shift":
         K.solve(block, shift="0.1" if wrong else 0.1)
     if which == "mask":
-        mask = torch.ones(len(block), dtype=torch.int if wrong else torch.bool)
+        mask = torch.ones(len(block), dtype=torch.int if wrong else torch.bool, device=grid.device)
         K.conjugate_gradients(block, mask=mask)
     if which == "tolerance":
         K.conjugate_gradients(block, tolerance=-1.0 if wrong else 1e-6)
@@ -240,7 +253,7 @@ REFUSALS = {
     "no tensor": ("TypeError", "factors[0]: expected a torch tensor; got float"),
     "batch": ("ValueError", "factors: expected matrices without batch dimensions; got shape (1, 5, 5)"),
     "mixed dtypes": ("TypeError", "factors[1]: expected factors[0]'s dtype torch.float32; got torch.float64"),
-    "device": ("ValueError", "factors: expected tensors on the grid's device cpu; got meta"),
+    "device": ("ValueError", "factors: expected tensors on the grid's device c"),
     "rows": ("ValueError", "b: expected a matrix with "),
     "dtype": ("TypeError", "b: expected the factors' dtype torch.float64; got torch.float32"),
     "shift": ("TypeError", "shift: expected a number or a 0-dimensional floating-point tensor; got str"),
