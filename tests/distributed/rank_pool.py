@@ -127,8 +127,8 @@ class RankPool:
                         code = self._processes[rank].exitcode
                         self._kill()
                         raise AssertionError(f"{case.__name__}: rank {rank} died with exit code {code}") from None
-        if expect_dead:
-            self._kill()
+        if expect_dead or any(o.error == "CollectiveError" for o in found.values()):
+            self._kill()  # a group that has failed once is not used again
         return [found[rank] for rank in sorted(found)]
 
     def _stack_file(self, rank: int) -> str:

@@ -80,7 +80,7 @@ def run_short(short):
 
 def test_every_rank_hears_of_one_that_is_short(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(run_short, 100):
-        assert outcome.error == "OutOfMemoryError"
+        assert outcome.error == "OutOfMemoryError", outcome.trace
         assert outcome.message.startswith("plan: expected ")
         assert f"1 x {ranks.world_size} grid; got 9.54e-05 MiB on rank 1; " in outcome.message
     assert all(ranks.run(run_short, 10**9))
