@@ -65,7 +65,7 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
         least = min(least, candidate, key=needed)
     poor = [r for r, f in zip(ranks, free, strict=True) if f != PLENTY and f < needed(least)]
     raise torch.OutOfMemoryError(
-        f"plan: expected {gib(needed(least))} of free memory on each rank beside x, for the result and buffers of {least.chunks} chunks on"
+        f"plan: expected {gib(needed(least))} of free memory on each rank beside x, for the result and buffers, with chunks={least.chunks} on"
         f" a {chosen.grid[0]} x {chosen.grid[1]} grid; got {gib(limit)} on {rank_text(poor)}; {_advice(chosen, limit)}"
     )
 
@@ -100,7 +100,7 @@ def _advice(chosen: Plan, limit: int) -> str:
     """The grid of as many ranks that needs least; else what else there is."""
     best = min((p for p in _other_grids(chosen)), key=needed)
     if needed(best) <= limit:
-        return f"a {best.grid[0]} x {best.grid[1]} grid with {best.chunks} chunks needs {gib(needed(best))}"
+        return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
     if chosen.problem.gradients:
         plain = replace(chosen.problem, gradients=False)
         without = plan(plain, chosen.grid, stages=chosen.stages, chunks=CHUNKS[-1], links=chosen.links)

@@ -14,7 +14,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -64,16 +63,16 @@ def seconds(work: Callable[[], object], grid: ProcessGrid, repeat: int) -> float
 
 
 def multiply_only(chosen: Plan, grid: ProcessGrid, factors: list[torch.Tensor], rows: int) -> Callable[[], object]:
-    """The multiplies of this rank, on operands of their shapes, without exchanges."""
-    work = []
-    if chosen.by_rows:
-        share = -(-rows // chosen.parts)
-        operand = torch.randn(share, math.prod(chosen.problem.inner), device=grid.device).to(factors[0].dtype)
-        return lambda: local_kron_matmul(operand, factors)
-    for stage in chosen.way.stages:
-        slices = (stage.offsets[grid.col + 1] - stage.offsets[grid.col]) // stage.p
-        operand = torch.randn(rows * slices, stage.p, device=grid.device).to(factors[0].dtype)
-        work.append((operand, factors[stage.start : stage.stop]))
+    """The multiplies of all stages on this rank, on operands of their shapes, without exchanges."""
+    operands = []
+    if chosen.by_rows:  # ranks take whole rows for the product, and give them back
+        mine = rows * (grid.col + 1) // grid.shape[1] - rows * grid.col // grid.shape[1]
+        operands.append((mine, math.prod(chosen.problem.ps), factors))
+    else:
+        for stage in chosen.way.stages:
+            slices = (stage.offsets[grid.col + 1] - stage.offsets[grid.col]) // stage.p
+            operands.append((rows * slices, stage.p, factors[stage.start : stage.stop]))
+    work = [(torch.randn(m, k, device=grid.device).to(factors[0].dtype), some) for m, k, some in operands]
     return lambda: [local_kron_matmul(operand, some) for operand, some in work]
 
 
@@ -81,9 +80,9 @@ def exchange_only(chosen: Plan, grid: ProcessGrid, dtype: torch.dtype) -> Callab
     """All exchanges of this rank, in one chunk each, of buffers that are packed already."""
     me, peers = grid.col, range(grid.shape[1])
     buffers = []
-    for (leg,) in replace(chosen, chunks=1).legs(grid.row):
-        outgoing = [leg.size(me, peer) for peer in peers]
-        arriving = [leg.size(peer, me) for peer in peers]
+    for legs in chosen.legs(grid.row):
+        outgoing = [sum(leg.size(me, peer) for leg in legs) for peer in peers]
+        arriving = [sum(leg.size(peer, me) for leg in legs) for peer in peers]
         buffers.append(
             (torch.zeros(sum(arriving), dtype=dtype, device=grid.device), torch.zeros(sum(outgoing), dtype=dtype, device=grid.device))
         )
@@ -141,11 +140,12 @@ def main() -> None:
     lines.append(
         f"measured:          {total * 1e3:.3g} ms, {flops / total / 1e12:.3g} TFLOP/s on {info.world_size} {info.device.type} ranks"
     )
-    if chosen.bytes_total and not options.backward:
+    legs = chosen.legs(grid.row)
+    if legs and not options.backward:
         alone = seconds(multiply_only(chosen, grid, factors, x.shape[0]), grid, options.repeat)
         moves = seconds(exchange_only(chosen, grid, dtype), grid, options.repeat)
         hidden = min(1.0, max(0.0, (alone + moves - total) / min(alone, moves)))
-        lines.append(f"exchanged:         {chosen.bytes_total / 1e6:.4g} MB by all ranks in {len(chosen.legs(0))} exchanges")
+        lines.append(f"exchanged:         {chosen.bytes_total / 1e6:.4g} MB by all ranks in {len(legs)} exchanges")
         lines.append(f"multiplies alone:  {alone * 1e3:.3g} ms; exchanges alone: {moves * 1e3:.3g} ms")
         lines.append(f"hidden:            {100 * hidden:.0f} % of the shorter of the two")
     if info.rank == 0:
