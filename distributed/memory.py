@@ -64,9 +64,10 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
             return candidate
         least = min(least, candidate, key=needed)
     poor = [r for r, f in zip(ranks, free, strict=True) if f != PLENTY and f < needed(least)]
+    grid = f"{chosen.grid[0]} x {chosen.grid[1]} grid"
     raise torch.OutOfMemoryError(
-        f"plan: expected {gib(needed(least))} of free memory on each rank beside x, for the result and buffers, with chunks={least.chunks} on"
-        f" a {chosen.grid[0]} x {chosen.grid[1]} grid; got {gib(limit)} on {rank_text(poor)}; {_advice(chosen, limit)}"
+        f"plan: expected {gib(needed(least))} of free memory on each rank beside x, for the result and buffers, with"
+        f" chunks={least.chunks} on a {grid}; got {gib(limit)} on {rank_text(poor)}; {_advice(chosen, limit)}"
     )
 
 

@@ -20,12 +20,13 @@ GRIDS = [(rows, size // rows) for size in range(2, RANKS + 1) if RANKS % size ==
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here starts processes, and goes to one worker, so that they share a pool."""
+    """Everything here is of `dist`; tests that share the pool go to one worker, so that there is one."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.dist)
-            item.add_marker(pytest.mark.xdist_group("distributed"))
+            if "ranks" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -45,10 +45,9 @@ def figures(text: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("launcher", "size", "options", "sent"),
     [
-        ("alone", 1, [], 0),
         ("torchrun", 2, ["--grid", "1x2", "--dtype", "float64"], 2),
-        ("mpiexec", 4, ["--grid", "2x2", "--factors", "5", "3", "7"], 2),
-        ("mpiexec", 4, ["--grid", "1x4", "--backward"], 0),
+        ("mpiexec", 2, ["--grid", "1x2", "--factors", "5", "3", "7"], 2),
+        ("alone", 1, ["--backward"], 0),
     ],
 )
 def test_kron(launcher: str, size: int, options: list[str], sent: int) -> None:
@@ -61,20 +60,18 @@ def test_kron(launcher: str, size: int, options: list[str], sent: int) -> None:
 
 
 def test_gaussian_process(tmp_path: Path) -> None:
-    options = ["--stride", "10", "--steps", "2", "--probes", "3", "--samples", "4"]
+    options = ["--stride", "14", "--steps", "2", "--probes", "3", "--samples", "3"]
     found = []
-    for launcher, size, grid in [("alone", 1, "auto"), ("torchrun", 2, "2x1"), ("mpiexec", 4, "2x2")]:
+    for launcher, size, grid in [("torchrun", 2, "1x2"), ("mpiexec", 4, "2x2")]:
         picture = tmp_path / f"{launcher}.png"
         printed = run(launcher, size, "multi_gpu_gp.py", *options, "--grid", grid, "--out", str(picture))
         assert picture.read_bytes().startswith(b"\x89PNG")
         found.append(figures(printed))
-    alone = found[0]
-    assert alone["error where removed"] < 120  # metres; the heights' own deviation is 160
-    assert 30 < alone["within two deviations"] <= 100
-    iterations = alone.pop("iterations at the end")
-    for other in found[1:]:
-        assert other.pop("iterations at the end") == pytest.approx(iterations, rel=0.1)  # rounding moves the end a little
-        assert other == pytest.approx(alone, rel=2e-3)
+    one, other = found
+    assert one["error where removed"] < 120  # metres; the heights' own deviation is 160
+    assert 30 < one["within two deviations"] <= 100
+    assert other.pop("iterations at the end") == pytest.approx(one.pop("iterations at the end"), rel=0.1)  # by rounding
+    assert other == pytest.approx(one, rel=2e-3)
 
 
 def process_and_dense(path):
