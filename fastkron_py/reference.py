@@ -12,6 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fastkron_py.reference_rational import rational as rational
 from fastkron_py.shapes import result_shape
 
 

@@ -1,0 +1,346 @@
+"""The group-wise rational function ``P(x) / Q(x)`` and its first derivatives, in Triton.
+
+Tensors are walked over as runs of one group's elements (`tuning/rational.py`): a program belongs to one group, whose coefficients
+it keeps in registers. With ``S(x) = sum_j b_j x^j``, the denominators Q are, by version,
+
+    A  1 + sum_j |b_j x^j|,  j >= 1        B  1 + |S|,  j >= 1        C  0.1 + |S|,  j >= 0        N  1 + S,  j >= 1
+
+The arithmetic is float32, or float64 for float64 tensors.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _appended(values, value):
+    return values + (value,)  # noqa: RUF005 (Triton has no star in a tuple)
+
+
+@triton.jit
+def _load_coefficients(ptr, stride, COUNT: tl.constexpr, DTYPE: tl.constexpr, ABSOLUTE: tl.constexpr):
+    values = ()
+    for i in tl.static_range(COUNT):
+        value = tl.load(ptr + i * stride).to(DTYPE)
+        if ABSOLUTE:
+            value = tl.abs(value)
+        values = _appended(values, value)
+    return values
+
+
+@triton.jit
+def _zeros(BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = _appended(values, tl.zeros((BLOCK,), DTYPE))
+    return values
+
+
+@triton.jit
+def _polynomial(c, x, COUNT: tl.constexpr):
+    """(value, derivative) of ``sum_i c_i x^i``, by Horner's rule for both at once."""
+    value = c[COUNT - 1]
+    slope = c[COUNT - 1] * 0
+    for i in tl.static_range(1, COUNT):
+        slope = value if i == 1 else slope * x + value
+        value = value * x + c[COUNT - 1 - i]
+    return value, slope
+
+
+@triton.jit
+def _denominator_sum(b, x, COUNT: tl.constexpr, VERSION: tl.constexpr):
+    """(S, its derivative); for version A of ``sum_j |b_j| |x|^j`` by |x|, b being absolute values."""
+    if VERSION == "A":
+        x = tl.abs(x)
+    value, slope = _polynomial(b, x, COUNT)
+    if VERSION != "C":  # b begins with b_1
+        slope = slope * x + value
+        value = value * x
+    return value, slope
+
+
+@triton.jit
+def _denominator(s, VERSION: tl.constexpr):
+    if VERSION == "B":
+        return tl.abs(s) + 1.0
+    elif VERSION == "C":
+        return tl.abs(s) + tl.full((1, 1), 0.1, s.dtype)
+    else:
+        return s + 1.0
+
+
+@triton.jit
+def _reciprocal(q, APPROXIMATE: tl.constexpr):
+    """``1 / q``. APPROXIMATE: in one instruction, with an error of at most one unit in the last place."""
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [q], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / q
+
+
+@triton.jit
+def _times_sign(value, x):
+    """``value * sign(x)``, zero where x is zero."""
+    value = tl.where(x < 0, -value, value)
+    return tl.where(x == 0, 0.0, value)
+
+
+@triton.jit
+def _start(chunk, phase, phases, iterations, rows_per_period, per_run, BLOCK: tl.constexpr, MODE: tl.constexpr):
+    """(first, row, column) of a program: the number of its first vector, and its threads' first row and column in vectors."""
+    i = tl.arange(0, BLOCK)
+    first = (chunk * iterations * phases + phase) * BLOCK
+    if MODE == "rows":
+        within = (phase * BLOCK).to(tl.int32) + i
+        size = per_run.to(tl.int32)
+        row = chunk * iterations * rows_per_period + within // size
+        column = (within % size).to(tl.int64)
+    elif MODE == "flat":
+        row = (i * 0).to(tl.int64)
+        column = first + i
+    else:
+        row = (first + i) // per_run
+        column = (first + i) % per_run
+    return first, row, column
+
+
+@triton.jit
+def _advance(offset, column, step, rows_per_period, per_run, stride_row, BLOCK: tl.constexpr, VECTOR: tl.constexpr, MODE: tl.constexpr):
+    """(offset, column) of the next tile, which begins step vectors later."""
+    if MODE == "rows":
+        return offset + rows_per_period * stride_row, column
+    elif MODE == "flat":
+        return offset + step * VECTOR, column
+    else:
+        # rows_per_period: whole rows in a step, at most.
+        column += step - rows_per_period * per_run
+        over = column >= per_run
+        jump = rows_per_period * stride_row + (step - rows_per_period * per_run) * VECTOR
+        offset += tl.where(over, jump + stride_row - per_run * VECTOR, jump)
+        return offset, tl.where(over, column - per_run, column)
+
+
+@triton.jit
+def _elements(offset, VECTOR: tl.constexpr):
+    """Offsets ``[BLOCK, VECTOR]`` of the vectors that begin at offset."""
+    tile = offset[:, None] + tl.arange(0, VECTOR)[None, :]
+    # Spelled out, since the compiler loses it over the division by a run's length, and with it the wide loads.
+    return tl.max_contiguous(tl.multiple_of(tile, (1, VECTOR)), (1, VECTOR))
+
+
+@triton.jit
+def _load(ptr, tile, valid, DTYPE: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(ptr + tile, mask=valid[:, None], other=0.0).to(DTYPE)
+    else:
+        return tl.load(ptr + tile).to(DTYPE)
+
+
+@triton.jit
+def _store(ptr, tile, value, valid, MASKED: tl.constexpr):
+    value = value.to(ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(ptr + tile, value, mask=valid[:, None])
+    else:
+        tl.store(ptr + tile, value)
+
+
+@triton.jit
+def _rational_fwd_kernel(
+    x_ptr,  # [outer, GROUPS, length] in these strides
+    a_ptr,  # [GROUPS, A_COUNT]
+    b_ptr,  # [GROUPS, B_COUNT]
+    y_ptr,  # [outer, GROUPS, length]
+    stride_x: tl.int64,
+    stride_y: tl.int64,
+    stride_ag: tl.int64,
+    stride_ai: tl.int64,
+    stride_bg: tl.int64,
+    stride_bj: tl.int64,
+    total: tl.int64,  # vectors of a group
+    per_run: tl.int64,  # vectors of a run
+    phases: tl.int64,
+    iterations: tl.int64,
+    rows_per_period: tl.int64,
+    GROUPS: tl.constexpr,
+    A_COUNT: tl.constexpr,
+    B_COUNT: tl.constexpr,
+    VERSION: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    MASKED: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """``y = P(x) / Q(x)``."""
+    program = tl.program_id(0)
+    group = (program % GROUPS).to(tl.int64)
+    phase = (program // GROUPS).to(tl.int64) % phases
+    chunk = (program // GROUPS).to(tl.int64) // phases
+    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
+    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
+    first, row, column_x = _start(chunk, phase, phases, iterations, rows_per_period, per_run, BLOCK, MODE)
+    column_y = column_x
+    offset_x = row * stride_x + (group * per_run + column_x) * VECTOR
+    offset_y = row * stride_y + (group * per_run + column_y) * VECTOR
+    step = phases * BLOCK
+    tiles = (total - first + step - 1) // step
+    for _ in range(tl.minimum(iterations, tiles).to(tl.int32)):
+        valid = first + tl.arange(0, BLOCK) < total
+        x = _load(x_ptr, _elements(offset_x, VECTOR), valid, DTYPE, MASKED)
+        p, _dp = _polynomial(a, x, A_COUNT)
+        s, _ds = _denominator_sum(b, x, B_COUNT, VERSION)
+        y = p * _reciprocal(_denominator(s, VERSION), APPROXIMATE)
+        _store(y_ptr, _elements(offset_y, VECTOR), y, valid, MASKED)
+        offset_x, column_x = _advance(offset_x, column_x, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
+        offset_y, column_y = _advance(offset_y, column_y, step, rows_per_period, per_run, stride_y, BLOCK, VECTOR, MODE)
+        first += step
+
+
+@triton.jit
+def _rational_bwd_kernel(
+    x_ptr,  # [outer, GROUPS, length] in these strides
+    dy_ptr,  # [outer, GROUPS, length]
+    a_ptr,  # [GROUPS, A_COUNT]
+    b_ptr,  # [GROUPS, B_COUNT]
+    dx_ptr,  # [outer, GROUPS, length]
+    partial_ptr,  # [A_COUNT + B_COUNT, GROUPS, programs of a group]
+    stride_x: tl.int64,
+    stride_dy: tl.int64,
+    stride_dx: tl.int64,
+    stride_ag: tl.int64,
+    stride_ai: tl.int64,
+    stride_bg: tl.int64,
+    stride_bj: tl.int64,
+    total: tl.int64,  # vectors of a group
+    per_run: tl.int64,  # vectors of a run
+    phases: tl.int64,
+    iterations: tl.int64,
+    rows_per_period: tl.int64,
+    GROUPS: tl.constexpr,
+    A_COUNT: tl.constexpr,
+    B_COUNT: tl.constexpr,
+    VERSION: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    MASKED: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    NEED_X: tl.constexpr,
+    NEED_COEFFICIENTS: tl.constexpr,
+):
+    """dx, and this program's part of ``da_i = sum dy x^i / Q`` and ``db_j = -sum dy P / Q^2 dQ/db_j``.
+
+    The vector of a thread is summed first, then vectors, threads and, by the kernel below, programs.
+    """
+    program = tl.program_id(0)
+    group = (program % GROUPS).to(tl.int64)
+    phase = (program // GROUPS).to(tl.int64) % phases
+    chunk = (program // GROUPS).to(tl.int64) // phases
+    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
+    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
+    first, row, column = _start(chunk, phase, phases, iterations, rows_per_period, per_run, BLOCK, MODE)
+    column_dy = column
+    column_dx = column
+    offset = row * stride_x + (group * per_run + column) * VECTOR
+    offset_dy = row * stride_dy + (group * per_run + column) * VECTOR
+    offset_dx = row * stride_dx + (group * per_run + column) * VECTOR
+    B_FIRST: tl.constexpr = 0 if VERSION == "C" else 1
+    POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
+    sum_a = _zeros(BLOCK, A_COUNT, DTYPE)
+    sum_b = _zeros(BLOCK, B_COUNT, DTYPE)
+    step = phases * BLOCK
+    tiles = (total - first + step - 1) // step
+    for _ in range(tl.minimum(iterations, tiles).to(tl.int32)):
+        valid = first + tl.arange(0, BLOCK) < total
+        tile = _elements(offset, VECTOR)
+        x = _load(x_ptr, tile, valid, DTYPE, MASKED)
+        dy = _load(dy_ptr, tile if SAME_STRIDES else _elements(offset_dy, VECTOR), valid, DTYPE, MASKED)
+        p, dp = _polynomial(a, x, A_COUNT)
+        s, ds = _denominator_sum(b, x, B_COUNT, VERSION)
+        inverse = _reciprocal(_denominator(s, VERSION), APPROXIMATE)
+        u = dy * inverse  # of P
+        v = -u * (p * inverse)  # of Q
+        odd = v
+        even = v
+        if VERSION == "A":
+            odd = _times_sign(v, x)  # so that x^j may stand for |x|^j
+        elif VERSION != "N":
+            odd = _times_sign(v, s)
+            even = odd
+        if NEED_X:
+            dx = u * dp + odd * ds
+            _store(dx_ptr, tile if SAME_STRIDES else _elements(offset_dx, VECTOR), dx, valid, MASKED)
+        if NEED_COEFFICIENTS:
+            next_a = ()
+            next_b = ()
+            power = x
+            for k in tl.static_range(POWERS):
+                if k > 1:
+                    power = power * x
+                if k < A_COUNT:
+                    next_a = _appended(next_a, sum_a[k] + tl.sum(u if k == 0 else u * power, 1))
+                if k >= B_FIRST and k < B_FIRST + B_COUNT:
+                    term = even if k % 2 == 0 else odd
+                    next_b = _appended(next_b, sum_b[k - B_FIRST] + tl.sum(term if k == 0 else term * power, 1))
+            sum_a = next_a
+            sum_b = next_b
+        offset, column = _advance(offset, column, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
+        if not SAME_STRIDES:
+            offset_dy, column_dy = _advance(offset_dy, column_dy, step, rows_per_period, per_run, stride_dy, BLOCK, VECTOR, MODE)
+            offset_dx, column_dx = _advance(offset_dx, column_dx, step, rows_per_period, per_run, stride_dx, BLOCK, VECTOR, MODE)
+        first += step
+    if NEED_COEFFICIENTS:
+        programs = tl.num_programs(0).to(tl.int64)  # of all groups
+        out = partial_ptr + group * (programs // GROUPS) + program // GROUPS
+        for k in tl.static_range(A_COUNT):
+            tl.store(out + k * programs, tl.sum(sum_a[k], 0))
+        for k in tl.static_range(B_COUNT):
+            tl.store(out + (A_COUNT + k) * programs, tl.sum(sum_b[k], 0))
+
+
+@triton.jit
+def _rational_coefficients_kernel(
+    partial_ptr,  # [A_COUNT + B_COUNT, groups, programs of a group]
+    b_ptr,  # [B_GROUPS, B_COUNT]
+    da_ptr,  # [A_GROUPS, A_COUNT]
+    db_ptr,  # [B_GROUPS, B_COUNT]
+    stride_bg: tl.int64,
+    stride_bj: tl.int64,
+    count: tl.int64,  # partial sums of each coefficient, over all groups
+    A_GROUPS: tl.constexpr,
+    B_GROUPS: tl.constexpr,
+    A_COUNT: tl.constexpr,
+    B_COUNT: tl.constexpr,
+    VERSION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of the partial sums, in a fixed order and in float64: one program for each coefficient.
+
+    Shared coefficients (A_GROUPS or B_GROUPS of 1) take those of all groups.
+    """
+    program = tl.program_id(0)
+    is_a = program < A_COUNT * A_GROUPS
+    within = tl.where(is_a, program, program - A_COUNT * A_GROUPS)
+    groups = tl.where(is_a, A_GROUPS, B_GROUPS)
+    coefficient = within // groups
+    group = within % groups
+    size = count // groups
+    source = partial_ptr + tl.where(is_a, coefficient, A_COUNT + coefficient) * count + group * size
+    acc = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, size, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        acc += tl.load(source + i, mask=i < size, other=0.0).to(tl.float64)
+    total = tl.sum(acc, 0)
+    if da_ptr.dtype.element_ty != tl.float64:
+        total = total.to(tl.float32)  # float64 to bfloat16 is not a step that every compiler knows
+    if is_a:
+        tl.store(da_ptr + group * A_COUNT + coefficient, total.to(da_ptr.dtype.element_ty))
+    else:
+        if VERSION == "A":
+            b = tl.load(b_ptr + group * stride_bg + coefficient * stride_bj)
+            total = tl.where(b == 0, 0.0, tl.where(b < 0, -total, total))
+        tl.store(db_ptr + group * B_COUNT + coefficient, total.to(db_ptr.dtype.element_ty))

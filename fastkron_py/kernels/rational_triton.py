@@ -1,0 +1,190 @@
+"""Launchers of the rational kernels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.rational import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
+from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
+from fastkron_py.tuning.rational import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
+
+SUM_BLOCK: Final = 1024  # partial sums that a program of the second stage adds at once
+
+
+class _Kind(NamedTuple):
+    """All that a launch depends on, but for the addresses."""
+
+    runs: Runs
+    a_shape: tuple[int, ...]
+    a_strides: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    b_strides: tuple[int, ...]
+    version: str
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+    need_x: bool = True
+    need_coefficients: bool = True
+
+
+def _is_approximate(kind: _Kind) -> bool:
+    """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
+    single = torch.float64 not in kind.dtypes
+    return single and kind.device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+
+
+def common_arguments(kind: _Kind, chosen: Walk) -> dict[str, Any]:
+    """The arguments that the forward and the backward kernel share, by name."""
+    step = chosen.phases * chosen.block
+    return {
+        "stride_ag": kind.a_strides[0] if kind.a_shape[0] > 1 else 0,
+        "stride_ai": kind.a_strides[1],
+        "stride_bg": kind.b_strides[0] if kind.b_shape[0] > 1 else 0,
+        "stride_bj": kind.b_strides[1],
+        "total": chosen.total,
+        "per_run": chosen.per_run,
+        "phases": chosen.phases,
+        "iterations": chosen.iterations,
+        "rows_per_period": 0 if chosen.mode == "flat" else step // chosen.per_run,
+        "GROUPS": kind.runs.groups,
+        "A_COUNT": kind.a_shape[1],
+        "B_COUNT": kind.b_shape[1],
+        "VERSION": kind.version,
+        "VECTOR": chosen.vector,
+        "BLOCK": chosen.block,
+        "MODE": chosen.mode,
+        "MASKED": chosen.masked,
+        "APPROXIMATE": _is_approximate(kind),
+        "DTYPE": tl.float64 if torch.float64 in kind.dtypes else tl.float32,
+        "num_warps": chosen.num_warps,
+    }
+
+
+def _chosen(kind: _Kind, preference: Preference) -> Walk:
+    itemsize = max(d.itemsize for d in kind.dtypes[: len(kind.runs.row_strides)])
+    return walk(kind.runs, itemsize, _multiprocessors(kind.device), preference)
+
+
+class _Forward:
+    """The launch of one kind of forward pass."""
+
+    def __init__(self, kind: _Kind, preference: Preference = FORWARD) -> None:
+        chosen = _chosen(kind, preference)
+        stride_x, stride_y = kind.runs.row_strides
+        arguments = {"stride_x": stride_x, "stride_y": stride_y, **common_arguments(kind, chosen)}
+        self.launch = Launcher([Way(_rational_fwd_kernel, (chosen.programs * kind.runs.groups,), arguments)])
+
+    def run(self, x: Tensor, a: Tensor, b: Tensor, y: Tensor) -> None:
+        """Write y."""
+        self.launch(x, a, b, y)
+
+
+class _Backward:
+    """The launches of one kind of backward pass."""
+
+    def __init__(self, kind: _Kind, preference: Preference = BACKWARD) -> None:
+        chosen = _chosen(kind, preference)
+        stride_x, stride_dy, stride_dx = kind.runs.row_strides
+        arguments = {
+            **{"stride_x": stride_x, "stride_dy": stride_dy, "stride_dx": stride_dx},
+            **common_arguments(kind, chosen),
+            "SAME_STRIDES": stride_x == stride_dy == stride_dx,
+            "NEED_X": kind.need_x,
+            "NEED_COEFFICIENTS": kind.need_coefficients,
+        }
+        groups = kind.runs.groups
+        self.launch = Launcher([Way(_rational_bwd_kernel, (chosen.programs * groups,), arguments)])
+        self.count = chosen.programs * groups
+        self.dtype = torch.float64 if torch.float64 in kind.dtypes else torch.float32
+        self.size = self.count * (kind.a_shape[1] + kind.b_shape[1])
+        sums = {
+            "stride_bg": kind.b_strides[0],
+            "stride_bj": kind.b_strides[1],
+            "count": self.count,
+            "A_GROUPS": kind.a_shape[0],
+            "B_GROUPS": kind.b_shape[0],
+            "A_COUNT": kind.a_shape[1],
+            "B_COUNT": kind.b_shape[1],
+            "VERSION": kind.version,
+            "BLOCK": SUM_BLOCK,
+            "num_warps": 4,
+        }
+        grid = (kind.a_shape[0] * kind.a_shape[1] + kind.b_shape[0] * kind.b_shape[1],)
+        self.sum = Launcher([Way(_rational_coefficients_kernel, grid, sums)])
+
+    def run(self, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, dx: Tensor | None, sums: tuple[Tensor, Tensor] | None) -> None:
+        """Write dx and (da, db), as far as they are given."""
+        partial = x if sums is None else torch.empty(self.size, dtype=self.dtype, device=x.device)
+        self.launch(x, dy, a, b, x if dx is None else dx, partial)
+        if sums is not None:
+            self.sum(partial, b, *sums)
+
+
+_forward = lru_cache(maxsize=1024)(_Forward)
+_backward = lru_cache(maxsize=1024)(_Backward)
+
+
+def _kind(tensors: list[Tensor], a: Tensor, b: Tensor, version: str, *needs: bool) -> _Kind | None:
+    """What a launch on tensors of x's shape depends on; None where they are not made of runs."""
+    x = tensors[0]
+    runs = find_runs(x.shape, [t.stride() for t in tensors], max(a.shape[0], b.shape[0]))
+    if runs is None:
+        return None
+    dtypes = (*[t.dtype for t in tensors], a.dtype, b.dtype)
+    return _Kind(runs, tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), version, dtypes, x.device, *needs)
+
+
+def forward(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype) -> Tensor:
+    """``y = P(x) / Q(x)`` in this dtype, with x's strides where x has no gaps.
+
+    Args:
+        x: ``[..., C]``, not empty; copied where its strides are neither dense nor those of sliced rows.
+        a: ``[G, m + 1]`` or ``[1, m + 1]``.
+        b: ``[G, n]`` or ``[1, n]``; of version C with b_0 first.
+        version: "A", "B", "C" or "N".
+        dtype: of y.
+    """
+    y = torch.empty_like(x, dtype=dtype)
+    kind = _kind([x, y], a, b, version)
+    if kind is None:
+        x = torch.empty_like(y, dtype=x.dtype).copy_(x)
+        kind = _kind([x, y], a, b, version)
+    if kind is None:  # dimensions of odd orders, such as channels between which others lie in part
+        return torch.empty_like(y).copy_(forward(x.contiguous(), a, b, version, dtype))
+    with on_device(x):
+        _forward(kind).run(x, a, b, y)
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, need_x: bool, need_coefficients: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, da, db) from one pass over x and dy, those that are needed; arguments as in `forward`, dy of y's shape and dtype."""
+    dx = torch.empty_like(x) if need_x else None
+    model = dx if dx is not None else torch.empty_like(x, device="meta")
+    needs = need_x, need_coefficients
+    kind = _kind([x, dy, model], a, b, version, *needs)
+    if kind is None:
+        # First of all as dx lies, which is without gaps.
+        x, dy = (t if t.stride() == model.stride() else _like(model, t) for t in (x, dy))
+        kind = _kind([x, dy, model], a, b, version, *needs)
+    if kind is None:
+        made, da, db = backward(dy.contiguous(), x.contiguous(), a, b, version, *needs)
+        return (None if dx is None or made is None else dx.copy_(made)), da, db
+    da = db = None
+    if need_coefficients:
+        da, db = torch.empty(a.shape, dtype=a.dtype, device=a.device), torch.empty(b.shape, dtype=b.dtype, device=b.device)
+    with on_device(x):
+        _backward(kind).run(dy, x, a, b, dx, None if da is None or db is None else (da, db))
+    return dx, da, db
+
+
+def _like(model: Tensor, t: Tensor) -> Tensor:
+    """A copy that lies as the model does."""
+    return torch.empty_strided(model.shape, model.stride(), dtype=t.dtype, device=t.device).copy_(t)

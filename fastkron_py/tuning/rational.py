@@ -1,0 +1,174 @@
+"""How the rational kernels walk over memory: runs of one group's elements, and the tiles that programs take of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+VECTOR_BYTES: Final = 16  # the widest load of a thread
+LANES: Final = 32
+PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wait in its last one
+PHASES_MOST: Final = 64
+PROGRAMS_PER_MULTIPROCESSOR: Final = 16  # at least, where there is work for them: about what is resident, twice
+
+
+class Runs(NamedTuple):
+    """Tensors as ``[outer, groups, length]``: a run of memory holds one group's neighbours, a row all groups' runs.
+
+    row_strides has the elements between the rows of each tensor.
+    """
+
+    outer: int
+    groups: int
+    length: int
+    row_strides: tuple[int, ...]
+
+
+def find_runs(shape: Sequence[int], strides: Sequence[Sequence[int]], groups: int) -> Runs | None:
+    """See tensors of one shape ``[..., C]`` as rows of runs, or None where their strides allow no such view.
+
+    Whatever the order of the dimensions in memory: those that lie within the channels (the pixels of an image whose
+    channels come first) lengthen the groups' runs, those outside of them make rows. With one group, all may be one run.
+
+    Args:
+        shape: not empty.
+        strides: of each tensor; the first decides on the order.
+        groups: a divisor of C.
+    """
+    left = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: strides[0][d])
+    channels = len(shape) - 1
+    row = 1
+    within = groups > 1
+    while left and (within or groups == 1):
+        d = left[0]
+        if any(s[d] != row for s in strides):
+            break
+        row *= shape[d]
+        within = within and d != channels
+        left.pop(0)
+    if within:
+        return None  # a gap between the channels, or within them
+    row_strides = []
+    for s in strides:
+        step = s[left[0]] if left else row
+        reach = step
+        for d in left:
+            if s[d] != reach:
+                return None
+            reach *= shape[d]
+        if left and step < row:
+            return None  # rows that overlap, or are expanded
+        row_strides.append(step)
+    return Runs(math.prod(shape[d] for d in left), groups, row // groups, tuple(row_strides))
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One launch: which vectors each program takes, tile by tile.
+
+    The vectors of a group are counted along its runs, from row to row. A tile is `block` of them that follow each other.
+    The program of a chunk and a phase takes the tiles ``(chunk * iterations + i) * phases + phase``. In mode "rows" that
+    many tiles are a whole number of rows, so that a thread stays on its columns; in mode "flat" there is one row; in mode
+    "wrap" a thread moves along its row and on to a later one.
+
+    Attributes:
+        vector: elements that a thread loads at once.
+        block: vectors of a tile.
+        num_warps: of a program.
+        mode: "rows", "flat" or "wrap".
+        phases: tiles between two of a program's.
+        iterations: tiles of a program.
+        chunks: programs of each group and phase.
+        total: vectors of a group.
+        per_run: vectors of a run.
+    """
+
+    vector: int
+    block: int
+    num_warps: int
+    mode: str
+    phases: int
+    iterations: int
+    chunks: int
+    total: int
+    per_run: int
+
+    @property
+    def programs(self) -> int:
+        """Of each group."""
+        return self.chunks * self.phases
+
+    @property
+    def masked(self) -> bool:
+        """Whether the last tile is not full."""
+        return self.total % self.block != 0
+
+
+def is_valid(walk: Walk, runs: Runs) -> bool:
+    """The one statement of what the kernels take; together, the programs of a group then take each of its vectors once."""
+    tiles = math.ceil(walk.total / walk.block)
+    steady = walk.mode != "rows" or walk.phases * walk.block % walk.per_run == 0
+    return (
+        walk.vector * walk.per_run == runs.length
+        and walk.total == walk.per_run * runs.outer
+        and all(stride % walk.vector == 0 for stride in runs.row_strides if runs.outer > 1)
+        and walk.block >= LANES
+        and walk.block & (walk.block - 1) == 0
+        and walk.vector & (walk.vector - 1) == 0
+        and (walk.mode != "flat" or runs.outer == 1)
+        and (walk.mode == "rows" or walk.phases == 1)
+        and steady
+        and walk.chunks * walk.iterations * walk.phases >= tiles
+    )
+
+
+def vector_width(runs: Runs, itemsize: int) -> int:
+    """Elements of the widest vectors that runs divide into and rows are a multiple of."""
+    width = VECTOR_BYTES // itemsize
+    while runs.length % width or (runs.outer > 1 and any(s % width for s in runs.row_strides)):
+        width //= 2
+    return width
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What a closed form would like: vectors a thread and tile, warps, and tiles that a program takes at most."""
+
+    vectors: int
+    num_warps: int
+    iterations: int
+
+
+FORWARD: Final = Preference(2, 4, 4)
+# One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The
+# sums of a program's iterations are added one after the other, and their errors with them, so programs are not long.
+BACKWARD: Final = Preference(1, 4, 48)
+
+
+def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> Walk:
+    """Choose a launch by closed form.
+
+    Args:
+        runs: what is walked over, not empty.
+        itemsize: of the largest dtype among the tensors.
+        multiprocessors: of the device.
+        preference: what to come close to.
+    """
+    vector = vector_width(runs, itemsize)
+    # Narrow vectors: more of them, so that a thread has about as many elements.
+    vectors = preference.vectors * max(1, VECTOR_BYTES // itemsize // vector // 2)
+    block = LANES * preference.num_warps * vectors
+    per_run = runs.length // vector
+    total = per_run * runs.outer
+    tiles = math.ceil(total / block)
+    phases, mode = 1, "flat"
+    if runs.outer > 1:
+        phases, mode = per_run // math.gcd(per_run, block), "rows"
+        if phases > PHASES_MOST or tiles < PERIODS_LEAST * phases:
+            phases, mode = (1, "rows") if block % per_run == 0 else (1, "wrap")
+    periods = math.ceil(tiles / phases)
+    wanted = periods * phases * runs.groups // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
+    chunks = math.ceil(periods / min(max(1, wanted), preference.iterations))
+    return Walk(vector, block, preference.num_warps, mode, phases, math.ceil(periods / chunks), chunks, total, per_run)
