@@ -1,0 +1,145 @@
+"""`rational`: the learnable rational activation of Kolmogorov-Arnold transformers."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastkron_py.arrays import find_bridge
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.kron import _has_autocast
+from fastkron_py.ops import rational as operator
+from fastkron_py.ops.backend import requested_backend
+
+ArrayT = TypeVar("ArrayT")
+
+VERSIONS: Final = ("A", "B", "C", "D", "N")
+DEGREE_MOST: Final = 16
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMES: Final = ("x", "numerator", "denominator")
+
+
+def rational(
+    x: ArrayT, numerator: ArrayT, denominator: ArrayT, *, version: str = "B", training: bool = False, noise: float = 0.1
+) -> ArrayT:
+    """Apply a rational function ``P(x) / Q(x)`` to every element, with coefficients of its channel's group.
+
+    The C channels are cut into G groups of neighbours. ``P(x) = sum_i a_i x^i``, and with ``S(x) = sum_j b_j x^j`` (Molina et al.,
+    "Pade Activation Units", ICLR 2020; Yang and Wang, "Kolmogorov-Arnold Transformer", ICLR 2025):
+
+    ========= ======================== =========
+    version   Q(x)                     j
+    ========= ======================== =========
+    ``"A"``   ``1 + sum_j |b_j x^j|``  1 to n
+    ``"B"``   ``1 + |S(x)|``           1 to n
+    ``"C"``   ``0.1 + |S(x)|``         0 to n - 1
+    ``"D"``   as B                     1 to n
+    ``"N"``   ``1 + S(x)``             1 to n
+    ========= ======================== =========
+
+    Of version D the numerator's coefficients are multiplied, while training, with random numbers between ``1 - noise`` and
+    ``1 + noise``, one for each coefficient and call. Version N is unsafe: where S(x) comes to -1 the function has a pole, and the
+    result is large, infinite or NaN. The gradient of all coefficients comes from one pass over memory and repeats bit for bit.
+    Where an absolute value's argument is zero its derivative is zero, so denominators that are all zero stay zero under training.
+
+    Args:
+        x: ``[..., C]`` of any rank and strides: a torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
+            Images whose channels come first are passed as ``x.movedim(1, -1)``, which copies nothing, here neither.
+        numerator: ``[G, m + 1]``, the coefficients a_0 to a_m, m at most 16; or ``[1, m + 1]``, shared by all groups.
+        denominator: ``[G, n]`` or ``[1, n]``: b_1 to b_n, for version C b_0 to b_{n-1}; n from 1 to 16, for version C to 17.
+            Coefficients are float64 where x is, and of any other of these dtypes where it is not.
+        version: of the denominator.
+        training: whether version D is noisy; without meaning for the others.
+        noise: of version D, from 0 to 1.
+
+    Returns:
+        A result of x's shape, dtype and order of dimensions in memory; under autocast, of autocast's dtype. The arithmetic is
+        float32, or float64 for float64.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: an unknown version; coefficients whose shapes disagree, or whose number of groups does not divide C; degrees
+            out of range; devices that differ; a noise out of range.
+
+    Example:
+        >>> x = torch.randn(4, 197, 768)
+        >>> a, b = torch.randn(8, 6), torch.randn(8, 4)
+        >>> rational(x, a, b).shape
+        torch.Size([4, 197, 768])
+    """
+    check_version(version)
+    check_noise(noise)
+    if isinstance(x, Tensor):
+        return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
+    arrays: list[Any] = [x, numerator, denominator]
+    bridge = find_bridge(arrays, _NAMES)
+    with bridge.context():
+        t, a, b = (bridge.load(array, name) for array, name in zip(arrays, _NAMES, strict=True))
+        return bridge.give_back(_apply(t, a, b, version, training, noise))  # type: ignore[no-any-return]
+
+
+def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
+    _check_tensors(x, numerator, denominator)
+    _check_shapes(x, numerator, denominator, version)
+    dtype = x.dtype
+    if dtype != torch.float64 and _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if version == "D":
+        version = "B"
+        if training and noise:
+            numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    return operator.rational(x, numerator, denominator, version, dtype, backend)
+
+
+# ---- checks ----------------------------------------------------------------------------------
+
+
+def check_version(version: Any) -> None:
+    """Accept one of `VERSIONS`."""
+    if not isinstance(version, str):
+        raise type_error("version", f"one of {', '.join(VERSIONS)}", type_name(version))
+    if version not in VERSIONS:
+        raise value_error("version", f"one of {', '.join(VERSIONS)}", repr(version))
+
+
+def check_noise(noise: Any) -> None:
+    """Accept a number from 0 to 1."""
+    if isinstance(noise, bool) or not isinstance(noise, numbers.Real):
+        raise type_error("noise", "a number from 0 to 1", type_name(noise))
+    if not 0 <= float(noise) <= 1:
+        raise value_error("noise", "a number from 0 to 1", noise)
+
+
+def _check_tensors(*tensors: Any) -> None:
+    for t, name in zip(tensors, _NAMES, strict=True):
+        if not isinstance(t, Tensor):
+            raise type_error(name, "a torch tensor" + ("" if name == "x" else ", like x"), type_name(t))
+        if t.layout != torch.strided or t.is_nested:
+            raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
+        if t.dtype not in DTYPES:
+            raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+        if (t.dtype == torch.float64) != (tensors[0].dtype == torch.float64):
+            raise type_error(name, f"float64 where x is float64, and only there, since x is of {tensors[0].dtype}", t.dtype)
+        if t.device != tensors[0].device:
+            raise value_error(name, f"x's device {tensors[0].device}", t.device)
+
+
+def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: str) -> None:
+    if x.ndim == 0:
+        raise value_error("x", "at least one dimension, [..., C]", "a 0-dimensional tensor")
+    extra = 1 if version == "C" else 0
+    for name, c, least, most in (("numerator", numerator, 1, DEGREE_MOST + 1), ("denominator", denominator, 1, DEGREE_MOST + extra)):
+        if c.ndim != 2:
+            raise value_error(name, "a matrix [G, coefficients]", f"shape {tuple(c.shape)}")
+        if c.shape[0] < 1 or not least <= c.shape[1] <= most:
+            raise value_error(name, f"[G, {least} to {most}] with G at least 1", f"shape {tuple(c.shape)}")
+    groups = max(numerator.shape[0], denominator.shape[0])
+    if min(numerator.shape[0], denominator.shape[0]) not in (1, groups):
+        raise value_error("denominator", f"as many groups as numerator's {numerator.shape[0]}, or 1", denominator.shape[0])
+    if x.shape[-1] % groups:
+        raise value_error("x", f"a last dimension that the number of groups {groups} divides", x.shape[-1])

@@ -1,0 +1,210 @@
+"""The rational operators: what torch.library asks of them, derivatives of every order and kind, transforms, compilation."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from rational_cases import problem, step
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import rational, reference
+
+# torch's own, at the first use of forward mode and of the compiler.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
+
+FORWARD = torch.ops.fastkron.rational.default
+BACKWARD = torch.ops.fastkron.rational_backward.default
+SHARED = [(4, 4), (1, 4), (4, 1), (1, 1)]
+F64 = torch.float64
+
+
+def leaves(
+    shape: tuple[int, ...],
+    groups: int | tuple[int, int],
+    device: torch.device,
+    degrees: tuple[int, int] = (5, 4),
+    version: str = "B",
+    dtype: torch.dtype = F64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, a, b, _ = problem(shape, groups, degrees, version, dtype, device)
+    return x.requires_grad_(), a.requires_grad_(), b.requires_grad_()
+
+
+# ---- torch.library -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", SHARED, ids=str)
+def test_opcheck(groups: tuple[int, int], backend_name: str, device: torch.device) -> None:
+    """Schema, autograd registration, fake and AOT dispatch with dynamic shapes, of both operators."""
+    x, a, b = leaves((2, 3, 8), groups, device)
+    torch.library.opcheck(FORWARD, (x, a, b, "B", F64, backend_name))
+    dy = torch.randn_like(x).requires_grad_()
+    torch.library.opcheck(BACKWARD, (dy, x, a, b, True, True, "B", backend_name))
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=str)
+def test_opcheck_of_some_gradients(needs: tuple[bool, bool], backend_name: str, device: torch.device) -> None:
+    x, a, b = leaves((2, 3, 8), 2, device)
+    torch.library.opcheck(BACKWARD, (torch.randn_like(x).requires_grad_(), x, a, b, *needs, "A", backend_name))
+
+
+@pytest.mark.parametrize("layout", ["permuted", "expanded", "sliced", "another dtype"])
+def test_opcheck_of_layouts(layout: str, backend_name: str, device: torch.device) -> None:
+    """Strides of the fakes are those of the results whatever the strides of the arguments."""
+    x, a, b, dy = problem((4, 3, 8), 2, device=device)
+    dtype = torch.bfloat16 if layout == "another dtype" else torch.float32
+    change: dict[str, Callable[[Tensor], Tensor]] = {
+        "permuted": lambda t: t.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        "expanded": lambda t: t[:1].expand(t.shape),
+        "sliced": lambda t: torch.cat([t, t], -1)[..., :8],
+        "another dtype": lambda t: t,
+    }
+    x = change[layout](x)
+    torch.library.opcheck(FORWARD, (x, a, b, "B", dtype, backend_name))
+    torch.library.opcheck(BACKWARD, (change[layout](dy).to(dtype), x, a, b, True, True, "B", backend_name))
+
+
+# ---- derivatives -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["A", "B", "C", "N"])
+@pytest.mark.parametrize("groups", [(2, 2), (1, 2)], ids=str)
+def test_gradcheck(version: str, groups: tuple[int, int], backend_name: str, device: torch.device) -> None:
+    def function(*t: Tensor) -> Tensor:
+        return rational(*t, version=version)
+
+    torch.autograd.gradcheck(function, leaves((3, 4), groups, device, (3, 2), version))
+    torch.autograd.gradgradcheck(function, leaves((3, 4), groups, device, (3, 2), version))
+
+
+def test_gradcheck_in_forward_mode(backend_name: str, device: torch.device) -> None:
+    arguments = leaves((3, 4), 2, device, (3, 2))
+    torch.autograd.gradcheck(rational, arguments, check_forward_ad=True, check_backward_ad=False)
+
+
+@pytest.mark.parametrize("version", ["A", "B"])
+def test_second_derivatives_where_arguments_are_zero(version: str, backend_name: str, device: torch.device) -> None:
+    """As autograd of the formula gives them, of which differences could not tell."""
+    x, a, b = leaves((3, 4), 2, device, (3, 2), version)
+    with torch.no_grad():
+        x[0], b[0] = 0.0, 0.0
+
+    def second(function: Callable[..., Tensor]) -> list[Tensor]:
+        y = function(x, a, b, version=version)
+        first = torch.autograd.grad(y.sin().sum(), (x, a, b), create_graph=True)
+        total = torch.stack([(g * torch.linspace(1, 2, g.numel(), dtype=F64, device=device).view(g.shape)).sum() for g in first]).sum()
+        return list(torch.autograd.grad(total, (x, a, b)))
+
+    for found, want in zip(second(rational), second(reference.rational), strict=True):
+        fastkron_py.testing.assert_close(found, want, rms_tol=1e-13, max_tol=1e-12)
+
+
+def test_third_derivatives(backend_name: str, device: torch.device) -> None:
+    x, a, b = leaves((3, 4), 2, device, (3, 2))
+
+    def third(function: Callable[..., Tensor]) -> Tensor:
+        value = function(x, a, b)
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        return value
+
+    fastkron_py.testing.assert_close(third(rational), third(reference.rational), rms_tol=1e-12, max_tol=1e-11)
+
+
+def test_hessian_and_jacobians(backend_name: str, device: torch.device) -> None:
+    x, a, b = (t.detach() for t in leaves((3, 4), 2, device, (3, 2)))
+
+    def along(argument: int, function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        def of(t: Tensor) -> Tensor:
+            arguments = [x, a, b]
+            arguments[argument] = t
+            return function(*arguments).sin().sum(0)
+
+        return of
+
+    for i, t in enumerate((x, a, b)):
+        for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+            found, want = (transform(along(i, f))(t) for f in (rational, reference.rational))
+            fastkron_py.testing.assert_close(found, want, rms_tol=1e-12, max_tol=1e-11, name=f"{transform.__name__} {i}")
+
+
+# ---- vmap --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (1, None, None), (0, 0, None), (None, 0, 0), (2, 1, 0), (None, None, 2)], ids=str)
+@pytest.mark.parametrize("groups", [(2, 2), (1, 2)], ids=str)
+def test_vmap(dims: tuple[int | None, ...], groups: tuple[int, int], backend_name: str, device: torch.device) -> None:
+    """Results, and gradients for each sample, are those of a loop."""
+    single = [t.detach() for t in leaves((3, 8), groups, device)]
+    batched = [t if d is None else torch.stack([t + 0.1 * i for i in range(5)], d) for t, d in zip(single, dims, strict=True)]
+
+    def gradients(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        y = rational(x, a, b)
+        return y, *torch.func.grad(lambda *t: rational(*t).sin().sum(), (0, 1, 2))(x, a, b)
+
+    def sample(i: int) -> list[Tensor]:
+        return [t if d is None else t.select(d, i) for t, d in zip(batched, dims, strict=True)]
+
+    found = torch.vmap(gradients, in_dims=dims)(*batched)
+    want = [step(reference.rational, *s, reference.rational(*s).cos()) for s in map(sample, range(5))]
+    for i, f in enumerate(found):
+        fastkron_py.testing.assert_close(f, torch.stack([w[i] for w in want]), rms_tol=1e-12, max_tol=1e-11)
+
+
+# ---- compilation -------------------------------------------------------------------------------
+
+
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("version", ["A", "B", "D"])
+def test_fullgraph(version: str, how: str, backend_name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    x, a, b = leaves((3, 4, 8), 2, device, version=version)
+
+    def loss(function: Callable[..., Tensor], *t: Tensor) -> Tensor:
+        return function(t[0].sin(), t[1], t[2], version=version).square().sum()
+
+    got = torch.compile(lambda *t: loss(rational, *t), backend=how, fullgraph=True)(x, a, b)
+    want = loss(lambda *t, version: reference.rational(*t, version="B" if version == "D" else version), x, a, b)
+    fastkron_py.testing.assert_close(got, want, rms_tol=1e-12, max_tol=1e-12)
+    for g, w in zip(torch.autograd.grad(got, (x, a, b)), torch.autograd.grad(want, (x, a, b)), strict=True):
+        fastkron_py.testing.assert_close(g, w, rms_tol=1e-12, max_tol=1e-12)
+    torch._dynamo.reset()
+
+
+def test_export_keeps_one_node(device: torch.device) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.randn(2, 6)), torch.nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return rational(x, self.a, self.b)
+
+    layer, rows = Layer().to(device), torch.export.Dim("rows", min=2, max=1000)
+    program = torch.export.export(layer, (torch.randn(6, 8, device=device),), dynamic_shapes=({0: rows},))
+    assert sum("fastkron.rational" in str(node.target) for node in program.graph.nodes) == 1
+    longer = torch.randn(11, 8, device=device)
+    assert torch.equal(program.module()(longer), layer(longer))
+
+
+def test_meta_tensors() -> None:
+    x, a, b = (torch.empty(s, device="meta", requires_grad=True) for s in ((3, 4, 8), (2, 6), (1, 4)))
+    y = rational(x, a, b)
+    assert (y.shape, y.device.type) == (x.shape, "meta")
+    assert [g.shape for g in torch.autograd.grad(y.sum(), (x, a, b))] == [x.shape, a.shape, b.shape]
