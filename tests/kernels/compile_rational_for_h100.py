@@ -1,0 +1,75 @@
+"""Compile the rational kernels' launches for an H100, on a machine that has none; a line of JSON for each.
+
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from compile_for_h100 import H100, resources
+from triton.runtime import driver, jit
+
+# name: (dtype, shape, groups, degrees, version)
+PROBLEMS: dict[str, tuple[torch.dtype, tuple[int, ...], int, tuple[int, int], str]] = {
+    "float32": (torch.float32, (1024, 197, 768), 8, (5, 4), "B"),
+    "bfloat16": (torch.bfloat16, (1024, 197, 768), 8, (5, 4), "B"),
+    "float16 of version A": (torch.float16, (1024, 197, 768), 8, (5, 4), "A"),
+    "version C": (torch.float32, (64, 197, 192), 8, (5, 4), "C"),
+    "version N, shared": (torch.bfloat16, (64, 197, 192), 1, (5, 4), "N"),
+    "float64": (torch.float64, (64, 197, 192), 8, (5, 4), "B"),
+    "degrees 16": (torch.float32, (64, 197, 192), 8, (16, 16), "B"),
+    "odd": (torch.bfloat16, (9, 21), 3, (0, 1), "A"),
+    "wrap": (torch.float32, (5, 2 * 66000), 2, (3, 2), "B"),
+}
+
+
+def loads_and_stores(cubin: bytes) -> dict[str, int]:
+    """How many of the loads and stores are of 16 bytes."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+    return {f"wide_{what}": len(re.findall(rf"\b{what}\.E\.128", text)) for what in ("LDG", "STG")}
+
+
+def main() -> None:
+    driver.set_active(H100())
+    launch = jit.JITFunction.run
+    problem = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        cubin = compiled.asm["cubin"]
+        line = {"problem": problem, "kernel": self.__name__, "shared": compiled.metadata.shared}
+        print(json.dumps({**line, **resources(cubin), **loads_and_stores(cubin)}), flush=True)
+
+    jit.JITFunction.run = compile_only
+    from fastkron_py.kernels import rational_triton
+
+    rational_triton._multiprocessors = lambda device: 132
+    rational_triton._is_approximate = lambda kind: torch.float64 not in kind.dtypes
+    for problem, (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
+        # Of the large one a view of few elements, whose strides are the dense one's: nothing is read here.
+        x = torch.empty(1, dtype=dtype).expand(shape)
+        dense = torch.empty(shape, device="meta").stride()
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        a, b = torch.empty(groups, m + 1, dtype=kind), torch.empty(groups, n + (version == "C"), dtype=kind)
+        runs = rational_triton.find_runs(shape, [dense] * 3, groups)
+        strides = (tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), version)
+        of_forward = rational_triton._Kind(runs._replace(row_strides=runs.row_strides[:2]), *strides, (dtype, dtype, kind, kind), x.device)
+        rational_triton._Forward(of_forward).run(x, a, b, x)
+        of_backward = rational_triton._Kind(runs, *strides, (dtype, dtype, dtype, kind, kind), x.device)
+        rational_triton._Backward(of_backward).run(x, x, a, b, x, (a, b))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The rational kernels compile for sm_90, with wide loads, without spills, and with registers for many programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("compile_for_h100")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """One record for each problem and kernel; with a cache of its own, so that they are really compiled."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("compile_rational_for_h100.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(k["problem"], k["kernel"]): k for k in lines}
+
+
+def test_every_kernel_was_compiled(kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
+    assert {kernel for _, kernel in kernels} == {"_rational_fwd_kernel", "_rational_bwd_kernel", "_rational_coefficients_kernel"}
+    assert len({problem for problem, _ in kernels}) == 9
+
+
+@pytest.mark.parametrize("problem", ["float32", "bfloat16", "float16 of version A"])
+def test_the_kat_s_launches(problem: str, kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """16-byte loads of x and dy, 16-byte stores, no spills; eight programs of four warps a multiprocessor, 16 forward."""
+    backward = kernels[problem, "_rational_bwd_kernel"]
+    forward = kernels[problem, "_rational_fwd_kernel"]
+    assert backward["wide_LDG"] >= 2
+    assert min(backward["wide_STG"], forward["wide_LDG"], forward["wide_STG"]) >= 1
+    assert backward["stack"] == forward["stack"] == 0
+    assert backward["reg"] <= 64
+    assert forward["reg"] <= 40
+
+
+def test_high_degrees_hardly_spill(kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
+    assert kernels["degrees 16", "_rational_bwd_kernel"]["stack"] <= 32
