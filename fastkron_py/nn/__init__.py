@@ -1,1 +1,5 @@
 """Layers (`torch.nn.Module`) over the functional room."""
+
+from fastkron_py.nn.rational import GRKAN, GroupRational
+
+__all__ = ["GRKAN", "GroupRational"]

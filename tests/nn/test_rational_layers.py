@@ -1,0 +1,266 @@
+"""GroupRational and GRKAN: what they begin as, fit to, keep and draw; variances that are kept."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastkron_py import reference
+from fastkron_py.nn import GRKAN, GroupRational
+from fastkron_py.nn.rational_fit import fit
+from fastkron_py.nn.rational_functions import FUNCTIONS, initial
+
+# docs/rational.md has the same table: largest errors on [-3, 3] at degrees (5, 4), rounded up.
+ERRORS = {
+    "identity": (0, 0, 0, 0),
+    "relu": (1.4e-2, 1.4e-2, 1.5e-2, 1.4e-2),
+    "leaky_relu": (1.3e-2, 1.3e-2, 1.3e-2, 1.3e-2),
+    "gelu": (1.3e-2, 4.5e-4, 4.5e-4, 4.5e-4),
+    "swish": (4.7e-7, 4.7e-7, 4.7e-7, 4.7e-7),
+    "tanh": (1.5e-6, 1.5e-6, 1.5e-6, 1.5e-6),
+    "sigmoid": (2e-9, 2e-9, 2e-9, 2e-9),
+    "geglu": (1.6e-3, 1.4e-3, 8.4e-4, 8.4e-4),
+    "swishglu": (7.5e-5, 7.5e-5, 8.1e-6, 8.1e-6),
+}
+
+
+@pytest.mark.parametrize("version", ["A", "B", "C", "N"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_table_fits_each_version(name: str, version: str) -> None:
+    """On ten times as many points as it was fitted on, by the reference; and Q has no pole there."""
+    found = initial(name, (5, 4), version)
+    x = torch.linspace(-3, 3, 10_001, dtype=torch.float64)
+    y = reference.rational(x[:, None], found.a[None], found.b[None], version=version)[:, 0]
+    error = float((y - FUNCTIONS[name](x)).abs().max())
+    assert error <= ERRORS[name]["ABCN".index(version)] * 1.01 + 1e-15
+    assert error == pytest.approx(found.error, rel=0.02, abs=1e-15)
+
+
+def test_tables_of_other_versions_do_not_fit() -> None:
+    """The control: which version a table is for matters."""
+    x = torch.linspace(-3, 3, 1001, dtype=torch.float64)
+    found = initial("gelu", (5, 4), "B")
+    y = reference.rational(x[:, None], found.a[None], found.b[None], version="A")[:, 0]
+    assert float((y - FUNCTIONS["gelu"](x)).abs().max()) > 0.01
+
+
+def test_the_table_is_what_the_fit_finds() -> None:
+    """For one entry of each kind of model."""
+    for name, version in (("swish", "B"), ("tanh", "C")):
+        found = fit(FUNCTIONS[name], (5, 4), version)
+        assert found.error == pytest.approx(initial(name, (5, 4), version).error, rel=0.05)
+
+
+@pytest.mark.parametrize("version", ["A", "B", "C", "D", "N"])
+def test_the_identity_is_exact_and_can_learn(version: str, device: torch.device) -> None:
+    act = GroupRational(8, 2, version=version, init="identity", device=device, dtype=torch.float64).eval()
+    x = torch.randn(50, 8, device=device, dtype=torch.float64)
+    y = act(x)
+    assert float((y - x).detach().abs().max()) < 2e-14
+    y.square().sum().backward()
+    assert act.denominator.grad is not None
+    assert bool((act.denominator.grad[:, 1] != 0).all())
+
+
+@pytest.mark.parametrize("degrees", [(3, 2), (7, 6), (1, 1)], ids=str)
+def test_other_degrees_are_fitted_on_the_spot(degrees: tuple[int, int]) -> None:
+    act = GroupRational(4, 2, degrees, init="swish", dtype=torch.float64)
+    assert act.numerator.shape == (2, degrees[0] + 1)
+    assert act.denominator.shape == (2, degrees[1])
+    x = torch.linspace(-3, 3, 500, dtype=torch.float64)
+    error = float((act.functions(x)[:, 0] - torch.nn.functional.silu(x)).abs().max())
+    assert error < {(3, 2): 4e-3, (7, 6): 1e-6, (1, 1): 0.8}[degrees]
+
+
+@pytest.mark.parametrize("version", ["A", "B", "C", "N"])
+def test_fit(version: str, device: torch.device) -> None:
+    act = GroupRational(6, 3, version=version, device=device)
+    error = act.fit(torch.cos, (-2.0, 2.0))
+    x = torch.linspace(-2, 2, 777, dtype=torch.float64)
+    found = act.functions(x)
+    assert found.shape == (777, 3)
+    assert error < 1e-4
+    assert float((found - x.cos()[:, None]).abs().max()) <= error + 1e-6  # coefficients are float32
+    y = act(x[:, None].expand(-1, 6).to(device, torch.float32))
+    assert float((y.detach().cpu() - x.cos()[:, None]).abs().max()) <= error + 2e-6
+
+
+def test_forward_and_gradients(backend_name: str, device: torch.device) -> None:
+    act = GroupRational(24, 3, init="gelu", device=device)
+    x = torch.randn(5, 7, 24, device=device, requires_grad=True)
+    y = act(x)
+    want = torch.nn.functional.gelu(x.detach().clamp(-3, 3).double())
+    inside = x.detach().abs() < 3
+    assert float(((y.detach() - want).abs() * inside).max()) < 5e-4
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape and bool(p.grad.isfinite().all()) for p in act.parameters())
+
+
+def test_version_d_is_noisy_while_training_only(device: torch.device) -> None:
+    act = GroupRational(8, 2, version="D", noise=0.5, device=device)
+    x = torch.ones(3, 8, device=device)
+    assert not torch.equal(act(x), act(x))
+    act.eval()
+    assert torch.equal(act(x), act(x))
+
+
+def test_state_dict_deepcopy_and_moves(tmp_path: Path, device: torch.device) -> None:
+    first = GroupRational(8, 2, version="C", init="tanh", share_numerator=True)
+    with torch.no_grad():
+        first.denominator.mul_(1.5)
+    assert set(first.state_dict()) == {"numerator", "denominator"}
+    torch.save(first.state_dict(), tmp_path / "act.pt")
+    second = GroupRational(8, 2, version="C", share_numerator=True)
+    second.load_state_dict(torch.load(tmp_path / "act.pt"))
+    third = copy.deepcopy(first).to(device)
+    x = torch.randn(4, 8)
+    assert torch.equal(first(x), second(x))
+    torch.testing.assert_close(third(x.to(device)).cpu(), first(x))
+    with torch.no_grad():
+        third.numerator.zero_()
+    assert bool(first.numerator.any())
+    assert third.half().numerator.dtype == torch.float16
+    assert third(x.to(device, torch.float16)).dtype == torch.float16
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        GroupRational(8, 4, version="C").load_state_dict(first.state_dict())
+
+
+def test_reset_and_repr() -> None:
+    act = GroupRational(8, 2, init="relu", share_numerator=True)
+    before = {k: v.clone() for k, v in act.state_dict().items()}
+    act.fit(torch.sin)
+    act.reset_parameters()
+    assert all(torch.equal(v, before[k]) for k, v in act.state_dict().items())
+    assert repr(act) == "GroupRational(8, num_groups=2, degrees=(5, 4), version='B', init='relu', share_numerator=True)"
+    assert repr(GroupRational(8, 8, version="D")) == "GroupRational(8, num_groups=8, degrees=(5, 4), version='D', init='swish', noise=0.1)"
+
+
+def test_plot() -> None:
+    pytest.importorskip("matplotlib")
+    act = GroupRational(8, 4, init="gelu")
+    ax = act.plot(interval=(-2, 2), points=11)
+    lines = ax.get_lines()
+    assert len(lines) == 4
+    x = torch.linspace(-2, 2, 11, dtype=torch.float64)
+    for group, line in enumerate(lines):
+        assert torch.equal(torch.as_tensor(line.get_ydata()), act.functions(x)[:, group])
+    assert act.plot(ax) is ax
+    assert len(ax.get_lines()) == 8
+
+
+def test_meta_device() -> None:
+    layer = GRKAN(16, 32, device="meta")
+    assert all(p.device.type == "meta" for p in layer.parameters())
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert bool(layer(torch.randn(3, 16)).isfinite().all())
+
+
+# ---- GRKAN -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", [("identity", "swish"), ("identity", "gelu"), ("tanh", "relu"), ("swish", "sigmoid")], ids=str)
+@pytest.mark.parametrize("version", ["A", "B", "C"])
+def test_variance_is_kept(version: str, init: tuple[str, str]) -> None:
+    """Each linear layer's output has second moment 1 for a standard normal input of the function before it."""
+    layer = GRKAN(256, 512, 384, version=version, init=init)
+    for act, linear in ((layer.act1, layer.fc1), (layer.act2, layer.fc2)):
+        y = linear(act(torch.randn(2000, linear.in_features)))
+        # A function's mean meets each output's weights once for all samples: 384 outputs leave 7 % to chance.
+        assert float(y.detach().square().mean()) == pytest.approx(1.0, abs=0.22)
+        assert not bool(linear.bias.any())
+    with torch.no_grad():
+        hidden = layer.fc1(layer.act1(torch.randn(2000, 256)))
+        assert float(hidden.var()) == pytest.approx(1.0, abs=0.22)
+
+
+def test_the_check_of_variances_can_fail() -> None:
+    """torch's own initialisation does not keep them."""
+    layer = GRKAN(256, 512)
+    layer.fc2.reset_parameters()
+    y = layer.fc2(layer.act2(torch.randn(2000, 512)))
+    assert float(y.detach().square().mean()) < 0.5
+
+
+def test_gains_of_known_functions() -> None:
+    def gain(name: str) -> float:
+        return GroupRational(8, 2, init=name, dtype=torch.float64).gain()
+
+    assert gain("identity") == pytest.approx(1.0, rel=1e-6)
+    assert gain("relu") == pytest.approx(2.0, rel=0.02)  # Kaiming's
+    assert gain("swish") == pytest.approx(1 / 0.3557, rel=0.01)  # E[swish(x)^2] = 0.3557
+
+
+def test_parameters_are_those_of_an_mlp_and_two_functions() -> None:
+    layer = GRKAN(192, 768)
+    functions = 2 * (6 + 8 * 4)
+    assert sum(p.numel() for p in layer.parameters()) == 2 * 192 * 768 + 768 + 192 + functions
+    assert 12 * functions == 912  # what a KAT has more than a ViT
+
+
+def test_grkan_trains_and_is_differentiable(backend_name: str, device: torch.device) -> None:
+    layer = GRKAN(8, 16, 4, num_groups=2, dropout=0.1, device=device)
+    x = torch.randn(32, 8, device=device)
+    target = x[:, :4].sin()
+    optimizer = torch.optim.Adam(layer.parameters(), 1e-2)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_autocast_of_grkan(device: torch.device) -> None:
+    """As a transformer's MLP runs: float32 in from a LayerNorm, half precision between and out."""
+    layer = GRKAN(8, 16, num_groups=2, device=device)
+    x = torch.randn(3, 8, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        inner = layer.act1(x)
+        y = layer(x)
+    assert inner.dtype == y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "groups": (lambda: GroupRational(10, 4), ValueError, "num_groups: expected a divisor of num_features, 10; got 4"),
+    "no groups": (lambda: GroupRational(8, 0), ValueError, "num_groups: expected a positive integer; got 0"),
+    "features": (lambda: GroupRational("8"), TypeError, "num_features: expected a positive integer; got str"),  # type: ignore[arg-type]
+    "degrees": (lambda: GroupRational(8, degrees=(17, 4)), ValueError, r"degrees: expected m from 0 to 16 .*; got \(17, 4\)"),
+    "one degree": (lambda: GroupRational(8, degrees=5), TypeError, r"degrees: expected a pair \(m, n\); got 5"),  # type: ignore[arg-type]
+    "version": (lambda: GroupRational(8, version="X"), ValueError, "version: expected one of A, B, C, D, N; got 'X'"),
+    "init": (lambda: GroupRational(8, init="softplus"), ValueError, "init: expected one of identity, relu, .*; got 'softplus'"),
+    "init of another type": (lambda: GroupRational(8, init=None), TypeError, "init: expected one of .*; got None"),  # type: ignore[arg-type]
+    "noise": (lambda: GroupRational(8, noise=2), ValueError, "noise: expected a number from 0 to 1; got 2"),
+    "x": (lambda: GroupRational(8)(torch.ones(2, 6)), ValueError, r"x: expected shape \[..., 8\]; got shape \(2, 6\)"),
+    "interval": (lambda: GroupRational(8).fit(torch.sin, (1.0, -1.0)), ValueError, "interval: expected"),
+    "function": (lambda: GroupRational(8).fit(torch.log), ValueError, "function: expected finite values"),
+    "dropout": (lambda: GRKAN(8, dropout=1.5), ValueError, "dropout: expected a probability; got 1.5"),
+    "inits": (lambda: GRKAN(8, init="swish"), TypeError, "init: expected a pair of names"),  # type: ignore[arg-type]
+    "hidden": (lambda: GRKAN(8, 12), ValueError, "num_groups: expected a divisor of num_features, 12; got 8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_functions_of_one_variable() -> None:
+    """The gated functions' definitions."""
+    x: Tensor = torch.tensor([-1.0, 0.5], dtype=torch.float64)
+    assert FUNCTIONS["geglu"](x).tolist() == pytest.approx([v * v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in (-1.0, 0.5)])
+    assert FUNCTIONS["swishglu"](x).tolist() == pytest.approx([v * v / (1 + math.exp(-v)) for v in (-1.0, 0.5)])
