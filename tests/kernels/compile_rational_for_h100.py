@@ -44,12 +44,12 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
-    problem = ""
+    current = {"problem": ""}
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
         cubin = compiled.asm["cubin"]
-        line = {"problem": problem, "kernel": self.__name__, "shared": compiled.metadata.shared}
+        line = {**current, "kernel": self.__name__, "shared": compiled.metadata.shared}
         print(json.dumps({**line, **resources(cubin), **loads_and_stores(cubin)}), flush=True)
 
     jit.JITFunction.run = compile_only
@@ -58,6 +58,7 @@ def main() -> None:
     rational_triton._multiprocessors = lambda device: 132
     rational_triton._is_approximate = lambda kind: torch.float64 not in kind.dtypes
     for problem, (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
+        current["problem"] = problem
         # Of the large one a view of few elements, whose strides are the dense one's: nothing is read here.
         x = torch.empty(1, dtype=dtype).expand(shape)
         dense = torch.empty(shape, device="meta").stride()
