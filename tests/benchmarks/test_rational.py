@@ -1,0 +1,72 @@
+"""The rational benchmarks: peers compute what they are compared with, and the checks see what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+from benchmarks import rational as benchmark
+from benchmarks import rational_peers, runner
+from benchmarks.rational import OURS, OfGelu, case, check, check_coefficients, inputs
+
+SHAPE = (3, 7, 48)  # groups of 6 channels: blocks that are not full
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_every_algorithm_computes_the_same(which: str, dtype: str, device: torch.device) -> None:
+    problem = inputs(case(which, dtype, SHAPE).parameters, device)
+    tolerance = 2e-6 if dtype == "float32" else 8e-3  # the interpreter cuts bfloat16 off
+    assert 0 < check(problem, OURS.prepare(problem)()) < tolerance
+    for name in ("kat", "flashkat"):
+        assert 0 < check(problem, benchmark._peer(name)(problem)()) < tolerance, name
+    gelu = benchmark.GELU.prepare(problem)()
+    assert 0 < check(problem, OfGelu(gelu)) < tolerance
+
+
+def test_the_checks_see_errors(device: torch.device) -> None:
+    problem = inputs(case("backward", "float32", SHAPE).parameters, device)
+    dx, da, db = rational_peers.flashkat_backward(problem.dy, problem.x, problem.a, problem.b)
+    fine = check_coefficients(problem, [dx, da, db])
+    assert check_coefficients(problem, [dx, da, db + 0.01]) > max(0.009, 10 * fine)
+    assert check(problem, [dx, da * 1.001, db]) > 5e-4
+    assert check(problem, [dx.roll(1, 0), da, db]) > 0.1
+
+
+def test_gradients_in_chunks_are_those_of_the_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = case("backward", "float32", SHAPE).parameters
+    whole = inputs(parameters, device).expected
+    monkeypatch.setattr(benchmark, "CHUNK_ELEMENTS", 100)
+    for found, want in zip(inputs(parameters, device).expected, whole, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = benchmark.register(
+        runner.Benchmark(
+            name="rational_small",
+            description="for a test",
+            device="cpu",
+            cases=[case("backward", "float32", SHAPE, quick=True)],
+            contenders=[OURS, benchmark.GELU, benchmark.KAT],
+            inputs=inputs,
+            check=check,
+            baseline="torch GELU",
+            repeats=True,
+        )
+    )
+    from benchmarks import registry
+
+    try:
+        found = runner.run(small.name, out=tmp_path, quick=True, seconds=5)
+    finally:
+        registry._benchmarks.pop(small.name)
+    ours, gelu, kat = found["cases"][0]["results"]
+    assert ours["status"] == gelu["status"] == "ok"
+    assert ours["repeats"]
+    assert kat["status"] == "unavailable"
