@@ -1,0 +1,150 @@
+"""The rational function on a GPU: real sizes, beyond 2^31 elements, graphs, streams, memory, the papers' error setting."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rational_cases import VERSIONS, Problem, assert_right, ours, problem
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import rational, reference
+
+pytestmark = pytest.mark.gpu
+ONE_AT_A_TIME = pytest.mark.xdist_group("large memory")
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """Several workers share the GPU: what one keeps cached, another may need."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("shape", "groups"), [((3, 197, 192), 8), ((8, 197, 768), 8), ((5, 7, 96), 1)], ids=str)
+def test_the_kat_s_sizes(shape: tuple[int, ...], groups: int, version: str, dtype: torch.dtype) -> None:
+    p = problem(shape, groups, version=version, dtype=dtype, device="cuda")
+    assert_right(ours(p, version), p, version)
+
+
+@pytest.mark.parametrize("degrees", [(3, 2), (7, 6), (16, 16)], ids=str)
+@pytest.mark.parametrize("channels", [24 * 8, 48 * 8, 192 * 8, 384 * 8, 8, 40])
+def test_widths_of_groups(channels: int, degrees: tuple[int, int]) -> None:
+    p = problem((64, 33, channels), 8, degrees, device="cuda")
+    if degrees[0] == 16:
+        p = p._replace(x=p.x.clamp(-1.5, 1.5))
+    assert_right(ours(p), p)
+
+
+def test_images_whose_channels_come_first() -> None:
+    """In place: y and dx lie as x does, and nothing of x's size is copied."""
+    x = torch.randn(64, 96, 56, 56, device="cuda", dtype=torch.bfloat16)
+    p = problem((1, 96), 8, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = rational(x.movedim(1, -1), p.a, p.b)
+    assert torch.cuda.max_memory_allocated() - before < 1.01 * x.numel() * 2
+    assert y.stride() == x.movedim(1, -1).stride()
+    p = Problem(x.movedim(1, -1), p.a, p.b, torch.randn_like(x).movedim(1, -1))
+    assert_right(ours(p), p)
+
+
+@ONE_AT_A_TIME
+def test_more_than_2_to_the_31_elements() -> None:
+    """Offsets are 64-bit: the last rows are right, and their gradients of coefficients alone are."""
+    rows, channels, groups, last = 2_800_000, 768, 8, 3000
+    assert rows * channels > 2**31
+    x = torch.randn(rows, channels, device="cuda", dtype=torch.bfloat16)
+    p = problem((last, channels), groups, dtype=torch.bfloat16, device="cuda")
+    dy = torch.zeros_like(x)
+    dy[-last:] = p.dy
+    a, b = p.a.requires_grad_(), p.b.requires_grad_()
+    y = rational(x.requires_grad_(), a, b)
+    dx, da, db = torch.autograd.grad(y, (x, a, b), dy)
+    assert not bool(dx[:-last].any())
+    end = Problem(x.detach()[-last:], a.detach(), b.detach(), p.dy)
+    assert_right([y.detach()[-last:], dx[-last:], da, db], end)
+    middle = rows // 2
+    want = reference.rational(x[middle : middle + 10].detach().double(), a.detach().double(), b.detach().double())
+    fastkron_py.testing.assert_close(y.detach()[middle : middle + 10], want, rms_tol=8e-3, max_tol=3e-2)
+
+
+def test_the_papers_error_setting_at_an_eighth() -> None:
+    """Version A, standard normal everywhere: gradients of coefficients err by few units in the last place, and repeat.
+
+    In the papers' own size, eight times this one, FlashKAT errs by 6.6e-4 of 771 on average.
+    """
+    x, dy = (torch.randn(128, 197, 768, device="cuda") for _ in range(2))
+    a, b = torch.randn(8, 6, device="cuda"), torch.randn(8, 4, device="cuda")
+    run = torch.ops.fastkron.rational_backward
+    _, da, db = run(dy, x, a, b, True, True, "A", "triton")
+    wide = [t.double() for t in (dy, x, a, b)]
+    _, want_a, want_b = run(*wide, True, True, "A", "torch")
+    for found, want in ((da, want_a), (db, want_b)):
+        assert float((found - want).abs().mean()) < 3e-7 * float(want.abs().mean())
+    for _ in range(9):
+        again = run(dy, x, a, b, True, True, "A", "triton")
+        assert torch.equal(again[1], da)
+        assert torch.equal(again[2], db)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_graph(dtype: torch.dtype) -> None:
+    """Forward and backward captured once and replayed on new numbers: the same bits as eager."""
+    p = problem((16, 33, 192), 8, dtype=dtype, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            ours(p)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours(p)
+    fresh = problem((16, 33, 192), 8, dtype=dtype, device="cuda")
+    for t, new in zip(p, fresh, strict=True):
+        t.copy_(new)
+    graph.replay()
+    for found, want in zip(captured, ours(fresh), strict=True):
+        assert torch.equal(found, want)
+
+
+def test_side_stream() -> None:
+    """Work goes to the caller's current stream: its input may still be in the making there."""
+    p = problem((16, 33, 192), 8, device="cuda")
+    want = ours(p)
+    late = torch.zeros_like(p.x)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(p.x)
+        found = ours(p._replace(x=late))
+    side.synchronize()
+    for f, w in zip(found, want, strict=True):
+        assert torch.equal(f, w)
+
+
+def test_memory() -> None:
+    """A backward pass holds dx and partial sums, nothing of x's size besides."""
+    x, dy = (torch.randn(256, 197, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    p = problem((1, 768), 8, device="cuda")
+    torch.ops.fastkron.rational_backward(dy, x, p.a, p.b, True, True, "B", "triton")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result: list[Tensor] = torch.ops.fastkron.rational_backward(dy, x, p.a, p.b, True, True, "B", "triton")
+    assert torch.cuda.max_memory_allocated() - before < 1.02 * x.numel() * 2
+    assert len(result) == 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one() -> None:
+    p = problem((16, 33, 192), 8, device="cuda:1")
+    assert_right(ours(p), p)
+    assert torch.cuda.current_device() == 0
