@@ -11,6 +11,21 @@ The arithmetic is float32, or float64 for float64 tensors.
 import triton
 import triton.language as tl
 
+# Integers, of which a kernel compiled for special values would gain nothing: how vectors lie is spelled out.
+_NUMBERS = (
+    "total",
+    "per_run",
+    "phases",
+    "iterations",
+    "short",
+    "long_chunks",
+    "rows_per_period",
+    "stride_ag",
+    "stride_ai",
+    "stride_bg",
+    "stride_bj",
+)
+
 
 @triton.jit
 def _appended(values, value):
@@ -86,14 +101,22 @@ def _times_sign(value, x):
 
 
 @triton.jit
-def _start(chunk, phase, phases, iterations, rows_per_period, per_run, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def _periods(chunk, iterations, short, long_chunks):
+    """(first period, how many) of a chunk."""
+    beyond = tl.maximum(chunk - long_chunks, 0)
+    period = tl.minimum(chunk, long_chunks) * iterations + beyond * short
+    return period, tl.where(chunk < long_chunks, iterations, short)
+
+
+@triton.jit
+def _start(period, phase, phases, rows_per_period, per_run, BLOCK: tl.constexpr, MODE: tl.constexpr):
     """(first, row, column) of a program: the number of its first vector, and its threads' first row and column in vectors."""
     i = tl.arange(0, BLOCK)
-    first = (chunk * iterations * phases + phase) * BLOCK
+    first = (period * phases + phase) * BLOCK
     if MODE == "rows":
         within = (phase * BLOCK).to(tl.int32) + i
         size = per_run.to(tl.int32)
-        row = chunk * iterations * rows_per_period + within // size
+        row = period * rows_per_period + within // size
         column = (within % size).to(tl.int64)
     elif MODE == "flat":
         row = (i * 0).to(tl.int64)
@@ -121,6 +144,13 @@ def _advance(offset, column, step, rows_per_period, per_run, stride_row, BLOCK: 
 
 
 @triton.jit
+def _sums_of_warps(values, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """``[BLOCK]`` to ``[WARPS]``, by exchanges between lanes alone: warps need not wait for each other."""
+    of_threads = tl.sum(tl.reshape(values, (BLOCK // (32 * WARPS), WARPS, 32)), 0)
+    return tl.sum(of_threads, 1)
+
+
+@triton.jit
 def _elements(offset, VECTOR: tl.constexpr):
     """Offsets ``[BLOCK, VECTOR]`` of the vectors that begin at offset."""
     tile = offset[:, None] + tl.arange(0, VECTOR)[None, :]
@@ -145,7 +175,7 @@ def _store(ptr, tile, value, valid, MASKED: tl.constexpr):
         tl.store(ptr + tile, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_NUMBERS, "stride_x", "stride_y"])
 def _rational_fwd_kernel(
     x_ptr,  # [outer, GROUPS, length] in these strides
     a_ptr,  # [GROUPS, A_COUNT]
@@ -160,7 +190,9 @@ def _rational_fwd_kernel(
     total: tl.int64,  # vectors of a group
     per_run: tl.int64,  # vectors of a run
     phases: tl.int64,
-    iterations: tl.int64,
+    iterations: tl.int64,  # periods of a long chunk
+    short: tl.int64,
+    long_chunks: tl.int64,
     rows_per_period: tl.int64,
     GROUPS: tl.constexpr,
     A_COUNT: tl.constexpr,
@@ -176,17 +208,18 @@ def _rational_fwd_kernel(
     """``y = P(x) / Q(x)``."""
     program = tl.program_id(0)
     group = (program % GROUPS).to(tl.int64)
-    phase = (program // GROUPS).to(tl.int64) % phases
-    chunk = (program // GROUPS).to(tl.int64) // phases
+    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
+    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
+    period, periods = _periods(chunk, iterations, short, long_chunks)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
-    first, row, column_x = _start(chunk, phase, phases, iterations, rows_per_period, per_run, BLOCK, MODE)
+    first, row, column_x = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
     column_y = column_x
     offset_x = row * stride_x + (group * per_run + column_x) * VECTOR
     offset_y = row * stride_y + (group * per_run + column_y) * VECTOR
     step = phases * BLOCK
     tiles = (total - first + step - 1) // step
-    for _ in range(tl.minimum(iterations, tiles).to(tl.int32)):
+    for _ in range(tl.minimum(periods, tiles).to(tl.int32)):
         valid = first + tl.arange(0, BLOCK) < total
         x = _load(x_ptr, _elements(offset_x, VECTOR), valid, DTYPE, MASKED)
         p, _dp = _polynomial(a, x, A_COUNT)
@@ -198,14 +231,14 @@ def _rational_fwd_kernel(
         first += step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_NUMBERS, "stride_x", "stride_dy", "stride_dx"])
 def _rational_bwd_kernel(
     x_ptr,  # [outer, GROUPS, length] in these strides
     dy_ptr,  # [outer, GROUPS, length]
     a_ptr,  # [GROUPS, A_COUNT]
     b_ptr,  # [GROUPS, B_COUNT]
     dx_ptr,  # [outer, GROUPS, length]
-    partial_ptr,  # [A_COUNT + B_COUNT, GROUPS, programs of a group]
+    partial_ptr,  # [A_COUNT + B_COUNT, GROUPS, programs of a group, WARPS]
     stride_x: tl.int64,
     stride_dy: tl.int64,
     stride_dx: tl.int64,
@@ -216,7 +249,9 @@ def _rational_bwd_kernel(
     total: tl.int64,  # vectors of a group
     per_run: tl.int64,  # vectors of a run
     phases: tl.int64,
-    iterations: tl.int64,
+    iterations: tl.int64,  # periods of a long chunk
+    short: tl.int64,
+    long_chunks: tl.int64,
     rows_per_period: tl.int64,
     GROUPS: tl.constexpr,
     A_COUNT: tl.constexpr,
@@ -231,18 +266,20 @@ def _rational_bwd_kernel(
     SAME_STRIDES: tl.constexpr,
     NEED_X: tl.constexpr,
     NEED_COEFFICIENTS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """dx, and this program's part of ``da_i = sum dy x^i / Q`` and ``db_j = -sum dy P / Q^2 dQ/db_j``.
 
-    The vector of a thread is summed first, then vectors, threads and, by the kernel below, programs.
+    The vector of a thread is summed first, then vectors, a warp's threads and, by the kernel below, warps.
     """
     program = tl.program_id(0)
     group = (program % GROUPS).to(tl.int64)
-    phase = (program // GROUPS).to(tl.int64) % phases
-    chunk = (program // GROUPS).to(tl.int64) // phases
+    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
+    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
+    period, periods = _periods(chunk, iterations, short, long_chunks)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
-    first, row, column = _start(chunk, phase, phases, iterations, rows_per_period, per_run, BLOCK, MODE)
+    first, row, column = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
     column_dy = column
     column_dx = column
     offset = row * stride_x + (group * per_run + column) * VECTOR
@@ -254,7 +291,7 @@ def _rational_bwd_kernel(
     sum_b = _zeros(BLOCK, B_COUNT, DTYPE)
     step = phases * BLOCK
     tiles = (total - first + step - 1) // step
-    for _ in range(tl.minimum(iterations, tiles).to(tl.int32)):
+    for _ in range(tl.minimum(periods, tiles).to(tl.int32)):
         valid = first + tl.arange(0, BLOCK) < total
         tile = _elements(offset, VECTOR)
         x = _load(x_ptr, tile, valid, DTYPE, MASKED)
@@ -294,17 +331,17 @@ def _rational_bwd_kernel(
             offset_dx, column_dx = _advance(offset_dx, column_dx, step, rows_per_period, per_run, stride_dx, BLOCK, VECTOR, MODE)
         first += step
     if NEED_COEFFICIENTS:
-        programs = tl.num_programs(0).to(tl.int64)  # of all groups
-        out = partial_ptr + group * (programs // GROUPS) + program // GROUPS
+        count = tl.num_programs(0).to(tl.int64) * WARPS
+        out = partial_ptr + group * (count // GROUPS) + (program // GROUPS) * WARPS + tl.arange(0, WARPS)
         for k in tl.static_range(A_COUNT):
-            tl.store(out + k * programs, tl.sum(sum_a[k], 0))
+            tl.store(out + k * count, _sums_of_warps(sum_a[k], BLOCK, WARPS))
         for k in tl.static_range(B_COUNT):
-            tl.store(out + (A_COUNT + k) * programs, tl.sum(sum_b[k], 0))
+            tl.store(out + (A_COUNT + k) * count, _sums_of_warps(sum_b[k], BLOCK, WARPS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_bg", "stride_bj", "count"])
 def _rational_coefficients_kernel(
-    partial_ptr,  # [A_COUNT + B_COUNT, groups, programs of a group]
+    partial_ptr,  # [A_COUNT + B_COUNT, groups, partial sums of a group]
     b_ptr,  # [B_GROUPS, B_COUNT]
     da_ptr,  # [A_GROUPS, A_COUNT]
     db_ptr,  # [B_GROUPS, B_COUNT]

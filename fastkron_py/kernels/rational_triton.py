@@ -15,7 +15,7 @@ from fastkron_py.kernels.rational import _rational_bwd_kernel, _rational_coeffic
 from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
 from fastkron_py.tuning.rational import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
 
-SUM_BLOCK: Final = 1024  # partial sums that a program of the second stage adds at once
+SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
 
 
 class _Kind(NamedTuple):
@@ -51,6 +51,8 @@ def common_arguments(kind: _Kind, chosen: Walk) -> dict[str, Any]:
         "per_run": chosen.per_run,
         "phases": chosen.phases,
         "iterations": chosen.iterations,
+        "short": chosen.short,
+        "long_chunks": chosen.long_chunks,
         "rows_per_period": 0 if chosen.mode == "flat" else step // chosen.per_run,
         "GROUPS": kind.runs.groups,
         "A_COUNT": kind.a_shape[1],
@@ -97,10 +99,11 @@ class _Backward:
             "SAME_STRIDES": stride_x == stride_dy == stride_dx,
             "NEED_X": kind.need_x,
             "NEED_COEFFICIENTS": kind.need_coefficients,
+            "WARPS": chosen.num_warps,
         }
         groups = kind.runs.groups
         self.launch = Launcher([Way(_rational_bwd_kernel, (chosen.programs * groups,), arguments)])
-        self.count = chosen.programs * groups
+        self.count = chosen.programs * groups * chosen.num_warps
         self.dtype = torch.float64 if torch.float64 in kind.dtypes else torch.float32
         self.size = self.count * (kind.a_shape[1] + kind.b_shape[1])
         sums = {
@@ -113,7 +116,7 @@ class _Backward:
             "B_COUNT": kind.b_shape[1],
             "VERSION": kind.version,
             "BLOCK": SUM_BLOCK,
-            "num_warps": 4,
+            "num_warps": 8,
         }
         grid = (kind.a_shape[0] * kind.a_shape[1] + kind.b_shape[0] * kind.b_shape[1],)
         self.sum = Launcher([Way(_rational_coefficients_kernel, grid, sums)])

@@ -11,6 +11,8 @@ VECTOR_BYTES: Final = 16  # the widest load of a thread
 LANES: Final = 32
 PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wait in its last one
 PHASES_MOST: Final = 64
+LONG_SHARE: Final = 0.75  # of the periods, those of long chunks
+SHORTER: Final = 4  # a short chunk is so much shorter than a long one
 PROGRAMS_PER_MULTIPROCESSOR: Final = 16  # at least, where there is work for them: about what is resident, twice
 
 
@@ -68,10 +70,11 @@ def find_runs(shape: Sequence[int], strides: Sequence[Sequence[int]], groups: in
 class Walk:
     """One launch: which vectors each program takes, tile by tile.
 
-    The vectors of a group are counted along its runs, from row to row. A tile is `block` of them that follow each other.
-    The program of a chunk and a phase takes the tiles ``(chunk * iterations + i) * phases + phase``. In mode "rows" that
-    many tiles are a whole number of rows, so that a thread stays on its columns; in mode "flat" there is one row; in mode
-    "wrap" a thread moves along its row and on to a later one.
+    The vectors of a group are counted along its runs, from row to row. A tile is `block` of them that follow each other, a
+    period is `phases` tiles. The program of a chunk and a phase takes that tile of each of the chunk's periods. In mode "rows"
+    a period is a whole number of rows, so that a thread stays on its columns; in mode "flat" there is one row; in mode "wrap" a
+    thread moves along its row and on to a later one. The first chunks are long, since a program's sums cost something at its
+    end; the others, which start last, are short, so that all end at about the same time.
 
     Attributes:
         vector: elements that a thread loads at once.
@@ -79,7 +82,9 @@ class Walk:
         num_warps: of a program.
         mode: "rows", "flat" or "wrap".
         phases: tiles between two of a program's.
-        iterations: tiles of a program.
+        iterations: periods of a long chunk.
+        short: periods of a short one.
+        long_chunks: how many are long; these come first.
         chunks: programs of each group and phase.
         total: vectors of a group.
         per_run: vectors of a run.
@@ -91,6 +96,8 @@ class Walk:
     mode: str
     phases: int
     iterations: int
+    short: int
+    long_chunks: int
     chunks: int
     total: int
     per_run: int
@@ -99,6 +106,11 @@ class Walk:
     def programs(self) -> int:
         """Of each group."""
         return self.chunks * self.phases
+
+    def chunk(self, number: int) -> range:
+        """The periods of a chunk, some of which may lie beyond the last one."""
+        first = min(number, self.long_chunks) * self.iterations + max(0, number - self.long_chunks) * self.short
+        return range(first, first + (self.iterations if number < self.long_chunks else self.short))
 
     @property
     def masked(self) -> bool:
@@ -120,7 +132,8 @@ def is_valid(walk: Walk, runs: Runs) -> bool:
         and (walk.mode != "flat" or runs.outer == 1)
         and (walk.mode == "rows" or walk.phases == 1)
         and steady
-        and walk.chunks * walk.iterations * walk.phases >= tiles
+        and 0 <= walk.long_chunks <= walk.chunks
+        and walk.chunk(walk.chunks - 1).stop * walk.phases >= tiles
     )
 
 
@@ -134,17 +147,18 @@ def vector_width(runs: Runs, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Preference:
-    """What a closed form would like: vectors a thread and tile, warps, and tiles that a program takes at most."""
+    """What a closed form would like: vectors a thread and tile, warps, tiles of a program at most, and short last programs."""
 
     vectors: int
     num_warps: int
     iterations: int
+    tapers: bool = False
 
 
 FORWARD: Final = Preference(2, 4, 4)
 # One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The
 # sums of a program's iterations are added one after the other, and their errors with them, so programs are not long.
-BACKWARD: Final = Preference(1, 4, 48)
+BACKWARD: Final = Preference(1, 4, 48, True)
 
 
 def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> Walk:
@@ -170,5 +184,8 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference
             phases, mode = (1, "rows") if block % per_run == 0 else (1, "wrap")
     periods = math.ceil(tiles / phases)
     wanted = periods * phases * runs.groups // (PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
-    chunks = math.ceil(periods / min(max(1, wanted), preference.iterations))
-    return Walk(vector, block, preference.num_warps, mode, phases, math.ceil(periods / chunks), chunks, total, per_run)
+    iterations = min(max(1, wanted), preference.iterations)
+    short = math.ceil(iterations / SHORTER) if preference.tapers else iterations
+    long_chunks = int(periods * LONG_SHARE) // iterations if preference.tapers else periods // iterations
+    chunks = long_chunks + math.ceil((periods - long_chunks * iterations) / short)
+    return Walk(vector, block, preference.num_warps, mode, phases, iterations, short, long_chunks, chunks, total, per_run)

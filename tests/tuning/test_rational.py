@@ -53,14 +53,15 @@ def taken(w: Walk) -> list[int]:
     found = []
     for chunk in range(w.chunks):
         for phase in range(w.phases):
-            first = (chunk * w.iterations * w.phases + phase) * w.block
-            for i in range(w.iterations):
-                start = first + i * w.phases * w.block
+            for period in w.chunk(chunk):
+                start = (period * w.phases + phase) * w.block
                 found += range(start, min(start + w.block, w.total))
     return found
 
 
-@pytest.mark.parametrize("preference", [Preference(1, 4, 48), Preference(2, 4, 4), Preference(1, 1, 3), Preference(4, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    "preference", [Preference(1, 4, 48, True), Preference(2, 4, 4), Preference(1, 1, 3, True), Preference(4, 8, 1)], ids=str
+)
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize(
     ("outer", "groups", "length"),
@@ -115,3 +116,12 @@ def test_the_kat_s_layers_have_whole_vectors_and_full_tiles() -> None:
             assert w.phases == 3
             assert w.programs * 8 >= 16 * 132
             assert math.prod((w.chunks, w.phases, w.iterations, w.block)) >= w.total
+
+
+def test_the_last_programs_are_short() -> None:
+    """About a quarter of the work, in programs of a quarter of the length."""
+    w = walk(Runs(1024 * 197, 8, 96, (768,)), 2, 132, Preference(1, 4, 48, True))
+    lengths = [len(w.chunk(c)) for c in range(w.chunks)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert set(lengths) == {48, 12}
+    assert 0.7 < sum(n for n in lengths if n == 48) / sum(lengths) < 0.8
