@@ -18,7 +18,7 @@ from torch import Tensor
 from fastkron_py.kernels import rational_torch
 from fastkron_py.ops import rational_derivatives as derivatives
 from fastkron_py.ops.backend import choose_backend
-from fastkron_py.ops.implementation import _unseen_by_autograd
+from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.kron_matmul import LIBRARY
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -34,7 +34,7 @@ LIBRARY.define(
 
 
 def _forward(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, backend: str) -> Tensor:
-    with _unseen_by_autograd(x):
+    with unseen_by_autograd(x):
         if x.numel() == 0:
             return torch.empty_like(x, dtype=dtype)
         if choose_backend(backend, x) == "triton":
@@ -50,7 +50,7 @@ def _gradients(
 ) -> list[Tensor]:
     if not need_x and not need_coefficients:
         return []
-    with _unseen_by_autograd(x):
+    with unseen_by_autograd(x):
         dx: Tensor | None
         da: Tensor | None
         db: Tensor | None
