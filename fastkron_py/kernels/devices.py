@@ -32,16 +32,17 @@ def has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=1)
-def gradient_kernel() -> Any:
-    """The fragment kernel of the backward pass, or None where this Triton lacks a part of Gluon that it is written in."""
+def gradient_kernels() -> Any:
+    """(for one step, for a chain of two) of the backward pass, or None where this Triton lacks a part of Gluon that they need."""
     try:
         from fastkron_py.kernels.fragment_backward import _fragment_step_bwd_kernel
+        from fastkron_py.kernels.fragment_pair_backward import _fragment_pair_bwd_kernel
     except (ImportError, AttributeError) as error:
-        logger.warning("this version of Triton has no Gluon as the backward kernel for Hopper GPUs needs it (%s)", error)
+        logger.warning("this version of Triton has no Gluon as the backward kernels for Hopper GPUs need it (%s)", error)
         return None
-    return _fragment_step_bwd_kernel
+    return _fragment_step_bwd_kernel, _fragment_pair_bwd_kernel
 
 
 def has_gradient_fragments(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fragment kernel of the backward pass can run here."""
-    return dtype == torch.float32 and has_fragments(device, dtype) and gradient_kernel() is not None
+    """Whether the fragment kernels of the backward pass can run here."""
+    return dtype == torch.float32 and has_fragments(device, dtype) and gradient_kernels() is not None

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fastkron_py.kernels.backward_kind import Kind, shared_strides
 from fastkron_py.kernels.factor_gradient import _factor_gradient_kernel
+from fastkron_py.kernels.fragment_way import fragment_way
 from fastkron_py.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.partials import _split_gradient_kernel, _sum_partials_kernel
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import bits
-from fastkron_py.kernels.step_backward import step_config, step_way
 from fastkron_py.kernels.triton_backend import _carry_out, _multiprocessors, _rows, mergeable, multiply, on_device
 from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.tuning.plan import padded
@@ -105,7 +105,7 @@ class _Fused:
         shapes = kind.factor_shapes
         local = Group(0, group.split - group.start, group.stop - group.start)
         configs = fused_configs(local, shapes, kind.dtype.itemsize, num_slices, after, groups, _multiprocessors(kind.device))
-        fragment = step_config(kind)
+        fragment = fragment_way(kind)
         programs = configs[0].programs if fragment is None else fragment.programs
         steps = ((0, local.split), (local.split, local.stop))
         self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
@@ -137,7 +137,7 @@ class _Fused:
         }
         ways = [self._way(config, common, groups) for config in configs]
         if fragment is not None:
-            ways.insert(0, step_way(kind, fragment))
+            ways.insert(0, fragment.way)
         self.launch = Launcher(ways)
 
     @staticmethod
@@ -174,10 +174,10 @@ class _Wide:
     def __init__(self, kind: Kind) -> None:
         groups = kind.around[0]
         ((p, q),) = kind.factor_shapes
-        fragment = step_config(kind)
+        fragment = fragment_way(kind)
         if fragment is not None:
             self.partials = _Partials(kind, 0, 1, fragment.programs, False)
-            self.launch = Launcher([step_way(kind, fragment)])
+            self.launch = Launcher([fragment.way])
             self.whole = True
             return
         self.whole = False

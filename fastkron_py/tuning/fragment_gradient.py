@@ -79,18 +79,19 @@ class StepGradientConfig:
         return self.warps[0] * self.warps[1] * self.warps[2]
 
 
-def _digits(size: int) -> int:
+def digits_of(size: int) -> int:
+    """Of a power of two."""
     return size.bit_length() - 1
 
 
 def _tile(width: int, block_s: int, chunk: int, runs: bool) -> tuple[Bit, ...]:
     """Bits of a place in shared memory: as in global memory, but that a chunk of slices is in one piece; runs: slices are consecutive."""
-    modes = [Bit(0, i) for i in range(_digits(width))]
-    slices = [Bit(SLICE, i) for i in range(_digits(block_s))]
-    inner = _digits(chunk)
+    modes = [Bit(0, i) for i in range(digits_of(width))]
+    slices = [Bit(SLICE, i) for i in range(digits_of(block_s))]
+    inner = digits_of(chunk)
     if runs:
         return (*slices[:inner], *modes, *slices[inner:])
-    row = _digits(ROW)  # neighbouring rows are of neighbouring slices, whose banks differ
+    row = digits_of(ROW)  # neighbouring rows are of neighbouring slices, whose banks differ
     return (*modes[:row], *slices[:inner], *modes[row:], *slices[inner:])
 
 
@@ -110,7 +111,7 @@ def _rank(vectors: Sequence[int]) -> int:
     return len(basis)
 
 
-def _lanes(inner: Sequence[int], outer: Sequence[int]) -> tuple[int, ...]:
+def warp_lanes(inner: Sequence[int], outer: Sequence[int]) -> tuple[int, ...]:
     """Two places of inner and three of outer for a warp's lanes: the widest loads, then the fewest conflicts of banks."""
     found: list[tuple[tuple[int, int], tuple[int, ...]]] = []
     for pair in combinations(sorted(inner, reverse=True), 2):
@@ -123,9 +124,8 @@ def _lanes(inner: Sequence[int], outer: Sequence[int]) -> tuple[int, ...]:
     return max(found, key=lambda f: f[0])[1]
 
 
-def _operand(tile: Sequence[Bit], dims: Sequence[Sequence[int]], lanes: Sequence[int], warps: Sequence[int]) -> Operand:
-    """An operand whose dimensions have these places, lowest first."""
-    size = len(tile)
+def operand_of(size: int, dims: Sequence[Sequence[int]], lanes: Sequence[int], warps: Sequence[int]) -> Operand:
+    """An operand whose dimensions have these of size places, lowest first."""
     registers = tuple(p for p in range(size) if p not in lanes and p not in warps)
     order = tuple(size - 1 - p for places in dims for p in reversed(places))
     return Operand(registers, tuple(lanes), tuple(warps), order, tuple(1 << len(places) for places in dims))
@@ -146,16 +146,16 @@ def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x
         need_x: dx is wanted too.
     """
     tiles = tuple(_tile(width, config.block_s, config.chunk, runs) for width in (p, q))
-    parts, across, along = (_digits(w) for w in config.warps)
+    parts, across, along = (digits_of(w) for w in config.warps)
     pieces: list[Operand] = []
     named: list[tuple[int, ...]] = []
     shared: list[int] | None = None
     for index, tile in enumerate(tiles):
-        count = _digits((p, q)[index] * config.chunk)
+        count = digits_of((p, q)[index] * config.chunk)
         modes = [i for i in range(count) if tile[i].mode == 0]
         slices = [i for i in range(count) if tile[i].mode == SLICE]
         batch, depth = slices[len(slices) - parts :], slices[: len(slices) - parts]
-        lanes = _lanes(depth if shared is None else [i for i in depth if tile[i].digit in shared], modes)
+        lanes = warp_lanes(depth if shared is None else [i for i in depth if tile[i].digit in shared], modes)
         if shared is None:
             shared = [tile[i].digit for i in lanes[:2]]
         pair = sorted(lanes[:2], key=lambda i: shared.index(tile[i].digit))
@@ -172,7 +172,7 @@ def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x
             outer = [*lanes[2:], *own, *_others(rest, own)]
             warps = [*own, *[REPEATED] * across, *batch]
             dims = [batch, [*pair, *_others(depth, pair)], outer]
-        pieces.append(_operand(tile[:count], dims, lanes, warps))
+        pieces.append(operand_of(count, dims, lanes, warps))
         named.append(tuple(tile[i].digit for i in outer))
     back = _back(p, tiles[1], config, runs) if need_x else None
     return StepGradient(tiles[0], tiles[1], pieces[0], pieces[1], named[0], named[1], back)
@@ -182,16 +182,16 @@ def _back(p: int, tile: tuple[Bit, ...], config: StepGradientConfig, runs: bool)
     """The product with the transposed factor."""
     modes = [i for i in range(len(tile)) if tile[i].mode == 0]
     slices = [i for i in range(len(tile)) if tile[i].mode == SLICE]
-    group = _digits(config.num_warps)
+    group = digits_of(config.num_warps)
     warps = slices[len(slices) - group :]
-    lanes = _lanes(modes, _others(slices, warps)[1 if runs else 0 :])
+    lanes = warp_lanes(modes, _others(slices, warps)[1 if runs else 0 :])
     rest = _others(slices, [*lanes, *warps])
     rows = [*lanes[2:], rest[0], *warps, *rest[1:]]
     columns = [*lanes[:2], *_others(modes, lanes)]
-    operand = _operand(tile, (rows, columns), lanes, warps)
+    operand = operand_of(len(tile), (rows, columns), lanes, warps)
     # A thread holds pairs of neighbouring columns, and in a step of 16 and more two pairs: four consecutive elements of dx.
-    out = [0, 2, 3, 1, *range(4, _digits(p))] if not runs else list(range(_digits(p)))
-    width = _digits(p)
+    out = [0, 2, 3, 1, *range(4, digits_of(p))] if not runs else list(range(digits_of(p)))
+    width = digits_of(p)
 
     def base(bit: Bit) -> tuple[int, int]:
         return (1 << bit.digit, 0) if bit.mode == SLICE else (0, 1 << bit.digit)
@@ -206,7 +206,7 @@ def _back(p: int, tile: tuple[Bit, ...], config: StepGradientConfig, runs: bool)
         tuple(map(base, registers)), tuple(map(base, stored_lanes)), tuple(map(base, stored_warps)), (config.block_s, 1 << width)
     )
     state = [*reversed(row_bits), *reversed(column_bits)]
-    wanted = [*(Bit(SLICE, i) for i in reversed(range(_digits(config.block_s)))), *(Bit(0, i) for i in reversed(range(width)))]
+    wanted = [*(Bit(SLICE, i) for i in reversed(range(digits_of(config.block_s)))), *(Bit(0, i) for i in reversed(range(width)))]
     return Back(operand, tuple(tile[i].digit for i in columns), tuple(out), tuple(state.index(b) for b in wanted), layout)
 
 

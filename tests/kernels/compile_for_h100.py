@@ -45,7 +45,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "float16 64^2": (torch.float16, 1, 1024, [(64, 64)] * 2, 1),
 }
 # Also compiled backward: every width of a fused kernel, and some too wide for it.
-BACKWARD = ("32^4", "64^3", "128^2", "300, 451", "8^5", "float64 32^3")
+BACKWARD = ("16^4", "32^4", "64^3", "128^2", "300, 451", "8^5", "float64 32^3")
 
 
 class H100:
