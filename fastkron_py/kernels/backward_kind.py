@@ -26,6 +26,7 @@ class Kind(NamedTuple):
     precision: str
     dtype: torch.dtype
     device: torch.device
+    neighbours: int = 1  # of the mode before, taken as one mode with the group's
 
     @property
     def addresses(self) -> dict[str, Any]:
@@ -45,8 +46,14 @@ class Kind(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and columns of the product of the group's factors."""
-        return math.prod(p for p, _ in self.factor_shapes), math.prod(q for _, q in self.factor_shapes)
+        """Modes of a slice of u and of g: rows and columns of the product of the group's factors, times neighbours."""
+        p, q = (math.prod(s[i] for s in self.factor_shapes) for i in (0, 1))
+        return p * self.neighbours, q * self.neighbours
+
+    def with_neighbours(self, count: int) -> Kind:
+        """The same with so many of the mode before, which must be a multiple of count."""
+        groups, rows, before, after = self.around
+        return self._replace(around=(groups, rows, before // count, after), neighbours=count)
 
     @property
     def dx_strides(self) -> tuple[int, ...]:

@@ -158,6 +158,8 @@ def _fragment_step_bwd_kernel(
     SHAPES: gl.constexpr,
     P: gl.constexpr,
     Q: gl.constexpr,
+    NEIGHBOURS: gl.constexpr,  # of the mode before that are one mode with the factor's
+    SUMMED: gl.constexpr,  # of them, whose gradients are blocks of one sum
     U_TILE: gl.constexpr,  # the fields of a `StepGradient`, layouts as `bases`
     G_TILE: gl.constexpr,
     LEFT: gl.constexpr,  # (registers, lanes, warps, order, shape)
@@ -180,8 +182,8 @@ def _fragment_step_bwd_kernel(
     """Gradients of ``y = u F``: ``dx = g F^T`` and a program's share of ``dF = u^T g``."""
     NUM_WARPS: gl.constexpr = WARPS[0] * WARPS[1] * WARPS[2]
     PARTS: gl.constexpr = WARPS[0]
-    U_ROWS: gl.constexpr = BLOCK_S * P // 32
-    G_ROWS: gl.constexpr = BLOCK_S * Q // 32
+    U_ROWS: gl.constexpr = BLOCK_S * NEIGHBOURS * P // 32
+    G_ROWS: gl.constexpr = BLOCK_S * NEIGHBOURS * Q // 32
     CHUNKS: gl.constexpr = BLOCK_S // CHUNK
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     SUM: gl.constexpr = _rank3(WARPS)
@@ -206,7 +208,7 @@ def _fragment_step_bwd_kernel(
         Q_ORDER: gl.constexpr = _item(BACK, 1)
         high, low = _stage_transposed(factor_ptrs, factor_strides, batch, SHAPES, P, Q, P_ORDER, Q_ORDER, NUM_WARPS, THREE)
         fence_async_shared()
-    total = gl.zeros([PARTS, P, Q], gl.float32, SUM)
+    total = gl.zeros([PARTS, SUMMED * P, SUMMED * Q], gl.float32, SUM)
     stage = 0
     for now in range(tile, num_tiles, programs):
         async_copy.wait_group(STAGES - 2)
@@ -229,7 +231,7 @@ def _fragment_step_bwd_kernel(
             OUT: gl.constexpr = _item(BACK, 3)
             STORE: gl.constexpr = _item(BACK, 4)
             t = _load_operand(g_tile, G_BACK, gl.DotOperandLayout(0, ACC, 1))
-            acc = gl.zeros([BLOCK_S, P], gl.float32, ACC)
+            acc = gl.zeros([BLOCK_S * NEIGHBOURS, P], gl.float32, ACC)
             if THREE:
                 acc = warpgroup_mma(_low_half(t), high.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma(t, low.permute((1, 0)), acc, is_async=True)
@@ -240,16 +242,16 @@ def _fragment_step_bwd_kernel(
             if SCALE:
                 acc *= scalar(alpha, gl.float32)
             LAYOUT: gl.constexpr = _linear(STORE, _item(STORE, 3))
-            acc = gl.reshape(in_order(gl.reshape(acc, twos(OUT)), OUT), [BLOCK_S, P])
+            acc = gl.reshape(in_order(gl.reshape(acc, twos(OUT)), OUT), [BLOCK_S, NEIGHBOURS * P])
             acc = gl.convert_layout(acc, LAYOUT, assert_trivial=True)
             i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
-            p = gl.arange(0, P, gl.SliceLayout(0, LAYOUT))
+            p = gl.arange(0, NEIGHBOURS * P, gl.SliceLayout(0, LAYOUT))
             first = (now + batch * 0) * BLOCK_S
             base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
             gl.store(dx_ptr + base + (offsets[:, None] + p[None, :] * X_STRIDES[1]), acc)
         if NEED_F:
             u_tile = us.index(stage)
-            part = gl.zeros([PARTS, P, Q], gl.float32, SUM)
+            part = gl.zeros([PARTS, SUMMED * P, SUMMED * Q], gl.float32, SUM)
             for chunk in gl.static_range(CHUNKS):
                 u_chunk = u_tile.slice(chunk * (U_ROWS // CHUNKS), U_ROWS // CHUNKS)
                 g_chunk = g_tile.slice(chunk * (G_ROWS // CHUNKS), G_ROWS // CHUNKS)
@@ -268,7 +270,11 @@ def _fragment_step_bwd_kernel(
     if NEED_F:
         _barrier()  # the sum may pass through shared memory that other warps still multiply with
         found = gl.sum(total, 0)
-        rows = _spread(gl.arange(0, P, gl.SliceLayout(1, gl.SliceLayout(0, SUM))), SUM_ROWS)
-        columns = _spread(gl.arange(0, Q, gl.SliceLayout(0, gl.SliceLayout(0, SUM))), SUM_COLUMNS)
-        at = gl.program_id(0).to(gl.int64) * (P * Q)
-        gl.store(partial_ptrs[1] + at + (rows[:, None] * Q + columns[None, :]), found)
+        rows = _spread(gl.arange(0, SUMMED * P, gl.SliceLayout(1, gl.SliceLayout(0, SUM))), SUM_ROWS)[:, None]
+        columns = _spread(gl.arange(0, SUMMED * Q, gl.SliceLayout(0, gl.SliceLayout(0, SUM))), SUM_COLUMNS)[None, :]
+        at = gl.program_id(0).to(gl.int64) * (SUMMED * P * Q)
+        if SUMMED == 1:
+            gl.store(partial_ptrs[1] + at + (rows * Q + columns), found)
+        else:
+            # Blocks of the diagonal, each a partial sum of its own.
+            gl.store(partial_ptrs[1] + at + (rows * Q + columns % Q), found, mask=rows // P == columns // Q)

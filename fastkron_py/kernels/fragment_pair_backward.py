@@ -171,7 +171,7 @@ def _fragment_pair_bwd_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACROSS, 1)
     A_PLACES: gl.constexpr = _item(AGAIN_FACTOR, 1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    STORE: gl.constexpr = _linear(X_STORE, (U_ROWS, 32) if TAIL else _item(X_STORE, 3))
+    STORE: gl.constexpr = _linear(X_STORE, (U_ROWS // CHUNKS, 32) if TAIL else _item(X_STORE, 3))
     U_STRIDES: gl.constexpr = _item(STRIDES, 0)
     G_STRIDES: gl.constexpr = _item(STRIDES, 1)
     X_STRIDES: gl.constexpr = _item(STRIDES, 2)

@@ -10,7 +10,7 @@ from fastkron_py.kernels import devices
 from fastkron_py.kernels.backward_kind import Kind, shared_strides
 from fastkron_py.kernels.launcher import Way
 from fastkron_py.kernels.triton_backend import _multiprocessors
-from fastkron_py.tuning.fragment_gradient import Operand, StepGradientConfig, bases, step_gradient, step_gradient_config
+from fastkron_py.tuning.fragment_gradient import NARROW, NEIGHBOURS, Operand, StepGradientConfig, bases, step_gradient, step_gradient_config
 from fastkron_py.tuning.fragment_pair import Constant, PairGradientConfig, Turn, pair_gradient, pair_gradient_config
 from fastkron_py.tuning.fragments import TileLayout
 
@@ -19,14 +19,17 @@ _MOST_OFFSET: Final = 2**31 - 1
 
 
 class FragmentWay(NamedTuple):
-    """A launch, and how many programs of each batch leave partial sums."""
+    """A launch, and how many partial sums it leaves for each batch."""
 
     way: Way
-    programs: int
+    partials: int
 
 
 def fragment_way(kind: Kind) -> FragmentWay | None:
     """The launch of a fragment kernel for a group, or None where none can take it."""
+    chain = kind.group.split > kind.group.start
+    if not chain and kind.sizes == (NARROW, NARROW) and kind.around[2] % NEIGHBOURS == 0:
+        kind = kind.with_neighbours(NEIGHBOURS)
     if not devices.has_gradient_fragments(kind.device, kind.dtype) or not _copies_whole_vectors(kind):
         return None
     groups, rows, before, after = kind.around
@@ -34,15 +37,16 @@ def fragment_way(kind: Kind) -> FragmentWay | None:
     fastest = after if addresses["TAIL"] else before if addresses["HEAD"] else rows * before
     around = (rows * before * after, after, fastest, groups, _multiprocessors(kind.device))
     config: StepGradientConfig | PairGradientConfig | None
-    if kind.group.split > kind.group.start:
-        p, q = _step_sizes(kind)
-        config = pair_gradient_config(p, q, *around)
+    if chain:
+        config = pair_gradient_config(*_step_sizes(kind), *around)
     else:
-        config = step_gradient_config(*kind.sizes, *around, kind.need_x)
+        p, q = (size // kind.neighbours for size in kind.sizes)
+        config = step_gradient_config(p, q, *around, kind.need_x) if kind.neighbours > 1 or min(p, q) > NARROW else None
     if config is None or (addresses["TAIL"] and after * max(kind.sizes) + config.block_s > _MOST_OFFSET):
         return None
-    way = _pair_way(kind, config) if isinstance(config, PairGradientConfig) else _step_way(kind, config)
-    return FragmentWay(way, config.programs)
+    if isinstance(config, PairGradientConfig):
+        return FragmentWay(_pair_way(kind, config), config.programs)
+    return FragmentWay(_step_way(kind, config), config.programs * config.summed)
 
 
 def _copies_whole_vectors(kind: Kind) -> bool:
@@ -98,7 +102,7 @@ def _operand(operand: Operand) -> tuple[Any, ...]:
 
 def _step_way(kind: Kind, config: StepGradientConfig) -> Way:
     """The launch for a group of one step."""
-    p, q = kind.sizes
+    p, q = (size // config.neighbours for size in kind.sizes)
     plan = step_gradient(p, q, config, kind.addresses["TAIL"], kind.need_x)
     back: tuple[Any, ...] = ()
     if plan.back is not None:
@@ -108,6 +112,8 @@ def _step_way(kind: Kind, config: StepGradientConfig) -> Way:
         **_common(kind, config),
         "P": p,
         "Q": q,
+        "NEIGHBOURS": config.neighbours,
+        "SUMMED": config.summed,
         "U_TILE": tuple(map(tuple, plan.u_tile)),
         "G_TILE": tuple(map(tuple, plan.g_tile)),
         "LEFT": _operand(plan.left),

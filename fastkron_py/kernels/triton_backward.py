@@ -106,7 +106,8 @@ class _Fused:
         local = Group(0, group.split - group.start, group.stop - group.start)
         configs = fused_configs(local, shapes, kind.dtype.itemsize, num_slices, after, groups, _multiprocessors(kind.device))
         fragment = fragment_way(kind)
-        programs = configs[0].programs if fragment is None else fragment.programs
+        # A program of the plain kernel leaves one partial sum.
+        programs = configs[0].programs if fragment is None else fragment.partials
         steps = ((0, local.split), (local.split, local.stop))
         self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
         sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
@@ -176,7 +177,7 @@ class _Wide:
         ((p, q),) = kind.factor_shapes
         fragment = fragment_way(kind)
         if fragment is not None:
-            self.partials = _Partials(kind, 0, 1, fragment.programs, False)
+            self.partials = _Partials(kind, 0, 1, fragment.partials, False)
             self.launch = Launcher([fragment.way])
             self.whole = True
             return

@@ -25,6 +25,11 @@ ROW: Final = 32  # elements of a row of shared memory: every bank once
 _VECTOR: Final = 2  # bits of what a thread moves at once, 16 bytes
 # A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
 PART_ELEMENTS: Final = 1024
+# A step of 8 is narrower than a product of two operands that are no factors: neighbours of the mode before are taken along, as one
+# mode of 64. Two of them make a sum of 16 x 16, whose diagonal blocks are wanted.
+NARROW: Final = 8
+NEIGHBOURS: Final = 8
+SUMMED: Final = 2
 REPEATED: Final = -1  # in place of a bit: these warps hold the same
 
 
@@ -72,6 +77,12 @@ class StepGradientConfig:
     warps: tuple[int, int, int]  # over slices, rows and columns of the sum
     stages: int
     programs: int  # of each batch of factors
+    neighbours: int = 1  # of the mode before, that make one mode with the step's
+
+    @property
+    def summed(self) -> int:
+        """Neighbours whose gradients are blocks of one sum."""
+        return min(self.neighbours, SUMMED)
 
     @property
     def num_warps(self) -> int:
@@ -145,20 +156,19 @@ def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x
         runs: whether neighbouring slices, not neighbouring modes, are consecutive in memory.
         need_x: dx is wanted too.
     """
-    tiles = tuple(_tile(width, config.block_s, config.chunk, runs) for width in (p, q))
+    tiles = tuple(_tile(width * config.neighbours, config.block_s, config.chunk, runs) for width in (p, q))
     parts, across, along = (digits_of(w) for w in config.warps)
     pieces: list[Operand] = []
     named: list[tuple[int, ...]] = []
-    shared: list[int] | None = None
+    shared: list[Bit] | None = None
     for index, tile in enumerate(tiles):
-        count = digits_of((p, q)[index] * config.chunk)
-        modes = [i for i in range(count) if tile[i].mode == 0]
-        slices = [i for i in range(count) if tile[i].mode == SLICE]
+        count = digits_of((p, q)[index] * config.neighbours * config.chunk)
+        modes, slices = _split(tile[:count], (p, q)[index] * config.summed)
         batch, depth = slices[len(slices) - parts :], slices[: len(slices) - parts]
-        lanes = warp_lanes(depth if shared is None else [i for i in depth if tile[i].digit in shared], modes)
+        lanes = warp_lanes(depth if shared is None else [i for i in depth if tile[i] in shared], modes)
         if shared is None:
-            shared = [tile[i].digit for i in lanes[:2]]
-        pair = sorted(lanes[:2], key=lambda i: shared.index(tile[i].digit))
+            shared = [tile[i] for i in lanes[:2]]
+        pair = sorted(lanes[:2], key=lambda i: shared.index(tile[i]))
         lanes = (*pair, *lanes[2:])
         rest = _others(modes, lanes)
         if index == 0:
@@ -174,14 +184,20 @@ def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x
             dims = [batch, [*pair, *_others(depth, pair)], outer]
         pieces.append(operand_of(count, dims, lanes, warps))
         named.append(tuple(tile[i].digit for i in outer))
-    back = _back(p, tiles[1], config, runs) if need_x else None
+    back = _back(p, q, tiles[1], config, runs) if need_x else None
     return StepGradient(tiles[0], tiles[1], pieces[0], pieces[1], named[0], named[1], back)
 
 
-def _back(p: int, tile: tuple[Bit, ...], config: StepGradientConfig, runs: bool) -> Back:
+def _split(tile: Sequence[Bit], width: int) -> tuple[list[int], list[int]]:
+    """Places of the lowest digits of the mode, and of the slices, which what is above them counts as."""
+    modes = [i for i, bit in enumerate(tile) if bit.mode == 0 and bit.digit < digits_of(width)]
+    slices = [i for i, bit in enumerate(tile) if bit.mode == SLICE]
+    return modes, [*slices, *_others(range(len(tile)), [*modes, *slices])]
+
+
+def _back(p: int, q: int, tile: tuple[Bit, ...], config: StepGradientConfig, runs: bool) -> Back:
     """The product with the transposed factor."""
-    modes = [i for i in range(len(tile)) if tile[i].mode == 0]
-    slices = [i for i in range(len(tile)) if tile[i].mode == SLICE]
+    modes, slices = _split(tile, q)
     group = digits_of(config.num_warps)
     warps = slices[len(slices) - group :]
     lanes = warp_lanes(modes, _others(slices, warps)[1 if runs else 0 :])
@@ -190,8 +206,8 @@ def _back(p: int, tile: tuple[Bit, ...], config: StepGradientConfig, runs: bool)
     columns = [*lanes[:2], *_others(modes, lanes)]
     operand = operand_of(len(tile), (rows, columns), lanes, warps)
     # A thread holds pairs of neighbouring columns, and in a step of 16 and more two pairs: four consecutive elements of dx.
-    out = [0, 2, 3, 1, *range(4, digits_of(p))] if not runs else list(range(digits_of(p)))
-    width = digits_of(p)
+    out = [0, 2, 3, 1, *range(4, digits_of(p))] if not runs and p > NARROW else list(range(digits_of(p)))
+    width = digits_of(p * config.neighbours)
 
     def base(bit: Bit) -> tuple[int, int]:
         return (1 << bit.digit, 0) if bit.mode == SLICE else (0, 1 << bit.digit)
@@ -229,18 +245,20 @@ def step_gradient_config(
     Args:
         p: rows of the factor.
         q: its columns.
-        num_slices: slices of each batch of factors.
+        num_slices: slices of each batch of factors; where p is NARROW, of NEIGHBOURS taken together.
         after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
         fastest: slices in a row of memory: after, or the modes before it, or all.
         groups: number of batches of factors.
         multiprocessors: of the device.
         need_x: dx is wanted too.
     """
+    narrow = p == q == NARROW
     widths = STEP_WIDTHS if need_x else GRADIENT_WIDTHS
-    if p not in widths or q not in widths:
+    if not narrow and (p not in widths or q not in widths):
         return None
     wide = max(p, q) > STEP_WIDTHS[-1]
-    block_s = 32 if wide else TILE // max(p, q)
+    neighbours = NEIGHBOURS if narrow else 1
+    block_s = 32 if wide else TILE // (max(p, q) * neighbours)
     across = min(4, p // 16)
     warps = (1, across, 8 // across) if wide else (1, 2, 2) if p * q > PART_ELEMENTS else (4, 1, 1)
     if fastest % block_s or num_slices % block_s or (after > 1 and after * 4 < SECTOR_BYTES):
@@ -251,4 +269,6 @@ def step_gradient_config(
     per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # what shared memory has room for
     most = max(1, -(-multiprocessors * per_sm // groups))
     programs = -(-tiles // -(-tiles // most))
-    return StepGradientConfig(block_s, CHUNK * warps[0], warps, 3 if wide else 2, programs)
+    # Warps of a narrow step take neighbours of their own, others slices.
+    chunk = CHUNK if narrow else CHUNK * warps[0]
+    return StepGradientConfig(block_s, chunk, warps, 3 if wide else 2, programs, neighbours)

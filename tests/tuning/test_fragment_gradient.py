@@ -29,7 +29,8 @@ def config_of(p: int, q: int, runs: bool, need_x: bool) -> StepGradientConfig | 
     return step_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS, need_x)
 
 
-CASES = [c for c in itertools.product(WIDTHS, WIDTHS, (False, True), (False, True)) if config_of(*c) is not None]
+NARROW = [(8, 8, runs, need_x) for runs in (False, True) for need_x in (False, True)]
+CASES = NARROW + [c for c in itertools.product(WIDTHS, WIDTHS, (False, True), (False, True)) if config_of(*c) is not None]
 
 
 def in_shared_memory(t: Tensor, tile: Sequence[Bit]) -> Tensor:
@@ -56,8 +57,10 @@ def carry_out(u: Tensor, g: Tensor, f: Tensor, plan: StepGradient, config: StepG
     us, gs = in_shared_memory(u, plan.u_tile), in_shared_memory(g, plan.g_tile)
     chunks = config.block_s // config.chunk
     parts = [arranged(a, plan.left) @ arranged(b, plan.right) for a, b in zip(us.reshape(chunks, -1), gs.reshape(chunks, -1), strict=True)]
-    df = torch.full_like(f, torch.nan)
+    (p, q), n = f.shape, config.summed
+    df = torch.full((n * p, n * q), torch.nan, dtype=f.dtype)
     df[spread(plan.rows)[:, None], spread(plan.columns)[None, :]] = torch.stack(parts).sum((0, 1))
+    df = df.reshape(n, p, n, q).diagonal(dim1=0, dim2=2).sum(-1)
     if plan.back is None:
         return df, None
     back = plan.back
@@ -69,12 +72,14 @@ def carry_out(u: Tensor, g: Tensor, f: Tensor, plan: StepGradient, config: StepG
 @pytest.mark.parametrize(("p", "q", "runs", "need_x"), CASES)
 def test_the_assignment_gives_the_gradients(p, q, runs, need_x):
     config = config_of(p, q, runs, need_x)
-    u, g, f = (torch.randn(*s, dtype=torch.float64) for s in ((config.block_s, p), (config.block_s, q), (p, q)))
+    n = config.neighbours
+    u, g, f = (torch.randn(*s, dtype=torch.float64) for s in ((config.block_s, n * p), (config.block_s, n * q), (p, q)))
     df, dx = carry_out(u, g, f, step_gradient(p, q, config, runs, need_x), config)
-    torch.testing.assert_close(df, u.mT @ g)
+    us, gs = u.reshape(-1, p), g.reshape(-1, q)
+    torch.testing.assert_close(df, us.mT @ gs)
     assert (dx is not None) == need_x
     if need_x:
-        torch.testing.assert_close(dx, g @ f.mT)
+        torch.testing.assert_close(dx, (gs @ f.mT).reshape(u.shape))
 
 
 def test_negative_control():
@@ -106,11 +111,11 @@ def test_every_element_has_one_place(p, q, runs, need_x):
 def test_what_a_program_keeps_fits(p, q, runs, need_x):
     """Tiles, and both halves of the factor, in an H100's shared memory; as many programs as there is room for."""
     config = config_of(p, q, runs, need_x)
-    shared = 4 * (config.stages * config.block_s * (p + q) + (2 * p * q if need_x else 0)) + 1024
+    shared = 4 * (config.stages * config.block_s * config.neighbours * (p + q) + (2 * p * q if need_x else 0)) + 1024
     assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
-    assert p % (16 * config.warps[1]) == 0
-    assert q % (8 * config.warps[2]) == 0
-    assert not need_x or config.block_s % (16 * config.num_warps) == 0
+    assert config.summed * p % (16 * config.warps[1]) == 0
+    assert config.summed * q % (8 * config.warps[2]) == 0
+    assert not need_x or config.block_s * config.neighbours % (16 * config.num_warps) == 0
 
 
 def banks(operand: Operand, lanes: range) -> list[int]:
