@@ -1,0 +1,208 @@
+"""`use_fastkron`: which Kronecker products that linear_operator and GPyTorch make become fastkron_py's.
+
+The choice is made where an operator is built, and then belongs to the operator, by its class: backward passes run on
+threads of autograd's own, where no context variable of the caller's is seen. So a hook in the constructor of
+`KroneckerProductLinearOperator` asks a context variable, and changes the class of what was built. Two more hooks save work
+around such operators. All three are in place only while some context has the integration on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib.util
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator, ToeplitzLinearOperator
+from linear_operator.utils import sparse
+from torch import Tensor
+
+from fastkron_py.errors import type_error, type_name
+from fastkron_py.integrations.gpytorch.operators import FastProducts, KroneckerLinearOperator, adopt
+from fastkron_py.integrations.gpytorch.versions import untested
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _State:
+    """What is in force in a context from one `use_fastkron` on, and what was before."""
+
+    def __init__(self, enabled: bool, owner: use_fastkron, previous: _State | None) -> None:
+        self.enabled = enabled
+        self.owner = weakref.ref(owner)
+        self.previous = previous
+        if enabled:
+            _hooks.acquire()
+            # At the state's end, however it comes: its block is left, or the thread or task that it belonged to has ended.
+            weakref.finalize(self, _hooks.release).atexit = False
+
+
+_current: contextvars.ContextVar[_State | None] = contextvars.ContextVar("fastkron_py_gpytorch", default=None)
+
+
+def is_active() -> bool:
+    """Whether Kronecker products made now, in this thread or task, become fastkron_py's."""
+    state = _current.get()
+    return state is not None and state.enabled
+
+
+# ---- hooks -------------------------------------------------------------------------------------
+
+
+def _adopting(constructor: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor after which a Kronecker product is one of ours, where the integration is on."""
+
+    @functools.wraps(constructor)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        if is_active():
+            adopt(self)
+
+    return construct
+
+
+def _without_needless_gradients(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """An interpolated operator's derivative without the two products that only its weights' gradients take, where nobody wants those."""
+
+    @functools.wraps(derivative)
+    def differentiate(self: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        needless = not (self.left_interp_values.requires_grad or self.right_interp_values.requires_grad)
+        if not (needless and isinstance(self.base_linear_op, FastProducts)):
+            result: tuple[Tensor | None, ...] = derivative(self, left_vecs, right_vecs)
+            return result
+        if left_vecs.ndim == 1:
+            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+        left = sparse.bdsmm(self._sparse_left_interp_t(self.left_interp_indices, self.left_interp_values), left_vecs)
+        right = sparse.bdsmm(self._sparse_right_interp_t(self.right_interp_indices, self.right_interp_values), right_vecs)
+        return (*self.base_linear_op._bilinear_derivative(left, right), None, None, None, None)
+
+    return differentiate
+
+
+def _with_single_factors(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A grid kernel's forward whose batch of one-dimensional grids (SKIP) is a batch of products of one factor."""
+
+    @functools.wraps(forward)
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        return KroneckerLinearOperator(result) if is_active() and isinstance(result, ToeplitzLinearOperator) else result
+
+    return evaluate
+
+
+class _Hooks:
+    """Puts the hooks in place for the first user, and takes them away after the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a release may come in the midst of an acquire, from the garbage collector
+        self._users = 0
+        self._placed: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = []
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                for owner, name, wrapper in self._places():
+                    original = vars(owner)[name]
+                    hook = wrapper(original)
+                    setattr(owner, name, hook)
+                    self._placed.append((owner, name, original, hook))
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for owner, name, original, hook in self._placed:
+                    if vars(owner).get(name) is hook:  # else somebody has hooked in after us; ours does nothing by itself
+                        setattr(owner, name, original)
+                self._placed.clear()
+
+    @staticmethod
+    def _places() -> list[tuple[type, str, Wrapper]]:
+        places: list[tuple[type, str, Wrapper]] = [
+            (KroneckerProductLinearOperator, "__init__", _adopting),
+            (InterpolatedLinearOperator, "_bilinear_derivative", _without_needless_gradients),
+        ]
+        if importlib.util.find_spec("gpytorch") is not None:
+            from gpytorch.kernels import GridKernel
+
+            places.append((GridKernel, "forward", _with_single_factors))
+        return places
+
+
+_hooks: Final = _Hooks()
+
+
+# ---- the public name ----------------------------------------------------------------------------
+
+
+class use_fastkron:  # noqa: N801
+    """Let the Kronecker products of GPyTorch's models run on fastkron_py: as a block, a decorator or a plain call.
+
+    In force from the call on: to the end of the ``with`` block, during the decorated function's calls, or, as a plain
+    call, until `close` of the returned object or the end of the thread. It holds for this thread (and asyncio task) only,
+    and nests. Operators that models make meanwhile keep their way of multiplying, so that a backward pass may come
+    later; so do predictions that a model has cached, until it forgets them. Models without Kronecker products are not touched.
+
+    Where gpytorch or linear_operator is of a version that was not tested with this package, a warning names the range and
+    nothing is changed.
+
+    Args:
+        enabled: False has products made by linear_operator itself again.
+
+    Raises:
+        TypeError: enabled is not a bool.
+
+    Example:
+        >>> with use_fastkron():
+        ...     loss = -mll(model(x), y)
+        ...     loss.backward()
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise type_error("enabled", "a bool", type_name(enabled))
+        self._enabled = enabled
+        self._unclaimed: _State | None = self._push()
+
+    def _push(self) -> _State:
+        found = untested() if self._enabled else None
+        if found is not None:
+            warnings.warn(f"use_fastkron changes nothing, since it was not tested with {found}", UserWarning, stacklevel=3)
+        state = _State(self._enabled and found is None, self, _current.get())
+        _current.set(state)
+        return state
+
+    def __enter__(self) -> use_fastkron:
+        if self._unclaimed is None or _current.get() is not self._unclaimed:
+            self._push()
+        self._unclaimed = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Go back to what was in force before, in this thread; without effect where that has happened."""
+        self._unclaimed = None
+        state = _current.get()
+        while state is not None and state.owner() is not self:
+            state = state.previous
+        if state is not None:
+            _current.set(state.previous)
+
+    def __call__(self, function: FunctionT) -> FunctionT:
+        """Decorate a function: in force during its calls."""
+        self.close()
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with use_fastkron(self._enabled):
+                return function(*args, **kwargs)
+
+        return run  # type: ignore[return-value]

@@ -1,0 +1,158 @@
+"""Products and gradients of a Kronecker product in parts, in as few passes over the operand as there are runs of dense factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastkron_py.errors import type_error, value_error
+from fastkron_py.functional import kron_matmul_left
+from fastkron_py.integrations.gpytorch.parts import Part, Parts
+from fastkron_py.ops.backend import requested_backend
+
+Run = list[Part]
+
+
+def check_operand(parts: Parts, rhs: Tensor, name: str) -> None:
+    """Refuse operands that differ from a factor in dtype or device.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another device.
+    """
+    for i, part in enumerate(parts.parts):
+        if part.value is None:
+            continue
+        if part.value.dtype != rhs.dtype:
+            raise type_error(f"linear_ops[{i}]", f"{rhs.dtype}, as the {name} has", str(part.value.dtype))
+        if part.value.device != rhs.device:
+            raise value_error(f"linear_ops[{i}]", f"a factor on {rhs.device}, where the {name} is", str(part.value.device))
+
+
+def runs_of(parts: Sequence[Part]) -> list[Run]:
+    """Neighbours of one kind, dense factors and identities together; every other part by itself."""
+    runs: list[Run] = []
+    for part in parts:
+        joins = part.kind in ("dense", "identity")
+        if runs and joins and runs[-1][0].kind == part.kind:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def multiply(parts: Parts, rhs: Tensor, batch: Sequence[int]) -> Tensor:
+    """The Kronecker product times a matrix.
+
+    Args:
+        parts: of the product ``[*batch, M, N]``.
+        rhs: ``[*batch2, N, C]``.
+        batch: the product's batch shape, which broadcasts with rhs's.
+
+    Returns:
+        ``[*broadcast, M, C]``, in memory of its own.
+
+    Raises:
+        TypeError: a factor of another dtype than rhs.
+        ValueError: a factor on another device than rhs.
+    """
+    check_operand(parts, rhs, "right-hand side")
+    runs = runs_of(parts.parts)
+    whole = torch.broadcast_shapes(tuple(batch), rhs.shape[:-2])
+    if len(runs) == 1 and runs[0][0].kind == "dense":
+        y = kron_matmul_left([_shared(p.value, rhs) for p in runs[0]], rhs)
+    else:
+        y = _multiply_runs(runs, rhs)
+    if parts.scale is not None:
+        y = y * parts.scale
+    if y.shape[:-2] != whole:
+        y = y.expand(*whole, *y.shape[-2:])
+    return y.clone(memory_format=torch.contiguous_format) if y.data_ptr() == rhs.data_ptr() or not y.is_contiguous() else y
+
+
+def _shared(factor: Tensor, rhs: Tensor) -> Tensor:
+    """A factor without leading batch dimensions along which it only repeats itself, and which rhs has too."""
+    while factor.ndim > 2 and factor.stride(0) == 0 and rhs.ndim >= factor.ndim and rhs.shape[-factor.ndim] == factor.shape[0]:
+        factor = factor[0]
+    return factor
+
+
+def _aside(factor: Tensor) -> Tensor:
+    """A factor with a dimension for the modes before it, after its batch."""
+    return factor.unsqueeze(-3) if factor.ndim > 2 else factor
+
+
+def _multiply_runs(runs: Sequence[Run], y: Tensor) -> Tensor:
+    before, after = 1, math.prod([p.columns for run in runs for p in run])
+    columns = y.shape[-1]
+    for run in runs:
+        rows, width = math.prod([p.rows for p in run]), math.prod([p.columns for p in run])
+        after //= width
+        if run[0].kind != "identity":
+            y = _apply(run, y.reshape(*y.shape[:-2], before, width, after * columns))
+            y = y.reshape(*y.shape[:-3], before * rows * after, columns)
+        before *= rows
+    return y
+
+
+def _apply(run: Run, y: Tensor) -> Tensor:
+    """One run on ``[*batch, before, width, after * C]``."""
+    part = run[0]
+    if part.kind == "dense":
+        if y.shape[-3] == 1:
+            y = y.squeeze(-3)
+            return kron_matmul_left([_shared(p.value, y) for p in run], y).unsqueeze(-3)
+        return kron_matmul_left([_shared(_aside(p.value), y) for p in run], y)
+    if part.kind == "diagonal":
+        scaled: Tensor = y * part.value[..., None, :, None]
+        return scaled
+    *batch, before, width, tail = y.shape
+    product: Tensor = part.value._matmul(y.transpose(-3, -2).reshape(*batch, width, before * tail))
+    return product.reshape(*product.shape[:-1], before, tail).transpose(-3, -2)
+
+
+def dense_run(parts: Parts) -> tuple[int, Run, int] | None:
+    """(product of the modes before, factors, product of the modes behind) of a product whose only other parts are identities around."""
+    runs = runs_of(parts.parts)
+    kinds = [run[0].kind for run in runs]
+    if parts.scale is not None or kinds.count("dense") != 1 or set(kinds) - {"dense", "identity"}:
+        return None
+    place = kinds.index("dense")
+    sizes = [math.prod([p.columns for p in run]) for run in runs]
+    return math.prod(sizes[:place]), runs[place], math.prod(sizes[place + 1 :])
+
+
+def factor_gradients(before: int, run: Run, left_vecs: Tensor, right_vecs: Tensor) -> list[Tensor | None]:
+    """Gradients of ``sum(left_vecs * (K @ right_vecs))`` with respect to the factors of K, from one fused backward pass.
+
+    Args:
+        before: product of the identities' widths before the factors.
+        run: the factors, ``[*batch, P_i, Q_i]``.
+        left_vecs: ``[*batch2, M, C]``.
+        right_vecs: ``[*batch2, N, C]``.
+
+    Returns:
+        ``[*batch, P_i, Q_i]`` for each factor that requires a gradient, else None.
+    """
+    factors = [p.value for p in run]
+    height, width = math.prod([p.rows for p in run]), math.prod([p.columns for p in run])
+    batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
+    if before > 1:
+        factors = [_aside(f) for f in factors]
+    need = [p.value.requires_grad for p in run]
+    spread = torch.broadcast_shapes(batch, *[p.value.shape[:-2] for p in run])
+
+    def modes(vectors: Tensor, size: int) -> Tensor:
+        vectors = vectors.expand(*spread, *vectors.shape[-2:])
+        inner = (before, size) if before > 1 else (size,)
+        return vectors.reshape(*spread, *inner, vectors.shape[-2] * vectors.shape[-1] // (before * size))
+
+    with torch.no_grad():
+        found = torch.ops.fastkron.kron_matmul_backward(
+            modes(left_vecs, height), modes(right_vecs, width), factors, False, need, 1.0, None, requested_backend(), True
+        )
+    gradients = iter(found)
+    return [next(gradients).reshape(p.value.shape) if n else None for p, n in zip(run, need, strict=True)]
