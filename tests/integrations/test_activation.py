@@ -1,0 +1,226 @@
+"""`use_fastkron`: where it is in force, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from gpytorch.kernels import GridKernel
+from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator, KroneckerProductTriangularLinearOperator
+
+from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, use_fastkron, versions
+from fastkron_py.integrations.gpytorch.activation import is_active
+
+PLACES = ((KroneckerProductLinearOperator, "__init__"), (InterpolatedLinearOperator, "_bilinear_derivative"), (GridKernel, "forward"))
+ORIGINALS = [vars(owner)[name] for owner, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    assert not is_active()
+    yield
+    assert not is_active()
+    gc.collect()  # pytest keeps the frames of expected exceptions alive
+    assert [vars(owner)[name] for owner, name in PLACES] == ORIGINALS
+
+
+def made() -> type:
+    """The class of a Kronecker product that linear_operator makes now."""
+    return type(KroneckerProductLinearOperator(torch.eye(2), torch.eye(3)))
+
+
+OURS, STOCK = KroneckerLinearOperator, KroneckerProductLinearOperator
+
+
+def test_a_block() -> None:
+    with use_fastkron():
+        assert made() is OURS
+        assert [vars(owner)[name] for owner, name in PLACES] != ORIGINALS
+    assert made() is STOCK
+
+
+def test_subclasses_stay_what_they_are() -> None:
+    class Own(KroneckerProductLinearOperator):
+        pass
+
+    with use_fastkron():
+        assert type(Own(torch.eye(2))) is Own
+        triangular = KroneckerProductLinearOperator(torch.eye(2), torch.eye(3)).cholesky()
+        assert isinstance(triangular, KroneckerProductTriangularLinearOperator)
+
+
+def test_blocks_nest() -> None:
+    with use_fastkron():
+        with use_fastkron():
+            assert made() is OURS
+        assert made() is OURS
+        with use_fastkron(False):
+            assert made() is STOCK
+            with use_fastkron():
+                assert made() is OURS
+            assert made() is STOCK
+        assert made() is OURS
+
+
+def test_one_object_nests_in_itself_and_is_used_again() -> None:
+    switch = use_fastkron()
+    for _ in range(2):
+        with switch:
+            with switch:
+                assert made() is OURS
+            assert made() is OURS
+        assert made() is STOCK
+
+
+def test_an_exception_ends_the_block() -> None:
+    with pytest.raises(ZeroDivisionError), use_fastkron():
+        _ = 1 / 0
+    assert made() is STOCK
+
+
+def test_a_plain_call_and_its_end() -> None:
+    switch = use_fastkron()
+    assert made() is OURS
+    switch.close()
+    assert made() is STOCK
+    switch.close()
+    assert made() is STOCK
+
+
+def test_a_plain_call_without_a_name_lasts() -> None:
+    def run() -> tuple[type, type]:
+        use_fastkron()
+        gc.collect()
+        first = made()
+        use_fastkron(False)
+        return first, made()
+
+    with ThreadPoolExecutor(1) as pool:  # its thread's end is the call's end
+        assert pool.submit(run).result() == (OURS, STOCK)
+
+
+def test_a_plain_call_inside_a_block_ends_with_the_block() -> None:
+    with use_fastkron():
+        use_fastkron(False)
+        assert made() is STOCK
+    assert made() is STOCK
+    with use_fastkron(False):
+        use_fastkron()
+        assert made() is OURS
+    assert made() is STOCK
+
+
+def test_a_decorator() -> None:
+    @use_fastkron()
+    def decorated(depth: int) -> list[type]:
+        """Its doc."""
+        return [made(), *(decorated(depth - 1) if depth else [])]
+
+    assert made() is STOCK
+    assert decorated(2) == [OURS] * 3
+    assert decorated.__doc__ == "Its doc."
+    assert made() is STOCK
+
+
+def test_other_threads_are_not_touched() -> None:
+    inside, done = threading.Event(), threading.Event()
+    seen: list[type] = []
+
+    def other() -> None:
+        inside.wait()
+        seen.append(made())
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with use_fastkron():
+        inside.set()
+        done.wait()
+        assert made() is OURS
+    thread.join()
+    assert seen == [STOCK]
+
+
+def test_many_threads_at_once() -> None:
+    """One object shared by all; each thread has it on or off by itself, while hooks come and go."""
+    switch = use_fastkron()
+    switch.close()
+
+    def work(index: int) -> bool:
+        right = True
+        for _ in range(200):
+            if index % 2:
+                with switch:
+                    right &= made() is OURS
+            right &= made() is STOCK
+        return right
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_tasks_keep_what_was_in_force_when_they_began() -> None:
+    async def main() -> tuple[type, type, type]:
+        async def later() -> type:
+            await asyncio.sleep(0.01)
+            return made()
+
+        with use_fastkron():
+            task = asyncio.create_task(later())
+            inside = made()
+        return inside, made(), await task
+
+    assert asyncio.run(main()) == (OURS, STOCK, OURS)
+
+
+def test_somebody_else_s_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    with use_fastkron():
+        ours = KroneckerProductLinearOperator.__init__
+
+        def theirs(self: Any, *args: Any) -> None:
+            calls.append(1)
+            ours(self, *args)
+
+        KroneckerProductLinearOperator.__init__ = theirs
+    try:
+        assert made() is STOCK
+        assert KroneckerProductLinearOperator.__init__ is theirs
+        assert calls
+    finally:
+        KroneckerProductLinearOperator.__init__ = ORIGINALS[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "said"),
+    [
+        ("linear_operator", "0.5.3", r"linear_operator 0.5.3 \(tested: >=0.6,<0.7\)"),
+        ("linear_operator", "0.7.0", r"linear_operator 0.7.0 \(tested: >=0.6,<0.7\)"),
+        ("gpytorch", "2.0.dev1+g1234567", r"gpytorch 2.0.dev1\+g1234567 \(tested: >=1.14,<1.16\)"),
+    ],
+)
+def test_untested_versions_warn_and_change_nothing(monkeypatch: pytest.MonkeyPatch, name: str, found: str, said: str) -> None:
+    version = versions.version
+    monkeypatch.setattr(versions, "version", lambda asked: found if asked == name else version(asked))
+    with pytest.warns(UserWarning, match=f"use_fastkron changes nothing, since it was not tested with {said}"):
+        switch = use_fastkron()
+    assert made() is STOCK
+    with switch:
+        assert made() is STOCK
+
+
+def test_installed_versions_are_tested_ones() -> None:
+    assert versions.untested() is None
+
+
+def test_refuses_what_is_no_bool() -> None:
+    with pytest.raises(TypeError, match="enabled: expected a bool; got int"):
+        use_fastkron(1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="enabled: expected a bool; got function"):
+        use_fastkron(made)  # type: ignore[arg-type]

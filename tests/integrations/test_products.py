@@ -1,0 +1,303 @@
+"""The operator's products and gradients against float64 references: which factor takes part how, and where identities stand."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from integrations_reference import dense, kron
+from linear_operator.operators import (
+    ConstantDiagLinearOperator,
+    DiagLinearOperator,
+    IdentityLinearOperator,
+    KroneckerProductAddedDiagLinearOperator,
+    KroneckerProductLinearOperator,
+    RootLinearOperator,
+    ToeplitzLinearOperator,
+    TriangularLinearOperator,
+)
+from linear_operator.utils.errors import NotPSDError
+from torch import Tensor
+
+from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, parts, products
+from fastkron_py.integrations.gpytorch.operators import KroneckerTriangularLinearOperator
+from fastkron_py.testing import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # linear_operator's own
+
+DTYPES = [torch.float32, torch.float64]
+GRADIENT = {torch.float32: 2e-5, torch.float64: 1e-13}
+
+
+def full(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, dtype=torch.float64)
+
+
+def identity(n: int, batch: Sequence[int] = ()) -> Callable[[], Any]:
+    return lambda: IdentityLinearOperator(n, batch_shape=torch.Size(batch), dtype=torch.float64)
+
+
+def constant(n: int) -> Callable[[], Any]:
+    return lambda: ConstantDiagLinearOperator(torch.rand(1, dtype=torch.float64) + 0.5, n)
+
+
+def diagonal(n: int) -> Callable[[], Any]:
+    return lambda: DiagLinearOperator(torch.randn(n, dtype=torch.float64))
+
+
+def toeplitz(n: int, *batch: int) -> Callable[[], Any]:
+    return lambda: ToeplitzLinearOperator(torch.randn(*batch, n, dtype=torch.float64))
+
+
+def triangular(n: int) -> Callable[[], Any]:
+    return lambda: TriangularLinearOperator(torch.tril(torch.randn(n, n, dtype=torch.float64)))
+
+
+def low_rank(n: int) -> Callable[[], Any]:
+    return lambda: RootLinearOperator(torch.randn(n, 2, dtype=torch.float64))
+
+
+def nested() -> Any:
+    return KroneckerProductLinearOperator(full(2, 3)(), full(3, 2)())
+
+
+MIXES: dict[str, list[Callable[[], Any]]] = {
+    "dense": [full(3, 4), full(5, 2)],
+    "one factor": [full(4, 3)],
+    "identity first": [identity(3), full(2, 4), full(3, 2)],
+    "identity last": [full(2, 4), full(3, 2), identity(3)],
+    "identity inside": [full(2, 4), identity(3), full(3, 2)],
+    "identity around": [identity(2), full(3, 4), identity(3)],
+    "identities alone": [identity(2), identity(3)],
+    "constants alone": [constant(2), identity(3)],
+    "constant": [full(2, 3), constant(3)],
+    "narrow diagonal": [full(2, 3), diagonal(4)],
+    "wide diagonal": [full(2, 3), diagonal(parts.DIAGONAL_LIMIT + 1)],
+    "diagonals alone": [diagonal(3), diagonal(4)],
+    "constant on a diagonal": [diagonal(3), constant(4)],
+    "Toeplitz": [toeplitz(3), toeplitz(4), toeplitz(3)],
+    "triangular": [triangular(3), full(2, 3)],
+    "low rank": [low_rank(4), full(2, 3)],
+    "wide low rank": [full(2, 3), low_rank(parts.OTHER_LIMIT + 1), full(3, 2)],
+    "nested": [full(2, 3), nested],
+    "batch": [full(3, 2, 4), full(1, 3, 2)],
+    "batch and none": [full(3, 2, 4), full(3, 2)],
+    "batch, identity first": [identity(3, (2,)), full(2, 3, 4), full(2, 2, 3)],
+    "batch, identity inside": [full(2, 3, 4), identity(3), full(2, 2, 3)],
+    "two batches": [full(2, 1, 3, 2), full(3, 2, 3)],
+    "batch of Toeplitz": [toeplitz(3, 2), toeplitz(3, 2)],
+}
+
+
+def make(name: str, dtype: torch.dtype, place: torch.device) -> tuple[KroneckerLinearOperator, Tensor]:
+    """The operator of a mix, and the same as a dense float64 matrix that its tensors' gradients reach."""
+    operator = KroneckerLinearOperator(*[factor() for factor in MIXES[name]]).to(dtype=dtype, device=place)
+    for tensor in operator.representation():
+        tensor.requires_grad_(tensor.is_floating_point())
+    return operator, reduce(kron, [dense(op).double() for op in operator.linear_ops])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXES)
+def test_products(name: str, dtype: torch.dtype, place: torch.device) -> None:
+    operator, reference = make(name, dtype, place)
+    with torch.no_grad():
+        for batch in ((), (4, *reference.shape[:-2]), reference.shape[:-2]):
+            x = torch.randn(*batch, reference.shape[-1], 3, dtype=dtype, device=place)
+            y = operator._matmul(x)
+            assert y.is_contiguous()
+            assert y.data_ptr() != x.data_ptr()
+            assert_close(y, reference @ x.double())
+            x = torch.randn(*batch, reference.shape[-2], 3, dtype=dtype, device=place)
+            assert_close(operator._t_matmul(x), reference.mT @ x.double())
+        vector = torch.randn(reference.shape[-1], dtype=dtype, device=place)
+        assert_close(operator._matmul(vector), reference @ vector.double())
+        columns = torch.randn(3, reference.shape[-1], dtype=dtype, device=place).mT
+        assert_close(operator._matmul(columns), reference @ columns.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXES)
+def test_bilinear_derivative(name: str, dtype: torch.dtype, place: torch.device) -> None:
+    operator, reference = make(name, dtype, place)
+    tensors = operator.representation()
+    batch = reference.shape[:-2]
+    for extra in ((), (2,)):
+        left = torch.randn(*extra, *batch, reference.shape[-2], 3, dtype=dtype, device=place)
+        right = torch.randn(*extra, *batch, reference.shape[-1], 3, dtype=dtype, device=place)
+        found = operator._bilinear_derivative(left, right)
+        assert len(found) == len(tensors)
+        loss = (left.double() * (reference @ right.double())).sum()
+        if not loss.requires_grad:
+            assert found == (None,) * len(tensors)
+            continue
+        expected = torch.autograd.grad(loss, tensors, retain_graph=True, allow_unused=True)
+        for ours, theirs in zip(found, expected, strict=True):
+            if theirs is not None:
+                assert ours is not None
+                assert ours.shape == theirs.shape
+                # A sum of a few dozen products errs by a little more than one product.
+                assert_close(ours, theirs.double(), rms_tol=GRADIENT[dtype], max_tol=4 * GRADIENT[dtype])
+
+
+def test_only_wanted_gradients(place: torch.device) -> None:
+    a, b = torch.randn(3, 3, device=place, requires_grad=True), torch.randn(4, 4, device=place)
+    left, right = torch.randn(2, 12, 2, device=place).unbind()
+    da, db = KroneckerLinearOperator(a, b)._bilinear_derivative(left, right)
+    assert da is not None
+    assert db is None
+    assert KroneckerLinearOperator(a.detach(), b)._bilinear_derivative(left, right) == (None, None)
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, operator: Any, x: Tensor) -> list[tuple[list[tuple[int, ...]], tuple[int, ...]]]:
+    """Shapes of factors and operand of every `kron_matmul_left` in a product."""
+    seen = []
+    multiply = products.kron_matmul_left
+
+    def noted(factors: Sequence[Tensor], operand: Tensor) -> Tensor:
+        seen.append(([tuple(f.shape) for f in factors], tuple(operand.shape)))
+        return multiply(factors, operand)
+
+    monkeypatch.setattr(products, "kron_matmul_left", noted)
+    operator._matmul(x)
+    return seen
+
+
+def test_identities_are_batches_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = KroneckerLinearOperator(IdentityLinearOperator(5), torch.randn(2, 2), torch.randn(3, 3), IdentityLinearOperator(4))
+    assert calls_of(monkeypatch, operator, torch.randn(120, 7)) == [([(2, 2), (3, 3)], (5, 6, 28))]
+
+
+def test_dense_neighbours_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = KroneckerLinearOperator(ToeplitzLinearOperator(torch.randn(4)), DiagLinearOperator(torch.randn(3)), torch.randn(2, 2))
+    assert calls_of(monkeypatch, operator, torch.randn(24, 7)) == [([(4, 4), (3, 3), (2, 2)], (24, 7))]
+
+
+def test_wide_toeplitz_factors_keep_their_fft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parts.TOEPLITZ_LIMIT, "cpu", 3)
+    operator = KroneckerLinearOperator(ToeplitzLinearOperator(torch.randn(4)), ToeplitzLinearOperator(torch.randn(3)))
+    reference = reduce(kron, [dense(op).double() for op in operator.linear_ops])
+    x = torch.randn(12, 7)
+    assert calls_of(monkeypatch, operator, x) == [([(3, 3)], (4, 3, 7))]
+    assert_close(operator._matmul(x), reference @ x.double())
+
+
+def test_expanded_factors_are_multiplied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = KroneckerLinearOperator(torch.randn(3, 3).expand(5, 3, 3), torch.randn(2, 2).expand(5, 2, 2))
+    assert calls_of(monkeypatch, operator, torch.randn(5, 6, 7)) == [([(3, 3), (2, 2)], (5, 6, 7))]
+
+
+def test_parts_are_made_once_and_again_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("fastkron_py.integrations.gpytorch.parts.toeplitz", lambda c, f=parts.toeplitz: made.append(1) or f(c))
+    column = torch.randn(4, dtype=torch.float64)
+    operator = KroneckerLinearOperator(ToeplitzLinearOperator(column), torch.eye(2, dtype=torch.float64))
+    x = torch.randn(8, 2, dtype=torch.float64)
+    operator._matmul(x), operator._t_matmul(x)
+    assert len(made) == 1
+    column.mul_(2)
+    assert_close(operator._matmul(x), reduce(kron, [dense(op) for op in operator.linear_ops]) @ x)
+    assert len(made) == 2
+
+
+def test_what_was_made_without_gradients_is_not_used_with_them() -> None:
+    column = torch.randn(4, requires_grad=True)
+    operator = KroneckerLinearOperator(ToeplitzLinearOperator(column), RootLinearOperator(torch.randn(3, 1, requires_grad=True)))
+    x = torch.randn(12, 2)
+    with torch.no_grad():
+        operator._matmul(x)
+    assert operator._matmul(x).requires_grad
+    operator.matmul(x).sum().backward()
+    assert column.grad is not None
+
+
+def test_pickles_without_what_it_made() -> None:
+    operator = KroneckerLinearOperator(torch.randn(3, 3), ToeplitzLinearOperator(torch.randn(4)))
+    before = operator._matmul(torch.eye(12))
+    assert "_made" in operator.__dict__
+    again = pickle.loads(pickle.dumps(operator))
+    assert type(again) is KroneckerLinearOperator
+    assert "_made" not in again.__dict__
+    assert torch.equal(again._matmul(torch.eye(12)), before)
+
+
+def positive(n: int) -> Tensor:
+    a = torch.randn(n, n, dtype=torch.float64)
+    return a @ a.mT + torch.eye(n, dtype=torch.float64)
+
+
+def test_what_is_derived_is_ours_too() -> None:
+    operator = KroneckerLinearOperator(positive(3), positive(4))
+    assert type(operator.mT) is KroneckerLinearOperator
+    assert type(operator.to(torch.float32)) is KroneckerLinearOperator
+    assert type(operator.cholesky().inverse()) is KroneckerTriangularLinearOperator
+    assert type(operator._symeig(eigenvectors=True)[1]) is KroneckerLinearOperator
+    assert type(operator.svd()[0]) is KroneckerLinearOperator
+    assert type(operator.cholesky()) is KroneckerTriangularLinearOperator
+    assert type(operator.representation_tree()(*operator.representation())) is KroneckerLinearOperator
+    with torch.no_grad():
+        from linear_operator.settings import max_cholesky_size
+
+        with max_cholesky_size(1):
+            assert type(operator.root_decomposition().root) is KroneckerLinearOperator
+
+
+def test_plus_a_constant_diagonal() -> None:
+    operator = KroneckerLinearOperator(positive(3), positive(4))
+    shifted = operator.add_diagonal(torch.tensor(0.3, dtype=torch.float64))
+    assert type(shifted) is KroneckerProductAddedDiagLinearOperator
+    reference = reduce(kron, [dense(op) for op in operator.linear_ops]) + 0.3 * torch.eye(12, dtype=torch.float64)
+    b = torch.randn(12, 2, dtype=torch.float64)
+    quad, logdet = shifted.inv_quad_logdet(b, logdet=True)
+    assert_close(quad, (b * torch.linalg.solve(reference, b)).sum(), rms_tol=1e-12, max_tol=1e-12)
+    assert_close(logdet, torch.logdet(reference), rms_tol=1e-12, max_tol=1e-12)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_refuses_dtypes_that_differ() -> None:
+    operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(3, 3, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"linear_ops\[1\]: expected torch.float32, as the right-hand side has; got torch.float64"):
+        operator._matmul(torch.randn(6, 1))
+    with pytest.raises(TypeError, match=r"linear_ops\[0\]: expected torch.float64"):
+        KroneckerLinearOperator(torch.randn(2, 2), torch.randn(3, 3)).matmul(torch.randn(6, 1, dtype=torch.float64))
+
+
+def test_refuses_devices_that_differ() -> None:
+    operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(3, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"linear_ops\[1\]: expected a factor on cpu, where the right-hand side is; got meta"):
+        operator._matmul(torch.randn(6, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda k: k.inverse(), "inverse"),
+        (lambda k: k._solve(torch.ones(6, 1)), "solve"),
+        (lambda k: k._logdet(), "logdet"),
+        (lambda k: k._symeig(), "an eigendecomposition"),
+        (lambda k: k.cholesky(), "a Cholesky decomposition"),
+        (lambda k: k.root_decomposition(), "a root decomposition"),
+        (lambda k: k.root_inv_decomposition(), "a root decomposition"),
+    ],
+)
+def test_refuses_factors_that_are_not_square(call: Callable[[Any], Any], what: str) -> None:
+    """Though the product is."""
+    operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(1, 3), torch.randn(3, 1))
+    with pytest.raises(ValueError, match=rf"linear_ops\[1\]: expected a square factor for {what}; got 1 x 3"):
+        call(operator)
+
+
+def test_indefinite_factors_get_linear_operator_s_error() -> None:
+    with pytest.raises(NotPSDError):
+        KroneckerLinearOperator(torch.eye(2), -torch.eye(3)).cholesky()
+
+
+def test_batches_that_do_not_broadcast_get_linear_operator_s_error() -> None:
+    with pytest.raises(RuntimeError, match="incompatible for a Kronecker product"):
+        KroneckerLinearOperator(torch.randn(2, 3, 3), torch.randn(3, 2, 2))
