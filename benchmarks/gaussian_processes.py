@@ -1,0 +1,126 @@
+"""GPyTorch's models on grids, stock and with `use_fastkron`: `gp_ski`, `gp_skip`, `gp_love` and the Kronecker part of `gp_ski` alone."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import gp_problems
+from benchmarks.gp_problems import GPProblem
+from benchmarks.peers import missing
+from benchmarks.registry import Benchmark, Call, Case, Contender, register
+
+# (table, grid, probe vectors): the cases of the FastKron paper, and a small one to see that it works.
+ROWS = (
+    *(("autompg", 8, 7, 100), ("energy", 8, 8, 20), ("airfoil", 16, 5, 100), ("yacht", 16, 6, 30)),
+    *(("servo", 32, 4, 100), ("airfoil", 32, 5, 20), ("servo", 64, 4, 50)),
+)
+QUICK_ROW = ("servo", 10, 3, 10)
+# CG in float32 tells paths that round differently apart: stock with Toeplitz factors and stock with dense ones differ by 1e-3.
+TOLERANCE = 2e-2
+PART_TOLERANCE = 1e-5
+
+
+def _obstacle(device: torch.device) -> str | None:
+    return missing("gpytorch")
+
+
+def _ours(make: Callable[[GPProblem], Call]) -> Callable[[GPProblem], Call]:
+    def prepare(problem: GPProblem) -> Call:
+        use_fastkron = importlib.import_module("fastkron_py.integrations.gpytorch").use_fastkron
+        with use_fastkron(), gp_problems.settings(problem):
+            call = make(problem)
+
+        def run() -> list[Tensor]:
+            with use_fastkron(), gp_problems.settings(problem):
+                result: list[Tensor] = call()
+                return result
+
+        return run
+
+    return prepare
+
+
+def _stock(make: Callable[[GPProblem], Call], toeplitz: bool) -> Callable[[GPProblem], Call]:
+    def prepare(problem: GPProblem) -> Call:
+        with gp_problems.settings(problem, toeplitz):
+            call = make(problem)
+
+        def run() -> list[Tensor]:
+            with gp_problems.settings(problem, toeplitz):
+                result: list[Tensor] = call()
+                return result
+
+        return run
+
+    return prepare
+
+
+def _part(problem: GPProblem) -> Call:
+    return gp_problems.kronecker_part(problem, gp_problems.work(problem))
+
+
+def _case(kind: str, row: tuple[str, int, int, int], tolerance: float) -> Case:
+    name, size, dims, probes = row
+    rows = gp_problems.TABLES[name][0]
+    columns = 1 if kind == "LOVE" else probes + 1
+    label = f"{kind} {name} {size}^{dims}" + ("" if kind == "LOVE" else f" x {probes}")
+    parameters: dict[str, Any] = {"kind": kind, "table": name, "rows": rows, "size": size, "dims": dims, "probes": probes}
+    grid = math.prod([size] * dims)
+    return Case(label, parameters, "float32", tolerance, 8 * grid * columns, 2 * grid * columns * size * dims, quick=row == QUICK_ROW)
+
+
+def _contenders(make: Callable[[GPProblem], Call]) -> list[Contender]:
+    return [
+        Contender("fastkron_py", _ours(make), obstacle=_obstacle, is_ours=True),
+        Contender("GPyTorch", _stock(make, True), obstacle=_obstacle),
+        Contender("GPyTorch, dense factors", _stock(make, False), obstacle=_obstacle),
+    ]
+
+
+NOTES = (
+    f"CG, at most {gp_problems.CG_STEPS} steps, no preconditioner and no Cholesky of the whole: max_cholesky_size(0). Equal probe vectors.",
+    "GPyTorch: as it comes, with Toeplitz factors by FFT. Dense factors: settings.use_toeplitz(False), from which the error is measured.",
+    "auto-mpg is the real table where vega_datasets is installed; the others are random tables of the same number of rows and inputs.",
+    "Peak memory is in multiples of a CG step's vectors on the grid (SKIP: on one input's grid).",
+)
+
+for _name, _kind, _what in (
+    ("gp_ski", "SKI", "A training step of KISS-GP: loss and all gradients."),
+    ("gp_skip", "SKIP", "A training step of SKIP, a product of one-dimensional KISS-GP kernels."),
+    ("gp_love", "LOVE", "A prediction by LOVE, its caches made anew."),
+):
+    register(
+        Benchmark(
+            name=_name,
+            description=_what,
+            device="cuda",
+            cases=[_case(_kind, row, TOLERANCE) for row in (QUICK_ROW, *ROWS)],
+            contenders=_contenders(gp_problems.work),
+            inputs=gp_problems.inputs,
+            check=gp_problems.check,
+            baseline="GPyTorch",
+            unit_bytes=gp_problems.vectors_bytes,
+            notes=NOTES,
+        )
+    )
+
+register(
+    Benchmark(
+        name="gp_ski_kron",
+        description="The Kronecker products and gradients of a training step of KISS-GP, and nothing else of it.",
+        device="cuda",
+        cases=[_case("SKI", row, PART_TOLERANCE) for row in (QUICK_ROW, *ROWS)],
+        contenders=_contenders(_part),
+        inputs=gp_problems.inputs,
+        check=gp_problems.check_part,
+        baseline="GPyTorch",
+        unit_bytes=gp_problems.vectors_bytes,
+        notes=NOTES,
+    )
+)
