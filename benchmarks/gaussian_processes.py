@@ -70,7 +70,15 @@ def _case(kind: str, row: tuple[str, int, int, int], tolerance: float) -> Case:
     rows = gp_problems.TABLES[name][0]
     columns = 1 if kind == "LOVE" else probes + 1
     label = f"{kind} {name} {size}^{dims}" + ("" if kind == "LOVE" else f" x {probes}")
-    parameters: dict[str, Any] = {"kind": kind, "table": name, "rows": rows, "size": size, "dims": dims, "probes": probes}
+    parameters: dict[str, Any] = {
+        "kind": kind,
+        "table": name,
+        "rows": rows,
+        "size": size,
+        "dims": dims,
+        "probes": probes,
+        "dtype": "float32",
+    }
     grid = math.prod([size] * dims)
     return Case(label, parameters, "float32", tolerance, 8 * grid * columns, 2 * grid * columns * size * dims, quick=row == QUICK_ROW)
 

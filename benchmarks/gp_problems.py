@@ -211,7 +211,7 @@ def kronecker_part(problem: GPProblem, once: Callable[[], list[Tensor]]) -> Call
             with torch.no_grad():
                 result = getattr(operator, name)(*[vectors[shape] for shape in those])
             if name == "_matmul" and those[0] == widest and product is None:
-                product = result[..., :2].clone()
+                product = result[..., :2] / getattr(operator, "_constant", 1)  # of ours, a scale is part of the product
             del result
         return [torch.zeros(())] if product is None else [product]
 

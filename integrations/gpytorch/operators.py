@@ -32,19 +32,20 @@ class FastProducts:
         """Factors, and a number that multiplies their product."""
         return self.linear_ops, None  # type: ignore[attr-defined]
 
-    def _parts(self) -> Parts:
+    def _parts(self, transposed: bool = False) -> Parts:
         """The parts, remembered while no gradient is recorded and no tensor is written to."""
-        if torch.is_grad_enabled() and self.requires_grad:  # type: ignore[attr-defined]
-            return parts_of(*self._factors())
         tensors = self.representation()  # type: ignore[attr-defined]
-        if any(t.is_inference() for t in tensors):  # these count no writes
-            return parts_of(*self._factors())
+        recorded = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+        if recorded or any([t.is_inference() for t in tensors]):  # inference tensors count no writes
+            parts = parts_of(*self._factors())
+            return parts.mT() if transposed else parts
         versions = [t._version for t in tensors]
         if self._made is None or self._made[0] != versions:
             with torch.no_grad():
-                self._made = versions, parts_of(*self._factors())
-        parts: Parts = self._made[1]
-        return parts
+                parts = parts_of(*self._factors())
+                self._made = versions, (parts, parts.mT())
+        made: Parts = self._made[1][transposed]
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_made"}
@@ -59,7 +60,7 @@ class FastProducts:
         return self._multiply(self._parts(), rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self._multiply(self._parts().mT(), rhs)
+        return self._multiply(self._parts(transposed=True), rhs)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of ``sum(left_vecs * (K @ right_vecs))``, one for each tensor of ``representation()``.

@@ -47,10 +47,17 @@ class Parts(NamedTuple):
 
     parts: tuple[Part, ...]
     scale: Tensor | None = None  # [*batch, 1, 1]
+    matrices: tuple[Tensor, ...] | None = None  # of the parts, where all are dense
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], scale: Tensor | None = None) -> Parts:
+        """Parts and a number."""
+        dense = scale is None and all([p.kind == "dense" for p in parts])
+        return cls(tuple(parts), scale, tuple([p.value for p in parts]) if dense else None)
 
     def mT(self) -> Parts:  # noqa: N802
         """The parts of the transpose."""
-        return Parts(tuple(_transposed(p) for p in self.parts), self.scale)
+        return Parts.of([_transposed(p) for p in self.parts], self.scale)
 
 
 def toeplitz(columns: Tensor) -> Tensor:
@@ -139,17 +146,17 @@ def _toeplitz_made_dense(parts: list[Part]) -> list[Part]:
 def _absorb(parts: list[Part], scales: list[Tensor]) -> Parts:
     """Multiply numbers into the smallest dense or diagonal factor."""
     if not scales:
-        return Parts(tuple(parts))
+        return Parts.of(parts)
     scale = scales[0]
     for other in scales[1:]:
         scale = scale * other
     takers = [i for i, p in enumerate(parts) if p.kind in ("dense", "diagonal")]
     if not takers:
-        return Parts(tuple(parts), scale)
+        return Parts.of(parts, scale)
     smallest = min(takers, key=lambda i: parts[i].value.numel())
     taker = parts[smallest]
     parts[smallest] = taker._replace(value=taker.value * (scale if taker.kind == "dense" else scale[..., 0]))
-    return Parts(tuple(parts))
+    return Parts.of(parts)
 
 
 def _transposed(part: Part) -> Part:

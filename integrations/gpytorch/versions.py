@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -14,13 +15,21 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
+@lru_cache(maxsize=None)
+def installed(name: str) -> str | None:
+    """The version of an installed distribution; looked up once, since that takes milliseconds."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def untested() -> str | None:
     """What is installed and lies outside the tested ranges, with those ranges; None if nothing does."""
     complaints = []
     for name, (first, beyond) in TESTED.items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:  # linear_operator may be used without gpytorch
+        found = installed(name)
+        if found is None:  # linear_operator may be used without gpytorch
             continue
         if not first <= _release(found) < beyond:
             lower, upper = (".".join(map(str, bound)) for bound in (first, beyond))
