@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -15,7 +15,7 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
-@lru_cache(maxsize=None)
+@cache
 def installed(name: str) -> str | None:
     """The version of an installed distribution; looked up once, since that takes milliseconds."""
     try:
