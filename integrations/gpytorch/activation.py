@@ -95,6 +95,20 @@ def _with_single_factors(forward: Callable[..., Any]) -> Callable[..., Any]:
     return evaluate
 
 
+@functools.cache
+def _places() -> tuple[tuple[type, str, Wrapper], ...]:
+    """What is hooked: owner, name, and what makes the hook of the original."""
+    places: tuple[tuple[type, str, Wrapper], ...] = (
+        (KroneckerProductLinearOperator, "__init__", _adopting),
+        (InterpolatedLinearOperator, "_bilinear_derivative", _without_needless_gradients),
+    )
+    if importlib.util.find_spec("gpytorch") is None:
+        return places
+    from gpytorch.kernels import GridKernel
+
+    return (*places, (GridKernel, "forward", _with_single_factors))
+
+
 class _Hooks:
     """Puts the hooks in place for the first user, and takes them away after the last."""
 
@@ -104,10 +118,11 @@ class _Hooks:
         self._placed: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = []
 
     def acquire(self) -> None:
+        places = _places()  # may import; not under the lock, which a release on another thread may hold an import up for
         with self._lock:
             self._users += 1
             if self._users == 1:
-                for owner, name, wrapper in self._places():
+                for owner, name, wrapper in places:
                     original = vars(owner)[name]
                     hook = wrapper(original)
                     setattr(owner, name, hook)
@@ -121,18 +136,6 @@ class _Hooks:
                     if vars(owner).get(name) is hook:  # else somebody has hooked in after us; ours does nothing by itself
                         setattr(owner, name, original)
                 self._placed.clear()
-
-    @staticmethod
-    def _places() -> list[tuple[type, str, Wrapper]]:
-        places: list[tuple[type, str, Wrapper]] = [
-            (KroneckerProductLinearOperator, "__init__", _adopting),
-            (InterpolatedLinearOperator, "_bilinear_derivative", _without_needless_gradients),
-        ]
-        if importlib.util.find_spec("gpytorch") is not None:
-            from gpytorch.kernels import GridKernel
-
-            places.append((GridKernel, "forward", _with_single_factors))
-        return places
 
 
 _hooks: Final = _Hooks()

@@ -86,7 +86,7 @@ class TestStructured(Square, unittest.TestCase):
     def create_linear_op(self) -> Any:
         constant = ConstantDiagLinearOperator(leaf([[1.5], [0.5]]), 2)
         toeplitz = ToeplitzLinearOperator(leaf([[3.0, 1.0, 0.5], [2.0, -0.5, 0.1]]))
-        return KroneckerLinearOperator(IdentityLinearOperator(2, batch_shape=torch.Size([2])), toeplitz, constant)
+        return KroneckerLinearOperator(IdentityLinearOperator(2, torch.Size([2]), device=torch.device(self.device)), toeplitz, constant)
 
 
 class TestDiagonalFactor(Square, unittest.TestCase):
