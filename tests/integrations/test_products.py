@@ -121,8 +121,11 @@ def test_products(name: str, dtype: torch.dtype, place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("few", [products.FEW_COLUMNS, 0])
 @pytest.mark.parametrize("name", MIXES)
-def test_bilinear_derivative(name: str, dtype: torch.dtype, place: torch.device) -> None:
+def test_bilinear_derivative(name: str, few: int, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few columns take a loop over the factors on a CPU; more, and all on a GPU, the fused backward pass."""
+    monkeypatch.setattr(products, "FEW_COLUMNS", few)
     operator, reference = make(name, dtype, place)
     tensors = operator.representation()
     batch = reference.shape[:-2]
