@@ -1,0 +1,344 @@
+"""Kernels of a polynomial KAN layer: products one of whose operands is a basis of x, made in registers and never stored.
+
+    y[m, o]      = sum over d, j of B_d(norm x[m, j]) C[d, o, j]
+    dx[m, j]     = norm'(x[m, j]) sum over d of B_d'(norm x[m, j]) (sum over o of dy[m, o] C[d, o, j])
+    dC[d, o, j]  = sum over m of dy[m, o] B_d(norm x[m, j])
+
+START, STEP and VALUE are a basis's maker or its derivatives' (`poly_kan_basis`), NORM and SLOPE a normaliser's functions. The reduction
+may be split over programs, whose sums go to partial results that a second launch adds in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.kernels.tiling import dot, round_to_tf32
+
+
+@triton.jit
+def _high_half(x):
+    """X without the 13 bits that a tensor core ignores in TF32."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """X with half a unit of what TF32 holds of it added, so that cutting the rest off rounds. Not for NaN, which would wrap to zero."""
+    return (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
+    """``acc + a @ b``, as `dot`; or, for "split" and "cut", in TF32 with operands that are shared memory's as they are.
+
+    "split": three passes, low being the low half of b; a tensor core cuts both halves off by itself. "cut": one pass, in which both are
+    cut off, but for a left operand that is MADE in registers and costs nothing to round.
+    """
+    if PRECISION == "split":
+        # Of an infinity and of NaN this wraps to a number that is cut to zero: the high half speaks for them.
+        a_low = _rounded(a - _high_half(a))
+        acc = tl.dot(a_low, b, acc, input_precision="tf32")
+        acc = tl.dot(a, low, acc, input_precision="tf32")
+        return tl.dot(a, b, acc, input_precision="tf32")
+    elif PRECISION == "cut":
+        return tl.dot(round_to_tf32(a) if MADE else a, b, acc, input_precision="tf32")
+    else:
+        return dot(a, b, acc, PRECISION)
+
+
+@triton.jit
+def _low_halves_kernel(
+    x_ptr,  # [size], float32
+    low_ptr,  # [size]
+    size,
+    BLOCK: tl.constexpr,
+):
+    """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0)
+    low = x - _high_half(x)
+    tl.store(low_ptr + i, tl.where(low == low, _rounded(low), 0.0), mask=i < size)
+
+
+@triton.jit
+def _tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share what they read."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _poly_kan_fwd_kernel(
+    x_ptr,  # [M, I]
+    coef_ptr,  # [TERMS, O, I]
+    low_ptr,  # its low halves, for "split"
+    table_ptr,  # what a basis reads
+    bias_ptr,  # [O]
+    y_ptr,  # [splits, M, O]
+    rows,
+    num_in,
+    num_out,
+    stride_xm,
+    blocks_per_split,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,  # the first degree in the sum
+    PARAMS: tl.constexpr,
+    START: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of one split's sum; one loop runs over blocks of j and, inside, over degrees, so that only coefficients are waited for."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(num_out, BLOCK_N)
+    split = tl.program_id(0) // (tiles_m * tiles_n)
+    row, column = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_xm
+    size = num_out.to(tl.int64) * num_in
+    coefs = n.to(tl.int64)[None, :] * num_in
+    NUM: tl.constexpr = TERMS - FIRST
+    first_block = split * blocks_per_split
+    blocks = tl.minimum(blocks_per_split, tl.cdiv(num_in, BLOCK_K) - first_block)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    if HAS_BIAS:
+        # Of the first split alone.
+        bias = tl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
+        acc += bias.to(ACC)[None, :]
+    state = START(tl.zeros((BLOCK_M, BLOCK_K), ACC), TERMS, PARAMS)
+    none = split * 0  # the interpreter counts in Python's integers, which have no types
+    for i in range(0, blocks * NUM):
+        d = none + i % NUM + FIRST
+        k = (first_block + i // NUM) * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask_k = k < num_in
+        if EVEN_N and EVEN_K:
+            mask = None
+            other = None
+        elif EVEN_K:
+            mask = (n < num_out)[None, :]
+            other = 0.0
+        else:
+            mask = (n < num_out)[None, :] & mask_k[:, None]
+            other = 0.0
+        offsets = coefs + k[:, None]
+        b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
+        low = b
+        if PRECISION == "split":
+            low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
+        if i % NUM == 0:
+            x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & mask_k[None, :], other=0.0)
+            state = START(NORM(x.to(ACC)), TERMS, PARAMS)
+            for skipped in tl.static_range(FIRST):
+                state = STEP(state, none + skipped, TERMS, PARAMS)
+        a = VALUE(state, d, table_ptr, TERMS, PARAMS)
+        acc = product(a.to(COMPUTE), b.to(COMPUTE), low, acc, PRECISION, True)
+        state = STEP(state, d, TERMS, PARAMS)
+    out = y_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_out + n[None, :]
+    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < num_out)[None, :])
+
+
+@triton.jit
+def _poly_kan_dx_kernel(
+    dy_ptr,  # [M, O]
+    x_ptr,  # [M, I]
+    coef_ptr,  # [TERMS, O, I] in these strides
+    low_ptr,
+    table_ptr,
+    dx_ptr,  # [splits, M, I]
+    rows,
+    num_in,
+    num_out,
+    stride_gm,
+    stride_xm,
+    stride_co,
+    stride_ci,
+    blocks_per_split,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PARAMS: tl.constexpr,
+    START: tl.constexpr,  # of the derivatives
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of one split's sum: a product with each degree's coefficients, times the derivative, which waits in registers."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(num_in, BLOCK_N)
+    split = tl.program_id(0) // (tiles_m * tiles_n)
+    row, column = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = (m < rows)[:, None]
+    mask_n = (n < num_in)[None, :]
+    x_tile = x_ptr + m.to(tl.int64)[:, None] * stride_xm + n[None, :]
+    g_rows = dy_ptr + m.to(tl.int64)[:, None] * stride_gm
+    size = num_out.to(tl.int64) * num_in
+    coefs = n.to(tl.int64)[None, :] * stride_ci
+    first = split * blocks_per_split * BLOCK_K
+    last = tl.minimum(first + blocks_per_split * BLOCK_K, num_out)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    state = START(NORM(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC)), TERMS, PARAMS)
+    none = split * 0
+    for skipped in tl.static_range(FIRST):
+        state = STEP(state, none + skipped, TERMS, PARAMS)
+    for i in range(FIRST, TERMS):
+        d = none + i
+        part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        for begin in range(first, last, BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)
+            offsets = coefs + k.to(tl.int64)[:, None] * stride_co
+            if EVEN_K:
+                g = tl.load(g_rows + k[None, :], mask=mask_m, other=0.0)
+            else:
+                g = tl.load(g_rows + k[None, :], mask=mask_m & (k < num_out)[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                mask = None
+                other = None
+            else:
+                mask = mask_n & (k < num_out)[:, None]
+                other = 0.0
+            b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
+            low = b
+            if PRECISION == "split":
+                low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
+            part = product(g.to(COMPUTE), b.to(COMPUTE), low, part, PRECISION, False)
+        acc += VALUE(state, d, table_ptr, TERMS, PARAMS) * part
+        state = STEP(state, d, TERMS, PARAMS)
+    acc *= SLOPE(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
+    out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
+    tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=mask_m & mask_n)
+
+
+@triton.jit
+def _store_degree(out_ptr, acc, d, j, o, num_in, num_out, TERMS: tl.constexpr, split):
+    if d < TERMS:
+        at = ((split.to(tl.int64) * TERMS + d) * num_out + o.to(tl.int64)[None, :]) * num_in + j[:, None]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(j < num_in)[:, None] & (o < num_out)[None, :])
+
+
+@triton.jit
+def _poly_kan_dcoef_kernel(
+    dy_ptr,  # [M, O] in these strides
+    low_ptr,  # its low halves, in the same
+    x_ptr,  # [M, I]
+    table_ptr,
+    out_ptr,  # [splits, TERMS, O, I]
+    rows,
+    num_in,
+    num_out,
+    stride_gm,
+    stride_go,
+    stride_xm,
+    blocks_per_split,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PARAMS: tl.constexpr,
+    START: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    DEGREES: tl.constexpr,  # of one program: 1, 2 or 4
+    BLOCK_M: tl.constexpr,  # of j
+    BLOCK_N: tl.constexpr,  # of o
+    BLOCK_K: tl.constexpr,  # of rows
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile ``[j, o]`` of a few neighbouring degrees, for one split's rows. The basis is the left operand, turned, in registers."""
+    tiles_j = tl.cdiv(num_in, BLOCK_M)
+    tiles_o = tl.cdiv(num_out, BLOCK_N)
+    GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    tile = tl.program_id(0)
+    j = tile % tiles_j * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tile // tiles_j % tiles_o * BLOCK_N + tl.arange(0, BLOCK_N)
+    group = tile // (tiles_j * tiles_o) % GROUPS
+    split = tile // (tiles_j * tiles_o * GROUPS)
+    first_degree = FIRST + group * DEGREES
+    first = split * blocks_per_split * BLOCK_K
+    last = tl.minimum(first + blocks_per_split * BLOCK_K, rows)
+    none = split * 0
+    acc0 = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    for begin in range(first, last, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        at = k.to(tl.int64)
+        x = tl.load(x_ptr + at[None, :] * stride_xm + j[:, None], mask=(j < num_in)[:, None] & (k < rows)[None, :], other=0.0)
+        offsets = at[:, None] * stride_gm + o.to(tl.int64)[None, :] * stride_go
+        if EVEN_N and EVEN_K:
+            mask = None
+            other = None
+        else:
+            mask = (k < rows)[:, None] & (o < num_out)[None, :]
+            other = 0.0
+        g = tl.load(dy_ptr + offsets, mask=mask, other=other)
+        low = g
+        if PRECISION == "split":
+            low = tl.load(low_ptr + offsets, mask=mask, other=other)
+        state = START(NORM(x.to(ACC)), TERMS, PARAMS)
+        for skipped in tl.static_range(FIRST):
+            state = STEP(state, none + skipped, TERMS, PARAMS)
+        # The degrees before this program's, a few at a time: a loop here would keep the outer one from being pipelined.
+        for before in tl.static_range(GROUPS - 1):
+            if before < group:
+                for skipped in tl.static_range(DEGREES):
+                    state = STEP(state, none + FIRST + before * DEGREES + skipped, TERMS, PARAMS)
+        g = g.to(COMPUTE)
+        acc0, state = _next_degree(acc0, state, first_degree, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+        if DEGREES > 1:
+            acc1, state = _next_degree(acc1, state, first_degree + 1, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+        if DEGREES > 2:
+            acc2, state = _next_degree(acc2, state, first_degree + 2, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+            acc3, state = _next_degree(acc3, state, first_degree + 3, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+    _store_degree(out_ptr, acc0, first_degree, j, o, num_in, num_out, TERMS, split)
+    if DEGREES > 1:
+        _store_degree(out_ptr, acc1, first_degree + 1, j, o, num_in, num_out, TERMS, split)
+    if DEGREES > 2:
+        _store_degree(out_ptr, acc2, first_degree + 2, j, o, num_in, num_out, TERMS, split)
+        _store_degree(out_ptr, acc3, first_degree + 3, j, o, num_in, num_out, TERMS, split)
+
+
+@triton.jit
+def _next_degree(
+    acc,
+    state,
+    d,
+    g,
+    low,
+    table_ptr,
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add degree d's product, and step on; beyond the last degree a table has nothing to read, and the last stands in."""
+    a = VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS)
+    return product(a.to(COMPUTE), g, low, acc, PRECISION, True), STEP(state, d, TERMS, PARAMS)

@@ -1,0 +1,127 @@
+"""Launches of the polynomial KAN kernels: block sizes, splits of the reduction, by a closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from fastkron_py.tuning.sizes import next_power_of_two
+
+LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
+LARGE_ROWS: Final = 1024  # of x; with fewer, coefficients are read about as often as they would be prepared
+MOST_SPLITS: Final = 64
+_FEWEST_STEPS: Final = 8  # of a split's loop
+_PROGRAMS_EACH: Final = 2  # on a multiprocessor, to aim at
+
+
+class Sizes(NamedTuple):
+    """What a layer's launches depend on."""
+
+    rows: int
+    num_in: int
+    num_out: int
+    terms: int  # degrees in the sum
+    itemsize: int  # bytes of an operand of the products
+    passes: int  # over the tensor cores: 3 for float32-class
+    multiprocessors: int
+
+
+class Tile(NamedTuple):
+    """Blocks of the result [block_m, block_n] and of the reduction, and how they are run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    degrees: int = 1  # of one program, in the coefficients' gradient
+
+
+class Split(NamedTuple):
+    """How a reduction is shared out: split ``s`` takes blocks ``s * blocks`` and on."""
+
+    splits: int
+    blocks: int
+
+
+GROUP: Final = 8  # rows of tiles that are in flight together
+
+# Largest tiles first, for half types and for four-byte operands; the small ones are for results of few elements, which wait for memory.
+_FORWARD: Final = {
+    2: (Tile(128, 256, 32, 8, 4), Tile(128, 128, 32, 8, 4), Tile(64, 64, 64, 4, 4)),
+    4: (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
+    8: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
+}
+_INPUT: Final = {
+    2: (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3)),
+    4: (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 3)),
+    8: (Tile(64, 32, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
+}
+_COEFFICIENTS: Final = {
+    2: (Tile(128, 128, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
+    4: (Tile(128, 128, 32, 8, 3, 2), Tile(64, 64, 32, 4, 3, 2)),
+    8: (Tile(64, 32, 16, 4, 2, 1), Tile(32, 32, 16, 4, 2, 1)),
+}
+
+
+def is_large(sizes: Sizes) -> bool:
+    """Whether degree 0 is taken out of the product, and operands are turned and split before it."""
+    return sizes.rows >= LARGE_ROWS and sizes.rows * sizes.num_in * sizes.num_out * sizes.terms >= LARGE_PRODUCTS
+
+
+def _tiles(tile: Tile, height: int, width: int) -> int:
+    return -(-height // tile.block_m) * -(-width // tile.block_n)
+
+
+def _fitted(tile: Tile, height: int, width: int, depth: int) -> Tile:
+    """No block much larger than what it is a block of; a tensor core takes nothing narrower than 16."""
+
+    def fit(block: int, size: int) -> int:
+        return min(block, max(16, next_power_of_two(size)))
+
+    return tile._replace(block_m=fit(tile.block_m, height), block_n=fit(tile.block_n, width), block_k=fit(tile.block_k, depth))
+
+
+def _chosen(tiles: Sequence[Tile], copies: int, height: int, width: int, depth: int, sizes: Sizes) -> Tile:
+    """The largest tile of which there is one for each multiprocessor, else a small one."""
+    for tile in tiles[:-1] if is_large(sizes) else ():
+        if tile.block_m <= height and _tiles(tile, height, width) * copies >= sizes.multiprocessors:
+            return _fitted(tile, height, width, depth)
+    small = _fitted(tiles[-1], height, width, depth)
+    if _tiles(small, height, width) * copies < sizes.multiprocessors:
+        small = small._replace(block_n=min(small.block_n, 32), block_m=min(small.block_m, 32))
+    return small
+
+
+def _split(tile: Tile, copies: int, height: int, width: int, depth: int, inner: int, sizes: Sizes) -> Split:
+    """Splits that fill the multiprocessors, each with some steps to do; inner: steps of one block of the reduction."""
+    blocks = -(-depth // tile.block_k)
+    programs = _tiles(tile, height, width) * copies
+    wanted = _PROGRAMS_EACH * sizes.multiprocessors // programs if programs < sizes.multiprocessors else 1
+    fewest = -(-_FEWEST_STEPS // inner)
+    splits = max(1, min(wanted, blocks // fewest, MOST_SPLITS))
+    each = -(-blocks // splits)
+    return Split(-(-blocks // each), each)
+
+
+def forward(sizes: Sizes) -> tuple[Tile, Split]:
+    """Of y [rows, num_out], reduced over num_in and degrees."""
+    shape = (sizes.rows, sizes.num_out, sizes.num_in)
+    tile = _chosen(_FORWARD[sizes.itemsize], 1, *shape, sizes)
+    return tile, _split(tile, 1, *shape, sizes.terms, sizes)
+
+
+def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+    """Of dx [rows, num_in], reduced over num_out and degrees."""
+    shape = (sizes.rows, sizes.num_in, sizes.num_out)
+    tile = _chosen(_INPUT[sizes.itemsize], 1, *shape, sizes)
+    return tile, _split(tile, 1, *shape, sizes.terms, sizes)
+
+
+def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+    """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
+    shape = (sizes.num_in, sizes.num_out, sizes.rows)
+    tiles = _COEFFICIENTS[sizes.itemsize]
+    groups = -(-sizes.terms // tiles[0].degrees)
+    tile = _chosen(tiles, groups, *shape, sizes)
+    return tile, _split(tile, groups, *shape, tile.degrees, sizes)
