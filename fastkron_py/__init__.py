@@ -6,12 +6,23 @@ submodules ``distributed``, ``integrations``, ``nn``, ``reference`` and ``testin
 
 from typing import TYPE_CHECKING
 
-from fastkron_py.functional import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left, rational, tune
+from fastkron_py.functional import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left, poly_kan, rational, tune
 from fastkron_py.ops.backend import backend, set_backend
 
 __version__ = "0.1.0"
 
-__all__ = ["KroneckerProduct", "backend", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left", "rational", "set_backend", "tune"]
+__all__ = [
+    "KroneckerProduct",
+    "backend",
+    "gekmm",
+    "gemkm",
+    "kron_matmul",
+    "kron_matmul_left",
+    "poly_kan",
+    "rational",
+    "set_backend",
+    "tune",
+]
 
 if TYPE_CHECKING:  # a type checker shall see these modules, and no others
     from fastkron_py import distributed as distributed

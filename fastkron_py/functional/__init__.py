@@ -2,7 +2,8 @@
 
 from fastkron_py.functional.kron import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.functional.kronecker_product import KroneckerProduct
+from fastkron_py.functional.poly_kan import poly_kan
 from fastkron_py.functional.rational import rational
 from fastkron_py.functional.tuner import tune
 
-__all__ = ["KroneckerProduct", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left", "rational", "tune"]
+__all__ = ["KroneckerProduct", "gekmm", "gemkm", "kron_matmul", "kron_matmul_left", "poly_kan", "rational", "tune"]

@@ -1,0 +1,297 @@
+"""Operators `fastkron::poly_kan` and `fastkron::poly_kan_backward`.
+
+poly_kan           y[..., o] = bias[o] + sum over d, j of B_d(norm x[..., j]) * coefficients[d, o, j]
+poly_kan_backward  [dx] + [dC], only those asked for
+
+Gradients are computed from x and the coefficients alone. Derivatives of gradients, and everything inside torch.func's transforms
+and forward mode, are torch's own, of the same sum written in torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kernels.precision import resolved, torch_products
+from fastkron_py.ops.backend import choose_backend
+from fastkron_py.ops.implementation import unseen_by_autograd
+from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
+
+LIBRARY = torch.library.Library("fastkron", "FRAGMENT")
+# A basis is described by its name and its parameters, "jacobi:0.5:-0.3"; a list of numbers that may be empty is taken for tensors by torch.
+_OPTIONS = "str basis, str normalization, int table_size, str? precision, str backend"
+# No defaults: the dispatcher drops arguments that equal theirs, and the autograd wrapper then miscounts.
+LIBRARY.define(f"poly_kan(Tensor x, Tensor coefficients, Tensor? bias, {_OPTIONS}) -> Tensor")
+LIBRARY.define(f"poly_kan_backward(Tensor dy, Tensor x, Tensor coefficients, bool need_x, bool need_coefficients, {_OPTIONS}) -> Tensor[]")
+
+
+_NO_GRADIENTS = (None,) * 5  # of the options
+
+
+# ---- implementations -------------------------------------------------------------------------
+
+
+def _spec(coefficients: Tensor, basis: str, normalization: str, table_size: int) -> Any:
+    from fastkron_py.kernels.poly_kan_spec import spec_of
+
+    return spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
+
+
+def _backend(backend: str, x: Tensor, spec: Any) -> str:
+    """The backend in force; a basis without device functions is torch's."""
+    if not spec.has_maker:
+        return "torch"
+    return choose_backend(backend, x)
+
+
+def multiply(
+    x: Tensor,
+    coefficients: Tensor,
+    bias: Tensor | None,
+    basis: str,
+    normalization: str,
+    table_size: int,
+    precision: str | None,
+    backend: str,
+) -> Tensor:
+    """The layer's result; arguments as in the operator's schema."""
+    shape = (*x.shape[:-1], coefficients.shape[1])
+    with unseen_by_autograd(x), torch.no_grad():
+        if math.prod(shape) == 0:
+            return x.new_empty(shape)
+        if x.numel() == 0:  # a sum over nothing
+            return x.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
+        spec = _spec(coefficients, basis, normalization, table_size)
+        x2 = x.reshape(-1, x.shape[-1])
+        if _backend(backend, x, spec) == "triton":
+            from fastkron_py.kernels import triton_poly_kan
+
+            y = triton_poly_kan.forward(x2, coefficients.contiguous(), bias, spec, resolved(precision))
+        else:
+            from fastkron_py.kernels import torch_poly_kan
+
+            with torch_products(x, precision):
+                y = torch_poly_kan.forward(x2, coefficients, bias, spec)
+        return y.reshape(shape)
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    coefficients: Tensor,
+    need_x: bool,
+    need_coefficients: bool,
+    basis: str,
+    normalization: str,
+    table_size: int,
+    precision: str | None,
+    backend: str,
+) -> list[Tensor]:
+    """[dx] + [dC], those that are needed; arguments as in the operator's schema."""
+    with unseen_by_autograd(x), torch.no_grad():
+        if dy.numel() == 0 or x.numel() == 0:
+            return [t.new_zeros(t.shape) for t in _wanted(x, coefficients, need_x, need_coefficients)]
+        spec = _spec(coefficients, basis, normalization, table_size)
+        x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        results = []
+        if _backend(backend, x, spec) == "triton":
+            from fastkron_py.kernels import triton_poly_kan
+
+            c, precision = coefficients.contiguous(), resolved(precision)
+            if need_x:
+                results.append(triton_poly_kan.input_gradient(dy2, x2, c, spec, precision).reshape(x.shape))
+            if need_coefficients:
+                results.append(triton_poly_kan.coefficient_gradient(dy2, x2, c, spec, precision))
+            return results
+        from fastkron_py.kernels import torch_poly_kan
+
+        with torch_products(x, precision):
+            if need_x:
+                results.append(torch_poly_kan.input_gradient(dy2, x2, coefficients, spec).reshape(x.shape))
+            if need_coefficients:
+                results.append(torch_poly_kan.coefficient_gradient(dy2, x2, spec))
+        return results
+
+
+def _wanted(x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool) -> list[Tensor]:
+    return ([x] if need_x else []) + ([coefficients] if need_coefficients else [])
+
+
+def in_torch(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """The same result by torch's own operations, which every transform of torch knows."""
+    from fastkron_py.kernels import torch_poly_kan
+
+    *described, precision, _ = options
+    spec = _spec(coefficients, *described)
+    with torch_products(x, precision):
+        y = torch_poly_kan.forward(x.reshape(-1, x.shape[-1]), coefficients, bias, spec)
+    return y.reshape(*x.shape[:-1], coefficients.shape[1])
+
+
+# ---- derivatives -----------------------------------------------------------------------------
+
+
+def _take(found: Sequence[Tensor], need_x: bool, need_coefficients: bool) -> tuple[Tensor | None, Tensor | None]:
+    given = iter(found)
+    return (next(given) if need_x else None), (next(given) if need_coefficients else None)
+
+
+def _bias_gradient(dy: Tensor) -> Tensor:
+    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
+
+
+def _second(ctx: Any, cotangents: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cotangents of dy, x and the coefficients, of the backward operator."""
+    from fastkron_py.kernels import torch_poly_kan
+
+    dy, x, coefficients = ctx.saved_tensors
+    if cotangents[0] is None and cotangents[1] is None:
+        return None, None, None
+    *described, precision, _ = ctx.options
+    with torch_products(x, precision):
+        return torch_poly_kan.second_order(dy, x, coefficients, cotangents, _spec(coefficients, *described))
+
+
+# ---- the operators ---------------------------------------------------------------------------
+
+LIBRARY.impl("poly_kan", multiply, "CompositeExplicitAutograd")
+LIBRARY.impl("poly_kan_backward", gradients, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastkron::poly_kan", lib=LIBRARY)
+def _(x, coefficients, bias, *options):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], coefficients.shape[1]))
+
+
+@torch.library.register_fake("fastkron::poly_kan_backward", lib=LIBRARY)
+def _(dy, x, coefficients, need_x, need_coefficients, *options):  # type: ignore[no-untyped-def]
+    return [t.new_empty(t.shape) for t in _wanted(x, coefficients, need_x, need_coefficients)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, coefficients, _, *options = inputs
+    ctx.save_for_backward(x, coefficients)
+    ctx.options = options
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, coefficients = ctx.saved_tensors
+    need_x, need_coefficients, need_bias = ctx.needs_input_grad[:3]
+    dx = dc = None
+    if need_x or need_coefficients:
+        found = torch.ops.fastkron.poly_kan_backward(dy, x, coefficients, need_x, need_coefficients, *ctx.options)
+        dx, dc = _take(found, need_x, need_coefficients)
+    return dx, dc, _bias_gradient(dy) if need_bias else None, *_NO_GRADIENTS
+
+
+def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dy, x, coefficients, need_x, need_coefficients, *options = inputs
+    ctx.save_for_backward(dy, x, coefficients)
+    ctx.wanted = (need_x, need_coefficients)
+    ctx.options = options
+
+
+def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    ddy, dx, dc = _second(ctx, _take(cotangents, *ctx.wanted))  # type: ignore[arg-type]
+    return ddy, dx, dc, None, None, *_NO_GRADIENTS
+
+
+torch.library.register_autograd("fastkron::poly_kan", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("fastkron::poly_kan_backward", _backward_second, setup_context=_setup_second, lib=LIBRARY)
+
+
+def _each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], options: Sequence[Any]) -> list[Any]:
+    """One call for each sample."""
+    samples = [[t] * size if t is None or dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
+    return [call(*sample, *options) for sample in zip(*samples, strict=True)]
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, int]:
+    call = torch.ops.fastkron.poly_kan
+    if in_dims[1] is None and in_dims[2] is None:  # samples are rows
+        return call(x.movedim(in_dims[0], 0), coefficients, bias, *options), 0
+    return torch.stack(_each(call, info.batch_size, (x, coefficients, bias), in_dims[:3], options)), 0
+
+
+def _vmap_backward(info: Any, in_dims: tuple[Any, ...], dy: Tensor, x: Tensor, coefficients: Tensor, *options: Any) -> Any:
+    found = _each(torch.ops.fastkron.poly_kan_backward, info.batch_size, (dy, x, coefficients), in_dims[:3], options)
+    results = [torch.stack(list(sample)) for sample in zip(*found, strict=True)]
+    return results, [0] * len(results)
+
+
+torch.library.register_vmap("fastkron::poly_kan", _vmap, lib=LIBRARY)
+torch.library.register_vmap("fastkron::poly_kan_backward", _vmap_backward, lib=LIBRARY)
+
+
+# ---- eager calls, with less ado than the dispatcher's wrapper ----------------------------------
+
+
+class _PolyKan(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, coefficients: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+        return multiply(x, coefficients, bias, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, coefficients, _, ctx.options = inputs
+        ctx.save_for_backward(x, coefficients)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, coefficients = ctx.saved_tensors
+        need_x, need_coefficients, need_bias = ctx.needs_input_grad[:3]
+        dx = dc = None
+        if need_x or need_coefficients:
+            dx, dc = _take(_gradients(dy, x, coefficients, need_x, need_coefficients, ctx.options), need_x, need_coefficients)
+        return dx, dc, _bias_gradient(dy) if need_bias else None, None
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(dy: Tensor, x: Tensor, coefficients: Tensor, wanted: tuple[bool, bool], options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return tuple(torch.ops.fastkron.poly_kan_backward(dy, x, coefficients, *wanted, *options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        dy, x, coefficients, ctx.wanted, ctx.options = inputs
+        ctx.save_for_backward(dy, x, coefficients)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        return *_second(ctx, _take(cotangents, *ctx.wanted)), None, None
+
+
+for _function in (_PolyKan, _Gradients):
+    # Else torch works it out at every call, which takes longer than a small kernel.
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
+
+
+def _gradients(dy: Tensor, x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, options: tuple[Any, ...]) -> Any:
+    tensors = (dy, x, coefficients)
+    if is_ordinary(tensors) and not wants_gradient(tensors):
+        return gradients(dy, x, coefficients, need_x, need_coefficients, *options)
+    return _Gradients.apply(dy, x, coefficients, (need_x, need_coefficients), options)  # type: ignore[no-untyped-call]
+
+
+def poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """Call the operator, by the shortest way that is right; options as in its schema.
+
+    Its implementation where nothing else is at work; its twin as an autograd function where gradients are wanted of an ordinary
+    call; torch's own operations inside torch.func and forward mode; else, through torch's dispatcher, the operator itself.
+    """
+    if transforms_active():
+        return in_torch(x, coefficients, bias, *options)
+    tensors = (x, coefficients, bias)
+    if not is_ordinary(tensors):
+        y: Tensor = torch.ops.fastkron.poly_kan(x, coefficients, bias, *options)
+        return y
+    if wants_gradient(tensors):
+        y = _PolyKan.apply(x, coefficients, bias, options)  # type: ignore[no-untyped-call]
+        return y
+    return multiply(x, coefficients, bias, *options)
