@@ -133,6 +133,20 @@ def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, eva
     return _Described(found, checked, describe(found.name, checked), normalization, bounds, size)
 
 
+def check_described(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
+    """Refuse what `poly_kan` would refuse of a layer that has no tensors yet."""
+    described = _described(basis, parameters, normalization, None, evaluation, lut_size)
+    _check_terms(terms, described)
+
+
+def _check_terms(terms: int, described: _Described) -> None:
+    from fastkron_py.kernels.poly_kan_bases import MOST_DEGREE
+
+    if not 2 <= terms <= MOST_DEGREE + 1:
+        raise value_error("degree", f"1 to {MOST_DEGREE}", terms - 1)
+    described.basis.check(terms, described.parameters)
+
+
 def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
     """The basis's parameters in its order, given by name or by default."""
     if given is None:
@@ -173,8 +187,6 @@ def _autocast(t: Any, device_type: str) -> Any:
 
 
 def _check_shapes(x: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:
-    from fastkron_py.kernels.poly_kan_bases import MOST_DEGREE
-
     check_tensor("x", x, x, "x")
     if x.dtype not in _REAL:
         raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
@@ -184,15 +196,13 @@ def _check_shapes(x: Tensor, coefficients: Any, bias: Any, described: _Described
     if coefficients.ndim != 3:
         raise value_error("coefficients", "a tensor [degree + 1, out, in]", f"shape {tuple(coefficients.shape)}")
     terms, num_out, num_in = coefficients.shape
-    if not 2 <= terms <= MOST_DEGREE + 1:
-        raise value_error("coefficients", f"a first dimension of degree + 1, for degrees 1 to {MOST_DEGREE}", f"degree {terms - 1}")
+    _check_terms(terms, described)
     if num_in != x.shape[-1]:
         raise value_error("coefficients", f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(coefficients.shape)}")
     if bias is not None:
         check_tensor("bias", bias, x, "x")
         if tuple(bias.shape) != (num_out,):
             raise value_error("bias", f"shape ({num_out},), the coefficients' outputs", f"shape {tuple(bias.shape)}")
-    described.basis.check(terms, described.parameters)
 
 
 def own_bounds(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Layers (`torch.nn.Module`) over the functional room."""
 
+from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
 from fastkron_py.nn.rational import GRKAN, GroupRational
 
-__all__ = ["GRKAN", "GroupRational"]
+__all__ = ["GRKAN", "KAN", "GroupRational", "PolyKANLinear"]

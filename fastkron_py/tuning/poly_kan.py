@@ -10,7 +10,11 @@ from fastkron_py.tuning.sizes import next_power_of_two
 LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
 LARGE_ROWS: Final = 1024  # of x; with fewer, coefficients are read about as often as they would be prepared
 MOST_SPLITS: Final = 64
+_MOST_SPLITS_OF_LARGE: Final = 8
+_RATES: Final = {2: 6e14, 4: 3e14, 8: 4e13}  # operations a second that a kernel reaches on an H100, by an operand's bytes
+_BANDWIDTH: Final = 3e12  # bytes a second
 _FEWEST_STEPS: Final = 8  # of a split's loop
+_WARPS_AT_ONCE: Final = 8  # on a multiprocessor, by the registers that a thread takes here
 _PROGRAMS_EACH: Final = 2  # on a multiprocessor, to aim at
 
 
@@ -97,9 +101,27 @@ def _split(tile: Tile, copies: int, height: int, width: int, depth: int, inner: 
     """Splits that fill the multiprocessors, each with some steps to do; inner: steps of one block of the reduction."""
     blocks = -(-depth // tile.block_k)
     programs = _tiles(tile, height, width) * copies
+    if is_large(sizes):
+        results = height * width * (sizes.terms if copies > 1 else 1)
+        return _shared_out(tile, programs, blocks, results, sizes)
     wanted = _PROGRAMS_EACH * sizes.multiprocessors // programs if programs < sizes.multiprocessors else 1
     fewest = -(-_FEWEST_STEPS // inner)
     splits = max(1, min(wanted, blocks // fewest, MOST_SPLITS))
+    each = -(-blocks // splits)
+    return Split(-(-blocks // each), each)
+
+
+def _shared_out(tile: Tile, programs: int, blocks: int, results: int, sizes: Sizes) -> Split:
+    """Splits of a large product, whose programs come in waves of which the last may be nearly empty: its cost against the partial sums'."""
+    slots = sizes.multiprocessors * max(1, _WARPS_AT_ONCE // tile.warps)
+    work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / _RATES[sizes.itemsize]
+
+    def seconds(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        partial = 2 * splits * results * max(4, sizes.itemsize) / _BANDWIDTH if splits > 1 else 0.0
+        return work * waves * slots / (programs * splits) + partial
+
+    splits = min(range(1, 1 + min(_MOST_SPLITS_OF_LARGE, blocks)), key=seconds)
     each = -(-blocks // splits)
     return Split(-(-blocks // each), each)
 

@@ -1,0 +1,305 @@
+"""Layers of polynomial Kolmogorov-Arnold networks: `PolyKANLinear` and stacks of them, `KAN`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_integer
+from fastkron_py.functional.poly_kan import LUT_SIZE, check_described, own_bounds, poly_kan
+
+_SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
+DEFAULT_NORMALIZATION: Final = {"bspline": "minmax", "rbf": "minmax"}  # others: tanh
+
+
+class PolyKANLinear(nn.Module):
+    """``y[..., o] = bias[o] + sum_j f_oj(x[..., j])``: a learned function on every edge, each a sum over one basis (`poly_kan`).
+
+    Coefficients are drawn from a normal distribution whose variance is that of the output of a standard normal x divided by what
+    the basis makes of it, so that y has variance 1. That of ChebyKAN, N(0, 1 / (in * (degree + 1))), makes layers whose outputs shrink.
+
+    Args:
+        in_features: inputs, at least 1.
+        out_features: outputs, at least 1.
+        degree: functions of the basis besides the first, 1 to 64.
+        basis: as in `poly_kan`.
+        bias: add a learned ``[out_features]``. Most bases hold a constant, which is one already.
+        basis_parameters: as in `poly_kan`.
+        normalization: as in `poly_kan`; None is "minmax" for B-splines and radial functions, else "tanh". "minmax" follows the range of
+            what comes by in training, as a running mean with `momentum`; the first batch sets it.
+        momentum: of the running range: the weight of a new batch.
+        evaluation: as in `poly_kan`.
+        lut_size: as in `poly_kan`.
+        precision: as in `poly_kan`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        x ``[..., in_features]`` to ``[..., out_features]``; coefficients ``[degree + 1, out_features, in_features]``.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: sizes below 1, a degree or parameters outside their range, unknown names.
+
+    Example:
+        >>> layer = PolyKANLinear(8, 3, degree=4)
+        >>> layer(torch.randn(100, 8)).shape
+        torch.Size([100, 3])
+    """
+
+    coefficients: nn.Parameter
+    bias: nn.Parameter | None
+    low: Tensor | None
+    high: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        degree: int,
+        basis: str = "chebyshev",
+        *,
+        bias: bool = False,
+        basis_parameters: Mapping[str, float] | None = None,
+        normalization: str | None = None,
+        momentum: float = 0.1,
+        evaluation: str = "recurrence",
+        lut_size: int = LUT_SIZE,
+        precision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if check_integer(name, size) < 1:
+                raise value_error(name, "at least 1", size)
+        if not 0 < momentum <= 1:
+            raise value_error("momentum", "a number above 0, up to 1", momentum)
+        self.in_features, self.out_features, self.degree, self.basis = in_features, out_features, check_integer("degree", degree), basis
+        self.normalization = DEFAULT_NORMALIZATION.get(basis, "tanh") if normalization is None else normalization
+        self.basis_parameters = dict(basis_parameters or {})
+        self.momentum, self.evaluation, self.lut_size, self.precision = momentum, evaluation, lut_size, precision
+        check_described(basis, basis_parameters, self.normalization, evaluation, lut_size, degree + 1)
+        self.coefficients = nn.Parameter(torch.empty(degree + 1, out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        ranged = self.normalization == "minmax"
+        # Beyond each other until a batch, or update_grid, sets them.
+        self.register_buffer("low", torch.full((in_features,), math.inf, device=device, dtype=dtype) if ranged else None)
+        self.register_buffer("high", torch.full((in_features,), -math.inf, device=device, dtype=dtype) if ranged else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the coefficients anew; a bias becomes 0."""
+        self.coefficients.normal_(0.0, 1 / math.sqrt(self.in_features * self._mean_square()))
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def _mean_square(self) -> float:
+        """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
+        from fastkron_py.kernels.poly_kan_bases import NORMALIZERS, find_basis
+
+        uniform = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
+        if self.normalization in ("minmax", "none"):
+            t = 2 * uniform - 1
+        else:
+            normal = torch.special.ndtri(uniform)
+            t = NORMALIZERS["clamp" if self.normalization == "clamp" else "tanh"].host(normal)
+        basis = find_basis(self.basis)
+        parameters = tuple(float(self.basis_parameters.get(name, default)) for name, default in basis.parameters.items())
+        return sum(float(value.square().mean()) for value in basis.values(t, self.degree + 1, parameters))
+
+    @torch.no_grad()
+    def update_grid(self, x: Tensor) -> None:
+        """Set the range of every input, and with it the grid of B-splines, to that of ``x [..., in_features]``.
+
+        The coefficients stay, so the functions are stretched with their grid.
+
+        Raises:
+            ValueError: the layer's normalization is not "minmax", or x has another number of inputs.
+        """
+        if x.shape[-1] != self.in_features:
+            raise value_error("x", f"a last dimension of {self.in_features}", f"shape {tuple(x.shape)}")
+        self.set_range(*own_bounds(x))
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Set the range of every input, ``[in_features]`` each.
+
+        Raises:
+            ValueError: the layer's normalization is not "minmax".
+        """
+        if self.low is None or self.high is None:
+            raise value_error("normalization", "'minmax', whose range this sets", repr(self.normalization))
+        self.low.copy_(low)
+        self.high.copy_(high)
+
+    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The running range, moved towards that of x first in training. Without a host's look at the numbers."""
+        if self.low is None or self.high is None:
+            return None
+        if self.training and x.numel() > 0:
+            with torch.no_grad():
+                low, high = (b.to(self.low.dtype) for b in own_bounds(x))
+                unset = self.low > self.high
+                seen = low <= high  # not so where every number is NaN
+                for running, new in ((self.low, low), (self.high, high)):
+                    moved = torch.where(unset, new, running + self.momentum * (new - running))
+                    running.copy_(torch.where(seen, moved, running))
+        unset = self.low > self.high
+        return torch.where(unset, -1.0, self.low), torch.where(unset, 1.0, self.high)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        return poly_kan(
+            x,
+            self.coefficients,
+            basis=self.basis,
+            bias=self.bias,
+            basis_parameters=self.basis_parameters,
+            normalization=self.normalization,
+            bounds=self._bounds(x),
+            evaluation=self.evaluation,
+            lut_size=self.lut_size,
+            precision=self.precision,
+        )
+
+    def extra_repr(self) -> str:
+        """What ``print(layer)`` shows."""
+        shown = f"{self.in_features}, {self.out_features}, degree={self.degree}, basis={self.basis!r}, bias={self.bias is not None}"
+        return f"{shown}, normalization={self.normalization!r}" + (", evaluation='lut'" if self.evaluation == "lut" else "")
+
+    @classmethod
+    def from_chebykan(cls, coefficients: Tensor, **options: Any) -> PolyKANLinear:
+        """A layer with the coefficients of a ChebyKAN layer.
+
+        Args:
+            coefficients: ``[in, out, degree + 1]``, ChebyKAN's ``cheby_coeffs``.
+            **options: of the layer.
+
+        Raises:
+            ValueError: not three dimensions.
+        """
+        if coefficients.ndim != 3:
+            raise value_error("coefficients", "ChebyKAN's [in, out, degree + 1]", f"shape {tuple(coefficients.shape)}")
+        num_in, num_out, terms = coefficients.shape
+        layer = cls(num_in, num_out, terms - 1, device=coefficients.device, dtype=coefficients.dtype, **options)
+        with torch.no_grad():
+            layer.coefficients.copy_(coefficients.permute(2, 1, 0))
+        return layer
+
+    @classmethod
+    def from_efficient_kan(cls, state: Mapping[str, Tensor], order: int = 3) -> PolyKANLinear:
+        """The spline part of an efficient-kan layer, whose base part (``base_weight``) is a linear layer of its own.
+
+        Args:
+            state: of a ``KANLinear``: ``spline_weight [out, in, grid_size + order]``, ``grid [in, grid_size + 2 order + 1]`` of uniform
+                points, and, where it is there, ``spline_scaler [out, in]``.
+            order: of the splines.
+
+        Raises:
+            TypeError: a part is missing.
+            ValueError: shapes that do not fit, or a grid that is not uniform.
+        """
+        for name in ("spline_weight", "grid"):
+            if name not in state:
+                raise type_error("state", f"a mapping with {name}", ", ".join(state))
+        weight, grid = state["spline_weight"], state["grid"]
+        num_out, num_in, terms = weight.shape
+        if tuple(grid.shape) != (num_in, terms + order + 1):
+            raise value_error("state['grid']", f"shape {(num_in, terms + order + 1)}", f"shape {tuple(grid.shape)}")
+        steps = grid.diff(dim=1)
+        if not torch.allclose(steps, steps[:, :1].expand_as(steps), rtol=1e-3):
+            raise value_error("state['grid']", "points at equal distances", "others")
+        layer = cls(num_in, num_out, terms - 1, "bspline", basis_parameters={"order": order}, device=weight.device, dtype=weight.dtype)
+        scaler = state.get("spline_scaler")
+        with torch.no_grad():
+            layer.coefficients.copy_((weight if scaler is None else weight * scaler[..., None]).permute(2, 0, 1))
+            layer.set_range(grid[:, order], grid[:, -order - 1])
+        return layer
+
+    @torch.no_grad()
+    def edge(self, output: int, input: int, x: Tensor) -> Tensor:
+        """The function on one edge, at the points ``x [n]``: ``[n]``, in float64."""
+        from fastkron_py.ops.backend import backend
+
+        alone = torch.zeros(x.numel(), self.in_features, dtype=torch.float64)
+        alone[:, input] = x.to("cpu", torch.float64)
+        bounds = None if self.low is None or self.high is None else (self.low.cpu().double(), self.high.cpu().double())
+        kept = self.coefficients[:, output : output + 1].cpu().double() * torch.eye(self.in_features, dtype=torch.float64)[input]
+        with backend("torch"):
+            y = poly_kan(
+                alone,
+                kept,
+                basis=self.basis,
+                basis_parameters=self.basis_parameters,
+                normalization=self.normalization,
+                bounds=bounds,
+            )
+        return y[:, 0]
+
+    def plot(self, outputs: Sequence[int] | None = None, inputs: Sequence[int] | None = None, span: tuple[float, float] = (-3, 3)) -> Any:
+        """Draw the learned functions, one axis for each edge, with matplotlib.
+
+        Args:
+            outputs: rows of the picture; None takes the first four.
+            inputs: columns; None takes the first four.
+            span: of x.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: "layer_norm", under which an input's function depends on the others.
+        """
+        if self.normalization == "layer_norm":
+            raise value_error("normalization", "one that takes each input by itself", "'layer_norm'")
+        from importlib import import_module
+
+        pyplot = import_module("matplotlib.pyplot")
+        rows = list(range(min(4, self.out_features))) if outputs is None else list(outputs)
+        columns = list(range(min(4, self.in_features))) if inputs is None else list(inputs)
+        x = torch.linspace(*span, 201, dtype=torch.float64)
+        size = (2.2 * len(columns), 1.8 * len(rows))
+        figure, axes = pyplot.subplots(len(rows), len(columns), squeeze=False, sharex=True, figsize=size, layout="constrained")
+        for r, o in enumerate(rows):
+            for c, i in enumerate(columns):
+                axes[r][c].plot(x.numpy(), self.edge(o, i, x).numpy())
+                axes[r][c].set_title(f"x{i} to y{o}", fontsize=8)
+        return figure
+
+
+class KAN(nn.Sequential):
+    """Layers `PolyKANLinear` of these widths, one after the other.
+
+    Args:
+        widths: of the input, of every hidden layer and of the output; two at least.
+        degree: of every layer.
+        basis: of every layer.
+        **options: of every layer.
+
+    Shape:
+        x ``[..., widths[0]]`` to ``[..., widths[-1]]``.
+
+    Raises:
+        TypeError: widths are no sequence.
+        ValueError: fewer than two.
+
+    Example:
+        >>> KAN([2, 16, 1], degree=6)(torch.randn(100, 2)).shape
+        torch.Size([100, 1])
+    """
+
+    def __init__(self, widths: Sequence[int], degree: int, basis: str = "chebyshev", **options: Any) -> None:
+        if isinstance(widths, str | bytes) or not hasattr(widths, "__getitem__"):
+            raise type_error("widths", "a list or tuple of integers", type_name(widths))
+        if len(widths) < 2:
+            raise value_error("widths", "at least two widths", list(widths))
+        super().__init__(*[PolyKANLinear(i, o, degree, basis, **options) for i, o in pairwise(widths)])
