@@ -10,7 +10,7 @@ from fastkron_py.tuning.sizes import next_power_of_two
 LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
 LARGE_ROWS: Final = 1024  # of x; with fewer, coefficients are read about as often as they would be prepared
 MOST_SPLITS: Final = 64
-_MOST_SPLITS_OF_LARGE: Final = 8
+_MOST_SPLITS_OF_LARGE: Final = 32
 _RATES: Final = {2: 6e14, 4: 3e14, 8: 4e13}  # operations a second that a kernel reaches on an H100, by an operand's bytes
 _BANDWIDTH: Final = 3e12  # bytes a second
 _FEWEST_STEPS: Final = 8  # of a split's loop
@@ -87,9 +87,9 @@ def _fitted(tile: Tile, height: int, width: int, depth: int) -> Tile:
 
 
 def _chosen(tiles: Sequence[Tile], copies: int, height: int, width: int, depth: int, sizes: Sizes) -> Tile:
-    """The largest tile of which there is one for each multiprocessor, else a small one."""
+    """The largest tile that a large product fills, whose reduction can be split; else a small one."""
     for tile in tiles[:-1] if is_large(sizes) else ():
-        if tile.block_m <= height and _tiles(tile, height, width) * copies >= sizes.multiprocessors:
+        if tile.block_m <= height and tile.block_n <= width:
             return _fitted(tile, height, width, depth)
     small = _fitted(tiles[-1], height, width, depth)
     if _tiles(small, height, width) * copies < sizes.multiprocessors:
