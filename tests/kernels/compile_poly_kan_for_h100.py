@@ -1,0 +1,62 @@
+"""Compile the polynomial KAN launches for an H100 on a machine that has none; a line of JSON for each kernel.
+
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from compile_for_h100 import H100, resources
+from triton.runtime import driver, jit
+
+# name: (rows, in, out, degree, basis, dtype, precision, size of a table)
+PROBLEMS: dict[str, tuple[int, int, int, int, str, torch.dtype, str, int]] = {
+    "large": (8192, 768, 768, 8, "chebyshev", torch.float32, "highest", 0),
+    "large TF32": (8192, 768, 768, 8, "chebyshev", torch.float32, "high", 0),
+    "large bfloat16": (8192, 768, 768, 8, "chebyshev", torch.bfloat16, "highest", 0),
+    "large, of odd sizes": (5001, 601, 331, 7, "chebyshev", torch.float32, "highest", 0),
+    "small": (64, 256, 512, 15, "chebyshev", torch.float32, "highest", 0),
+    "small float16": (64, 256, 512, 15, "chebyshev", torch.float16, "highest", 0),
+    "odd float64": (37, 13, 29, 3, "chebyshev", torch.float64, "highest", 0),
+    "legendre": (64, 256, 512, 8, "legendre", torch.float32, "high", 0),
+    "hermite": (64, 256, 512, 8, "hermite", torch.float32, "high", 0),
+    "jacobi": (64, 256, 512, 8, "jacobi", torch.float32, "high", 0),
+    "gegenbauer": (64, 256, 512, 8, "gegenbauer", torch.float32, "high", 0),
+    "fourier": (64, 256, 512, 8, "fourier", torch.float32, "high", 0),
+    "bspline": (64, 256, 512, 8, "bspline", torch.float32, "high", 0),
+    "rbf float64": (64, 256, 512, 8, "rbf", torch.float64, "high", 0),
+    "table": (64, 256, 512, 8, "chebyshev", torch.bfloat16, "high", 4096),
+}
+
+
+def main() -> None:
+    driver.set_active(H100())
+    launch = jit.JITFunction.run
+    current = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        found = {"problem": current, "kernel": self.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+        print(json.dumps(found), flush=True)
+
+    jit.JITFunction.run = compile_only
+    from fastkron_py.kernels import triton_poly_kan
+    from fastkron_py.kernels.poly_kan_bases import find_basis
+    from fastkron_py.kernels.poly_kan_spec import Spec
+
+    triton_poly_kan._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
+        current = name
+        spec = Spec(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
+        x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
+        coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
+        triton_poly_kan.forward(x, coefficients, None, spec, precision)
+        triton_poly_kan.input_gradient(dy, x, coefficients, spec, precision)
+        triton_poly_kan.coefficient_gradient(dy, x, coefficients, spec, precision)
+
+
+if __name__ == "__main__":
+    main()

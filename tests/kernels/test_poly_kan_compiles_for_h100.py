@@ -1,0 +1,50 @@
+"""The polynomial KAN kernels compile for sm_90, within an H100's shared memory and, where products are large, its registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("compile_poly_kan_for_h100")  # one worker: what is compiled serves all tests here
+
+SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One record for each kernel; with a cache of its own, so that they are really compiled."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONWARNINGS": "ignore"}
+    paths = [str(root), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, str(Path(__file__).with_name("compile_poly_kan_for_h100.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
+    names = {k["kernel"] for k in kernels}
+    products = {"_poly_kan_fwd_kernel", "_poly_kan_dx_kernel", "_poly_kan_dcoef_kernel"}
+    assert names == products | {"_low_halves_kernel", "_sum_partials_kernel"}
+    for problem in {k["problem"] for k in kernels}:
+        assert products <= {k["kernel"] for k in kernels if k["problem"] == problem}
+
+
+def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
+    """Of the preferred configuration: on an H100 nothing should fall back."""
+    assert [k for k in kernels if k["shared"] > SHARED_MEMORY] == []
+
+
+def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
+    """dx keeps five tiles in registers and puts some of a degree's state on the stack between two products: a few hundred bytes."""
+    large = [k for k in kernels if k["problem"] in ("large", "large TF32", "large bfloat16")]
+    assert [k for k in large if k["kernel"] == "_poly_kan_fwd_kernel" and k["stack"] > 0] == []
+    assert [k for k in large if k["stack"] > 400] == []
