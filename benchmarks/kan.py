@@ -1,0 +1,107 @@
+"""Polynomial KAN layers beside their peers: `poly_kan` and its kin on one GPU."""
+
+from __future__ import annotations
+
+from benchmarks.kan_ablation import STEPS
+from benchmarks.kan_peers import (
+    BASIS_KERNEL,
+    BASIS_KERNEL_BACKWARD,
+    COMPILED,
+    COMPILED_BACKWARD,
+    OURS,
+    OURS_BACKWARD,
+    OURS_TABLE,
+    RECURRENCE,
+    RECURRENCE_BACKWARD,
+    TABLE,
+    TRIGONOMETRIC,
+    TRIGONOMETRIC_BACKWARD,
+)
+from benchmarks.kan_problems import case, check, check_gradients, inputs
+from benchmarks.registry import Benchmark, register
+from fastkron_py.kernels.poly_kan_bases import basis_names
+
+SMALL = ((128, 40, 256, 8), (64, 256, 512, 15), (32, 512, 1024, 24))
+LARGE = ((8192, 768, 768, 8), (65536, 256, 256, 8))
+HALF = ((16384, 1024, 1024, 8), (65536, 512, 512, 8))
+ROWS = [(r, "float32") for r in SMALL + LARGE] + [(r, "tf32") for r in LARGE] + [(r, "bfloat16") for r in HALF]
+WEIGHT_NOTE = "Peers start from coefficients laid out for one product with the stored basis, [(degree + 1) * in, out]."
+TABLE_NOTE = "Tables have 4096 entries; their error is in the error column, beside its bound in docs/poly_kan.md."
+
+register(
+    Benchmark(
+        name="poly_kan",
+        description="A Chebyshev KAN layer forward on one GPU beside torch's forms and a basis kernel followed by cuBLAS.",
+        device="cuda",
+        cases=[case(row, kind, quick=row in (SMALL[0], LARGE[0])) for row, kind in ROWS],
+        contenders=[OURS, OURS_TABLE, TRIGONOMETRIC, RECURRENCE, COMPILED, BASIS_KERNEL],
+        inputs=inputs,
+        check=check,
+        baseline="torch.compile of the recurrence",
+        has_floor=True,
+        notes=(WEIGHT_NOTE, TABLE_NOTE),
+    )
+)
+
+register(
+    Benchmark(
+        name="poly_kan_backward",
+        description="A Chebyshev KAN layer forward and backward on one GPU: time, and peak memory in multiples of x.",
+        device="cuda",
+        cases=[case(row, kind, gradients=True, quick=row in (SMALL[0], LARGE[0])) for row, kind in ROWS],
+        contenders=[OURS_BACKWARD, TRIGONOMETRIC_BACKWARD, RECURRENCE_BACKWARD, COMPILED_BACKWARD, BASIS_KERNEL_BACKWARD],
+        inputs=inputs,
+        check=check_gradients,
+        baseline="torch.compile of the recurrence",
+        repeats=True,
+        unit_bytes=lambda problem: problem.x.numel() * problem.x.element_size(),
+        notes=(WEIGHT_NOTE, "Peak memory is what a call holds at most beyond x, the coefficients and the incoming gradient."),
+    )
+)
+
+register(
+    Benchmark(
+        name="poly_kan_small",
+        description="Small KAN layers forward and backward on one GPU: an eager call, the host's share of it, and a CUDA graph's replay.",
+        device="cuda",
+        cases=[case(row, "float32", gradients=True, quick=row == SMALL[0]) for row in SMALL],
+        contenders=[OURS_BACKWARD, TRIGONOMETRIC_BACKWARD, RECURRENCE_BACKWARD, COMPILED_BACKWARD],
+        inputs=inputs,
+        check=check_gradients,
+        baseline="torch.compile of the recurrence",
+        eager=True,
+        notes=(WEIGHT_NOTE,),
+    )
+)
+
+register(
+    Benchmark(
+        name="poly_kan_bases",
+        description="Every basis forward and backward on one GPU, at one size.",
+        device="cuda",
+        cases=[case(LARGE[0], "tf32", gradients=True, basis=name, quick=name == "legendre") for name in basis_names()],
+        contenders=[OURS_BACKWARD],
+        inputs=inputs,
+        check=check_gradients,
+        baseline="fastkron_py",
+    )
+)
+
+register(
+    Benchmark(
+        name="poly_kan_ablation",
+        description="PolyKAN's steps one after the other, forward on one GPU: how values are made, and how their product is done.",
+        device="cuda",
+        cases=[case(row, "float32", quick=row == SMALL[1]) for row in (*SMALL, (8192, 256, 256, 8))],
+        contenders=[OURS, TRIGONOMETRIC, RECURRENCE, TABLE, *STEPS, OURS_TABLE],
+        inputs=inputs,
+        check=check,
+        baseline="torch acos/cos",
+        notes=(
+            "The steps are this project's kernel held to what the paper's has at that step: one tile of 16 rows a program and a table of "
+            "4096 entries, coefficients [in, out, degree + 1]; then tiles of 32 x 32 of batch and outputs; then the reduction split in two "
+            "stages; then coefficients [d, o, j]; then the recurrence in place of the table. fastkron_py chooses all of that itself.",
+            TABLE_NOTE,
+        ),
+    )
+)

@@ -1,0 +1,64 @@
+"""This project's kernel held to what PolyKAN's has at each of its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kan_problems import Problem
+from benchmarks.registry import Call, Contender
+from fastkron_py.tuning.poly_kan import Sizes, Split, Tile
+
+TABLE_SIZE = 4096
+TABLE_TOLERANCE = 1.5e-2
+
+
+def _needs_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "its kernels run on CUDA"
+
+
+def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: bool) -> Call:
+    """A forward pass with this tile; not reordered: coefficients are given as [in, out, degree + 1] and are copied by every call."""
+    from fastkron_py.kernels import triton_poly_kan as launchers
+    from fastkron_py.tuning import poly_kan as tuning
+
+    def choose(sizes: Sizes) -> tuple[Tile, Split]:
+        blocks = -(-sizes.num_in // tile.block_k)
+        return tile, tuning._split(tile, 1, sizes.rows, sizes.num_out, sizes.num_in, sizes.terms, sizes) if split else Split(1, blocks)
+
+    spec = problem.spec._replace(table_size=TABLE_SIZE if table else 0)
+    x, c = problem.x.detach(), problem.coefficients.detach()
+    kind = launchers._kind(x, c, None, False, spec, problem.precision)
+    chosen, large = tuning.forward, tuning.is_large
+    tuning.forward, tuning.is_large = choose, lambda sizes: False
+    try:
+        plan = launchers._Forward(kind)
+    finally:
+        tuning.forward, tuning.is_large = chosen, large
+    entries = spec.table(x) if table else x
+    given: Any = c if reordered else c.permute(2, 1, 0).contiguous()
+
+    def call() -> Tensor:
+        laid_out = given if reordered else given.permute(2, 1, 0).contiguous()
+        y = torch.empty(kind.rows, kind.num_out, dtype=x.dtype, device=x.device)
+        return launchers._launched(plan, (x, laid_out, laid_out, entries, x), y)
+
+    return call
+
+
+def _step(name: str, tile: Tile, split: bool, table: bool, reordered: bool) -> Contender:
+    tolerance = TABLE_TOLERANCE if table else None
+    return Contender(name, lambda p: _held(p, tile, split, table, reordered), obstacle=_needs_cuda, tolerance=tolerance, is_ours=True)
+
+
+ROWS_OF_X, BOTH_WAYS = Tile(16, 16, 16, 1, 2), Tile(32, 32, 32, 4, 3)
+
+STEPS = (
+    _step("fused, table", ROWS_OF_X, False, True, False),
+    _step("+ 2D tiles", BOTH_WAYS, False, True, False),
+    _step("+ two stages", BOTH_WAYS, True, True, False),
+    _step("+ [d, o, j]", BOTH_WAYS, True, True, True),
+    _step("+ recurrence", BOTH_WAYS, True, False, True),
+)

@@ -1,0 +1,67 @@
+"""The KAN benchmarks' problems and peers, on the CPU: each computes the same layer, and a wrong one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+import fastkron_py
+from benchmarks import kan, kan_peers
+from benchmarks.catalogue import all_benchmarks
+from benchmarks.kan_ablation import STEPS
+from benchmarks.kan_problems import case, check, check_gradients, inputs
+
+CPU = torch.device("cpu")
+ROW = (24, 6, 10, 5)
+FORWARD = (
+    kan_peers.OURS,
+    kan_peers.OURS_TABLE,
+    kan_peers.TRIGONOMETRIC,
+    kan_peers.RECURRENCE,
+    kan_peers.TABLE,
+    kan_peers.BASIS_KERNEL,
+    *STEPS,
+)
+BACKWARD = (kan_peers.OURS_BACKWARD, kan_peers.TRIGONOMETRIC_BACKWARD, kan_peers.RECURRENCE_BACKWARD, kan_peers.BASIS_KERNEL_BACKWARD)
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    with fastkron_py.backend("triton"):
+        yield
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("contender", FORWARD, ids=lambda c: c.name)
+def test_forward(contender: kan_peers.Contender, kind: str) -> None:
+    row = case(ROW, kind)
+    problem = inputs(row.parameters, CPU)
+    found = check(problem, contender.prepare(problem)())
+    assert found <= max(row.tolerance, contender.tolerance or 0)
+
+
+@pytest.mark.parametrize("contender", BACKWARD, ids=lambda c: c.name)
+def test_backward(contender: kan_peers.Contender) -> None:
+    row = case(ROW, "float32", gradients=True)
+    problem = inputs(row.parameters, CPU)
+    assert check_gradients(problem, contender.prepare(problem)()) <= max(row.tolerance, contender.tolerance or 0)
+
+
+def test_a_wrong_result_is_seen() -> None:
+    problem = inputs(case(ROW, "float32", gradients=True).parameters, CPU)
+    dx, dc = kan_peers.RECURRENCE_BACKWARD.prepare(problem)()
+    assert check_gradients(problem, [dx.roll(1, 0), dc]) > 0.1
+    assert check_gradients(problem, [dx, dc.roll(1, 0)]) > 0.1
+    assert check(problem, problem.dy) > 0.1
+
+
+def test_rows_are_there() -> None:
+    names = {"poly_kan", "poly_kan_backward", "poly_kan_small", "poly_kan_bases", "poly_kan_ablation"}
+    assert names <= set(all_benchmarks())
+    labels = [c.label for c in all_benchmarks()["poly_kan"].cases]
+    assert labels[0] == "128, 40->256, 8"
+    assert len(set(labels)) == len(kan.ROWS) == 9
