@@ -69,6 +69,13 @@ def _tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(rows, mask_m, first, num_in, BLOCK_K: tl.constexpr):
+    """``[BLOCK_M, BLOCK_K]`` of x from column first on, 0 beyond its sizes."""
+    k = first + tl.arange(0, BLOCK_K)
+    return tl.load(rows + k[None, :], mask=mask_m[:, None] & (k < num_in)[None, :], other=0.0)
+
+
+@triton.jit
 def _poly_kan_fwd_kernel(
     x_ptr,  # [M, I]
     coef_ptr,  # [TERMS, O, I]
@@ -118,6 +125,7 @@ def _poly_kan_fwd_kernel(
         bias = tl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
         acc += bias.to(ACC)[None, :]
     state = START(tl.zeros((BLOCK_M, BLOCK_K), ACC), TERMS, PARAMS)
+    ahead = _load_columns(x_rows, m < rows, first_block * BLOCK_K, num_in, BLOCK_K)
     none = split * 0  # the interpreter counts in Python's integers, which have no types
     for i in range(0, blocks * NUM):
         d = none + i % NUM + FIRST
@@ -138,8 +146,9 @@ def _poly_kan_fwd_kernel(
         if PRECISION == "split":
             low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
         if i % NUM == 0:
-            x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & mask_k[None, :], other=0.0)
-            state = START(NORM(x.to(ACC)), TERMS, PARAMS)
+            state = START(NORM(ahead.to(ACC)), TERMS, PARAMS)
+            # The next block's, which nobody waits for before its turn.
+            ahead = _load_columns(x_rows, m < rows, (first_block + i // NUM + 1) * BLOCK_K, num_in, BLOCK_K)
             for skipped in tl.static_range(FIRST):
                 state = STEP(state, none + skipped, TERMS, PARAMS)
         a = VALUE(state, d, table_ptr, TERMS, PARAMS)
@@ -147,6 +156,34 @@ def _poly_kan_fwd_kernel(
         state = STEP(state, d, TERMS, PARAMS)
     out = y_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_out + n[None, :]
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < num_out)[None, :])
+
+
+@triton.jit
+def _add_degrees(
+    acc,
+    state,
+    d,
+    parts,  # [BLOCK_M, COUNT * BLOCK_N], of COUNT neighbouring degrees
+    table_ptr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
+    if COUNT == 1:
+        # Beyond the last degree parts are zero, a table has nothing to read, and the last stands in.
+        acc += VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * parts
+        return acc, STEP(state, d, TERMS, PARAMS)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        halves = tl.permute(tl.reshape(parts, (BLOCK_M, 2, HALF * BLOCK_N)), (0, 2, 1))
+        first, second = tl.split(halves)
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
 
 
 @triton.jit
@@ -173,6 +210,7 @@ def _poly_kan_dx_kernel(
     VALUE: tl.constexpr,
     NORM: tl.constexpr,
     SLOPE: tl.constexpr,
+    DEGREES: tl.constexpr,  # of one product: 1, 2, 4 or 8
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -183,7 +221,10 @@ def _poly_kan_dx_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one split's sum: a product with each degree's coefficients, times the derivative, which waits in registers."""
+    """One tile of one split's sum: products with a few degrees' coefficients side by side, times the derivatives, made afterwards.
+
+    Side by side the product is as wide as a tensor core likes, while derivatives and their sum take few registers.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(num_in, BLOCK_N)
     split = tl.program_id(0) // (tiles_m * tiles_n)
@@ -195,7 +236,10 @@ def _poly_kan_dx_kernel(
     x_tile = x_ptr + m.to(tl.int64)[:, None] * stride_xm + n[None, :]
     g_rows = dy_ptr + m.to(tl.int64)[:, None] * stride_gm
     size = num_out.to(tl.int64) * num_in
-    coefs = n.to(tl.int64)[None, :] * stride_ci
+    WIDTH: tl.constexpr = DEGREES * BLOCK_N
+    wide = tl.arange(0, WIDTH)
+    wide_n = column * BLOCK_N + wide % BLOCK_N
+    coefs = (wide // BLOCK_N * size + wide_n.to(tl.int64) * stride_ci)[None, :]
     first = split * blocks_per_split * BLOCK_K
     last = tl.minimum(first + blocks_per_split * BLOCK_K, num_out)
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -203,9 +247,10 @@ def _poly_kan_dx_kernel(
     none = split * 0
     for skipped in tl.static_range(FIRST):
         state = STEP(state, none + skipped, TERMS, PARAMS)
-    for i in range(FIRST, TERMS):
+    for i in range(FIRST, TERMS, DEGREES):
         d = none + i
-        part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        parts = tl.zeros((BLOCK_M, WIDTH), ACC)
+        mask_wide = ((wide_n < num_in) & (wide // BLOCK_N + d < TERMS))[None, :]
         for begin in range(first, last, BLOCK_K):
             k = begin + tl.arange(0, BLOCK_K)
             offsets = coefs + k.to(tl.int64)[:, None] * stride_co
@@ -217,15 +262,14 @@ def _poly_kan_dx_kernel(
                 mask = None
                 other = None
             else:
-                mask = mask_n & (k < num_out)[:, None]
+                mask = mask_wide & (k < num_out)[:, None]
                 other = 0.0
             b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
             low = b
             if PRECISION == "split":
                 low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
-            part = product(g.to(COMPUTE), b.to(COMPUTE), low, part, PRECISION, False)
-        acc += VALUE(state, d, table_ptr, TERMS, PARAMS) * part
-        state = STEP(state, d, TERMS, PARAMS)
+            parts = product(g.to(COMPUTE), b.to(COMPUTE), low, parts, PRECISION, False)
+        acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
     acc *= SLOPE(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
     out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
     tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=mask_m & mask_n)

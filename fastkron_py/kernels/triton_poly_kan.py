@@ -155,8 +155,10 @@ class _InputGradient:
             "stride_ci": kind.num_out if self.turned else 1,
             "blocks_per_split": way.split.blocks,
             "SLOPE": kind.spec.normalizer.derivative,
+            "DEGREES": way.tile.degrees,
             "GROUP": GROUP,
             **way.constants,
+            "EVEN_N": kind.num_in % way.tile.block_n == 0 and (kind.spec.terms - way.first) % way.tile.degrees == 0,
         }
         tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_in // way.tile.block_n)
         self.launch = _fewer_stages(_poly_kan_dx_kernel, tiles * way.split.splits, arguments)

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     block_k: int
     warps: int
     stages: int
-    degrees: int = 1  # of one program, in the coefficients' gradient
+    degrees: int = 1  # side by side, in the gradients: in one product for dx, in one program for dC
 
 
 class Split(NamedTuple):
@@ -57,9 +57,9 @@ _FORWARD: Final = {
     8: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
 }
 _INPUT: Final = {
-    2: (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3)),
-    4: (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 3)),
-    8: (Tile(64, 32, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
+    2: (Tile(128, 32, 64, 8, 3, 8), Tile(32, 32, 64, 4, 3, 4)),
+    4: (Tile(128, 32, 32, 8, 3, 8), Tile(32, 32, 32, 4, 3, 4)),
+    8: (Tile(64, 16, 16, 4, 2, 4), Tile(32, 16, 16, 4, 2, 4)),
 }
 _COEFFICIENTS: Final = {
     2: (Tile(128, 128, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
@@ -133,10 +133,24 @@ def forward(sizes: Sizes) -> tuple[Tile, Split]:
     return tile, _split(tile, 1, *shape, sizes.terms, sizes)
 
 
+def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
+    """Fewer degrees side by side where the last group of them would be nearly empty; tiles are wider then."""
+
+    def attained(degrees: int) -> float:
+        filled = sizes.terms / (-(-sizes.terms // degrees) * degrees)
+        return filled * (1.0 if degrees == 8 else 0.9 if degrees > 1 else 0.7)  # a narrow product waits for shared memory
+
+    degrees = max([d for d in (8, 4, 2, 1) if d <= tile.degrees], key=attained)
+    return tile._replace(degrees=degrees, block_n=tile.block_n * (2 if degrees <= 2 else 1))
+
+
 def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
     shape = (sizes.rows, sizes.num_in, sizes.num_out)
-    tile = _chosen(_INPUT[sizes.itemsize], 1, *shape, sizes)
+    tiles = [_with_degrees(tile, sizes) for tile in _INPUT[sizes.itemsize]]
+    tile = _chosen(tiles, 1, *shape, sizes)
+    if sizes.passes == 3 and is_large(sizes) and tile.degrees == 8:
+        tile = tile._replace(stages=2)  # of three operands, in shared memory
     return tile, _split(tile, 1, *shape, sizes.terms, sizes)
 
 
