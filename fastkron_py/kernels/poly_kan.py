@@ -11,61 +11,7 @@ may be split over programs, whose sums go to partial results that a second launc
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.tiling import dot, round_to_tf32
-
-
-@triton.jit
-def _high_half(x):
-    """X without the 13 bits that a tensor core ignores in TF32."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rounded(x):
-    """X with half a unit of what TF32 holds of it added, so that cutting the rest off rounds. Not for NaN, which would wrap to zero."""
-    return (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
-    """``acc + a @ b``, as `dot`; or, for "split" and "cut", in TF32 with operands that are shared memory's as they are.
-
-    "split": three passes, low being the low half of b; a tensor core cuts both halves off by itself. "cut": one pass, in which both are
-    cut off, but for a left operand that is MADE in registers and costs nothing to round.
-    """
-    if PRECISION == "split":
-        # Of an infinity and of NaN this wraps to a number that is cut to zero: the high half speaks for them.
-        a_low = _rounded(a - _high_half(a))
-        acc = tl.dot(a_low, b, acc, input_precision="tf32")
-        acc = tl.dot(a, low, acc, input_precision="tf32")
-        return tl.dot(a, b, acc, input_precision="tf32")
-    elif PRECISION == "cut":
-        return tl.dot(round_to_tf32(a) if MADE else a, b, acc, input_precision="tf32")
-    else:
-        return dot(a, b, acc, PRECISION)
-
-
-@triton.jit
-def _low_halves_kernel(
-    x_ptr,  # [size], float32
-    low_ptr,  # [size]
-    size,
-    BLOCK: tl.constexpr,
-):
-    """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < size, other=0.0)
-    low = x - _high_half(x)
-    tl.store(low_ptr + i, tl.where(low == low, _rounded(low), 0.0), mask=i < size)
-
-
-@triton.jit
-def _tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share what they read."""
-    first = tile // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    inside = tile % (GROUP * tiles_n)
-    return first + inside % height, inside // height
+from fastkron_py.kernels.poly_kan_tiles import known, product, tile_of
 
 
 @triton.jit
@@ -105,12 +51,17 @@ def _poly_kan_fwd_kernel(
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGN_IN: tl.constexpr,  # divides num_in and x's stride
+    ALIGN_OUT: tl.constexpr,
 ):
     """One tile of one split's sum; one loop runs over blocks of j and, inside, over degrees, so that only coefficients are waited for."""
+    num_in = known(num_in, ALIGN_IN)
+    num_out = known(num_out, ALIGN_OUT)
+    stride_xm = known(stride_xm, ALIGN_IN)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(num_out, BLOCK_N)
     split = tl.program_id(0) // (tiles_m * tiles_n)
-    row, column = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    row, column = tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_xm
@@ -220,15 +171,24 @@ def _poly_kan_dx_kernel(
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGN_IN: tl.constexpr,
+    ALIGN_OUT: tl.constexpr,
+    ALIGN_GM: tl.constexpr,
+    ALIGN_CO: tl.constexpr,
 ):
     """One tile of one split's sum: products with a few degrees' coefficients side by side, times the derivatives, made afterwards.
 
     Side by side the product is as wide as a tensor core likes, while derivatives and their sum take few registers.
     """
+    num_in = known(num_in, ALIGN_IN)
+    stride_xm = known(stride_xm, ALIGN_IN)
+    num_out = known(num_out, ALIGN_OUT)
+    stride_gm = known(stride_gm, ALIGN_GM)
+    stride_co = known(stride_co, ALIGN_CO)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(num_in, BLOCK_N)
     split = tl.program_id(0) // (tiles_m * tiles_n)
-    row, column = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    row, column = tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
     m = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = (m < rows)[:, None]
@@ -312,8 +272,15 @@ def _poly_kan_dcoef_kernel(
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGN_IN: tl.constexpr,
+    ALIGN_OUT: tl.constexpr,
+    ALIGN_GM: tl.constexpr,
 ):
     """One tile ``[j, o]`` of a few neighbouring degrees, for one split's rows. The basis is the left operand, turned, in registers."""
+    num_in = known(num_in, ALIGN_IN)
+    stride_xm = known(stride_xm, ALIGN_IN)
+    num_out = known(num_out, ALIGN_OUT)
+    stride_gm = known(stride_gm, ALIGN_GM)
     tiles_j = tl.cdiv(num_in, BLOCK_M)
     tiles_o = tl.cdiv(num_out, BLOCK_N)
     GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES

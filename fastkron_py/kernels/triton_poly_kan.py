@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.partials import _sum_partials_kernel
-from fastkron_py.kernels.poly_kan import _low_halves_kernel, _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
+from fastkron_py.kernels.poly_kan import _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
 from fastkron_py.kernels.poly_kan_spec import Spec
+from fastkron_py.kernels.poly_kan_tiles import _low_halves_kernel
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import bits
 from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
@@ -19,6 +21,7 @@ from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning.poly_kan import GROUP, Sizes, Split, Tile
 
 _SUM_BLOCK = 256
+_ALIGNED = 16  # elements: more makes no load wider
 
 
 class Kind(NamedTuple):
@@ -88,6 +91,8 @@ def _way(kind: Kind, choose: Any, derivative: bool, depth: int, width: int) -> _
         "COMPUTE": compute,
         "ACC": acc,
         "PRECISION": precision,
+        "ALIGN_IN": math.gcd(kind.num_in, kind.stride_x, _ALIGNED),
+        "ALIGN_OUT": math.gcd(kind.num_out, _ALIGNED),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -155,6 +160,8 @@ class _InputGradient:
             "stride_ci": kind.num_out if self.turned else 1,
             "blocks_per_split": way.split.blocks,
             "SLOPE": kind.spec.normalizer.derivative,
+            "ALIGN_GM": math.gcd(kind.stride_g, _ALIGNED),
+            "ALIGN_CO": 1 if self.turned else math.gcd(kind.num_in, _ALIGNED),
             "DEGREES": way.tile.degrees,
             "GROUP": GROUP,
             **way.constants,
@@ -182,6 +189,7 @@ class _CoefficientGradient:
             "stride_xm": kind.stride_x,
             "blocks_per_split": way.split.blocks,
             "DEGREES": way.tile.degrees,
+            "ALIGN_GM": 1 if self.turned else math.gcd(kind.stride_g, _ALIGNED),
             **way.constants,
         }
         groups = -(-(kind.spec.terms - way.first) // way.tile.degrees)
