@@ -212,7 +212,7 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         "WARPS": config.num_warps,
         "WARPGROUP": config.warpgroup,
         "LOOP": loop,
-        "FETCH": ahead and loop and config.programs_per_sm == 1 and case.dtype.itemsize == 4 and aligned and not padded,
+        "FETCH": ahead and loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded,
         "ALIGNED": aligned,
         "EVEN": num_slices % config.block_s == 0,
         "THREE": case.dtype == torch.float32 and case.precision == "highest",

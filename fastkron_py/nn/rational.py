@@ -14,6 +14,7 @@ from fastkron_py.functional.checks import check_integer
 from fastkron_py.functional.rational import DEGREE_MOST, check_noise, check_version, rational
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
+from fastkron_py.ops.backend import backend
 
 
 def _positive(name: str, value: Any) -> int:
@@ -271,4 +272,5 @@ class GRKAN(nn.Module):
 
 def _gain(init: str, degrees: tuple[int, int], version: str) -> float:
     """`GroupRational.gain` of a function as it begins."""
-    return GroupRational(1, 1, degrees, version, init, device="cpu", dtype=torch.float64).gain()
+    with backend("torch"):  # whatever is in force for the layer itself
+        return GroupRational(1, 1, degrees, version, init, device="cpu", dtype=torch.float64).gain()

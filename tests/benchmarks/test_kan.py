@@ -1,4 +1,4 @@
-"""The KAN benchmarks' problems and peers, on the CPU: each computes the same layer, and a wrong one is refused."""
+"""The KAN benchmarks' problems and peers: each computes the same layer, and a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from benchmarks.catalogue import all_benchmarks
 from benchmarks.kan_ablation import STEPS
 from benchmarks.kan_problems import case, check, check_gradients, inputs
 
-CPU = torch.device("cpu")
 ROW = (24, 6, 10, 5)
 FORWARD = (
     kan_peers.OURS,
@@ -30,29 +29,29 @@ BACKWARD = (kan_peers.OURS_BACKWARD, kan_peers.TRIGONOMETRIC_BACKWARD, kan_peers
 
 
 @pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
+def in_triton() -> Iterator[None]:
     with fastkron_py.backend("triton"):
         yield
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("contender", FORWARD, ids=lambda c: c.name)
-def test_forward(contender: kan_peers.Contender, kind: str) -> None:
+def test_forward(contender: kan_peers.Contender, kind: str, device: torch.device) -> None:
     row = case(ROW, kind)
-    problem = inputs(row.parameters, CPU)
+    problem = inputs(row.parameters, device)
     found = check(problem, contender.prepare(problem)())
     assert found <= max(row.tolerance, contender.tolerance or 0)
 
 
 @pytest.mark.parametrize("contender", BACKWARD, ids=lambda c: c.name)
-def test_backward(contender: kan_peers.Contender) -> None:
+def test_backward(contender: kan_peers.Contender, device: torch.device) -> None:
     row = case(ROW, "float32", gradients=True)
-    problem = inputs(row.parameters, CPU)
+    problem = inputs(row.parameters, device)
     assert check_gradients(problem, contender.prepare(problem)()) <= max(row.tolerance, contender.tolerance or 0)
 
 
-def test_a_wrong_result_is_seen() -> None:
-    problem = inputs(case(ROW, "float32", gradients=True).parameters, CPU)
+def test_a_wrong_result_is_seen(device: torch.device) -> None:
+    problem = inputs(case(ROW, "float32", gradients=True).parameters, device)
     dx, dc = kan_peers.RECURRENCE_BACKWARD.prepare(problem)()
     assert check_gradients(problem, [dx.roll(1, 0), dc]) > 0.1
     assert check_gradients(problem, [dx, dc.roll(1, 0)]) > 0.1

@@ -515,7 +515,9 @@ def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, c
         assert spy.take() == (1, 0, 1)  # of another precision: a recording of its own
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert_gradients(tensors, dy)
+    for t, want in zip(tensors, wanted(tensors, dy), strict=True):  # in TF32 on a GPU: eleven bits, in two products one after the other
+        assert t.grad is not None and want is not None
+        assert (t.grad.double() - want.double()).norm() < 3e-3 * want.double().norm()
     tensors = draw(device)
     y = multiply(tensors)
     with fastkron_py.backend("torch"):  # the backward pass is the forward's backend's
