@@ -156,3 +156,12 @@ def test_loads_touch_every_bank_once(p, q, runs):
 )
 def test_what_it_refuses(p, q, num_slices, after, fastest):
     assert pair_gradient_config(p, q, num_slices, after, fastest, 1, MULTIPROCESSORS) is None
+
+
+@pytest.mark.parametrize(("p", "q", "runs"), CASES)
+def test_what_a_program_keeps_fits(p, q, runs):
+    """Tiles, and both halves of four operands made from factors, in an H100's shared memory; as many programs as there is room for."""
+    config = config_of(p, q, runs)
+    tiles = config.stages * config.block_s * (p[0] * p[1] + q[0] * q[1])
+    shared = 4 * (tiles + 4 * (p[0] * q[0] + p[1] * q[1])) + 1024
+    assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024
