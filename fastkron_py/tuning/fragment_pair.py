@@ -269,13 +269,15 @@ def pair_gradient_config(
     """
     if any(size not in WIDTHS for size in (*p, *q)):
         return None
-    block_s = TILE // max(p[0] * p[1], q[0] * q[1])
+    width = max(p[0] * p[1], q[0] * q[1])
+    # Several chunks of more than 16 x 16 in a tile do not fit into registers.
+    block_s = WARPS if after == 1 and width > WIDTHS[0] ** 2 else TILE // width
     if fastest % block_s or num_slices % block_s or (after > 1 and block_s < _SECTOR):
         return None
     tiles = num_slices // block_s
     if tiles * groups < multiprocessors:
         return None
-    per_sm = 3 if max(*p, *q) == WIDTHS[0] and after == 1 else 2  # what registers and shared memory have room for
+    per_sm = 3 if width <= WIDTHS[0] * WIDTHS[1] and after == 1 else 2  # what registers and shared memory have room for
     most = max(1, -(-multiprocessors * per_sm // groups))
     programs = -(-tiles // -(-tiles // most))
     return PairGradientConfig(block_s, block_s if after > 1 else WARPS, 2, programs)
