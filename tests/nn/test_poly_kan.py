@@ -33,12 +33,11 @@ def test_chebykans_own_initialisation_shrinks() -> None:
 
 
 def test_is_the_function(backend_name: str, device: torch.device) -> None:
-    layer = PolyKANLinear(
-        5, 4, 3, "jacobi", bias=True, basis_parameters={"a": 0.5}, normalization="clamp", dtype=torch.float64, device=device
-    )
+    where: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    layer = PolyKANLinear(5, 4, 3, "jacobi", bias=True, basis_parameters={"a": 0.5}, normalization="clamp", **where)
     assert layer.bias is not None
     torch.nn.init.normal_(layer.bias)
-    x = torch.randn(2, 6, 5, dtype=torch.float64, device=device)
+    x = torch.randn(2, 6, 5, **where)
     options: dict[str, Any] = {"basis": "jacobi", "bias": layer.bias, "basis_parameters": {"a": 0.5}, "normalization": "clamp"}
     assert torch.equal(layer(x), poly_kan(x, layer.coefficients, **options))
     assert repr(layer) == "PolyKANLinear(5, 4, degree=3, basis='jacobi', bias=True, normalization='clamp')"

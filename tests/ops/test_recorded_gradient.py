@@ -516,7 +516,8 @@ def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, c
     finally:
         torch.set_float32_matmul_precision("highest")
     for t, want in zip(tensors, wanted(tensors, dy), strict=True):  # in TF32 on a GPU: eleven bits, in two products one after the other
-        assert t.grad is not None and want is not None
+        assert t.grad is not None
+        assert want is not None
         assert (t.grad.double() - want.double()).norm() < 3e-3 * want.double().norm()
     tensors = draw(device)
     y = multiply(tensors)
