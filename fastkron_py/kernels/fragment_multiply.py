@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import builtin
 
-from fastkron_py.kernels.fragment_tile import fetch_tile, fetched_tile, in_order, load_tile, store_tile, tile_buffer, twos
+from fastkron_py.kernels.fragment_tile import fetch_tile, fetched_tile, in_order, load_tile, store_tile, tile_buffer, tile_of, twos
 from fastkron_py.kernels.tiling import factor_tile, round_to_tf32
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
@@ -290,54 +290,21 @@ def _fragment_multiply_fwd_kernel(
 ):
     """One to four steps on tiles of whole slices."""
     COUNT: gl.constexpr = len(STEPS)
+    TILE: gl.constexpr = tile_of(
+        LOAD, STORE, STORE_ORDER, P_SIZES, P_PADS, Q_SIZES, Q_PADS, PADDED, STRIDES, BLOCK_S, HEAD, TAIL, ALIGNED, EVEN
+    )
     blocks_s = gl.cdiv(num_slices, BLOCK_S)
     batch = (gl.program_id(0) // blocks_s).to(gl.int64)
     first = (gl.program_id(0) % blocks_s).to(gl.int64) * BLOCK_S
     if LOOP:
         batch = batch * 0  # also makes 64-bit numbers of the tiles'
         if FETCH:
-            buffer = tile_buffer(x_ptr, LOAD, TAIL)
-            fetch_tile(
-                buffer,
-                x_ptr,
-                x_strides,
-                batch,
-                (gl.program_id(0) + batch) * BLOCK_S,
-                num_slices,
-                before,
-                after,
-                LOAD,
-                P_SIZES,
-                P_PADS,
-                STRIDES,
-                BLOCK_S,
-                HEAD,
-                TAIL,
-                ALIGNED,
-                EVEN,
-                WARPS,
-            )
+            buffer = tile_buffer(x_ptr, TILE)
+            first = (gl.program_id(0) + batch) * BLOCK_S
+            fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after, TILE, WARPS)
     else:
         # Under way while the factors are staged.
-        t = load_tile(
-            x_ptr,
-            x_strides,
-            batch,
-            first,
-            num_slices,
-            before,
-            after,
-            LOAD,
-            P_SIZES,
-            P_PADS,
-            PADDED,
-            STRIDES,
-            BLOCK_S,
-            HEAD,
-            TAIL,
-            ALIGNED,
-            EVEN,
-        )
+        t = load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE)
     h0, l0 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, ALONG_P, WARPS, THREE)
     h1, l1 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, ALONG_P, WARPS, THREE) if COUNT > 1 else (h0, l0)
     h2, l2 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, ALONG_P, WARPS, THREE) if COUNT > 2 else (h0, l0)
@@ -348,102 +315,16 @@ def _fragment_multiply_fwd_kernel(
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             first = (tile + batch) * BLOCK_S
             if FETCH:
-                t = fetched_tile(buffer, LOAD)
+                t = fetched_tile(buffer, TILE)
                 if tile + gl.num_programs(0) < num_tiles:
-                    fetch_tile(
-                        buffer,
-                        x_ptr,
-                        x_strides,
-                        batch,
-                        (tile + gl.num_programs(0) + batch) * BLOCK_S,
-                        num_slices,
-                        before,
-                        after,
-                        LOAD,
-                        P_SIZES,
-                        P_PADS,
-                        STRIDES,
-                        BLOCK_S,
-                        HEAD,
-                        TAIL,
-                        ALIGNED,
-                        EVEN,
-                        WARPS,
-                    )
+                    ahead = (tile + gl.num_programs(0) + batch) * BLOCK_S
+                    fetch_tile(buffer, x_ptr, x_strides, batch, ahead, num_slices, before, after, TILE, WARPS)
             else:
-                t = load_tile(
-                    x_ptr,
-                    x_strides,
-                    batch,
-                    first,
-                    num_slices,
-                    before,
-                    after,
-                    LOAD,
-                    P_SIZES,
-                    P_PADS,
-                    PADDED,
-                    STRIDES,
-                    BLOCK_S,
-                    HEAD,
-                    TAIL,
-                    ALIGNED,
-                    EVEN,
-                )
+                t = load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE)
             acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
             store_tile(
-                acc,
-                z_ptr,
-                y_ptr,
-                z_strides,
-                y_strides,
-                alpha,
-                beta,
-                batch,
-                first,
-                num_slices,
-                num_tiles,
-                before,
-                after,
-                STORE_ORDER,
-                STORE,
-                Q_SIZES,
-                Q_PADS,
-                PADDED,
-                STRIDES,
-                BLOCK_S,
-                HEAD,
-                TAIL,
-                ALIGNED,
-                EVEN,
-                FINISH,
+                acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, FINISH
             )
     else:
         acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
-        store_tile(
-            acc,
-            z_ptr,
-            y_ptr,
-            z_strides,
-            y_strides,
-            alpha,
-            beta,
-            batch,
-            first,
-            num_slices,
-            num_tiles,
-            before,
-            after,
-            STORE_ORDER,
-            STORE,
-            Q_SIZES,
-            Q_PADS,
-            PADDED,
-            STRIDES,
-            BLOCK_S,
-            HEAD,
-            TAIL,
-            ALIGNED,
-            EVEN,
-            FINISH,
-        )
+        store_tile(acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, FINISH)

@@ -1,5 +1,7 @@
 """A tile of the fragment kernel on its way in and out: layouts, addresses, loads and stores."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -8,6 +10,36 @@ from triton.language.core import builtin
 from fastkron_py.kernels.tiling import padded_index, slice_index, slice_mask, slice_offsets
 
 _begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9 and 3.6
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for about its tiles; the fields are its arguments of these names."""
+
+    LOAD: Any
+    STORE: Any
+    STORE_ORDER: Any
+    P_SIZES: Any
+    P_PADS: Any
+    Q_SIZES: Any
+    Q_PADS: Any
+    PADDED: bool
+    STRIDES: Any
+    BLOCK_S: int
+    HEAD: bool
+    TAIL: bool
+    ALIGNED: bool
+    EVEN: bool
+
+
+@gluon.constexpr_function
+def tile_of(*fields):
+    """A `Tile`, in its fields' order."""
+    return Tile(*fields)
+
+
+@gluon.constexpr_function
+def _of(tile, name):
+    return getattr(tile, name)
 
 
 @gluon.constexpr_function
@@ -92,79 +124,28 @@ def _mode_offsets(p, stride, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _tile_pointers(
-    x_ptr,
-    x_strides,
-    batch,
-    first,
-    num_slices,
-    before,
-    after,
-    LAYOUT: gl.constexpr,
-    WIDTH: gl.constexpr,
-    P_SIZES: gl.constexpr,
-    P_PADS: gl.constexpr,
-    PADDED: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
-    EVEN: gl.constexpr,
-):
-    """(pointers, mask) of x's elements of a tile ``[BLOCK_S, WIDTH]``."""
+def _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT: gl.constexpr, TILE: gl.constexpr):
+    """(pointers, mask) of x's elements of a tile ``[BLOCK_S, prod(P_PADS)]``."""
+    STRIDES: gl.constexpr = _of(TILE, "STRIDES")
+    BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
-    p = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(first, i, num_slices, EVEN)[:, None]
-    if PADDED:
-        p, valid = padded_index(p, P_SIZES, P_PADS)
+    p = gl.arange(0, _of(TILE, "LOAD")[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, _of(TILE, "EVEN"))[:, None]
+    if _of(TILE, "PADDED"):
+        p, valid = padded_index(p, _of(TILE, "P_SIZES"), _of(TILE, "P_PADS"))
         mask = mask & valid[None, :]
-    base, offsets = _slice_base(first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, ALIGNED)
+    base, offsets = _slice_base(
+        first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], _of(TILE, "HEAD"), _of(TILE, "TAIL"), _of(TILE, "ALIGNED")
+    )
     return x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :]), mask
 
 
 @gluon.jit
-def load_tile(
-    x_ptr,
-    x_strides,
-    batch,
-    first,
-    num_slices,
-    before,
-    after,
-    LOAD: gl.constexpr,
-    P_SIZES: gl.constexpr,
-    P_PADS: gl.constexpr,
-    PADDED: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
-    EVEN: gl.constexpr,
-):
+def load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE: gl.constexpr):
     """``[BLOCK_S, prod(P_PADS)]`` in float32, 0 outside of x."""
-    pointers, mask = _tile_pointers(
-        x_ptr,
-        x_strides,
-        batch,
-        first,
-        num_slices,
-        before,
-        after,
-        _layout(LOAD),
-        LOAD[3][1],
-        P_SIZES,
-        P_PADS,
-        PADDED,
-        STRIDES,
-        BLOCK_S,
-        HEAD,
-        TAIL,
-        ALIGNED,
-        EVEN,
-    )
-    if EVEN and not PADDED:
+    LAYOUT: gl.constexpr = _layout(_of(TILE, "LOAD"))
+    pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
+    if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
         return gl.load(pointers).to(gl.float32)
     else:
         return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
@@ -183,49 +164,11 @@ def _waiting(tail):
 
 
 @gluon.jit
-def fetch_tile(
-    buffer,
-    x_ptr,
-    x_strides,
-    batch,
-    first,
-    num_slices,
-    before,
-    after,
-    LOAD: gl.constexpr,
-    P_SIZES: gl.constexpr,
-    P_PADS: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
-    EVEN: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+def fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after, TILE: gl.constexpr, WARPS: gl.constexpr):
     """Begin to copy a tile of whole sizes into a buffer in shared memory."""
-    LAYOUT: gl.constexpr = _fetching(WARPS, TAIL)
-    pointers, mask = _tile_pointers(
-        x_ptr,
-        x_strides,
-        batch,
-        first,
-        num_slices,
-        before,
-        after,
-        LAYOUT,
-        LOAD[3][1],
-        P_SIZES,
-        P_PADS,
-        False,
-        STRIDES,
-        BLOCK_S,
-        HEAD,
-        TAIL,
-        ALIGNED,
-        EVEN,
-    )
-    if EVEN:
+    LAYOUT: gl.constexpr = _fetching(WARPS, _of(TILE, "TAIL"))
+    pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
+    if _of(TILE, "EVEN"):
         _begin_copy(buffer, pointers)
     else:
         _begin_copy(buffer, pointers, mask=mask)
@@ -233,16 +176,16 @@ def fetch_tile(
 
 
 @gluon.jit
-def fetched_tile(buffer, LOAD: gl.constexpr):
+def fetched_tile(buffer, TILE: gl.constexpr):
     """The tile that was copied last, as `load_tile` gives it."""
     async_copy.wait_group(0)
-    return buffer.load(_layout(LOAD))
+    return buffer.load(_layout(_of(TILE, "LOAD")))
 
 
 @gluon.jit
-def tile_buffer(x_ptr, LOAD: gl.constexpr, TAIL: gl.constexpr):
+def tile_buffer(x_ptr, TILE: gl.constexpr):
     """Shared memory for one tile."""
-    return gl.allocate_shared_memory(x_ptr.dtype.element_ty, [LOAD[3][0], LOAD[3][1]], _waiting(TAIL))
+    return gl.allocate_shared_memory(x_ptr.dtype.element_ty, [_of(TILE, "BLOCK_S"), _of(TILE, "LOAD")[3][1]], _waiting(_of(TILE, "TAIL")))
 
 
 @gluon.constexpr_function
@@ -274,150 +217,58 @@ def store_tile(
     num_tiles,
     before,
     after,
-    TO: gl.constexpr,
-    STORE: gl.constexpr,
-    Q_SIZES: gl.constexpr,
-    Q_PADS: gl.constexpr,
-    PADDED: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
-    EVEN: gl.constexpr,
+    TILE: gl.constexpr,
     FINISH: gl.constexpr,
 ):
     """Finish the last accumulator and store it."""
+    TO: gl.constexpr = _of(TILE, "STORE_ORDER")
+    STORE: gl.constexpr = _of(TILE, "STORE")
+    BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     WIDTH: gl.constexpr = STORE[3][1]
+    pointers = (z_ptr, y_ptr)
+    strides = (z_strides, y_strides)
+    scalars = (alpha, beta)
+    place = (batch, first, num_slices, before, after)
     t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [BLOCK_S, WIDTH])
     t = gl.convert_layout(t, _layout(STORE))  # the same registers under their last names
     if _in_halves(STORE):
         # Neither branch is ever skipped: they keep the compiler from working out addresses while it has no registers for them.
         low, high = gl.split(gl.permute(gl.reshape(t, [BLOCK_S, 2, WIDTH // 2]), (0, 2, 1)))
         if first < num_slices:
-            _store_modes(
-                low,
-                0,
-                z_ptr,
-                y_ptr,
-                z_strides,
-                y_strides,
-                alpha,
-                beta,
-                batch,
-                first,
-                num_slices,
-                before,
-                after,
-                _half(STORE),
-                Q_SIZES,
-                Q_PADS,
-                PADDED,
-                STRIDES,
-                BLOCK_S,
-                HEAD,
-                TAIL,
-                ALIGNED,
-                EVEN,
-                FINISH,
-            )
+            _store_modes(low, 0, pointers, strides, scalars, place, _half(STORE), TILE, FINISH)
         if num_tiles > 0:
-            _store_modes(
-                high,
-                WIDTH // 2,
-                z_ptr,
-                y_ptr,
-                z_strides,
-                y_strides,
-                alpha,
-                beta,
-                batch,
-                first,
-                num_slices,
-                before,
-                after,
-                _half(STORE),
-                Q_SIZES,
-                Q_PADS,
-                PADDED,
-                STRIDES,
-                BLOCK_S,
-                HEAD,
-                TAIL,
-                ALIGNED,
-                EVEN,
-                FINISH,
-            )
+            _store_modes(high, WIDTH // 2, pointers, strides, scalars, place, _half(STORE), TILE, FINISH)
     else:
-        _store_modes(
-            t,
-            0,
-            z_ptr,
-            y_ptr,
-            z_strides,
-            y_strides,
-            alpha,
-            beta,
-            batch,
-            first,
-            num_slices,
-            before,
-            after,
-            STORE,
-            Q_SIZES,
-            Q_PADS,
-            PADDED,
-            STRIDES,
-            BLOCK_S,
-            HEAD,
-            TAIL,
-            ALIGNED,
-            EVEN,
-            FINISH,
-        )
+        _store_modes(t, 0, pointers, strides, scalars, place, STORE, TILE, FINISH)
 
 
 @gluon.jit
 def _store_modes(
-    t,
-    FIRST_Q: gl.constexpr,
-    z_ptr,
-    y_ptr,
-    z_strides,
-    y_strides,
-    alpha,
-    beta,
-    batch,
-    first,
-    num_slices,
-    before,
-    after,
-    STORE: gl.constexpr,
-    Q_SIZES: gl.constexpr,
-    Q_PADS: gl.constexpr,
-    PADDED: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    HEAD: gl.constexpr,
-    TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
-    EVEN: gl.constexpr,
-    FINISH: gl.constexpr,
+    t, FIRST_Q: gl.constexpr, pointers, strides, scalars, place, STORE: gl.constexpr, TILE: gl.constexpr, FINISH: gl.constexpr
 ):
-    """Finish and store a tile's modes from FIRST_Q on."""
+    """Finish and store a tile's modes from FIRST_Q on; of z and y, alpha and beta, and (batch, first, num_slices, before, after)."""
+    STRIDES: gl.constexpr = _of(TILE, "STRIDES")
+    BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
+    HEAD: gl.constexpr = _of(TILE, "HEAD")
+    TAIL: gl.constexpr = _of(TILE, "TAIL")
+    ALIGNED: gl.constexpr = _of(TILE, "ALIGNED")
     LAYOUT: gl.constexpr = _layout(STORE)
+    batch, first, num_slices, before, after = place
+    z_ptr, y_ptr = pointers
+    z_strides, y_strides = strides
     t = gl.convert_layout(gl.reshape(t, [BLOCK_S, STORE[3][1]]), LAYOUT)
     i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
     q = FIRST_Q + gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
-    mask = slice_mask(first, i, num_slices, EVEN)[:, None] & (q >= 0)[None, :]
-    if PADDED:
-        q, valid = padded_index(q, Q_SIZES, Q_PADS)
+    mask = slice_mask(first, i, num_slices, _of(TILE, "EVEN"))[:, None] & (q >= 0)[None, :]
+    if _of(TILE, "PADDED"):
+        q, valid = padded_index(q, _of(TILE, "Q_SIZES"), _of(TILE, "Q_PADS"))
         mask = mask & valid[None, :]
     z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, ALIGNED)
-    t = FINISH(t, alpha, beta, z_ptr, z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :]), mask)
+    addends = z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :])
+    t = FINISH(t, scalars[0], scalars[1], z_ptr, addends, mask)
     base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
-    pointers = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
-    if EVEN and not PADDED:
-        gl.store(pointers, t.to(y_ptr.dtype.element_ty))
+    results = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
+    if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
+        gl.store(results, t.to(y_ptr.dtype.element_ty))
     else:
-        gl.store(pointers, t.to(y_ptr.dtype.element_ty), mask=mask)
+        gl.store(results, t.to(y_ptr.dtype.element_ty), mask=mask)
