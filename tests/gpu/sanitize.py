@@ -4,7 +4,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
 
 Without the caching allocator each tensor is an allocation of its own, so that an access past its end is seen.
-Results are compared too, so that a kernel which did not run would be noticed. Needs a minute for compiling.
+Results are compared too, so that a kernel which did not run would be noticed. Needs a minute for compiling; racecheck takes three
+and more, so a number may follow, of the case to begin with.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ CASES = [
 ]
 
 
-def main() -> None:
-    """Both forms of each case; the dtypes and two memory layouts take turns, since every kernel is compiled first."""
+def main(first: int = 0) -> None:
+    """Both forms of each case from `first` on; the dtypes and two memory layouts take turns, since every kernel is compiled first."""
     generator = torch.Generator().manual_seed(0)
     device = torch.device("cuda")
     dtypes = itertools.cycle(REAL)
@@ -54,6 +55,8 @@ def main() -> None:
         for i, case in enumerate(CASES):
             for left in (False, True):
                 dtype = next(dtypes)
+                if i < first:
+                    continue
                 x, factors = problem(case, dtype, device, generator, left=left)
                 if i % 2:
                     x, factors = x.mT.contiguous().mT, [f.mT.contiguous().mT for f in factors]
@@ -82,4 +85,4 @@ def check(x: torch.Tensor, factors: list[torch.Tensor], left: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
