@@ -113,6 +113,18 @@ def _low_of_either(x):
 
 
 @gluon.jit
+def _add_product(u, g, acc, THREE: gl.constexpr):
+    """Add a product of two operands that are no factors."""
+    if THREE:
+        acc = mma_v2(_low_of_either(u), g, acc, input_precision="tf32")
+        acc = mma_v2(u, _low_of_either(g), acc, input_precision="tf32")
+    else:
+        u = round_to_tf32(u)
+        g = round_to_tf32(g)
+    return mma_v2(u, g, acc, input_precision="tf32")
+
+
+@gluon.jit
 def _stage_transposed(
     ptrs,
     strides,
@@ -257,13 +269,7 @@ def _fragment_step_bwd_kernel(
                 g_chunk = g_tile.slice(chunk * (G_ROWS // CHUNKS), G_ROWS // CHUNKS)
                 u = _load_operand(u_chunk, LEFT, gl.DotOperandLayout(0, SUM, 1))
                 g = _load_operand(g_chunk, RIGHT, gl.DotOperandLayout(1, SUM, 1))
-                if THREE:
-                    part = mma_v2(_low_of_either(u), g, part, input_precision="tf32")
-                    part = mma_v2(u, _low_of_either(g), part, input_precision="tf32")
-                else:
-                    u = round_to_tf32(u)
-                    g = round_to_tf32(g)
-                part = mma_v2(u, g, part, input_precision="tf32")
+                part = _add_product(u, g, part, THREE)
             # Rounded, where a tensor core's own sum would be cut off, tile after tile.
             total += part
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)

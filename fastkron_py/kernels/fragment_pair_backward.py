@@ -10,11 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fastkron_py.kernels.fragment_backward import (
+    _add_product,
     _barrier,
     _item,
     _linear,
     _load_operand,
-    _low_of_either,
     _places,
     _rank3,
     _shape,
@@ -75,18 +75,6 @@ def _times_factor(t, low, factor_high, factor_low, PLACES: gl.constexpr, ACC: gl
         acc = mma_v2(low, high, acc, input_precision="tf32")
         acc = mma_v2(t, _load_operand(factor_low, PLACES, OPERAND), acc, input_precision="tf32")
     return mma_v2(t, high, acc, input_precision="tf32")
-
-
-@gluon.jit
-def _add_product(u, g, acc, THREE: gl.constexpr):
-    """Add a product of two operands that are no factors."""
-    if THREE:
-        acc = mma_v2(_low_of_either(u), g, acc, input_precision="tf32")
-        acc = mma_v2(u, _low_of_either(g), acc, input_precision="tf32")
-    else:
-        u = round_to_tf32(u)
-        g = round_to_tf32(g)
-    return mma_v2(u, g, acc, input_precision="tf32")
 
 
 @gluon.jit

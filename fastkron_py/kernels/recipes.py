@@ -137,8 +137,8 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
     if launch.fragment:
         closed = fragment_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
         ways = [c for c in (config, closed) if isinstance(c, FragmentConfig)]
-        # The last one without a second tile in shared memory.
-        return tuple(_fragment(case, common, num_slices, c, ahead) for c in ways for ahead in (True, False))
+        # Where tiles are fetched ahead, also without: that needs no second tile in shared memory.
+        return tuple(recipe for c in ways for recipe in _fragment(case, common, num_slices, c))
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
     configs: tuple[SingleConfig | ChainConfig, ...] = (
@@ -180,8 +180,8 @@ _RUNTIME_NARROW = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET = 2**31 - 1
 
 
-def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig, ahead: bool) -> Recipe:
-    """The recipe of a launch for the fragment kernel; ahead: tiles of a loop are fetched ahead, where they can be."""
+def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig) -> tuple[Recipe, ...]:
+    """The recipes of a launch for the fragment kernel: with tiles of a loop fetched ahead, where they can be, and without."""
     batches, _, before, after = case.shape
     steps = case.launch.steps
     head, tail = common["HEAD"], common["TAIL"]
@@ -212,7 +212,6 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         "WARPS": config.num_warps,
         "WARPGROUP": config.warpgroup,
         "LOOP": loop,
-        "FETCH": ahead and loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded,
         "ALIGNED": aligned,
         "EVEN": num_slices % config.block_s == 0,
         "THREE": case.dtype == torch.float32 and case.precision == "highest",
@@ -220,9 +219,9 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
         "num_warps": config.num_warps,
         "maxnreg": config.max_registers or None,
     }
-    return Recipe(
-        devices.fragment_kernel(), (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,), arguments
-    )
+    grid = (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
+    ahead = loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded
+    return tuple(Recipe(devices.fragment_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,)))
 
 
 def _along_p(strides: tuple[int, int, int]) -> bool:

@@ -18,10 +18,10 @@ HOPPER = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Answers of this test's own: they are kept for the life of a process."""
-    for answer in (devices.fragment_kernel, devices.has_fragments):
+    for answer in (devices._gluon_kernel, devices.has_fragments):
         answer.cache_clear()
     yield
-    for answer in (devices.fragment_kernel, devices.has_fragments):
+    for answer in (devices._gluon_kernel, devices.has_fragments):
         answer.cache_clear()
 
 
