@@ -1,0 +1,282 @@
+"""Layers of ChebyKAN and efficient-kan as layers of this library, with the same outputs for every input."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_integer
+from fastkron_py.nn.poly_kan import PolyKANLinear
+
+CHEBYKAN: Final = "cheby_coeffs"
+CHEBYKAN_BUFFERS: Final = ("arange",)  # the degrees 0, 1, ...
+EFFICIENT_KAN: Final = ("base_weight", "spline_weight", "grid")
+EFFICIENT_KAN_SCALER: Final = "spline_scaler"
+_UNIFORM: Final = 1e-3  # of a grid's step: how far a point may lie from an even grid, which float32 rounds
+
+
+class SplineKANLinear(PolyKANLinear):
+    """``y = base_weight @ base_activation(x) + splines of x``: the layer of Liu et al.'s KAN, on one uniform grid for each input.
+
+    Each input's grid spans its own range. A spline goes on beyond its range until it has fallen to 0, `order` intervals further; from
+    there on the base branch is alone.
+
+    Args:
+        in_features: inputs, at least 1.
+        out_features: outputs, at least 1.
+        grid_size: intervals of the grid, at least 1.
+        order: of the splines, 1 to 3.
+        grid_range: (lowest, highest), of every input until `set_range` or `update_grid`.
+        base_activation: of the base branch, elementwise; None is SiLU.
+        **options: of `PolyKANLinear`: bias, precision, device, dtype.
+
+    Shape:
+        x ``[..., in_features]`` to ``[..., out_features]``; base_weight ``[out_features, in_features]``; coefficients
+        ``[grid_size + order, out_features, in_features]``.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: sizes below 1, an order other than 1, 2 or 3, a range that is empty.
+
+    Example:
+        >>> SplineKANLinear(8, 3, grid_size=5)(torch.randn(100, 8)).shape
+        torch.Size([100, 3])
+    """
+
+    centre: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        grid_size: int = 5,
+        order: int = 3,
+        *,
+        grid_range: tuple[float, float] = (-1.0, 1.0),
+        base_activation: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        if check_integer("grid_size", grid_size) < 1:
+            raise value_error("grid_size", "at least 1", grid_size)
+        _check_order("order", check_integer("order", order))
+        if not -math.inf < grid_range[0] < grid_range[1] < math.inf:
+            raise value_error("grid_range", "a lower and a higher number", grid_range)
+        spline: dict[str, Any] = {"basis_parameters": {"order": order}, "normalization": "none"}
+        super().__init__(in_features, out_features, grid_size + order - 1, "bspline", **spline, **options)
+        self.grid_size, self.order = grid_size, order
+        self.base_activation = nn.SiLU() if base_activation is None else base_activation
+        self.base_weight = nn.Parameter(torch.empty_like(self.coefficients[0]))
+        like: dict[str, Any] = {"device": self.coefficients.device, "dtype": self.coefficients.dtype}
+        self.register_buffer("centre", torch.zeros(in_features, **like))
+        self.register_buffer("scale", torch.ones(in_features, **like))
+        self.set_range(*(torch.full((in_features,), float(bound), **like) for bound in grid_range))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw both branches anew, each with half of the outputs' variance; a bias becomes 0."""
+        super().reset_parameters()
+        if "base_weight" not in self._parameters:  # called by the constructor of PolyKANLinear
+            return
+        self.coefficients.mul_(math.sqrt(0.5))
+        normal = torch.special.ndtri((torch.arange(4096, dtype=torch.float64) + 0.5) / 4096)
+        mean_square = float(self.base_activation(normal.to(self.base_weight)).double().square().mean())
+        self.base_weight.normal_(0.0, math.sqrt(0.5 / (self.in_features * max(mean_square, 1e-12))))
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Set the range of every input's grid, ``[in_features]`` each. The coefficients stay: functions are stretched with their grid."""
+        span = high - low
+        self.centre.copy_((low + high) / 2)
+        self.scale.copy_(2 / torch.where(span > 0, span, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        splines = super().forward((x - self.centre) * self.scale)
+        return splines + torch.nn.functional.linear(self.base_activation(x), self.base_weight)
+
+    @torch.no_grad()
+    def edge(self, output: int, input: int, x: Tensor) -> Tensor:
+        """The function on one edge, both branches, at the points ``x [n]``: ``[n]``, in float64."""
+        x = x.to("cpu", torch.float64)
+        centre, scale, weight = (float(t) for t in (self.centre[input], self.scale[input], self.base_weight[output, input]))
+        base: Tensor = self.base_activation(x)
+        return super().edge(output, input, (x - centre) * scale) + weight * base
+
+    def extra_repr(self) -> str:
+        """What ``print(layer)`` shows."""
+        return f"{self.in_features}, {self.out_features}, grid_size={self.grid_size}, order={self.order}, bias={self.bias is not None}"
+
+
+def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: Any) -> PolyKANLinear:
+    """A ChebyKAN layer (SynodicMonth/ChebyKAN, and what follows its layout) as a `PolyKANLinear` with the same outputs.
+
+    Args:
+        source: the layer, its state_dict, or its ``cheby_coeffs [in, out, degree + 1]``. Its input goes through tanh; for a fork that
+            normalises otherwise, give ``normalization``.
+        **options: of `PolyKANLinear`.
+
+    Returns:
+        A layer with the numbers, device and dtype of the source, in memory of its own.
+
+    Raises:
+        TypeError: source is none of the three, or has no cheby_coeffs.
+        ValueError: coefficients of other than three dimensions, a degree below 1 or above 64, or parameters that are not ChebyKAN's.
+
+    Example:
+        >>> from_chebykan(torch.randn(8, 3, 5))
+        PolyKANLinear(8, 3, degree=4, basis='chebyshev', bias=False, normalization='tanh')
+    """
+    state = {CHEBYKAN: source} if isinstance(source, Tensor) else _state(source, (CHEBYKAN,), CHEBYKAN_BUFFERS, "ChebyKAN")
+    coefficients = state[CHEBYKAN]
+    if coefficients.ndim != 3:
+        raise value_error("source", f"{CHEBYKAN} [in, out, degree + 1]", f"shape {tuple(coefficients.shape)}")
+    num_in, num_out, terms = coefficients.shape
+    layer = PolyKANLinear(num_in, num_out, terms - 1, device=coefficients.device, dtype=coefficients.dtype, **options)
+    with torch.no_grad():
+        layer.coefficients.copy_(coefficients.permute(2, 1, 0))
+    return layer
+
+
+def from_efficient_kan(
+    source: nn.Module | Mapping[str, Tensor], *, base_activation: nn.Module | None = None, **options: Any
+) -> SplineKANLinear:
+    """An efficient-kan layer (Blealtan/efficient-kan) as a `SplineKANLinear` with the same outputs, inside its grid and outside.
+
+    Args:
+        source: the layer, or its state_dict: ``base_weight [out, in]``, ``spline_weight [out, in, grid_size + order]``,
+            ``grid [in, grid_size + 2 order + 1]`` and, where it is there, ``spline_scaler [out, in]``.
+        base_activation: of the base branch; None is the layer's own, and SiLU for a state_dict, which does not say.
+        **options: of `SplineKANLinear`.
+
+    Returns:
+        A layer with the numbers, device and dtype of the source, in memory of its own; the scaler is multiplied into its coefficients.
+
+    Raises:
+        TypeError: source is neither, or lacks a part.
+        ValueError: shapes that do not fit, an order other than 1 to 3, or a grid whose points are not at equal distances, which
+            efficient-kan's ``update_grid`` makes unless its ``grid_eps`` is 1.
+    """
+    state = _state(source, EFFICIENT_KAN, (EFFICIENT_KAN_SCALER,), "efficient-kan")
+    base, weight, grid = (state[name] for name in EFFICIENT_KAN)
+    scaler = state.get(EFFICIENT_KAN_SCALER)
+    order = _check_efficient_kan(weight, base, grid, scaler)
+    low, high = _uniform_range(grid, order)
+    if base_activation is None and isinstance(source, nn.Module):
+        base_activation = copy.deepcopy(getattr(source, "base_activation", None))
+    num_out, num_in, terms = weight.shape
+    like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    layer = SplineKANLinear(num_in, num_out, terms - order, order, base_activation=base_activation, **like, **options)
+    with torch.no_grad():
+        layer.coefficients.copy_((weight if scaler is None else weight * scaler.unsqueeze(-1)).permute(2, 0, 1))
+        layer.base_weight.copy_(base)
+        layer.set_range(low, high)
+    return layer
+
+
+def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
+    """A model with every ChebyKAN and efficient-kan layer in it replaced by one of this library, with the same outputs.
+
+    Args:
+        source: a module, which stays as it is, or the state_dict of nothing but such layers, in the order in which they follow
+            one another.
+
+    Returns:
+        A copy of the module with its layers replaced; of a state_dict, a `torch.nn.Sequential` of layers.
+
+    Raises:
+        TypeError: source is neither.
+        ValueError: no such layer is there, a state_dict has parameters of other layers too, or a layer cannot be represented.
+
+    Example:
+        >>> convert_kan({"layers.0.cheby_coeffs": torch.randn(4, 8, 3), "layers.1.cheby_coeffs": torch.randn(8, 2, 3)})
+        Sequential(
+          (0): PolyKANLinear(4, 8, degree=2, basis='chebyshev', bias=False, normalization='tanh')
+          (1): PolyKANLinear(8, 2, degree=2, basis='chebyshev', bias=False, normalization='tanh')
+        )
+    """
+    if isinstance(source, nn.Module):
+        layer = _converted(source)
+        if layer is not None:
+            return layer
+        # deepcopy leaves alone what its memo already holds, so each layer is replaced wherever it is referred to, and never copied.
+        found = {id(m): new for m in source.modules() if (new := _converted(m)) is not None}
+        if not found:
+            raise value_error(
+                "source", f"a model with layers of ChebyKAN ({CHEBYKAN}) or efficient-kan ({', '.join(EFFICIENT_KAN)})", "none"
+            )
+        return copy.deepcopy(source, found)
+    if not isinstance(source, Mapping):
+        raise type_error("source", "a module or a state_dict", type_name(source))
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, value in source.items():
+        prefix, _, last = name.rpartition(".")
+        layers.setdefault(prefix, {})[last] = value
+    if not layers:
+        raise value_error("source", "a state_dict with parameters", "an empty one")
+    return nn.Sequential(*[from_chebykan(s) if CHEBYKAN in s else from_efficient_kan(s) for s in layers.values()])
+
+
+def _converted(module: nn.Module) -> nn.Module | None:
+    """The layer in its place, or None if it is of neither library."""
+    own = {*module._parameters, *module._buffers}
+    made: nn.Module | None = None
+    if CHEBYKAN in own:
+        made = from_chebykan(module)
+    elif own.issuperset(EFFICIENT_KAN):
+        made = from_efficient_kan(module)
+    return None if made is None else made.train(module.training)
+
+
+def _state(source: Any, needed: tuple[str, ...], allowed: tuple[str, ...], library: str) -> Mapping[str, Tensor]:
+    """The tensors of a layer: all that are needed, and none that is unknown."""
+    state = source.state_dict() if isinstance(source, nn.Module) else source
+    if not isinstance(state, Mapping):
+        raise type_error("source", f"a layer of {library} or its state_dict", type_name(source))
+    names = ", ".join(map(repr, state)) or "nothing"
+    if any(name not in state for name in needed):
+        raise type_error("source", f"{library}'s {', '.join(needed)}", names)
+    unknown = [name for name in state if name not in needed and name not in allowed]
+    if unknown:
+        raise value_error("source", f"the parameters of one layer of {library}, {', '.join((*needed, *allowed))}", ", ".join(unknown))
+    return state
+
+
+def _check_order(name: str, order: int) -> None:
+    if order not in (1, 2, 3):
+        raise value_error(name, "splines of order 1, 2 or 3", f"order {order}")
+
+
+def _check_efficient_kan(weight: Tensor, base: Tensor, grid: Tensor, scaler: Tensor | None) -> int:
+    """The order of the splines, which the shapes imply."""
+    if weight.ndim != 3:
+        raise value_error("spline_weight", "shape [out, in, grid_size + order]", f"shape {tuple(weight.shape)}")
+    num_out, num_in, terms = weight.shape
+    for name, tensor in (("base_weight", base), (EFFICIENT_KAN_SCALER, scaler)):
+        if tensor is not None and tuple(tensor.shape) != (num_out, num_in):
+            raise value_error(name, f"shape {(num_out, num_in)}, as spline_weight", f"shape {tuple(tensor.shape)}")
+    if grid.ndim != 2 or grid.shape[0] != num_in:
+        raise value_error("grid", f"shape [{num_in}, grid_size + 2 order + 1]", f"shape {tuple(grid.shape)}")
+    order = grid.shape[1] - terms - 1
+    _check_order("grid", order)
+    if terms <= order:
+        raise value_error("spline_weight", f"more than {order} functions for order {order}", terms)
+    return int(order)
+
+
+def _uniform_range(grid: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """The lowest and highest point of each input's grid without the points beyond: two ``[in]``."""
+    points = grid.detach().double()
+    first, last, intervals = points[:, :1], points[:, -1:], points.shape[1] - 1
+    step = (last - first) / intervals
+    even = first + step * torch.arange(intervals + 1, dtype=torch.float64, device=grid.device)
+    if not bool(((points - even).abs() <= _UNIFORM * step).all() & (step > 0).all()):
+        raise value_error("grid", "rising points at equal distances, which update_grid keeps only with grid_eps=1", "others")
+    return (first + order * step)[:, 0], (last - order * step)[:, 0]
