@@ -49,7 +49,10 @@ def second_order(
     """
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        dy, x, coefficients = (t if t.requires_grad else t.detach().requires_grad_() for t in (dy, x, coefficients))
+        # Inputs of their own: in a network dy is itself a function of x, and a gradient for x must not go by way of it. Views stay
+        # on the way to the originals, for derivatives of what comes out.
+        own = (t.view_as(t) if recorded and t.requires_grad else t.detach().requires_grad_() for t in (dy, x, coefficients))
+        dy, x, coefficients = own
         y = forward(x, coefficients, None, spec)
         gradients = torch.autograd.grad(y, (x, coefficients), dy, create_graph=True)
         pairs = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if c is not None]
