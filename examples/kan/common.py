@@ -1,7 +1,7 @@
 """What the KAN examples share: three networks of one size, their training, and what is printed and drawn.
 
 Each example describes a `Problem` and calls `compare`, which trains on it a KAN of this library, the same KAN as torch operations,
-and an MLP with as many parameters.
+an MLP with as many parameters, and that MLP again for as long as the KAN took.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
-from fastkron_py.nn import KAN, PolyKANLinear
+from fastkron_py.nn import KAN, PolyKANLinear, smooth_init_
 
 Pair = tuple[Tensor, Tensor]
-COLOURS = ("C0", "0.45", "C1")
+MOST_LONGER = 20  # times as many epochs
 
 
 # ---- networks ------------------------------------------------------------------------------------
@@ -80,24 +80,46 @@ def mlp_of_size(parameters: int, widths: Sequence[int], activation: type[nn.Modu
 
 
 @dataclass
+class Contender:
+    """A network to be trained."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    rate_of: int | None = None  # the one before it whose learning rate it takes; None: it gets its own
+    as_long: bool = False  # as the first one
+
+
+@dataclass
 class Networks:
     """Sizes of the KAN; the others follow from them."""
 
     widths: Sequence[int]
     degree: int
+    power: float  # of `smooth_init_`
     activation: type[nn.Module] = nn.SiLU  # of the MLP
 
-    def kan(self) -> nn.Module:
+    def kan(self) -> KAN:
         """A KAN of this library."""
-        return KAN(self.widths, self.degree)
+        kan = KAN(self.widths, self.degree)
+        smooth_init_(kan, self.power)
+        return kan
 
     def recurrence(self) -> nn.Module:
         """The same KAN as torch operations: after the same seed, the same coefficients."""
-        return nn.Sequential(*[RecurrenceLayer(layer) for layer in KAN(self.widths, self.degree)])
+        return nn.Sequential(*[RecurrenceLayer(layer) for layer in self.kan()])
 
     def mlp(self) -> nn.Module:
         """An MLP as large as the KAN."""
         return mlp_of_size(count(self.kan()), self.widths, self.activation)
+
+    def contenders(self) -> list[Contender]:
+        """All of them, the KAN of this library first."""
+        return [
+            Contender("KAN, fastkron_py", self.kan),
+            Contender("the same in torch", self.recurrence, rate_of=0),
+            Contender("MLP", self.mlp),
+            Contender("MLP, for as long", self.mlp, rate_of=2, as_long=True),
+        ]
 
 
 # ---- problems ------------------------------------------------------------------------------------
@@ -181,6 +203,7 @@ class Result:
     name: str
     parameters: int
     rate: float
+    epochs: int
     runs: list[Run] = field(default_factory=list)
     model: nn.Module | None = None  # of the first run
 
@@ -256,95 +279,61 @@ def trial_epochs(settings: Settings) -> int:
 
 
 def compare(problem: Problem, networks: Networks, settings: Settings) -> list[Result]:
-    """Train the three networks with every seed, and print a table of them."""
+    """Train the networks with every seed, and print a table of them."""
     console = Console()
     console.print(f"[bold]{problem.title}[/bold], on {settings.device}: a Chebyshev KAN {list(networks.widths)}, degree {networks.degree}")
-    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    results = []
+    columns = (TextColumn("{task.description:17}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    results: list[Result] = []
     with Progress(*columns, TextColumn("validation {task.fields[last]:.4g}"), console=console) as progress:
-        named = {"KAN, fastkron_py": networks.kan, "the same, torch recurrence": networks.recurrence, "MLP": networks.mlp}
-        for name, build in named.items():
-            again = name == "the same, torch recurrence"  # takes the rate of the KAN that it is
-            trials = 0 if again else trial_epochs(settings) * len(settings.rates)
-            bar = progress.add_task(name, total=settings.epochs * settings.seeds + trials, last=float("nan"))
+        for contender in networks.contenders():
+            own = settings
+            if contender.as_long:
+                longer = min(MOST_LONGER, max(1.0, results[0].seconds / results[-1].seconds))
+                own = replace(settings, epochs=round(settings.epochs * longer))
+            trials = trial_epochs(own) * len(own.rates) if contender.rate_of is None else 0
+            bar = progress.add_task(contender.name, total=own.epochs * own.seeds + trials, last=float("nan"))
 
             def tick(validation: float, bar: Any = bar) -> None:
                 progress.update(bar, advance=1, last=validation)
 
-            rate = results[0].rate if again else choose_rate(problem, build, settings, tick)
-            result = Result(name, count(build()), rate)
-            for seed in range(settings.seeds):
-                run, model = train(problem, build, settings, rate, seed, tick)
-                result.runs.append(run)
-                result.model = model if result.model is None else result.model
-            results.append(result)
+            rate = choose_rate(problem, contender.build, own, tick) if contender.rate_of is None else results[contender.rate_of].rate
+            results.append(train_all(contender, problem, own, rate, tick))
     console.print(table(problem, results))
     return results
 
 
-# ---- what is printed, written and drawn ------------------------------------------------------------
+def train_all(contender: Contender, problem: Problem, settings: Settings, rate: float, tick: Callable[[float], None]) -> Result:
+    """Train a network with every seed."""
+    result = Result(contender.name, count(contender.build()), rate, settings.epochs)
+    for seed in range(settings.seeds):
+        run, model = train(problem, contender.build, settings, rate, seed, tick)
+        result.runs.append(run)
+        result.model = model if result.model is None else result.model
+    return result
+
+
+# ---- what is printed and written ------------------------------------------------------------
 
 
 def table(problem: Problem, results: Sequence[Result]) -> Table:
     """One row for each network."""
-    shown = Table("network", "parameters", "rate", problem.measure, "time per epoch", expand=False)
+    shown = Table("network", "parameters", "rate", "epochs", problem.measure, "an epoch")
     factor, digits = (100, "%") if problem.as_percent else (1, "")
     for result in results:
         errors = [factor * e for e in result.errors]
         spread = f" ± {statistics.stdev(errors):.2g}" if len(errors) > 1 else ""
         mean = f"{statistics.mean(errors):.3g}{spread}{digits}"
-        shown.add_row(result.name, f"{result.parameters:,}", f"{result.rate:g}", mean, f"{1e3 * result.seconds:.1f} ms")
+        epoch = f"{1e3 * result.seconds:.0f} ms"
+        shown.add_row(result.name, f"{result.parameters:,}", f"{result.rate:g}", str(result.epochs), mean, epoch)
     return shown
 
 
 def write_results(path: Path, problem: Problem, results: Sequence[Result]) -> None:
     """Everything measured, as JSON."""
-    rows = [
-        {"name": r.name, "parameters": r.parameters, "rate": r.rate, "seconds": r.seconds, "runs": [asdict(run) for run in r.runs]}
-        for r in results
-    ]
+    names = ("name", "parameters", "rate", "epochs", "seconds")
+    rows = [{name: getattr(r, name) for name in names} | {"runs": [asdict(run) for run in r.runs]} for r in results]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"title": problem.title, "measure": problem.measure, "networks": rows}, indent=1))
-
-
-def pyplot() -> Any:
-    """Matplotlib's, drawing into files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as loaded
-
-    return loaded
-
-
-def draw_curves(axes: Sequence[Any], problem: Problem, results: Sequence[Result], validation: str) -> None:
-    """Loss and validation over the epochs, a line for each seed."""
-    for result, colour in zip(results, COLOURS, strict=True):
-        style = "--" if result.name.startswith("the same") else "-"
-        for i, run in enumerate(result.runs):
-            label = result.name if i == 0 else None
-            axes[0].plot(run.losses, style, color=colour, linewidth=1, label=label)
-            axes[1].plot(run.validation, style, color=colour, linewidth=1)
-    axes[0].set(xlabel="epoch", ylabel="training loss", yscale="log")
-    axes[1].set(xlabel="epoch", ylabel=validation, yscale="log")
-    axes[0].legend(frameon=False, fontsize=8)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a picture, and say so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    pyplot().close(figure)
-    print(f"wrote {path}")
-
-
-def draw_edges(path: Path, layer: PolyKANLinear, outputs: Sequence[int], names: dict[int, str], span: tuple[float, float]) -> None:
-    """Learned functions of the inputs that have names, from `PolyKANLinear.plot`."""
-    figure = layer.plot(outputs, list(names), span)
-    for axis, name in zip(figure.get_axes(), list(names.values()) * len(outputs), strict=True):
-        axis.set_title(name, fontsize=8)
-        axis.tick_params(labelsize=7)
-    save(figure, path)
 
 
 # ---- arguments and data ----------------------------------------------------------------------------
@@ -358,6 +347,7 @@ def arguments(description: str, name: str) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each network")
     parser.add_argument("--epochs", type=int, help="in place of the example's own")
+    parser.add_argument("--power", type=float, default=2.0, help="how fast initial coefficients fall with the degree; 0: not at all")
     parser.add_argument("--picture", type=Path, default=Path("out") / f"kan_{name}.png", help="where to draw the result")
     parser.add_argument("--results", type=Path, help="where to write all that was measured, as JSON")
     options = parser.parse_args()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,3 +64,87 @@ def test_gp_image_predicts_the_same_with_fastkron_py() -> None:
     assert errors[0] < 0.3  # standard deviations of the image; predicting the mean would give 1
     assert abs(errors[0] - errors[1]) < 1e-3
     assert re.findall(r"[1-9]\d*% of it in Kronecker products", result.stdout)
+
+
+KAN_EXAMPLES = ("burgers", "diamonds", "digits", "scan_lines")
+
+
+def run_kan(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Run an example with --quick in this process, which has torch; what it measured of each network."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    monkeypatch.syspath_prepend(EXAMPLES / "kan")
+    picture, results = folder / "picture.png", folder / "results.json"
+    where = ["--device", "cpu", "--picture", str(picture), "--results", str(results)]
+    monkeypatch.setattr(sys, "argv", [name, "--quick", *where])
+    try:
+        runpy.run_path(str(EXAMPLES / "kan" / f"{name}.py"), run_name="__main__")
+    finally:
+        for shared in ("common", "pictures"):  # other examples have modules of these names
+            sys.modules.pop(shared, None)
+    assert picture.stat().st_size > 10_000
+    return json.loads(results.read_text())["networks"]
+
+
+def pack_diamonds(folder: Path) -> None:
+    """A package as pydataset lays out its table, with 400 diamonds whose price follows their weight."""
+    lines = ['"","carat","cut","color","clarity","depth","table","price","x","y","z"']
+    for i in range(400):
+        carat = 0.2 + i * 0.7 % 2
+        numbers = f"{61 + i % 3},{55 + i % 4},{300 * 10**carat:.0f},{4 * carat:.2f},{4 * carat:.2f},{2 * carat:.2f}"
+        lines.append(f'"{i}",{carat},"{("Fair", "Ideal")[i % 2]}","{"DEFGHIJ"[i % 7]}","SI{1 + i % 2}",{numbers}')
+    package = folder / "pydataset"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    text = "\n".join(lines).encode()
+    with tarfile.open(package / "resources.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo("resources/rdata/csv/ggplot2/diamonds.csv")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
+
+
+@pytest.mark.parametrize("name", KAN_EXAMPLES)
+def test_kan_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    if name == "diamonds":  # no package that the tests need has its table
+        pack_diamonds(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+    ours, in_torch, mlp, longer = run_kan(name, tmp_path, monkeypatch)
+    assert ours["parameters"] == in_torch["parameters"]
+    assert mlp["parameters"] == pytest.approx(ours["parameters"], rel=0.05)
+    assert longer["epochs"] >= mlp["epochs"] == 2
+    for network in (ours, in_torch, mlp):
+        first, last = network["runs"][0]["losses"]
+        assert last < first
+    # The same network from the same numbers: roundings alone tell them apart, and a few steps spread them.
+    assert ours["runs"][0]["losses"] == pytest.approx(in_torch["runs"][0]["losses"], rel=1e-3)
+
+
+def test_every_kan_example_is_run() -> None:
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    assert {p.stem for p in (EXAMPLES / "kan").glob("*.py")} == {*KAN_EXAMPLES, "common", "pictures"}
+
+
+def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins as -sin(pi x), vanishes at both ends, and satisfies the equation, by central differences of step 1e-4."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    monkeypatch.syspath_prepend(EXAMPLES / "kan")
+    try:
+        found = runpy.run_path(str(EXAMPLES / "kan" / "burgers.py"))
+    finally:
+        for shared in ("common", "pictures"):
+            sys.modules.pop(shared, None)
+    exact, viscosity, h = found["exact"], found["VISCOSITY"], 1e-4
+    x, t = (
+        p.flatten() for p in torch.meshgrid(torch.linspace(-0.95, 0.95, 20).double(), torch.linspace(0.1, 0.9, 9).double(), indexing="ij")
+    )
+    u = exact(x, t)
+    slope_t = (exact(x, t + h) - exact(x, t - h)) / (2 * h)
+    slope_x = (exact(x + h, t) - exact(x - h, t)) / (2 * h)
+    curvature = (exact(x + h, t) - 2 * u + exact(x - h, t)) / h**2
+    assert float((slope_t + u * slope_x - viscosity * curvature).abs().max()) < 1e-4  # of terms up to 10
+    assert float(exact(torch.tensor([-1.0, 1.0]), torch.tensor([0.5, 0.5])).abs().max()) < 1e-12
+    begin = torch.linspace(-1, 1, 9).double()
+    assert torch.allclose(exact(begin, torch.full((9,), 1e-12)), -torch.sin(torch.pi * begin), atol=1e-5)

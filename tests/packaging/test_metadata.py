@@ -34,7 +34,7 @@ def test_every_room_is_installed() -> None:
 
 def test_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == {"gp", "mpi", "cupy", "vision", "llm", "bench", "demo", "docs", "test", "dev"}
+    assert set(project["optional-dependencies"]) == {"gp", "kan", "mpi", "cupy", "vision", "llm", "bench", "demo", "docs", "test", "dev"}
 
 
 @pytest.mark.parametrize("name", fastkron_py.__all__)
