@@ -82,7 +82,7 @@ def main() -> None:
     model = results[0].model
     assert model is not None
     figure, axes = pyplot().subplots(2, 3, figsize=(12, 6), layout="constrained")
-    draw_curves(axes[0, :2], results, "mean square of the residual, validation")
+    draw_curves(axes[0, :2], results, "residual squared")
     extent = (0, 1, -1, 1)
     for axis, values, title, colours in (
         (axes[0, 2], truth, "u, exact", "RdBu"),

@@ -23,7 +23,7 @@ def main() -> None:
     results = compare(problem, networks, settings(options, epochs=40, rates=(1e-3, 3e-4, 3e-3)))
 
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.2), layout="constrained")
-    draw_curves(axes, results, "share of wrong answers, validation")
+    draw_curves(axes, results, "wrong answers")
     model, (x, y) = results[0].model, parts[2]
     assert model is not None
     with torch.no_grad():
@@ -32,7 +32,7 @@ def main() -> None:
     for label, answer in zip(y.tolist(), answers.tolist(), strict=True):
         confusion[label, answer] += label != answer
     drawn = axes[2].imshow(confusion.numpy(), cmap="Blues")
-    axes[2].set(xlabel="KAN's answer", ylabel="digit", title="wrong answers in the test", xticks=range(10), yticks=range(10))
+    axes[2].set(xlabel="KAN's answer", ylabel="digit", title="wrong answers, test", xticks=range(10), yticks=range(10))
     figure.colorbar(drawn, ax=axes[2])
     save(figure, options.picture)
     if options.results:

@@ -32,8 +32,8 @@ def draw_curves(axes: Sequence[Any], results: Sequence[Result], validation: str)
             if result.epochs == results[0].epochs:
                 axes[0].plot(run.losses, **line, linewidth=1)
             axes[1].plot(list(accumulate(run.seconds)), run.validation, **line, linewidth=1, label=label)
-    axes[0].set(xlabel="epoch", ylabel="training loss", yscale="log")
-    axes[1].set(xlabel="seconds", ylabel=validation, yscale="log")
+    axes[0].set(xlabel="epoch", title="loss in training", yscale="log")
+    axes[1].set(xlabel="seconds of training", title=f"{validation}, validation", yscale="log")
     axes[1].legend(frameon=False, fontsize=7)
 
 
@@ -48,7 +48,9 @@ def save(figure: Any, path: Path) -> None:
 def draw_edges(path: Path, layer: PolyKANLinear, outputs: Sequence[int], names: dict[int, str], span: tuple[float, float]) -> None:
     """Learned functions of the inputs that have names, from `PolyKANLinear.plot`."""
     figure = layer.plot(outputs, list(names), span)
-    for axis, name in zip(figure.get_axes(), list(names.values()) * len(outputs), strict=True):
-        axis.set_title(name, fontsize=8)
+    for i, axis in enumerate(figure.get_axes()):
+        row, column = divmod(i, len(names))
+        axis.set_title(list(names.values())[column] if row == 0 else "", fontsize=8)
+        axis.set_ylabel(f"to node {outputs[row]}" if column == 0 else "", fontsize=8)
         axis.tick_params(labelsize=7)
     save(figure, path)

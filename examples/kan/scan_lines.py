@@ -73,7 +73,7 @@ def main() -> None:
     results = compare(problem, networks, settings(options, epochs=20, rates=(3e-4, 1e-4, 1e-3)))
 
     figure, axes = pyplot().subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    draw_curves(axes, results, "share of wrong answers, validation")
+    draw_curves(axes, results, "wrong answers")
     model, (x, y) = results[0].model, parts[2]
     assert model is not None
     with torch.no_grad():
@@ -83,7 +83,7 @@ def main() -> None:
     for label, answer in zip(y.tolist(), answers.tolist(), strict=True):
         shares[label, answer] += 1
     drawn = axes[2].imshow((shares / shares.sum(1, keepdim=True).clamp(min=1)).numpy(), cmap="Blues", vmin=0, vmax=1)
-    axes[2].set(xticks=range(13), yticks=range(13), yticklabels=names, ylabel="photograph", title="share of the KAN's answers in the test")
+    axes[2].set(xticks=range(13), yticks=range(13), yticklabels=names, ylabel="photograph", title="KAN's answers, test")
     axes[2].set_xticks(range(13), names, rotation=90)
     axes[2].tick_params(labelsize=7)
     figure.colorbar(drawn, ax=axes[2])

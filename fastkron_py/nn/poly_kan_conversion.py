@@ -124,7 +124,8 @@ def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: 
         **options: of `PolyKANLinear`.
 
     Returns:
-        A layer with the numbers, device and dtype of the source, in memory of its own.
+        A layer with the numbers, device and dtype of the source, in memory of its own. It keeps the leading dimensions of x, where
+        ChebyKAN makes one of them.
 
     Raises:
         TypeError: source is none of the three, or has no cheby_coeffs.
