@@ -343,7 +343,7 @@ def arguments(description: str, name: str) -> argparse.Namespace:
     """What every example takes."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few seconds: small networks, little data, one seed")
-    parser.add_argument("--paper", action="store_true", help="the widths, degree and batch of the PolyKAN paper (for a GPU)")
+    parser.add_argument("--paper", action="store_true", help="the PolyKAN paper's widths, degree and batch where they differ (for a GPU)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each network")
     parser.add_argument("--epochs", type=int, help="in place of the example's own")
@@ -351,6 +351,8 @@ def arguments(description: str, name: str) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, default=Path("out") / f"kan_{name}.png", help="where to draw the result")
     parser.add_argument("--results", type=Path, help="where to write all that was measured, as JSON")
     options = parser.parse_args()
+    if options.seeds < 1 or (options.epochs is not None and options.epochs < 1):
+        parser.error("--seeds and --epochs take numbers of at least 1")
     if options.quick:
         options.seeds, options.epochs = 1, 2
     return options
