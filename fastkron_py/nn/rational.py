@@ -272,5 +272,5 @@ class GRKAN(nn.Module):
 
 def _gain(init: str, degrees: tuple[int, int], version: str) -> float:
     """`GroupRational.gain` of a function as it begins."""
-    with backend("torch"):  # whatever is in force for the layer itself
+    with backend("torch"), torch.device("cpu"):  # whatever is in force for the layer itself
         return GroupRational(1, 1, degrees, version, init, device="cpu", dtype=torch.float64).gain()

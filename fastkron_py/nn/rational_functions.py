@@ -61,10 +61,11 @@ def _table() -> dict[str, Any]:
 def initial(name: str, degrees: tuple[int, int], version: str) -> Fit:
     """The coefficients of one of `FUNCTIONS`: from the table for degrees (5, 4), fitted now for others, which takes seconds."""
     version = "B" if version == "D" else version
-    if name == "identity":
-        return identity(degrees, version)
-    if degrees != TABLE_DEGREES:
-        return fit(FUNCTIONS[name], degrees, version, INTERVAL)
-    found = _table()[version][name]
-    a, b = (torch.tensor(found[k], dtype=torch.float64) for k in ("numerator", "denominator"))
-    return Fit(a, b, float(found["error"]))
+    with torch.device("cpu"):  # whatever layers are made on: this is kept for all of them
+        if name == "identity":
+            return identity(degrees, version)
+        if degrees != TABLE_DEGREES:
+            return fit(FUNCTIONS[name], degrees, version, INTERVAL)
+        found = _table()[version][name]
+        a, b = (torch.tensor(found[k], dtype=torch.float64) for k in ("numerator", "denominator"))
+        return Fit(a, b, float(found["error"]))

@@ -264,3 +264,10 @@ def test_functions_of_one_variable() -> None:
     x: Tensor = torch.tensor([-1.0, 0.5], dtype=torch.float64)
     assert FUNCTIONS["geglu"](x).tolist() == pytest.approx([v * v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in (-1.0, 0.5)])
     assert FUNCTIONS["swishglu"](x).tolist() == pytest.approx([v * v / (1 + math.exp(-v)) for v in (-1.0, 0.5)])
+
+
+def test_layers_made_on_the_meta_device_leave_later_ones_their_table() -> None:
+    initial.cache_clear()
+    with torch.device("meta"):
+        assert GRKAN(16, num_groups=4).fc1.weight.is_meta
+    assert GRKAN(16, num_groups=4)(torch.randn(2, 16)).isfinite().all()
