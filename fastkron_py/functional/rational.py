@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,8 +70,6 @@ def rational(
         >>> rational(x, a, b).shape
         torch.Size([4, 197, 768])
     """
-    check_version(version)
-    check_noise(noise)
     if isinstance(x, Tensor):
         return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
     arrays: list[Any] = [x, numerator, denominator]
@@ -81,19 +79,37 @@ def rational(
         return bridge.give_back(_apply(t, a, b, version, training, noise))  # type: ignore[no-any-return]
 
 
-def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
+class Prepared(NamedTuple):
+    """What the operator takes, from checked arguments."""
+
+    numerator: Tensor
+    version: str
+    dtype: torch.dtype
+    is_autocast: bool
+    backend: str
+
+
+def prepare(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Prepared:
+    """Check, apply autocast to the result's dtype and version D's noise to the numerator, and ask for the backend."""
+    check_version(version)
+    check_noise(noise)
     _check_tensors(x, numerator, denominator)
     _check_shapes(x, numerator, denominator, version)
-    dtype = x.dtype
-    if dtype != torch.float64 and _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    kind = x.device.type
+    is_autocast = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_autocast else x.dtype
     if version == "D":
         version = "B"
         if training and noise:
             numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    return operator.rational(x, numerator, denominator, version, dtype, backend)
+    return Prepared(numerator, version, dtype, is_autocast, backend)
+
+
+def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
+    made = prepare(x, numerator, denominator, version, training, noise)
+    return operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend)
 
 
 # ---- checks ----------------------------------------------------------------------------------
