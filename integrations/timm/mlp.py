@@ -1,0 +1,119 @@
+"""The MLP of Kolmogorov-Arnold transformers, as timm's blocks build theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.rational_linear import rational_linear
+from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
+from fastkron_py.nn import GRKAN, GroupRational
+
+
+def _pair(name: str, value: Any, kind: type) -> tuple[Any, Any]:
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2 or not all(isinstance(v, kind) for v in pair):
+        raise type_error(name, f"{kind.__name__} or a pair of them", value)
+    return pair
+
+
+def _is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether calling the module is computing with its parameters: no hooks, no parametrisation, no other class in its place."""
+    return type(module) is kind and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class KATMlp(GRKAN):
+    """`GRKAN` (rational, linear, rational, linear) with the arguments that timm's blocks give their MLP.
+
+    Args:
+        in_features: of x.
+        hidden_features: between the linear layers; in_features unless given.
+        out_features: of the result; in_features unless given.
+        act_layer: ignored; what timm's other MLPs take their activation from.
+        norm_layer: None; timm's norm between the two layers is not part of the model.
+        bias: of the linear layers, both alike.
+        drop: dropout after each rational function, one probability or two.
+        num_groups: of both functions.
+        degrees: of both.
+        version: of both.
+        act_init: what the two begin as.
+        share_numerator: let the groups of a function have one numerator.
+        recompute: for each of the two pairs of a rational function and a linear layer, or for both, whether the function's values
+            are computed again in the backward pass, in place of being kept.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: a norm_layer; two biases that differ; what `GRKAN` refuses.
+
+    Example:
+        >>> KATMlp(192, 768)(torch.randn(2, 197, 192)).shape
+        torch.Size([2, 197, 192])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        act_layer: Any = None,
+        norm_layer: Any = None,
+        bias: bool | Sequence[bool] = True,
+        drop: float | Sequence[float] = 0.0,
+        *,
+        num_groups: int = 8,
+        degrees: tuple[int, int] = (5, 4),
+        version: str = "B",
+        act_init: tuple[str, str] = ("identity", "swish"),
+        share_numerator: bool = True,
+        recompute: bool | Sequence[bool] = (True, False),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        biases = _pair("bias", bias, bool)
+        if biases[0] != biases[1]:
+            raise value_error("bias", "both alike", biases)
+        if norm_layer is not None:
+            raise value_error("norm_layer", "None: this MLP has no norm between its layers", type_name(norm_layer))
+        first, second = drop if isinstance(drop, tuple | list) else (drop, drop)
+        options: dict[str, Any] = {"num_groups": num_groups, "degrees": degrees, "version": version, "init": act_init}
+        options |= {"share_numerator": share_numerator, "bias": biases[0], "device": device, "dtype": dtype}
+        super().__init__(in_features, hidden_features, out_features, dropout=first, **options)
+        self.drop2 = nn.Dropout(second)
+        self.recompute: tuple[bool, bool] = _pair("recompute", recompute, bool)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        x = self._pair_of_layers(x, self.act1, self.drop1, self.fc1, self.recompute[0])
+        return self._pair_of_layers(x, self.act2, self.drop2, self.fc2, self.recompute[1])
+
+    def _pair_of_layers(self, x: Tensor, act: GroupRational, drop: nn.Dropout, linear: nn.Linear, recompute: bool) -> Tensor:
+        dropping = self.training and drop.p > 0
+        if recompute and not dropping and _is_plain(act, GroupRational) and _is_plain(linear, nn.Linear):
+            options: dict[str, Any] = {"version": act.version, "training": act.training, "noise": act.noise}
+            return rational_linear(x, act.numerator, act.denominator, linear.weight, linear.bias, **options)
+        y: Tensor = linear(drop(act(x)))
+        return y
+
+    def extra_repr(self) -> str:
+        """Say what is computed again."""
+        return f"recompute={self.recompute}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take coefficients by the names of the released checkpoints as well."""
+        released = {key: name for key in state_dict if key.startswith(prefix) and (name := renamed(key)) is not None}
+        if released and self.act1.version != RELEASED_VERSION:
+            errors: list[str] = args[4] if len(args) > 4 else kwargs["error_msgs"]
+            found = f"a released checkpoint's, which are of version {RELEASED_VERSION!r}"
+            advice = f"make the model with rational_version={RELEASED_VERSION!r}"
+            errors.append(f"{prefix}act1, {prefix}act2: expected coefficients of version {self.act1.version!r}; got {found}: {advice}.")
+        for key, name in released.items():
+            state_dict[name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
