@@ -1,0 +1,47 @@
+"""Layer normalisation with a rational function compiles for sm_90: registers for the programs that `tuning` counts on, no spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("compile_for_h100")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """One record for each problem and kernel; with a cache of its own, so that they are really compiled."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("compile_layer_norm_rational_for_h100.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(k["problem"], k["kernel"]): k for k in lines}
+
+
+@pytest.mark.parametrize("problem", ["tiny", "small", "base", "base of version A"])
+def test_the_kat_s_launches(problem: str, kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
+    for name, warps in (("fwd", 24), ("bwd", 8)):
+        kernel = kernels[problem, f"_layer_norm_rational_{name}_kernel"]
+        assert kernel["stack"] == 0
+        assert kernel["reg"] * 32 * warps <= 65536
+        assert kernel["shared"] * (warps // kernel["num_warps"]) < 200 << 10
+
+
+def test_float64_compiles(kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
+    assert ("float64", "_layer_norm_rational_bwd_kernel") in kernels
+    assert {kernel for _, kernel in kernels} == {
+        "_layer_norm_rational_fwd_kernel",
+        "_layer_norm_rational_bwd_kernel",
+        "_columns_kernel",
+        "_rational_coefficients_kernel",
+    }
