@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.layer_norm_rational import layer_norm_rational
 from fastkron_py.functional.rational_linear import rational_linear
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
@@ -21,11 +22,23 @@ def _pair(name: str, value: Any, kind: type) -> tuple[Any, Any]:
     return pair
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def _is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling the module is computing with its parameters: no hooks, no parametrisation, no other class in its place."""
-    return type(module) is kind and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return type(module) is kind and not _has_hooks(module)
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """The same of a layer normalisation of the last dimension: torch's, or timm's unless it rounds its input to half precision."""
+    kind = type(module)
+    if kind is not nn.LayerNorm and (kind.__name__ != "LayerNorm" or not kind.__module__.startswith("timm.")):
+        return False
+    norm: Any = module
+    whole = len(norm.normalized_shape) == 1 and norm.weight is not None and norm.bias is not None
+    return whole and not getattr(norm, "_fast_norm", False) and not _has_hooks(module)
 
 
 class KATMlp(GRKAN):
@@ -45,7 +58,7 @@ class KATMlp(GRKAN):
         act_init: what the two begin as.
         share_numerator: let the groups of a function have one numerator.
         recompute: for each of the two pairs of a rational function and a linear layer, or for both, whether the function's values
-            are computed again in the backward pass, in place of being kept.
+            are computed again in the backward pass, in place of being kept. Where the first is, no norm is fused with it.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -73,7 +86,7 @@ class KATMlp(GRKAN):
         version: str = "B",
         act_init: tuple[str, str] = ("identity", "swish"),
         share_numerator: bool = True,
-        recompute: bool | Sequence[bool] = (True, False),
+        recompute: bool | Sequence[bool] = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,10 +102,24 @@ class KATMlp(GRKAN):
         self.drop2 = nn.Dropout(second)
         self.recompute: tuple[bool, bool] = _pair("recompute", recompute, bool)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
-        x = self._pair_of_layers(x, self.act1, self.drop1, self.fc1, self.recompute[0])
+    def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``.
+
+        Args:
+            x: the argument.
+            norm: a layer normalisation to apply to x first, in one pass with the first function where it is an ordinary one.
+        """
+        if norm is not None and not self.recompute[0] and _is_plain_norm(norm) and _is_plain(self.act1, GroupRational):
+            x = self.fc1(self.drop1(self._normalised(x, norm)))
+        else:
+            x = x if norm is None else norm(x)
+            x = self._pair_of_layers(x, self.act1, self.drop1, self.fc1, self.recompute[0])
         return self._pair_of_layers(x, self.act2, self.drop2, self.fc2, self.recompute[1])
+
+    def _normalised(self, x: Tensor, norm: Any) -> Tensor:
+        act = self.act1
+        options: dict[str, Any] = {"eps": norm.eps, "version": act.version, "training": act.training, "noise": act.noise}
+        return layer_norm_rational(x, norm.weight, norm.bias, act.numerator, act.denominator, **options)
 
     def _pair_of_layers(self, x: Tensor, act: GroupRational, drop: nn.Dropout, linear: nn.Linear, recompute: bool) -> Tensor:
         dropping = self.training and drop.p > 0

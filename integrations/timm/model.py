@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from timm.models import vision_transformer
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
@@ -17,6 +17,16 @@ from fastkron_py.integrations.timm.mimetic import init_attention_mimetic_
 from fastkron_py.integrations.timm.mlp import KATMlp
 
 INITIALISATIONS: Final = ("mimetic", "", "jax", "jax_nlhb", "moco", "skip")
+
+
+class KATBlock(Block):  # type: ignore[misc]
+    """timm's `Block`, whose second norm and first rational function are computed in one pass."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """``[B, N, C]`` to the same; what timm's block takes besides is for its attention."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *args, **options)))
+        y: Tensor = x + self.drop_path2(self.ls2(self.mlp(x, self.norm2)))
+        return y
 
 
 class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
@@ -55,18 +65,18 @@ class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
         rational_version: str = "B",
         rational_init: tuple[str, str] = ("identity", "swish"),
         share_numerator: bool = True,
-        recompute: bool | Sequence[bool] = (True, False),
+        recompute: bool | Sequence[bool] = False,
         **options: Any,
     ) -> None:
         if weight_init not in INITIALISATIONS:
             raise value_error("weight_init", f"one of {', '.join(map(repr, INITIALISATIONS))}", repr(weight_init))
-        for name in ("mlp_layer", "act_layer"):
+        for name in ("mlp_layer", "act_layer", "block_fn"):
             if options.get(name) is not None:
-                raise value_error(name, "None: a KAT's MLP and activation are rational", type_name(options[name]))
+                raise value_error(name, "None: a KAT's blocks, MLPs and activations are its own", type_name(options[name]))
             options.pop(name, None)
         mlp: dict[str, Any] = {"num_groups": num_groups, "degrees": degrees, "version": rational_version, "act_init": rational_init}
         mlp |= {"share_numerator": share_numerator, "recompute": recompute}
-        super().__init__(weight_init="skip", mlp_layer=partial(KATMlp, **mlp), **options)
+        super().__init__(weight_init="skip", block_fn=KATBlock, mlp_layer=partial(KATMlp, **mlp), **options)
         self._weight_init = weight_init
         if weight_init != "skip":
             self.init_weights()
