@@ -62,6 +62,7 @@ class Case:
         tolerance: the largest error at which a contender is timed.
         floor_bytes: bytes that any implementation has to move: each input read once, the output written once.
         flops: floating-point operations, one factor after the other.
+        items: how many images or the like a call takes in; 0 where that means nothing.
         quick: whether ``--quick`` keeps it.
         recorded: figures of other runs, by the name of what they measured.
     """
@@ -72,6 +73,7 @@ class Case:
     tolerance: float
     floor_bytes: int = 0
     flops: int = 0
+    items: int = 0
     quick: bool = False
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
 

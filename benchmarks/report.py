@@ -52,7 +52,7 @@ def _number(seconds: float, unit: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if 0 < value < 1000 else f"{value:.0f}"
 
 
-def _cell(result: dict[str, Any], baseline: float | None, floor: float | None, unit: float) -> Text:
+def _cell(result: dict[str, Any], case: dict[str, Any], baseline: float | None, unit: float) -> Text:
     if result["status"] != "ok":
         return Text(result["status"], style=STATUS_STYLES[result["status"]])
     times = result["times"]
@@ -62,10 +62,12 @@ def _cell(result: dict[str, Any], baseline: float | None, floor: float | None, u
         f"{name} {_number(result[key]['median'], unit)}" for name, key in (("graph", "graph_times"), ("host", "host_times")) if result[key]
     ]
     lines.append(f"{baseline / times['median']:.2f}x" if baseline else "-")
-    if floor:
+    if case.get("items"):
+        lines.append(f"{case['items'] / times['median']:,.0f} a second")
+    if floor := case["floor_seconds"]:
         lines.append(f"{floor / times['median']:.0%} floor")
     if result["peak_of_x"] is not None:
-        lines.append(f"{result['peak_of_x']:.1f} x")
+        lines.append(f"{result['peak_of_x']:.2f} x")
     if result["repeats"] is not None:
         lines.append("repeats" if result["repeats"] else "does not repeat")
     lines.append(f"{result['error']:.1e}" + (" TF32" if result["allow_tf32"] else ""))
@@ -99,7 +101,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         table.add_column(heading, justify="right")
     for case in cases:
         floor = [_number(case["floor_seconds"], unit)] if has_floor else []
-        cells = [_cell(r, medians(case).get(baseline), case["floor_seconds"], unit) for r in case["results"]]
+        cells = [_cell(r, case, medians(case).get(baseline), unit) for r in case["results"]]
         table.add_row(
             f"{case['label']}\n{case['parameters']['dtype']}",
             *floor,

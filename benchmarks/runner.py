@@ -206,6 +206,7 @@ def _described(case: Case, results: list[Result], bandwidth: float | None, devic
         "floor_seconds": case.floor_bytes / bandwidth if bandwidth else None,
         "floor_bytes": case.floor_bytes,
         "flops": case.flops,
+        "items": case.items,
         "recorded": {name: dataclasses.asdict(figure) for name, figure in recorded.items()},
         "results": [dataclasses.asdict(r) for r in results],
     }
