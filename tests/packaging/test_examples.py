@@ -45,6 +45,7 @@ def test_every_example_is_run() -> None:
         pytest.skip("the tests run beside an installed package, without the source tree")
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "deblur.py",
+        "kat_digits.py",
         "learn_blur.py",
         "multi_gpu_gp.py",
         "multi_gpu_kron.py",
@@ -148,3 +149,16 @@ def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(exact(torch.tensor([-1.0, 1.0]), torch.tensor([0.5, 0.5])).abs().max()) < 1e-12
     begin = torch.linspace(-1, 1, 9).double()
     assert torch.allclose(exact(begin, torch.full((9,), 1e-12)), -torch.sin(torch.pi * begin), atol=1e-5)
+
+
+def test_kat_reads_digits_and_draws_its_functions(tmp_path: Path) -> None:
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    picture = tmp_path / "kat.png"
+    command = [sys.executable, str(EXAMPLES / "kat_digits.py"), "--quick", "--device", "cpu", "--picture", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
+    assert result.returncode == 0, result.stderr
+    rational, gelu = (float(n) for n in re.findall(r"test accuracy ([\d.]+)", result.stdout))
+    assert min(rational, gelu) > 0.2  # guessing would give 0.1
+    assert picture.stat().st_size > 10_000
