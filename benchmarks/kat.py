@@ -103,7 +103,8 @@ def training_step(problem: TrainingProblem, model: nn.Module, compiled: bool = F
 def _agrees(problem: TrainingProblem, model: nn.Module) -> None:
     """Compare a KAT's logits with those of the same model on the CPU in float64, by torch operations."""
     images = problem.images[:2]
-    with torch.no_grad():
+    # The patches' convolution would be in TF32 on a GPU.
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         found = model(images).double().cpu()
         expected = copy.deepcopy(model).double().cpu()(images.double().cpu())
     error = float((found - expected).norm() / expected.norm())

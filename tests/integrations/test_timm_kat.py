@@ -61,6 +61,9 @@ def test_has_as_many_parameters_as_published(name: str, count: int) -> None:
 def test_other_arguments_are_timms() -> None:
     model = tiny(in_chans=1, num_classes=7, drop_path_rate=0.4, init_values=1e-4, global_pool="avg", drop_rate=0.1)
     assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
+    last = model.to(memory_format=torch.channels_last).eval()
+    x = torch.randn(2, 1, 32, 32)
+    assert_close(last(x.to(memory_format=torch.channels_last)), last(x))
     assert [type(b.drop_path2) for b in model.blocks] == [nn.Identity, timm.layers.DropPath]
     assert_close(model.blocks[0].ls2.gamma.detach(), torch.full((32,), 1e-4))
 
