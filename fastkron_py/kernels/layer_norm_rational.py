@@ -43,7 +43,6 @@ def _layer_norm_rational_fwd_kernel(
     y_ptr,  # [rows, CHANNELS]
     mean_ptr,  # [rows]
     rstd_ptr,  # [rows]
-    eps,
     rows: tl.int64,
     stride_ag: tl.int64,
     stride_ai: tl.int64,
@@ -53,6 +52,7 @@ def _layer_norm_rational_fwd_kernel(
     WIDTH: tl.constexpr,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
+    EPS: tl.constexpr,  # which an argument would round to float32
     VERSION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,7 +77,7 @@ def _layer_norm_rational_fwd_kernel(
         x = tl.load(x_ptr + tile, mask=mask, other=0.0).to(DTYPE)
         mean = tl.sum(x, 1) / CHANNELS
         centred = tl.where(mask, x - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CHANNELS + eps)
+        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CHANNELS + EPS)
         h = centred * rstd[:, None] * weight + bias
         p, _dp = _polynomial(a, h, A_COUNT)
         s, _ds = _denominator_sum(b, h, B_COUNT, VERSION)

@@ -78,7 +78,7 @@ class _Forward:
 
     def __init__(self, kind: _Kind) -> None:
         chosen = walk(kind.rows, kind.channels, _multiprocessors(kind.device), backward=False)
-        arguments = {"eps": kind.eps, **_arguments(kind, chosen)}
+        arguments = {"EPS": kind.eps, **_arguments(kind, chosen)}
         self.launch = Launcher([Way(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
 
 
