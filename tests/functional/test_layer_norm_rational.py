@@ -15,6 +15,8 @@ from fastkron_py.ops.backend import backend
 from fastkron_py.ops.layer_norm_rational import OPERATOR
 from fastkron_py.testing import assert_close
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels run: compiled, or interpreted
+
 
 def arguments(
     dtype: torch.dtype = torch.float64, version: str = "B", shape: tuple[int, ...] = (2, 5, 24), shared: bool = True
@@ -23,7 +25,7 @@ def arguments(
     c = shape[-1]
     b = torch.randn(3, 5 if version == "C" else 4) * (0.01 if version == "N" else 0.5)
     made = [2 * torch.randn(shape) + 1, torch.randn(c), torch.randn(c), torch.randn(1 if shared else 3, 6), b]
-    return [t.to(dtype).requires_grad_() for t in made]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in made]
 
 
 def expected(given: list[Tensor], cotangent: Tensor, version: str) -> list[Tensor]:
@@ -36,7 +38,7 @@ def expected(given: list[Tensor], cotangent: Tensor, version: str) -> list[Tenso
 
 def found(given: list[Tensor], version: str = "B") -> tuple[list[Tensor], Tensor]:
     y = layer_norm_rational(*given, version=version)
-    cotangent = torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
+    cotangent = torch.randn(y.shape, dtype=torch.float64).to(y)
     return [y.detach(), *torch.autograd.grad(y, given, cotangent)], cotangent
 
 
@@ -92,7 +94,7 @@ def test_rows_without_variance() -> None:
 def test_strided_input_and_wide_rows_that_are_composed() -> None:
     with backend("triton"):
         given = arguments()
-        given[0] = torch.randn(2, 24, 5, dtype=torch.float64).mT.requires_grad_()
+        given[0] = torch.randn(2, 24, 5, dtype=torch.float64, device=DEVICE).mT.requires_grad_()
         ours, cotangent = found(given)
         for t, want in zip(ours, expected(given, cotangent, "B"), strict=True):
             assert_close(t, want)
@@ -135,11 +137,11 @@ def test_repeats_bit_for_bit() -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_autocast_rounds_the_result_only(name: str) -> None:
     given = arguments(torch.float32)
-    with backend(name), torch.autocast("cpu", torch.bfloat16):
+    with backend(name), torch.autocast(DEVICE, torch.bfloat16):
         y = layer_norm_rational(*given)
     assert y.dtype == torch.bfloat16
     gradients = torch.autograd.grad(y, given, torch.ones_like(y))
-    _, *wanted = expected(given, torch.ones(y.shape), "B")
+    _, *wanted = expected(given, torch.ones_like(y), "B")
     for t, want in zip(gradients, wanted, strict=True):
         assert t.dtype == torch.float32
         assert float((t.double() - want).norm() / want.norm()) < 4e-6  # dy is one, which bfloat16 holds
@@ -187,9 +189,9 @@ def test_under_transforms() -> None:
     [
         (0, None, TypeError, "x: expected a torch tensor; got None"),
         (1, None, TypeError, "weight: expected a torch tensor; got None"),
-        (2, torch.zeros(23), ValueError, r"bias: expected shape \[24\]; got shape \(23,\)"),
-        (1, torch.zeros(24, dtype=torch.int64), TypeError, "weight: expected a floating dtype; got torch.int64"),
-        (3, torch.zeros(5, 6, dtype=torch.float64), ValueError, "denominator: expected as many groups"),
+        (2, torch.zeros(23, device=DEVICE), ValueError, r"bias: expected shape \[24\]; got shape \(23,\)"),
+        (1, torch.zeros(24, dtype=torch.int64, device=DEVICE), TypeError, "weight: expected a floating dtype; got torch.int64"),
+        (3, torch.zeros(5, 6, dtype=torch.float64, device=DEVICE), ValueError, "denominator: expected as many groups"),
     ],
 )
 def test_bad_input(index: int, value: Any, error: type[Exception], message: str) -> None:

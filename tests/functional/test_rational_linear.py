@@ -15,12 +15,14 @@ from fastkron_py.ops.backend import backend
 from fastkron_py.ops.rational_linear import OPERATOR
 from fastkron_py.testing import assert_close
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels run: compiled, or interpreted
+
 
 def arguments(dtype: torch.dtype = torch.float64, version: str = "B", c: int = 12, shared: bool = True) -> list[Tensor]:
     """(x, numerator, denominator, weight, bias), of 3 groups."""
     made = [torch.randn(2, 5, c), torch.randn(1 if shared else 3, 6), torch.randn(3, 5 if version == "C" else 4) * 0.5]
     made += [torch.randn(7, c), torch.randn(7)]
-    return [t.to(dtype).requires_grad_() for t in made]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in made]
 
 
 def composed(x: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
@@ -32,7 +34,7 @@ def both(given: list[Tensor], **options: Any) -> tuple[list[Tensor], list[Tensor
     found = []
     for function in (composed, rational_linear):
         z = function(*given, **options)
-        cotangent = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).reshape(z.shape)
+        cotangent = torch.linspace(-1, 1, z.numel()).to(z).reshape(z.shape)
         found.append([z.detach(), *torch.autograd.grad(z, given, cotangent)])
     return found[0], found[1]
 
@@ -55,7 +57,7 @@ def test_in_every_dtype_of_both_backends(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(12,), (4, 12), (0, 12), (2, 0, 3, 12)])
 def test_any_rank_and_empty_inputs(shape: tuple[int, ...]) -> None:
-    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True), *arguments()[1:]]
+    given = [torch.randn(shape, dtype=torch.float64, device=DEVICE, requires_grad=True), *arguments()[1:]]
     for expected, found in zip(*both(given), strict=True):
         assert found.shape == expected.shape
         assert_close(found, expected)
@@ -63,7 +65,7 @@ def test_any_rank_and_empty_inputs(shape: tuple[int, ...]) -> None:
 
 def test_strided_input_and_no_bias() -> None:
     x, *others = arguments(c=12)
-    x = torch.randn(2, 12, 5, dtype=torch.float64).mT.requires_grad_()
+    x = torch.randn(2, 12, 5, dtype=torch.float64, device=DEVICE).mT.requires_grad_()
     for expected, found in zip(*both([x, *others[:3]]), strict=True):
         assert_close(found, expected)
 
@@ -105,10 +107,10 @@ def test_autocast_rounds_the_values_and_the_weight_only(backward_under_autocast:
     given = arguments(torch.float32)
     found = []
     for function in (composed, rational_linear):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             z = function(*given)
         assert z.dtype == torch.bfloat16
-        with torch.autocast("cpu", torch.bfloat16, enabled=backward_under_autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=backward_under_autocast):
             found.append([z.detach(), *torch.autograd.grad(z.square().sum(), given)])
     for expected, ours in zip(*found, strict=True):
         assert ours.dtype == expected.dtype
@@ -152,10 +154,10 @@ def test_under_transforms() -> None:
         (0, None, TypeError, "x: expected a torch tensor; got None"),
         (3, [1.0], TypeError, "weight: expected a torch tensor; got list"),
         (4, 1.0, TypeError, "bias: expected a torch tensor or None; got float"),
-        (3, torch.zeros(7, 11, dtype=torch.float64), ValueError, r"weight: expected shape \[O, 12\]; got shape \(7, 11\)"),
-        (4, torch.zeros(6, dtype=torch.float64), ValueError, r"bias: expected shape \[7\]; got shape \(6,\)"),
-        (3, torch.zeros(7, 12), TypeError, "weight: expected dtype torch.float64, as that of x; got torch.float32"),
-        (1, torch.zeros(5, 6, dtype=torch.float64), ValueError, "denominator: expected as many groups"),
+        (3, torch.zeros(7, 11, dtype=torch.float64, device=DEVICE), ValueError, r"weight: expected shape \[O, 12\]; got shape \(7, 11\)"),
+        (4, torch.zeros(6, dtype=torch.float64, device=DEVICE), ValueError, r"bias: expected shape \[7\]; got shape \(6,\)"),
+        (3, torch.zeros(7, 12, device=DEVICE), TypeError, "weight: expected dtype torch.float64, as that of x; got torch.float32"),
+        (1, torch.zeros(5, 6, dtype=torch.float64, device=DEVICE), ValueError, "denominator: expected as many groups"),
     ],
 )
 def test_bad_input(index: int, value: Any, error: type[Exception], message: str) -> None:

@@ -134,10 +134,11 @@ def test_dropout_falls_behind_each_rational_function() -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_block_is_the_formula(name: str, recompute: bool) -> None:
     """Its norm and its first function in one pass or not: x + attn(norm1(x)), then y + mlp(norm2(y))."""
-    block = tiny(depth=1, recompute=recompute).double().blocks[0]
+    place = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels run: compiled, or interpreted
+    block = tiny(depth=1, recompute=recompute).double().to(place).blocks[0]
     for p in block.parameters():
         nn.init.normal_(p, std=0.3)
-    x = torch.randn(2, 3, 32, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 3, 32, dtype=torch.float64, device=place, requires_grad=True)
     parameters = [x, *block.parameters()]
     y = x + block.attn(block.norm1(x))
     h = nn.functional.layer_norm(y, (32,), block.norm2.weight, block.norm2.bias, block.norm2.eps)
