@@ -1,14 +1,16 @@
 """Stores straight into the peers' memory, between GPUs of one host: torch's symmetric memory in place of an all-to-all.
 
 Every rank of a line keeps a few slots that its peers can write to. A transfer takes one, writes each peer's part to its place in the
-peer's slot (packing, sending and unpacking in one copy), on a stream of its own, between two barriers: before the first
-the slot's last content has been used everywhere, after the second all parts are there. NVLink multicast is not used.
+peer's slot (packing, sending and unpacking in one copy), on the slot's stream, between two barriers: before the first
+the slot's last content has been used everywhere, after the second all parts are there. What is multiplied next is read from the slot,
+and what belongs to the result is copied there on the same stream, so that no copy delays a multiply. Long runs are copied by the
+GPU's copy engines. NVLink multicast is not used.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from zlib import crc32
 
@@ -41,7 +43,7 @@ class Direct:
         self.slot_bytes = slot_bytes
         self._buffer = symmetric.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
-        self._stream = torch.cuda.Stream(device)
+        self._streams = [torch.cuda.Stream(device) for _ in range(SLOTS)]
         self._timeout = int(group_timeout().total_seconds() * 1000)
         self._taken = [False] * SLOTS
         self._next = 0
@@ -60,30 +62,49 @@ class Direct:
         found: Tensor = self._handle.get_buffer(peer, (elements,), dtype, start)
         return found
 
-    def store(self, slot: int, local: Tensor, copies: Any) -> torch.cuda.Event:
+    def store(self, slot: int, local: Tensor, copies: Callable[[], None], then: Callable[[], None]) -> torch.cuda.Event:
         """Have a function write to the peers' slots, beside what the current stream does next.
 
         Args:
             slot: a taken one.
             local: what the function reads.
             copies: the function; it writes.
+            then: called when this rank's slot is complete.
 
         Returns:
-            The event after which the slot is complete.
+            The event after which the slot is complete, and then's work done.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(local.device))
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[slot]
+        stream.wait_stream(torch.cuda.current_stream(local.device))
+        with torch.cuda.stream(stream):
             self._handle.barrier(channel=2 * slot, timeout_ms=self._timeout)
             copies()
             self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
+            then()
             done = torch.cuda.Event()
-            done.record(self._stream)
-        local.record_stream(self._stream)
+            done.record(stream)
+        local.record_stream(stream)
         return done
 
     def release(self, slot: int) -> None:
         """The current stream has been given all that reads the slot."""
         self._taken[slot] = False
+
+
+def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event | None:
+    """Have copies made on a stream of their own, after what the current stream has been given; the event after them."""
+    if device.type != "cuda":
+        copies()
+        return None
+    if device not in _beside:
+        _beside[device] = torch.cuda.Stream(device)
+    stream = _beside[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        copies()
+        done = torch.cuda.Event()
+        done.record(stream)
+    return done
 
 
 def copy_runs(to: Tensor, of: Tensor) -> None:
@@ -97,6 +118,7 @@ def copy_runs(to: Tensor, of: Tensor) -> None:
             there_run.copy_(here_run)
 
 
+_beside: dict[torch.device, torch.cuda.Stream] = {}
 _made: dict[tuple[str, torch.device], Direct | None] = {}
 _made_in: Any = None
 

@@ -1,24 +1,31 @@
 """Moving blocks between the ranks of a grid's row, so that autograd can follow and other work can go on meanwhile.
 
-A transfer is one exchange (`blocks.Exchange`) of one chunk of rows, forwards or back. `start` packs what each peer gets into
-one buffer and begins an all-to-all; `finish` waits and puts the parts in place. Both are linear, and each is the other's
-derivative with the exchange turned round, so gradients of every order are exchanges too. What is under way stays with
-the transfer; autograd sees an empty tensor in its place, a token, that ties the two together.
+A transfer is one exchange (`blocks.Exchange`) of one chunk of rows, forwards or back. `start` begins it and `finish` waits for it. What
+goes to a peer and what comes from one are runs of memory in the two ranks' blocks. Where runs are long they are sent as they lie and arrive
+where they belong, as messages of one group (or stored by the sender, `direct`); else they are packed into one buffer for an all-to-all, and
+unpacked after it. Start and finish are linear, and each is the other's derivative with the exchange turned round, so gradients of every
+order are exchanges too. What is under way stays with the transfer; autograd sees an empty tensor in its place, a token, that ties the two
+together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.blocks import Exchange, widths
-from fastkron_py.distributed.direct import Direct, copy_runs
+from fastkron_py.distributed.blocks import Exchange, Rectangle, widths
+from fastkron_py.distributed.direct import Direct, beside, copy_runs
 from fastkron_py.distributed.failures import rank_text, stage
+
+MESSAGE_BYTES: Final = 4 << 20
+"""Runs of memory from this size on are messages of their own; below, what a message costs the host shows."""
+MOST_MESSAGES: Final = 64
+"""To one peer in one transfer; more are packed."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,20 @@ class Line:
         return dist.get_process_group_ranks(self.group)
 
 
+class _Works:
+    """The messages of one transfer, and the copies of what a rank keeps, on a stream of their own where there are streams."""
+
+    def __init__(self, works: Sequence[dist.Work], copied: torch.cuda.Event | None) -> None:
+        self._works, self._copied = works, copied
+
+    def wait(self) -> None:
+        """As dist.Work: the host on CPUs, the current stream on GPUs."""
+        for work in self._works:
+            work.wait()
+        if self._copied is not None:
+            self._copied.wait()
+
+
 @dataclass
 class Transfer:
     """One exchange of some rows: what it moves, and what is under way. Blocks are flat and contiguous.
@@ -47,6 +68,7 @@ class Transfer:
         label: how errors call it.
         back: it goes from the exchange's target to its source.
         into: where the block shall be afterwards, if that is known when it is sent.
+        lent: the block may lie in a slot of direct stores afterwards, until `give_back`.
     """
 
     exchange: Exchange
@@ -55,6 +77,7 @@ class Transfer:
     label: str
     back: bool = False
     into: Tensor | None = None
+    lent: bool = False
     work: Any = None
     parcel: Tensor | None = None  # what is sent; kept alive until the work is done
     arrived: Tensor | None = None  # what is received
@@ -88,6 +111,14 @@ class Transfer:
         """Whether parts arrive in the order in which they belong."""
         return self.rows == 1 and self.exchange.straight and self.back and self.moves
 
+    def sent_in_runs(self, itemsize: int) -> bool:
+        """Whether runs of memory are long enough to be messages of their own. The same on every rank."""
+        if not self.moves or self.rows != 1 or not self.exchange.straight:
+            return False
+        shortest = min(w for w in widths(self.exchange.source) if w)
+        most = max(widths(self.exchange.target)) // self.exchange.columns
+        return shortest * itemsize >= MESSAGE_BYTES and most <= MOST_MESSAGES
+
     def pack(self, local: Tensor) -> Tensor:
         """What goes to the peers, one after the other, of a block."""
         if self.sent_as_it_lies:
@@ -117,6 +148,9 @@ class Transfer:
             if self.slot is not None:
                 self._store(self.line.direct, self.slot, local)
                 return
+        if self.sent_in_runs(local.element_size()):
+            self._send_runs(local)
+            return
         parcel = self.pack(local)
         if not self.moves:
             self.arrived = parcel
@@ -137,21 +171,46 @@ class Transfer:
     def receive(self, out: Tensor | None = None) -> Tensor:
         """Wait for the parts and put them in place, in out or where they are."""
         if self.slot is not None and self.line.direct is not None:
-            return self._collect(self.line.direct, self.slot, out)
+            return self._collect(self.line.direct, self.slot, self.into if out is None else out)
         arrived = self.arrived
         if arrived is None:
             raise RuntimeError("a transfer is received once, after it was sent")
         if self.work is not None:
             with stage(self._text(arrived), self.line.group):
                 self.work.wait()
-        if out is None and self.lands_in_place:
-            out = arrived
-        elif out is None:
-            out = arrived.new_empty(self.size)
-        if out.data_ptr() != arrived.data_ptr() or not self.lands_in_place:
+        in_order = self.lands_in_place or self.sent_in_runs(arrived.element_size())
+        if out is None:
+            out = arrived if in_order else arrived.new_empty(self.size)
+        if not in_order:
             self.unpack(arrived, out)
+        elif out.data_ptr() != arrived.data_ptr():
+            out.copy_(arrived)
         self.work = self.parcel = self.arrived = self.into = None
         return out
+
+    def _send_runs(self, local: Tensor) -> None:
+        """Begin to send runs of memory from where they are to where they belong."""
+        self.parcel = local
+        self.arrived = local.new_empty(self.size) if self.into is None else self.into
+        ranks, messages = self.line.ranks, []
+        for peer in range(self.line.size):
+            going, coming = self._runs(local, peer, outgoing=True), self._runs(self.arrived, peer, outgoing=False)
+            if peer == self.line.position:
+                kept = list(zip(coming, going, strict=True))
+            else:
+                messages += [dist.P2POp(dist.isend, _plain(run), ranks[peer], self.line.group) for run in going]
+                messages += [dist.P2POp(dist.irecv, _plain(run), ranks[peer], self.line.group) for run in coming]
+        with stage(self._text(local), self.line.group):
+            copied = beside(local.device, lambda: [to.copy_(of) for to, of in kept])
+            self.work = _Works(dist.batch_isend_irecv(messages) if messages else [], copied)
+
+    def _runs(self, block: Tensor, peer: int, outgoing: bool) -> list[Tensor]:
+        """What goes to a peer or comes from one, as runs of memory in this rank's block."""
+        exchange, me = self.exchange, self.line.position
+        at_source = outgoing != self.back
+        rectangles = exchange.rectangles(me, peer) if at_source else exchange.rectangles(peer, me)
+        view = _at_source if at_source else _at_target
+        return [run for r in rectangles for run in view(exchange, block, 1, me, r)[0].unbind()]
 
     @property
     def most(self) -> int:
@@ -179,18 +238,35 @@ class Transfer:
             for to, of in self.stores(local, blocks):
                 copy_runs(to, of)
 
+        def then() -> None:
+            if self.into is not None:
+                self.into.copy_(direct.block(slot, self.line.position, self.size, local.dtype))
+
         with stage(self._text(local), self.line.group):
-            self.work = direct.store(slot, local, copies)
+            self.work = direct.store(slot, local, copies, then)
         self.dtype = local.dtype
 
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
         found = direct.block(slot, self.line.position, self.size, self.dtype)
         self.work.wait()  # the current stream, not the host
-        out = torch.empty_like(found) if out is None else out
-        out.copy_(found)
-        direct.release(slot)
-        self.work = self.slot = self.into = None
+        if self.lent and out is None:
+            self.work = None
+            return found
+        if out is None or self.into is None or out.data_ptr() != self.into.data_ptr():
+            out = torch.empty_like(found) if out is None else out
+            out.copy_(found)
+        self.work = self.into = None
+        self._release(direct, slot)
         return out
+
+    def give_back(self) -> None:
+        """The current stream has been given all that reads a block that was lent."""
+        if self.slot is not None and self.line.direct is not None:
+            self._release(self.line.direct, self.slot)
+
+    def _release(self, direct: Direct, slot: int) -> None:
+        direct.release(slot)
+        self.slot = None
 
     def _pairs(self, parcel: Tensor, local: Tensor, outgoing: bool) -> list[tuple[Tensor, Tensor]]:
         """Parts of a buffer, and where in this rank's block each of them belongs: ``[rows, q, s]``, both."""
@@ -226,7 +302,7 @@ def _uniform_pair(exchange: Exchange, parcel: Tensor, local: Tensor, rows: int, 
     return part, local.view(rows, q, g, s).permute(2, 0, 1, 3)
 
 
-def _at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) -> Tensor:
+def _at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
     """A rectangle in the block ``[rows, s, q]`` that a multiply has left, or in columns ``[rows, q, s]``."""
     low, high = exchange.source[me], exchange.source[me + 1]
     row, column = slice(r.row, r.row_stop), slice(r.column - low, r.column_stop - low)
@@ -235,7 +311,7 @@ def _at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) ->
     return local.view(rows, exchange.rows, high - low)[:, row, column]
 
 
-def _at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Any) -> Tensor:
+def _at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
     """A rectangle in a block of columns of ``[rows, q * s]``: parts of one row of q, or whole ones but for what others sent."""
     width = exchange.target_size(me)
     place = r.row * exchange.columns + r.column - exchange.target[me]
@@ -266,12 +342,13 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfers: Sequence[Transfer], *tokens: Tensor) -> Tensor:
-        ctx.transfers = transfers
-        if len(transfers) == 1:
+    def forward(ctx: Any, given: tuple[Sequence[Transfer], Tensor | None], *tokens: Tensor) -> Tensor:
+        ctx.transfers = transfers = given[0]
+        out = given[1]
+        if len(transfers) == 1 and out is None:
             return transfers[0].receive()
         sizes = [t.size for t in transfers]
-        out = tokens[0].new_empty(sum(sizes))
+        out = tokens[0].new_empty(sum(sizes)) if out is None else out
         for transfer, part in zip(transfers, out.split(sizes), strict=True):
             transfer.receive(part)
         return out
@@ -301,12 +378,13 @@ def start(local: Tensor, transfer: Transfer) -> Tensor:
     return token
 
 
-def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor]) -> Tensor:
+def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Complete transfers of consecutive rows.
 
     Args:
         transfers: as given to `start`.
         tokens: what `start` returned for each.
+        out: where the blocks shall be, a new tensor, of which transfers may know their parts as `Transfer.into`.
 
     Returns:
         This rank's blocks after the transfers, flat, one after the other.
@@ -314,5 +392,5 @@ def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor]) -> Tensor:
     Raises:
         CollectiveError: an exchange failed; names the stage.
     """
-    block: Tensor = _Finish.apply(transfers, *tokens)  # type: ignore[no-untyped-call]
+    block: Tensor = _Finish.apply((transfers, out), *tokens)  # type: ignore[no-untyped-call]
     return block

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fastkron_py.distributed.blocks import Exchange, Stage, by_rows, chunk_offsets, even_offsets, widths
-from fastkron_py.distributed.estimate import IN_FLIGHT
 from fastkron_py.distributed.exchange import Line, Transfer, finish, start
 from fastkron_py.distributed.planner import Plan
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 
 Work = Generator[None, None, None]
+LAG: Final = 2
+"""Ticks from one step of a chunk to its next."""
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Pipeline:
     precision: str | None
     name: str
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
+    _recorded: bool = False  # by autograd, which shall see one result, and may keep operands
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``.
@@ -51,18 +52,19 @@ class Pipeline:
         sizes = self.plan.chunk_rows(m)
         width = widths(chunk_offsets(math.prod(self.plan.problem.outer), self.line.size))[me]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
-        out = None if recorded or len(sizes) == 1 else x.new_empty(m, width)
-        outs = [None] * len(sizes) if out is None else [part.view(-1) for part in out.split(sizes)]
+        out = None if len(sizes) == 1 else x.new_empty(m * width)
+        outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
+        self._recorded = recorded
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         work = self._by_rows if self.plan.by_rows else self._by_stages
         self._last = []
-        _alternate([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
-        if out is not None:  # each chunk has landed where it belongs as soon as it was there
-            return out
+        _wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
+        if out is not None and not recorded:  # each chunk has landed where it belongs as soon as it was there
+            return out.view(m, width)
         transfers, tokens = zip(*self._last, strict=True)
         self._last = []
-        return finish(transfers, tokens).view(m, width)
+        return finish(transfers, tokens, out).view(m, width)
 
     def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """All that happens to some rows; pauses while an exchange is under way."""
@@ -89,17 +91,19 @@ class Pipeline:
         problem, parts = self.plan.problem, self.line.size
         there, back = by_rows(x.shape[0], math.prod(problem.inner), math.prod(problem.outer), parts)
         own = widths(even_offsets(x.shape[0], parts))[self.line.position]
-        transfer = self._transfer(there, 1, "columns to rows" + chunk)
-        block = start(x.reshape(-1), transfer)
+        arriving = self._transfer(there, 1, "columns to rows" + chunk)
+        arriving.lent = not self._recorded
+        block = start(x.reshape(-1), arriving)
         yield
-        block = finish([transfer], [block])
+        block = self._multiply(finish([arriving], [block]).view(own, math.prod(problem.inner)), self.factors, self.alpha).view(-1)
+        arriving.give_back()
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
         transfer.into = out
-        block = start(self._multiply(block.view(own, math.prod(problem.inner)), self.factors, self.alpha).view(-1), transfer)
+        block = start(block, transfer)
         yield from self._end(transfer, block, out)
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
-        if out is None:
+        if out is None or self._recorded:
             self._last.append((transfer, token))
         else:
             yield
@@ -117,10 +121,16 @@ class Pipeline:
         return local_kron_matmul(x, list(factors), alpha=alpha, precision=self.precision)
 
 
-def _alternate(chunks: Sequence[Work]) -> None:
-    """Run chunks, a few at a time: while one waits for its exchange, the next goes on. The same order on every rank."""
-    waiting, running = deque(chunks), deque[Work]()
-    while waiting or running:
-        work = waiting.popleft() if waiting and len(running) < IN_FLIGHT else running.popleft()
-        if next(work, "done") is None:
-            running.append(work)
+def _wave(chunks: Sequence[Work]) -> None:
+    """Run chunks so that links and multiprocessors both have work: chunk c takes its step s at tick ``c + LAG * s``.
+
+    What an exchange brings is waited for one tick after the next chunk's has begun, so that while chunk c is multiplied, chunk c + 1
+    arrives, and nothing that is sent later waits for a multiply that it does not need. The same order on every rank.
+    """
+    done: set[int] = set()
+    tick = 0
+    while len(done) < len(chunks):
+        for c in range(tick % LAG, min(tick + 1, len(chunks)), LAG):  # the oldest first: they free memory
+            if c not in done and next(chunks[c], "done") is not None:
+                done.add(c)
+        tick += 1

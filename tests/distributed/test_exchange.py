@@ -1,0 +1,133 @@
+"""What an exchange sends, and what it copies besides: messages from where data lies to where it belongs, or packed buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from products import PROBLEMS, block, grid_for, make, multiply, planned, single, whole_numbers
+from rank_pool import RankPool
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastkron_py.distributed import exchange as exchanges
+from fastkron_py.distributed import kron_matmul
+from fastkron_py.distributed.exchange import Transfer
+
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes that are copied inside of it."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.bytes += args[0].nbytes if func in COPIES else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def audited(message_bytes: int) -> Iterator[tuple[Copied, Counter, list[int]]]:
+    """Counts of copies in exchanges, of bytes sent in messages to each rank, and of messages in each transfer."""
+    copied, sent, messages = Copied(), Counter(), []
+    plain, send, receive = dist.batch_isend_irecv, Transfer.send, Transfer.receive
+
+    def count(ops):
+        for op in ops:
+            if op.op is dist.isend:
+                sent[op.peer] += op.tensor.nbytes
+        messages.append(len(ops))
+        return plain(ops)
+
+    def inside(function):
+        def call(*args):
+            with copied:
+                return function(*args)
+
+        return call
+
+    with (
+        mock.patch.object(exchanges, "MESSAGE_BYTES", message_bytes),
+        mock.patch.object(dist, "batch_isend_irecv", count),
+        mock.patch.object(Transfer, "send", inside(send)),
+        mock.patch.object(Transfer, "receive", inside(receive)),
+    ):
+        yield copied, sent, messages
+
+
+def in_messages(shape, left):
+    """All problems by rows, in runs: right, and with the plan's bytes in messages."""
+    if (grid := grid_for(shape)) is None:
+        return
+    for name, (m, sizes, _) in PROBLEMS.items():
+        x, factors, _ = make(m, sizes, left=left)
+        expected = block(single(x, factors, left), grid)
+        for chunks in (1, 3):
+            how = planned(m, sizes, shape, "rows", chunks, left)
+            with audited(1) as (_, sent, _):
+                found = multiply(block(x, grid), [f.to(grid.device) for f in factors], left, grid=grid, plan=how)
+            assert torch.equal(found, expected), f"{name}, {chunks}"
+            for peer in range(grid.world_size):
+                if peer != grid.rank:
+                    assert sent[peer] == sum(how.bytes_between(i, grid.rank, peer) for i in range(2 if how.by_rows else 0)), name
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_runs_of_memory_are_messages(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
+    ranks.run(in_messages, grid_shape, left)
+
+
+def gradients_in_messages(chunks):
+    grid = grid_for((1, dist.get_world_size()))
+    m, sizes = 10, ((4, 4), (3, 3), (2, 4))
+    x, factors, _ = make(m, sizes)
+    how = planned(m, sizes, grid.shape, "rows", chunks, False)
+    whole = [t.clone().requires_grad_() for t in (x, *factors)]
+    mine = [t.clone().requires_grad_() for t in (block(x, grid), *[f.to(grid.device) for f in factors])]
+    weights = whole_numbers(torch.Generator().manual_seed(1), m, 4 * 3 * 4)
+    y = single(whole[0], whole[1:])
+    with audited(1) as (_, sent, _):
+        found = kron_matmul(mine[0], mine[1:], grid=grid, plan=how)
+        assert torch.equal(found, block(y, grid))
+        forward = sum(sent.values())
+        found.backward(block(weights, grid))
+    y.backward(weights)
+    assert torch.equal(mine[0].grad, block(whole[0].grad, grid))
+    assert all(torch.equal(a.grad.cpu(), b.grad) for a, b in zip(mine[1:], whole[1:], strict=True))
+    return forward, sum(sent.values())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_messages(ranks: RankPool, chunks: int) -> None:
+    forward, both = map(sum, zip(*ranks.run(gradients_in_messages, chunks), strict=True))
+    assert both == 2 * forward > 0  # as much on the way back
+
+
+def copies(message_bytes, stages):
+    """Bytes copied by the exchanges of a product, as multiples of this rank's block, and how many messages there were."""
+    grid = grid_for((1, dist.get_world_size()))
+    m, sizes = 16, ((8, 8),) * 3
+    x, factors, _ = make(m, sizes, torch.float32)
+    local, placed = block(x, grid), [f.to(grid.device) for f in factors]
+    with audited(message_bytes) as (copied, _, messages):
+        found = kron_matmul(local, placed, grid=grid, plan=planned(m, sizes, grid.shape, stages, 2, False, torch.float32))
+    assert torch.equal(found, block(single(x, factors), grid))
+    return copied.bytes / local.nbytes, messages
+
+
+def test_messages_are_not_packed(ranks: RankPool) -> None:
+    """What a rank keeps is copied, in each of two exchanges; packed buffers cost a copy of all more at each turn."""
+    size = ranks.world_size
+    for times, messages in ranks.run(copies, 1, "rows"):
+        assert times == 2 / size
+        assert messages == [2 * (16 // size // 2) * (size - 1)] * 4  # rows of a chunk, there and back
+    for times, messages in ranks.run(copies, 1 << 40, "rows"):
+        assert times == 2
+        assert messages == []
+    for times, _ in ranks.run(copies, 1, (2, 1)):
+        assert times == 4
