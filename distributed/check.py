@@ -1,14 +1,14 @@
 """All ranks agree on what they are about to do, or all of them raise the same error.
 
-Every call exchanges a digest of its description, 16 bytes and up to four numbers, over a Gloo group of its own
-that the grid keeps for this. It is not left out for descriptions that were agreed on before: a rank that left it
+Every call exchanges a digest of its description, 16 bytes and up to four numbers, over the grid's `Control`. It is not
+left out for descriptions that were agreed on before: a rank that left it
 out because it knows its own would go on into an exchange of data, while one whose description is new waited here
 for it, and both would hang; no rank can know alone that another one's call differs. So nothing is decided but by
 digests that all have seen. What repeated calls do save is making the description's digest, which is kept.
 
-The exchange runs on the host. On a GPU it overlaps what is queued there, and it can be started before a call's first
-local step and settled before its first exchange of data (`announce`, `Agreement.settle`). Where digests differ, and
-only there, the descriptions follow.
+The exchange runs on the host, beside what is queued on a GPU: among the ranks of one host through shared memory, in microseconds, else over
+Gloo. It can be started before a call's first local step and settled before its first exchange of data (`announce`, `Agreement.settle`);
+a product without exchanges is multiplied meanwhile. Where digests differ, and only there, the descriptions follow.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Agreement:
         self._stage = f"{call}: {STAGE}" if call else STAGE
         self._text = text
         self._error = error
-        own = torch.tensor([*_digest(text), *local, *[0] * (LOCAL - len(local))], dtype=torch.int64)
         with stage(self._stage, self._control.ranks):
-            self._all, self._work = self._control.gather(own)
+            self._under_way = self._control.tell([*_digest(text), *local, *[0] * (LOCAL - len(local))])
 
     def settle(self) -> list[tuple[int, ...]]:
         """Wait for all ranks' digests.
@@ -63,11 +62,8 @@ class Agreement:
             Exception: one or more ranks came with an error; every rank raises it.
             CollectiveError: a rank has died or not come.
         """
-        if self._work is not None:
-            work, self._work = self._work, None
-            with stage(self._stage, self._control.ranks):
-                work.wait()
-        rows = self._all.tolist()
+        with stage(self._stage, self._control.ranks):
+            rows = self._under_way.wait()
         if any(row[:2] != rows[0][:2] for row in rows):
             error = compare(_gather_text(self._control, self._text), self._control.ranks)
             raise error from self._error

@@ -1,4 +1,4 @@
-"""A small Gloo group of a grid's own, for what ranks tell each other on the host beside their data."""
+"""What the ranks of a grid tell each other on the host beside their data: over shared memory, or a small Gloo group of their own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastkron_py.distributed.board import Board, Post, open_board
 from fastkron_py.distributed.failures import after_failure, stage
 
 FALLBACK_TIMEOUT: Final = timedelta(minutes=10)
 
 
 class Control:
-    """Gathers small tensors in host memory from all ranks of a grid.
+    """Gathers small tensors in host memory from all ranks of a grid; a few numbers, where all are on one host, over a `Board`.
 
     Made by its members alone, through the job's store: torch's `new_group` would ask every rank of the job. Never used
     for data, so that a rank which goes another way than the others meets no collective of theirs by accident.
@@ -29,12 +30,22 @@ class Control:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self._failure = ""
+        self._board: Board | None = None
         position = self.ranks.index(dist.get_rank())
         store = dist.PrefixStore("fastkron_py/control/" + "_".join(map(str, self.ranks)), dist.distributed_c10d._get_default_store())
         with stage("ProcessGrid: connecting", self.ranks):
             _living.add(self)
             # Any: torch's stubs leave out what a backend inherits.
             self._group: Any = dist.ProcessGroupGloo(store, position, len(self.ranks), group_timeout())
+            self._board = (
+                None if len(self.ranks) == 1 else open_board(self._gathered, position, self.ranks, group_timeout().total_seconds())
+            )
+
+    def tell(self, numbers: Sequence[int]) -> Post | Gathering:
+        """Begin to gather up to six numbers of 64 bits of every rank; waited for, it gives a list of each rank's."""
+        if self._group is not None and self._board is not None:
+            return self._board.post(numbers)
+        return Gathering(*self.gather(torch.tensor(numbers, dtype=torch.int64)))
 
     def gather(self, own: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather every rank's ``[n]`` tensor as ``[ranks, n]``, complete when the work is waited for."""
@@ -48,13 +59,34 @@ class Control:
 
     def close(self, failure: Exception) -> None:
         """Break the connections, so that ranks which wait here for this one learn at once that it will not come."""
-        self._group, self._failure = None, str(failure)  # not the error, whose stack has the group
+        if self._board is not None:
+            self._board.close()
+        self._group, self._board, self._failure = None, None, str(failure)  # not the error, whose stack has the group
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
-        _, work = self.gather(torch.zeros(1))
+        self.tell([]).wait()
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        everything, work = self.gather(own)
         if work is not None:
             work.wait()
+        return everything
+
+
+class Gathering:
+    """Numbers under way over Gloo, as a `Post` is over shared memory."""
+
+    def __init__(self, everything: Tensor, work: dist.Work | None) -> None:
+        self._everything, self._work = everything, work
+
+    def wait(self) -> list[list[int]]:
+        """Every rank's numbers."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+        found: list[list[int]] = self._everything.tolist()
+        return found
 
 
 _living: WeakSet[Control] = WeakSet()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.blocks import chunk_offsets, widths
-from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.check import agree, announce
 from fastkron_py.distributed.direct import direct_for
 from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.grid import ProcessGrid
@@ -27,6 +27,7 @@ from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import replicate
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import kron_matmul as local_kron_matmul
+from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.functional.checks import check_precision, check_scalar, check_scalar_fits, check_tensors, factor_list
 from fastkron_py.functional.kron import autocasted
 from fastkron_py.shapes import check_factor_shapes
@@ -142,6 +143,11 @@ class _Call:
         return tuple(f.shape[0] for f in self.factors), tuple(f.shape[1] for f in self.factors)
 
     @property
+    def parts(self) -> int:
+        """Over how many ranks a row of x is spread; with left a column."""
+        return self.grid.shape[0 if self.left else 1]
+
+    @property
     def name(self) -> str:
         """Of the public function."""
         return "kron_matmul_left" if self.left else "kron_matmul"
@@ -177,9 +183,14 @@ def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precis
         agree(where, error)
         raise  # not reached: agree raises on all ranks
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
-    found = agree(where, call.description(), local=(*call.x.shape, free_memory(call.x)))
+    agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x)))
+    # What needs no exchange begins while the ranks hear of each other.
+    y = _multiply(call, None) if call.parts == 1 else None
+    found = agreement.settle()
     m = _check_blocks([sizes[:2] for sizes in found], where, call)
-    y = _multiply(call, m, [sizes[2] for sizes in found])
+    if y is None:
+        chosen = fit(call.plan or _planned(_problem(call, m), where.shape, where.device.type), [sizes[2] for sizes in found], where.ranks)
+        y = _multiply(call, chosen)
     if not isinstance(x, DTensor):
         return y
     ps, qs = call.sizes
@@ -187,7 +198,8 @@ def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precis
     return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=torch.Size(size), stride=(size[1], 1))
 
 
-def _multiply(call: _Call, m: int, free: Sequence[int]) -> Tensor:
+def _multiply(call: _Call, chosen: Plan | None) -> Tensor:
+    """This rank's block of the result; without a plan one rank has all that it takes."""
     grid, alpha, beta = call.grid, call.alpha, call.beta
     shared = [*call.factors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
@@ -195,16 +207,16 @@ def _multiply(call: _Call, m: int, free: Sequence[int]) -> Tensor:
     factors, scalars = shared[: len(call.factors)], iter(shared[len(call.factors) :])
     alpha, beta = (next(scalars) if isinstance(s, Tensor) else s for s in (alpha, beta))
     x, z = call.x, call.z
+    if chosen is None and call.left:
+        return local_kron_matmul_left(factors, x, alpha=alpha, beta=beta, z=z, precision=call.precision)
     if call.left:
         x, z, factors = x.mT, None if z is None else z.mT, [f.mT for f in factors]
-    parts = grid.shape[0] if call.left else grid.shape[1]
-    if parts == 1:
+    if chosen is None:
         y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
     else:
-        chosen = fit(call.plan or _planned(_problem(call, m), grid.shape, grid.device.type), free, grid.ranks)
         group = grid.col_group if call.left else grid.row_group
         direct = direct_for(grid, group, _lines(grid, call.left), chosen.most_elements * x.element_size()) if chosen.direct else None
-        line = Line(group, parts, grid.row if call.left else grid.col, direct)
+        line = Line(group, call.parts, grid.row if call.left else grid.col, direct)
         try:
             y = _run(Pipeline(chosen, line, factors, alpha, call.precision, call.name), x, call.recompute)
         except torch.OutOfMemoryError as error:

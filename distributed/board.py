@@ -1,0 +1,229 @@
+"""A board in shared memory on which the ranks of one host tell each other a few numbers, in microseconds.
+
+Each rank has a row of its own, which it alone writes and all read: two posts, used in turn, of a sequence number, a checksum and
+the numbers. A post is read when its sequence number is the one that is waited for and its checksum is right, so that no order of
+memory accesses is relied on. It is written over two posts later, when all ranks have read it: by then all have made the post between, and
+nobody makes a post before it has read the others' last one.
+
+A lock on one byte of the file for each rank, which the operating system drops when a process ends, tells who is alive. The file has a
+random name, is readable by its owner alone, and has lost its name before it is used, so that nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from fastkron_py.distributed.failures import rank_text
+
+NUMBERS: Final = 6
+"""In a post."""
+FOLDER: Final = "/dev/shm"  # noqa: S108  # the host's shared memory, not a folder for temporary files
+_PREFIX: Final = "fastkron_py-"
+_NAME: Final = re.compile(_PREFIX + r"[A-Za-z0-9_]{8}")
+_TOKEN: Final = 16  # bytes at the file's beginning
+_NAME_BYTES: Final = 64
+_POST: Final = 2 + NUMBERS  # sequence number, checksum, numbers
+_ROW: Final = 32  # words of a rank: a word that says that it has closed, then posts at 8 and 16; whole cache lines
+_SPINS: Final = 300
+_NAP: Final = 1e-4
+_LOOK: Final = 5e-3
+"""Seconds between two looks at who is alive."""
+
+
+class Board:
+    """This rank's view. Made by `open_board`.
+
+    Args:
+        descriptor: of the file.
+        position: of this rank.
+        ranks: all ranks' names in messages.
+        timeout: seconds to wait for a post.
+    """
+
+    def __init__(self, descriptor: int, position: int, ranks: Sequence[int], timeout: float) -> None:
+        self._descriptor, self._position, self._ranks, self._timeout = descriptor, position, tuple(ranks), timeout
+        finalize(self, os.close, descriptor)
+        self._words = memoryview(mmap.mmap(descriptor, _size(len(ranks)))).cast("q")
+        self._sequence = 0
+        self._open: Post | None = None
+        _lock(descriptor, position)
+
+    def post(self, numbers: Sequence[int]) -> Post:
+        """Tell the others up to six numbers of 64 bits; what they tell is known when the post is waited for."""
+        if self._open is not None:
+            self._open.wait()
+        self._sequence += 1
+        padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
+        at = self._at(self._position, self._sequence)
+        for i, number in enumerate(padded):
+            self._words[at + 2 + i] = number
+        self._words[at + 1] = _checksum(self._sequence, padded)
+        self._words[at] = self._sequence
+        self._open = Post(self, self._sequence)
+        return self._open
+
+    def close(self) -> None:
+        """Let ranks that wait for this one know that it will not come."""
+        self._words[_TOKEN // 8 + self._position * _ROW] = 1
+
+    def read(self, sequence: int) -> list[list[int]]:
+        """Wait for every rank's post.
+
+        Raises:
+            RuntimeError: a rank has ended, has closed its board, or has not come in time.
+        """
+        found: list[list[int] | None] = [None] * len(self._ranks)
+        missing, tries, began = list(range(len(self._ranks))), 0, time.monotonic()
+        looked = began
+        while missing:
+            for r in missing:
+                found[r] = self._read(r, sequence)
+            missing = [r for r in missing if found[r] is None]
+            tries += 1
+            if missing and tries < _SPINS:
+                os.sched_yield()
+            elif missing:
+                now = time.monotonic()
+                if now - looked > _LOOK:
+                    looked = now
+                    self._look(missing, now - began)
+                time.sleep(_NAP if now - began < 100 * _NAP else 10 * _NAP)
+        self._open = None
+        return [row for row in found if row is not None]
+
+    def _at(self, rank: int, sequence: int) -> int:
+        return _TOKEN // 8 + rank * _ROW + 8 + _POST * (sequence % 2)
+
+    def _read(self, rank: int, sequence: int) -> list[int] | None:
+        at = self._at(rank, sequence)
+        if self._words[at] != sequence:
+            return None
+        numbers = self._words[at + 2 : at + _POST].tolist()
+        return numbers if self._words[at + 1] == _checksum(sequence, numbers) else None
+
+    def _look(self, missing: Sequence[int], waited: float) -> None:
+        """Is anyone that is waited for gone?"""
+        others = [r for r in missing if r != self._position]
+        closed = [self._ranks[r] for r in others if self._words[_TOKEN // 8 + r * _ROW]]
+        if closed:
+            raise RuntimeError(f"{rank_text(closed)} closed the connection after a failure")
+        ended = [self._ranks[r] for r in others if not _is_locked(self._descriptor, r)]
+        if ended:
+            raise RuntimeError(f"{rank_text(ended)} ended")
+        if waited > self._timeout:
+            raise RuntimeError(f"{rank_text(self._ranks[r] for r in others)} did not come within {self._timeout:g} s")
+
+
+class Post:
+    """Numbers that were told, and those of the others once they are waited for."""
+
+    def __init__(self, board: Board, sequence: int) -> None:
+        self._board, self._sequence = board, sequence
+        self._rows: list[list[int]] | None = None
+
+    def wait(self) -> list[list[int]]:
+        """Every rank's numbers. Raises RuntimeError as `Board.read` does."""
+        if self._rows is None:
+            self._rows = self._board.read(self._sequence)
+        return self._rows
+
+
+def open_board(gather: Callable[[Tensor], Tensor], position: int, ranks: Sequence[int], timeout: float) -> Board | None:
+    """A board for all ranks, or None on every one of them where they do not share a host's memory. Collective.
+
+    Args:
+        gather: every rank's tensor, stacked; by some slower way.
+        position: of this rank.
+        ranks: their names in messages.
+        timeout: seconds that a post waits for the others.
+    """
+    path = ""
+    told = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+    descriptor = None
+    try:
+        if position == 0 and sys.platform == "linux":
+            token = secrets.token_bytes(_TOKEN)
+            with contextlib.suppress(OSError):
+                descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=FOLDER)
+                os.ftruncate(descriptor, _size(len(ranks)))
+                os.pwrite(descriptor, token, 0)
+                told = _packed(token + Path(path).name.encode())
+        message = bytes(gather(told)[0].tolist())
+        token, name = message[:_TOKEN], message[_TOKEN:].rstrip(b"\0").decode("ascii", "replace")
+        if position:
+            descriptor = _opened(name, token, _size(len(ranks)))
+        board = None
+        if descriptor is not None:
+            opened, descriptor = descriptor, None  # the board closes it
+            with contextlib.suppress(OSError):
+                board = Board(opened, position, ranks, timeout)
+        everyone = bool(gather(torch.tensor([int(board is not None)])).all())
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+        if descriptor is not None:
+            os.close(descriptor)
+    return board if everyone else None
+
+
+def _opened(name: str, token: bytes, size: int) -> int | None:
+    """The file that the first rank made, if this rank sees it: of this user, of that size, and with that token."""
+    if not _NAME.fullmatch(name):
+        return None
+    try:
+        descriptor = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    status = os.fstat(descriptor)
+    if (status.st_uid, status.st_size) == (os.geteuid(), size) and os.pread(descriptor, _TOKEN, 0) == token:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _size(ranks: int) -> int:
+    return _TOKEN + 8 * _ROW * ranks
+
+
+def _packed(data: bytes) -> Tensor:
+    return torch.tensor(list(data.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _checksum(sequence: int, numbers: Sequence[int]) -> int:
+    total = sequence
+    for number in numbers:
+        total = (total * 0x9E3779B97F4A7C15 + number) & 0x7FFFFFFFFFFFFFFF
+    return total
+
+
+def _lock(descriptor: int, position: int) -> None:
+    import fcntl  # not on every system
+
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+
+
+def _is_locked(descriptor: int, position: int) -> bool:
+    """Whether another process holds this byte. Readers' locks do not shut each other out."""
+    import fcntl
+
+    lock: Any = fcntl.lockf
+    try:
+        lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, position)
+    except OSError:
+        return True
+    lock(descriptor, fcntl.LOCK_UN, 1, position)
+    return False

@@ -1,0 +1,132 @@
+"""The board that ranks of one host tell each other numbers on, and Gloo where there is none."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from rank_pool import RankPool
+
+from fastkron_py.distributed import ProcessGrid
+from fastkron_py.distributed.board import FOLDER, NUMBERS, Board, _opened, _size
+from fastkron_py.distributed.check import agree
+
+pytestmark = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no shared memory to hold a board")
+
+
+@contextmanager
+def over(transport: str) -> Iterator[ProcessGrid]:
+    """A grid whose control has a board, or does without."""
+    grid = ProcessGrid()
+    assert grid.control._board is not None
+    with mock.patch.object(grid.control, "_board", grid.control._board if transport == "board" else None):
+        yield grid
+
+
+def many_posts(transport):
+    """Posts of ranks that come early or late; some are read late, when the next one has been made."""
+    rank, wait, before = dist.get_rank(), random.Random(dist.get_rank()), None
+    with over(transport) as grid:
+        for i in range(200):
+            post = grid.control.tell([i, -(2**63) + rank, 2**63 - 1 - i])
+            if wait.random() < 0.02:
+                time.sleep(0.002)
+            for told, made in [(i, post)] if i % 3 else [(i - 1, before)] if before else []:
+                assert [row[:3] for row in made.wait()] == [[told, -(2**63) + r, 2**63 - 1 - told] for r in range(grid.world_size)]
+            before = post
+        grid.barrier()
+
+
+@pytest.mark.parametrize("transport", ["board", "gloo"])
+def test_numbers_of_all_ranks(ranks: RankPool, transport: str) -> None:
+    ranks.run(many_posts, transport)
+
+
+def nothing_stays():
+    with over("board") as grid:
+        descriptor = grid.control._board._descriptor
+        return os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_mode & 0o777
+
+
+def test_the_file_has_no_name_and_is_the_owners(ranks: RankPool) -> None:
+    for name, mode in ranks.run(nothing_stays):
+        assert name.startswith(f"{FOLDER}/fastkron_py-")
+        assert name.endswith("(deleted)")
+        assert mode == 0o600
+
+
+def differ(transport):
+    with over(transport) as grid:
+        agree(grid, {"call": "kron_matmul", "dtype": "float64" if dist.get_rank() == 1 else "float32"})
+
+
+def lose(transport, how):
+    with over(transport) as grid:
+        agree(grid, {"call": "kron_matmul"})
+        if dist.get_rank() == 3 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 3:
+            grid.control.close(RuntimeError("an exchange failed"))
+            return
+        agree(grid, {"call": "kron_matmul"})
+
+
+@pytest.mark.parametrize("transport", ["board", "gloo"])
+def test_ranks_that_differ(ranks: RankPool, transport: str) -> None:
+    assert {o.error for o in ranks.outcomes(differ, transport)} == {"ValueError"}
+
+
+@pytest.mark.parametrize(("transport", "how"), [("board", "killed"), ("board", "closed"), ("gloo", "killed"), ("gloo", "closed")])
+def test_survivors_learn_at_once(own_ranks: RankPool, transport: str, how: str) -> None:
+    outcomes = own_ranks.outcomes(lose, transport, how, expect_dead=[3] if how == "killed" else [])
+    for outcome in outcomes[:3]:
+        assert outcome.error == "CollectiveError"
+        assert outcome.stage == "kron_matmul: check that all ranks do the same"
+        assert outcome.seconds < 5
+        if transport == "board":
+            assert "rank 3 ended" in outcome.message or "closed the connection after a failure" in outcome.message
+
+
+@pytest.fixture
+def file() -> tuple[int, str]:
+    descriptor, path = tempfile.mkstemp(prefix="fastkron_py-", dir=FOLDER)
+    os.ftruncate(descriptor, _size(1))
+    os.pwrite(descriptor, b"t" * 16, 0)
+    yield descriptor, path
+    Path(path).unlink(missing_ok=True)
+
+
+def test_a_post_that_is_half_there_is_not_read(file: tuple[int, str]) -> None:
+    board = Board(file[0], 0, [0], 1.0)
+    numbers = list(range(NUMBERS))
+    assert board.post(numbers).wait() == [numbers]
+    assert board._read(0, 1) == numbers
+    assert board._read(0, 2) is None
+    board._words[board._at(0, 1) + 3] = 7
+    assert board._read(0, 1) is None
+
+
+def test_another_file_is_refused(file: tuple[int, str]) -> None:
+    name = Path(file[1]).name
+    opened = _opened(name, b"t" * 16, _size(1))
+    assert opened is not None
+    os.close(opened)
+    assert _opened(name, b"u" * 16, _size(1)) is None
+    assert _opened(name, b"t" * 16, _size(2)) is None
+    assert _opened("../" + name, b"t" * 16, _size(1)) is None
+    link = Path(FOLDER) / f"fastkron_py-{random.Random().randrange(10**8):08d}"
+    link.symlink_to(file[1])
+    try:
+        assert _opened(link.name, b"t" * 16, _size(1)) is None
+    finally:
+        link.unlink()
+    os.close(file[0])
