@@ -20,6 +20,10 @@ Offsets = tuple[int, ...]
 
 # Whole rows of the matrix [Q, S] are one rectangle a pair, parts of rows up to three: worth this much imbalance.
 WHOLE_ROWS_IMBALANCE: Final = 1.05
+# Runs of memory from this size on are messages of their own; below, what a message costs the host shows.
+MESSAGE_BYTES: Final = 4 << 20
+# To one peer in one exchange; more are packed.
+MOST_MESSAGES: Final = 64
 
 
 def chunk_offsets(size: int, parts: int) -> Offsets:
@@ -142,6 +146,13 @@ class Exchange:
     def straight(self) -> bool:
         """Whether what a rank sends lies in its block in the order in which it is sent: whole rows, one after the other."""
         return not self.turned and aligned(self.target, self.columns)
+
+    def in_messages(self, itemsize: int) -> bool:
+        """Whether runs of memory are sent from where they are to where they belong, each as a message: they are long, and few."""
+        if not self.straight or not self.rows:
+            return False
+        shortest = min((w for w in widths(self.source) if w), default=0)
+        return shortest * itemsize >= MESSAGE_BYTES and max(widths(self.target)) // self.columns <= MOST_MESSAGES
 
     @cached_property
     def idle(self) -> bool:

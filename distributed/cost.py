@@ -16,6 +16,8 @@ from fastkron_py.tuning.plan import Setting, plans
 # The model of launches is asked for very many rows; what a launch costs by itself is added here.
 MANY_ROWS: Final = 1 << 20
 LAUNCH_SECONDS: Final = 4e-6
+# A copy that turns rows to columns takes so many times as long as one of long runs (measured on an H200).
+TURNING: Final = 2.5
 
 
 @dataclass(frozen=True)
@@ -73,5 +75,5 @@ def multiply_seconds(rows: int, ps: tuple[int, ...], qs: tuple[int, ...], itemsi
 
 
 def copy_seconds(size: float, links: Links) -> float:
-    """Time to copy so many bytes on a GPU, which reads and writes them once."""
+    """Time to copy so many bytes in long runs on a GPU, which reads and writes them once."""
     return 2 * size / links.memory

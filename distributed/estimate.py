@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
-from fastkron_py.distributed.cost import Links, copy_seconds, multiply_seconds
+from fastkron_py.distributed.cost import TURNING, Links, copy_seconds, multiply_seconds
 from fastkron_py.distributed.problem import Problem
 
 # Pairs of ranks looked at for the largest cost: all of 64 ranks, some senders of more. Of a uniform exchange one tells all.
 PAIRS: Final = 1 << 12
-# Chunks that are under way at a time.
-IN_FLIGHT: Final = 2
+# What an exchange between stages copies: it packs a multiply's product, which is turned, and unpacks long runs.
+STAGE_COPIES: Final = TURNING + 1
+# Buffers beside x and the result: an operand and what one launch leaves the next; the operand of the next chunk too, and the product of the
+# one before, where there are several.
+BUFFERS: Final = (2, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ def stage_steps(problem: Problem, way: Way, rows: int, stride: int, links: Links
         links: between ranks.
     """
     if way.first is not None:
-        yield _step(problem, None, Leg(way.first, rows), 0.0, 2, stride, links)
+        yield _step(problem, None, Leg(way.first, rows), 0.0, STAGE_COPIES, stride, links)
     for stage in way.stages:
         p, q = problem.inner[stage.start : stage.stop], problem.outer[stage.start : stage.stop]
         most = max(widths(stage.offsets)) // stage.p
         seconds = multiply_seconds(rows * most, p, q, problem.dtype.itemsize, links)
         leg = None if stage.exchange is None else Leg(stage.exchange, rows)
-        yield _step(problem, (stage.start, stage.stop), leg, seconds, 2, stride, links)
+        yield _step(problem, (stage.start, stage.stop), leg, seconds, STAGE_COPIES, stride, links)
 
 
 def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links) -> Iterator[Step]:
@@ -69,12 +72,13 @@ def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links
     there, back = by_rows(rows, math.prod(problem.inner), math.prod(problem.outer), parts)
     most = max(widths(even_offsets(rows, parts)))
     seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
-    yield _step(problem, None, Leg(there, 1), 0.0, 1, stride, links)
-    yield _step(problem, (0, len(problem.ps)), Leg(back, 1, back=True), seconds, 1, stride, links)
+    for exchange, factors, spent, is_back in ((there, None, 0.0, False), (back, (0, len(problem.ps)), seconds, True)):
+        copies = 0.0 if exchange.in_messages(problem.dtype.itemsize) else 1.0  # what a rank keeps is copied beside the multiplies
+        yield _step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links)
 
 
 def _step(
-    problem: Problem, factors: tuple[int, int] | None, leg: Leg | None, multiply: float, copies: int, stride: int, links: Links
+    problem: Problem, factors: tuple[int, int] | None, leg: Leg | None, multiply: float, copies: float, stride: int, links: Links
 ) -> Step:
     if leg is None:
         return Step(factors, None, multiply, 0.0, 0.0, 0, 0, 0, 0)
@@ -111,7 +115,7 @@ def _messages(leg: Leg, sender: int, host: range) -> tuple[int, int]:
 
 
 def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chunks: int) -> int:
-    """Bytes: x, the result, and two buffers for each chunk under way; with gradients also theirs, and saved operands.
+    """Bytes: x, the result, and buffers for the chunks under way; with gradients also theirs, and saved operands.
 
     Args:
         problem: what is multiplied.
@@ -133,7 +137,7 @@ def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chun
         products = [max(widths(s.offsets)) // s.p * s.q for s in way.stages]
         buffer = chunk * max(*operands, *products)
         saved = rows * sum(operands if way.first else operands[1:])
-    total = rows * sum(blocks) + 2 * min(IN_FLIGHT, len(sizes)) * buffer
+    total = rows * sum(blocks) + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
     if problem.gradients:
         total += rows * sum(blocks) + saved
     factors = sum(p * q for p, q in zip(problem.ps, problem.qs, strict=True)) * (2 if problem.gradients else 1)

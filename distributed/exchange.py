@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,6 @@ from torch import Tensor
 from fastkron_py.distributed.blocks import Exchange, Rectangle, widths
 from fastkron_py.distributed.direct import Direct, beside, copy_runs
 from fastkron_py.distributed.failures import rank_text, stage
-
-MESSAGE_BYTES: Final = 4 << 20
-"""Runs of memory from this size on are messages of their own; below, what a message costs the host shows."""
-MOST_MESSAGES: Final = 64
-"""To one peer in one transfer; more are packed."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +108,7 @@ class Transfer:
 
     def sent_in_runs(self, itemsize: int) -> bool:
         """Whether runs of memory are long enough to be messages of their own. The same on every rank."""
-        if not self.moves or self.rows != 1 or not self.exchange.straight:
-            return False
-        shortest = min(w for w in widths(self.exchange.source) if w)
-        most = max(widths(self.exchange.target)) // self.exchange.columns
-        return shortest * itemsize >= MESSAGE_BYTES and most <= MOST_MESSAGES
+        return self.rows == 1 and self.moves and self.exchange.in_messages(itemsize)
 
     def pack(self, local: Tensor) -> Tensor:
         """What goes to the peers, one after the other, of a block."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.cost import NVLINK, Links, copy_seconds, multiply_seconds
-from fastkron_py.distributed.estimate import Step, memory_needed, row_steps, seconds_needed, stage_steps
+from fastkron_py.distributed.estimate import STAGE_COPIES, Step, memory_needed, row_steps, seconds_needed, stage_steps
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
@@ -279,7 +279,7 @@ def _best_cuts(ps: tuple[int, ...], qs: tuple[int, ...], rows: int, parts: int, 
             share = rows * -(-slices // parts)
             sent = share * math.prod(q) * itemsize
             near = min(links.ranks_per_host, parts)
-            cost = multiply_seconds(share, p, q, itemsize, links) + 2 * copy_seconds(sent, links)
+            cost = multiply_seconds(share, p, q, itemsize, links) + STAGE_COPIES * copy_seconds(sent, links)
             cost += links.exchange_seconds(sent * (near - 1) / parts, sent * (parts - near) / parts, near - 1, parts - near)
             found.append((before + cost, (*cuts, stop - left)))
         best[left] = min(found)

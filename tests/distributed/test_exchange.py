@@ -14,8 +14,7 @@ from products import PROBLEMS, block, grid_for, make, multiply, planned, single,
 from rank_pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastkron_py.distributed import exchange as exchanges
-from fastkron_py.distributed import kron_matmul
+from fastkron_py.distributed import blocks, kron_matmul
 from fastkron_py.distributed.exchange import Transfer
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -52,7 +51,7 @@ def audited(message_bytes: int) -> Iterator[tuple[Copied, Counter, list[int]]]:
         return call
 
     with (
-        mock.patch.object(exchanges, "MESSAGE_BYTES", message_bytes),
+        mock.patch.object(blocks, "MESSAGE_BYTES", message_bytes),
         mock.patch.object(dist, "batch_isend_irecv", count),
         mock.patch.object(Transfer, "send", inside(send)),
         mock.patch.object(Transfer, "receive", inside(receive)),
