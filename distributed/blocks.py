@@ -148,11 +148,13 @@ class Exchange:
         return not self.turned and aligned(self.target, self.columns)
 
     def in_messages(self, itemsize: int) -> bool:
-        """Whether runs of memory are sent from where they are to where they belong, each as a message: they are long, and few."""
-        if not self.straight or not self.rows:
+        """Whether runs of memory are sent from where they are to where they belong, each as a message: they are long, and few.
+
+        And every rank has some, since all have to take part in a group's first messages.
+        """
+        if not self.straight or min(widths(self.target)) == 0:
             return False
-        shortest = min((w for w in widths(self.source) if w), default=0)
-        return shortest * itemsize >= MESSAGE_BYTES and max(widths(self.target)) // self.columns <= MOST_MESSAGES
+        return min(widths(self.source)) * itemsize >= MESSAGE_BYTES and max(widths(self.target)) // self.columns <= MOST_MESSAGES
 
     @cached_property
     def idle(self) -> bool:

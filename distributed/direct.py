@@ -43,7 +43,8 @@ class Direct:
         self.slot_bytes = slot_bytes
         self._buffer = symmetric.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
-        self._streams = [torch.cuda.Stream(device) for _ in range(SLOTS)]
+        # Before multiplies of many programs, which a barrier would else wait for.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)]
         self._timeout = int(group_timeout().total_seconds() * 1000)
         self._taken = [False] * SLOTS
         self._next = 0
@@ -97,7 +98,7 @@ def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event 
         copies()
         return None
     if device not in _beside:
-        _beside[device] = torch.cuda.Stream(device)
+        _beside[device] = torch.cuda.Stream(device, priority=-1)
     stream = _beside[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
