@@ -1,0 +1,256 @@
+"""Products over all GPUs of this host: scaling, faults and both examples (`distributed`).
+
+    python -m benchmarks.distributed [--ranks N] [--out DIR] [--quick] [--only scaling|faults|examples] [--device cpu]
+
+does all of it and writes distributed_details.json and .png; ``python -m benchmarks distributed`` takes the scaling alone, as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import describe
+from benchmarks.registry import Apart, Benchmark, Call, Case, Contender, register
+
+ROOT = Path(__file__).resolve().parents[1]
+ROLES = ("auto", "rows", "pairs", "halves", "columns")
+SCALING_SECONDS = 100.0  # no product is begun later
+JOB_SECONDS = 200.0
+CPU_RANKS = 2
+LABELS = ("64^4 float32, 128 rows a rank", "64^4 float32, 128 rows", "128^4 float32, 8 rows a rank", "128^4 float32, 16 rows")
+LABELS += ("128^3 float32, 128 rows", "64^4 float32, 32 rows a rank, with gradients")
+LABELS += tuple(label.replace("float32", "bfloat16") for label in LABELS[:4])
+EXAMPLES = {
+    "multi_gpu_kron.py": {"cuda": ["--repeat", "5"], "cpu": ["--factors", "8", "8", "8", "--repeat", "2"]},
+    "multi_gpu_gp.py": {"cuda": ["--stride", "4", "--steps", "20"], "cpu": ["--stride", "16", "--steps", "5"]},
+}
+
+
+def _environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def _torchrun(ranks: int, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
+
+
+def _hidden_gpus(device: str) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+
+
+@lru_cache(maxsize=4)
+def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALING_SECONDS) -> dict[str, Any]:
+    """What ranks of one job measured of all products; runs once in a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/found.json"
+        command = _torchrun(ranks, "-m", "benchmarks.distributed_ranks", path, str(seconds), "quick" if quick else "full")
+        done = subprocess.run(command, cwd=ROOT, env=_environment(**_hidden_gpus(device)), timeout=JOB_SECONDS, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the job ended with {done.returncode}")
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+    return found
+
+
+def fault(how: str, device: str) -> dict[str, Any]:
+    """The survivor of two ranks: its error, or how it ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.distributed_fault", how, f"{folder}/killed"]
+        children = []
+        for rank in range(2):
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            environment = _environment(**variables, MASTER_PORT=str(port), **_hidden_gpus(device))
+            children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        try:
+            output, errors = children[0].communicate(timeout=90)
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
+        killed = Path(f"{folder}/killed")
+        after = time.time() - float(killed.read_text()) if killed.exists() else None
+    told = [line for line in errors.splitlines() if line.startswith("fastkron_py: ")]
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    error = json.loads(lines[-1]) if lines else {"message": errors.strip().splitlines()[-1:]}
+    return {"how": how, "returncode": children[0].returncode, "ended_after": after, "told": told, "error": error}
+
+
+def examples(ranks: int, device: str) -> list[dict[str, Any]]:
+    """Both examples under torchrun and, where there is one, mpirun."""
+    mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
+    found = []
+    for name, arguments in EXAMPLES.items():
+        own = [str(ROOT / "examples" / name), *arguments[device]]
+        found.append(_example(name, "torchrun", _torchrun(ranks, *own), device))
+        if mpirun:
+            found.append(_example(name, "mpirun", [mpirun, "-n", str(ranks), sys.executable, *own], device))
+    return found
+
+
+def _example(name: str, launcher: str, command: Sequence[str], device: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = _environment(**_hidden_gpus(device))
+        try:
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+            code, text = done.returncode, done.stderr if done.returncode else done.stdout
+        except subprocess.TimeoutExpired:
+            code, text = None, "did not end within 90 s"
+    seconds = time.perf_counter() - start
+    return {"example": name, "launcher": launcher, "returncode": code, "seconds": seconds, "tail": text.strip().splitlines()[-6:]}
+
+
+def show(found: dict[str, Any]) -> list[str]:
+    """Everything in lines, the products as a table."""
+    lines = []
+    products = found.get("scaling", {}).get("products", [])
+    if products:
+        lines.append(f"{'product':48} {'grid':6} {'how':18} {'ms':>8} {'model':>8} {'TFLOP/s':>8} {'eff.':>5} {'sent GB':>8} {'hidden':>6}")
+    for product in products:
+        lines.append(f"{product['name']:48} alone  {'':18} {product['alone'] * 1e3:8.3f}")
+        for g in product["grids"]:
+            how = f"{g['stages']}".replace(" ", "") + f" /{g['chunks']}" + (" direct" if g["direct"] else "")
+            hidden = f"{g['hidden']:6.0%}" if "hidden" in g else ""
+            lines.append(
+                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f} {g['modelled'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
+                f" {g['efficiency']:5.0%} {g['bytes'] / 1e9:8.2f} {hidden}"
+            )
+            if len(g["also"]) > 1:
+                each = [f"{a['chunks']}{' direct' if a['direct'] else ''} {a['seconds'] * 1e3:.2f}" for a in g["also"]]
+                lines.append(f"{'':56}chunks: {'; '.join(each)}")
+            if "exchanges" in g:
+                lines.append(f"{'':56}exchanges alone {g['exchanges'] * 1e3:.3f}, multiplies alone {g['multiplies'] * 1e3:.3f}")
+    if products:
+        lines.append(f"agreement {found['scaling']['agree'] * 1e6:.1f} us; large product {found['scaling']['large']}")
+        lines.append(f"left out: {found['scaling']['left_out']}; {found['scaling']['seconds']:.0f} s")
+    lines += [f"killed peer, survivor {f['how']}: {f}" for f in found.get("faults", [])]
+    for e in found.get("examples", []):
+        lines.append(f"{e['example']} under {e['launcher']}: code {e['returncode']}, {e['seconds']:.0f} s")
+        lines += [f"    {line}" for line in e["tail"]]
+    return lines
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Efficiency of each grid, product by product."""
+    from matplotlib import pyplot
+
+    from benchmarks.plots import COLOURS, INK, STYLE
+
+    products = found["scaling"]["products"]
+    grids = [g["grid"] for g in products[0]["grids"]]
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(7.4, 0.5 + 0.62 * len(products)), layout="constrained")
+        for j, name in enumerate(grids):
+            values = [next(g["efficiency"] for g in p["grids"] if g["grid"] == name) for p in products]
+            places = [i - 0.4 + 0.8 * (j + 0.5) / len(grids) for i in range(len(products))]
+            axes.barh(places, values, 0.72 / len(grids), color=COLOURS[j % len(COLOURS)], label=name)
+        axes.set_yticks(range(len(products)), [p["name"] for p in products], fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_xlabel(f"share of {found['ranks']} times one {found['environment']['device']}'s speed")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=len(grids))
+        figure.savefig(path, dpi=130, transparent=True)
+        pyplot.close(figure)
+
+
+def _ranks(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else CPU_RANKS
+
+
+def _apart(parameters: dict[str, Any], device: torch.device) -> Mapping[str, Apart]:
+    """A case's figures out of the one job that measures all."""
+    found = scaling(_ranks(device), device.type)
+    product = next((p for p in found["products"] if p["name"] == parameters["name"]), None)
+    if product is None:
+        raise RuntimeError("not measured: no time was left, or another device's product")
+    ranks = found["ranks"]
+    names = dict(zip(ROLES, ("auto", *[f"{a} x {b}" for a, b in ((ranks, 1), (ranks // 2, 2), (2, ranks // 2), (1, ranks))]), strict=True))
+    grids = {g["grid"]: g for g in product["grids"]}
+    return {role: Apart(grids[name]["error"], [grids[name]["seconds"]] * 2) for role, name in names.items()}
+
+
+def _elsewhere(_: Any) -> Call:
+    raise RuntimeError("runs in a job of its own")
+
+
+def _obstacle(device: torch.device) -> str | None:
+    return None if _ranks(device) % 2 == 0 and _ranks(device) else "needs an even number of GPUs"
+
+
+def _case(name: str) -> Case:
+    dtype = name.split()[1].rstrip(",")
+    return Case(name, {"name": name, "dtype": dtype}, dtype, 2e-6 if dtype == "float32" else 2e-2, quick=name in LABELS[:2])
+
+
+register(
+    Benchmark(
+        name="distributed",
+        description="Products over all GPUs of this host, on grids of n x 1, n/2 x 2, 2 x n/2 and 1 x n ranks.",
+        device="cuda",
+        cases=[_case(name) for name in LABELS],
+        contenders=[Contender(role, _elsewhere, obstacle=_obstacle, is_ours=True) for role in ROLES],
+        inputs=lambda parameters, device: None,
+        check=lambda problem, result: 0.0,
+        baseline="rows",
+        apart=_apart,
+        notes=("One job measures all; python -m benchmarks.distributed shows efficiency, bytes and what was hidden, too.",),
+    )
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Everything in one command; returns 1 where something failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed", description=__doc__)
+    parser.add_argument("--ranks", type=int, help="all GPUs")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("scaling", "faults", "examples"), action="append")
+    parser.add_argument("--seconds", type=float, default=SCALING_SECONDS, help="after which no product is begun")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    ranks = options.ranks or _ranks(torch.device(options.device))
+    parts = options.only or ["scaling", "faults", "examples"]
+    found: dict[str, Any] = {"ranks": ranks, "environment": describe(torch.device(options.device))}
+    if options.device == "cuda":
+        torch.cuda.empty_cache()  # memory is the ranks'
+    failed = False
+    if "scaling" in parts:
+        try:
+            found["scaling"] = scaling(ranks, options.device, options.quick, options.seconds)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failed = True
+            print(f"scaling: {error}", flush=True)
+    if "faults" in parts:
+        found["faults"] = [fault(how, options.device) for how in ("runs on", "waits")]
+    if "examples" in parts:
+        found["examples"] = examples(ranks, options.device)
+        failed |= any(e["returncode"] != 0 for e in found["examples"])
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "distributed_details.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    if found.get("scaling", {}).get("products"):
+        draw(found, path.with_suffix(".png"))
+    print("\n".join(show(found)), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

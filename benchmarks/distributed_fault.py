@@ -1,0 +1,46 @@
+"""One of two ranks that is killed in the middle of products: ``python -m benchmarks.distributed_fault HOW``, once for each rank.
+
+HOW is "runs on" or "waits": what the other one does between products. It writes one line of JSON: the error, its stage, and how long after
+the kill it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fastkron_py.distributed import CollectiveError, ProcessGrid, init_process_group, kron_matmul
+
+PRODUCTS = 12
+TIMEOUT = 15.0
+
+
+def main(how: str, file: str) -> None:
+    """Multiply until the peer is gone."""
+    info = init_process_group(timeout=TIMEOUT)
+    grid = ProcessGrid((1, 2))
+    size = 64 if info.device.type == "cuda" else 8
+    factors = [torch.randn(size, size, device=grid.device) / size for _ in range(4 if size == 64 else 3)]
+    x = torch.randn(16, size ** len(factors) // 2, device=grid.device)
+    try:
+        for i in range(1000):
+            if info.rank == 1 and i == PRODUCTS:
+                Path(file).write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            y = kron_matmul(x, factors, grid=grid)
+            if how == "waits" and i >= PRODUCTS - 1:
+                float(y.sum())
+    except CollectiveError as error:
+        seconds = time.time() - float(Path(file).read_text())
+        print(json.dumps({"stage": error.stage, "message": str(error), "seconds": seconds}), flush=True)
+        os._exit(0)  # a broken communicator has nothing to say any more
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,50 @@
+"""The job that measures products over many ranks, on CPU ranks: right, complete, and able to see a wrong result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+import fastkron_py
+from benchmarks import distributed
+from benchmarks.distributed_ranks import grids_of, make, scalings
+
+
+def test_sampled_entries_tell_right_from_wrong() -> None:
+    made = make(None, torch.device("cpu"), 6, (4, 5, 6), torch.float32)
+    y = fastkron_py.kron_matmul(made.x, made.factors)
+    assert made.error(y) < 1e-6
+    for wrong in (y.roll(1, 0), y.roll(1, 1), y * 1.001):
+        assert made.error(wrong) > 5e-4
+
+
+def test_grids() -> None:
+    assert grids_of(8) == {"auto": None, "8 x 1": (8, 1), "4 x 2": (4, 2), "2 x 4": (2, 4), "1 x 8": (1, 8)}
+    assert list(grids_of(2)) == ["auto", "2 x 1", "1 x 2"]
+
+
+def test_every_registered_product_is_measured() -> None:
+    measured = {s.name for s in scalings(True, False)}
+    assert set(distributed.LABELS) == measured
+
+
+@pytest.mark.dist
+def test_a_job_of_two_ranks(tmp_path: Path) -> None:
+    found = {"ranks": 2, "environment": {"device": "cpu"}, "scaling": distributed.scaling(2, "cpu", quick=True)}
+    products = found["scaling"]["products"]
+    assert [p["name"] for p in products] == [s.name for s in scalings(False, True)]
+    for product in products:
+        assert [g["grid"] for g in product["grids"]] == ["auto", "2 x 1", "1 x 2"]
+        for g in product["grids"]:
+            assert g["error"] < 2e-6
+            assert g["efficiency"] > 0
+            assert (g["bytes"] > 0) == (g["shape"][1] > 1)
+    assert found["scaling"]["large"]["of_one"] > 1
+    lines = distributed.show(found)
+    assert sum("1 x 2" in line for line in lines) == len(products)
+    distributed.draw(found, tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes()[1:4] == b"PNG"
