@@ -105,6 +105,11 @@ class Board:
         self._open = None
         return [row for row in found if row is not None]
 
+    def ended(self) -> list[int]:
+        """Ranks whose processes are gone."""
+        others = [r for r in range(len(self._ranks)) if r != self._position]
+        return [self._ranks[r] for r in others if not _is_locked(self._descriptor, r)]
+
     def _at(self, rank: int, sequence: int) -> int:
         return _TOKEN // 8 + rank * _ROW + 8 + _POST * (sequence % 2)
 
@@ -121,7 +126,7 @@ class Board:
         closed = [self._ranks[r] for r in others if self._words[_TOKEN // 8 + r * _ROW]]
         if closed:
             raise RuntimeError(f"{rank_text(closed)} closed the connection after a failure")
-        ended = [self._ranks[r] for r in others if not _is_locked(self._descriptor, r)]
+        ended = [rank for rank in self.ended() if rank in [self._ranks[r] for r in others]]
         if ended:
             raise RuntimeError(f"{rank_text(ended)} ended")
         if waited > self._timeout:

@@ -101,6 +101,12 @@ def _close_all(failure: Exception) -> None:
 after_failure(_close_all)
 
 
+def ended_ranks() -> list[int]:
+    """Ranks of this host, in grids of this process, whose processes have ended."""
+    boards = [control._board for control in list(_living)]
+    return sorted({rank for board in boards if board is not None for rank in board.ended()})
+
+
 def group_timeout() -> timedelta:
     """The default group's timeout, which torch does not pass on to new groups."""
     world: Any = dist.group.WORLD

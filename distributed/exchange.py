@@ -21,6 +21,7 @@ from torch import Tensor
 from fastkron_py.distributed.blocks import Exchange, Rectangle, widths
 from fastkron_py.distributed.direct import Direct, beside, copy_runs
 from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.distributed.watch import note
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,10 @@ class Transfer:
         if arrived is None:
             raise RuntimeError("a transfer is received once, after it was sent")
         if self.work is not None:
-            with stage(self._text(arrived), self.line.group):
+            text = self._text(arrived)
+            with stage(text, self.line.group):
                 self.work.wait()
+            note(text, arrived.device)
         in_order = self.lands_in_place or self.sent_in_runs(arrived.element_size())
         if out is None:
             out = arrived if in_order else arrived.new_empty(self.size)
@@ -240,6 +243,7 @@ class Transfer:
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
         found = direct.block(slot, self.line.position, self.size, self.dtype)
         self.work.wait()  # the current stream, not the host
+        note(self._text(found), found.device)
         if self.lent and out is None:
             self.work = None
             return found

@@ -20,6 +20,14 @@ def after_failure(function: Callable[[CollectiveError], None]) -> None:
     _after_failure.append(function)
 
 
+_details: list[Callable[[], str]] = []
+
+
+def when_failing(function: Callable[[], str]) -> None:
+    """Have a function add to the message of every collective that fails."""
+    _details.append(function)
+
+
 class CollectiveError(RuntimeError):
     """A collective failed: a peer has died, left, or not come in time.
 
@@ -60,6 +68,7 @@ def stage(name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> 
         ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
         reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
+        reason += "".join([detail() for detail in _details])
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         failure = CollectiveError(name, rank, seconds, reason)
         for function in _after_failure:
