@@ -21,7 +21,7 @@ Offsets = tuple[int, ...]
 # Whole rows of the matrix [Q, S] are one rectangle a pair, parts of rows up to three: worth this much imbalance.
 WHOLE_ROWS_IMBALANCE: Final = 1.05
 # Runs of memory from this size on are messages of their own; below, what a message costs the host shows.
-MESSAGE_BYTES: Final = 4 << 20
+MESSAGE_BYTES: Final = 8 << 20
 # To one peer in one exchange; more are packed.
 MOST_MESSAGES: Final = 64
 
@@ -134,6 +134,12 @@ class Exchange:
                 found.append(Rectangle(row, row_stop, column, column_stop))
         return tuple(found)
 
+    @lru_cache(maxsize=4096)  # noqa: B019  # of few exchanges, which plans keep anyway
+    def sizes(self, rank: int, sends: bool) -> tuple[int, ...]:
+        """Elements that a rank sends each rank, or gets from each, for each row of x."""
+        peers = range(self.ranks)
+        return tuple(self.size(rank, peer) for peer in peers) if sends else tuple(self.size(peer, rank) for peer in peers)
+
     @cached_property
     def uniform(self) -> bool:
         """Whether every pair of ranks exchanges one rectangle of the same shape, made of whole rows of the target."""
@@ -204,6 +210,7 @@ class Leg(NamedTuple):
         return self.held(rank) - self.size(rank, rank)
 
 
+@lru_cache(maxsize=1024)
 def by_rows(m: int, inner: int, outer: int, parts: int) -> tuple[Exchange, Exchange]:
     """The other way to multiply m rows that ranks hold in columns: give each rank some whole rows, and take the results back.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,6 +38,26 @@ class Line:
     def ranks(self) -> list[int]:
         """Their ranks in the default group."""
         return dist.get_process_group_ranks(self.group)
+
+
+def begin_messages(
+    group: dist.ProcessGroup, device: torch.device, messages: Sequence[tuple[int, Sequence[Tensor], Sequence[Tensor]]]
+) -> list[dist.Work]:
+    """Send and receive runs of memory, all at once: what `dist.batch_isend_irecv` does, at a fraction of its cost for each message.
+
+    Args:
+        group: the ranks.
+        device: of the tensors.
+        messages: for each peer, by its rank in the group, what goes to it and what comes from it.
+    """
+    together = group._get_backend(device).supports_coalescing
+    if together:
+        group._start_coalescing(device)
+    works = []
+    for peer, going, coming in messages:
+        works += [group.send([_plain(run)], peer, 0) for run in going]
+        works += [group.recv([_plain(run)], peer, 0) for run in coming]
+    return [group._end_coalescing(device)] if together else works
 
 
 class _Works:
@@ -80,6 +101,7 @@ class Transfer:
     dtype: torch.dtype = torch.float32  # of what is stored directly
     slot: int | None = None  # of direct stores, in place of work, parcel and arrived
     turned: Transfer | None = None  # the latest derivative of this transfer
+    text: str = ""  # the stage in errors, once it is known
 
     def reverse(self) -> Transfer:
         """The same elements on their way back."""
@@ -125,12 +147,9 @@ class Transfer:
         for part, view in self._pairs(arrived, out, outgoing=False):
             view.copy_(part)
 
-    def sizes(self, outgoing: bool) -> list[int]:
+    def sizes(self, outgoing: bool) -> tuple[int, ...]:
         """Elements to or from each peer, for each row of x."""
-        me, peers = self.line.position, range(self.exchange.ranks)
-        if outgoing != self.back:
-            return [self.exchange.size(me, peer) for peer in peers]
-        return [self.exchange.size(peer, me) for peer in peers]
+        return self.exchange.sizes(self.line.position, outgoing != self.back)
 
     def send(self, local: Tensor) -> None:
         """Pack a block and begin to send it."""
@@ -186,17 +205,16 @@ class Transfer:
         """Begin to send runs of memory from where they are to where they belong."""
         self.parcel = local
         self.arrived = local.new_empty(self.size) if self.into is None else self.into
-        ranks, messages = self.line.ranks, []
+        messages = []
         for peer in range(self.line.size):
             going, coming = self._runs(local, peer, outgoing=True), self._runs(self.arrived, peer, outgoing=False)
             if peer == self.line.position:
                 kept = list(zip(coming, going, strict=True))
             else:
-                messages += [dist.P2POp(dist.isend, _plain(run), ranks[peer], self.line.group) for run in going]
-                messages += [dist.P2POp(dist.irecv, _plain(run), ranks[peer], self.line.group) for run in coming]
+                messages.append((peer, going, coming))
         with stage(self._text(local), self.line.group):
             copied = beside(local.device, lambda: [to.copy_(of) for to, of in kept])
-            self.work = _Works(dist.batch_isend_irecv(messages) if messages else [], copied)
+            self.work = _Works(begin_messages(self.line.group, local.device, messages), copied)
 
     def _runs(self, block: Tensor, peer: int, outgoing: bool) -> list[Tensor]:
         """What goes to a peer or comes from one, as runs of memory in this rank's block."""
@@ -280,9 +298,16 @@ class Transfer:
         return found
 
     def _text(self, like: Tensor) -> str:
-        sizes = self.sizes(outgoing=True)
-        size = self.rows * (sum(sizes) - sizes[self.line.position]) * like.element_size()
-        return f"{self.label}: exchange of {size / 1e6:.3g} MB with {rank_text(self.line.ranks)}"
+        if not self.text:
+            sizes = self.sizes(outgoing=True)
+            size = self.rows * (sum(sizes) - sizes[self.line.position]) * like.element_size()
+            self.text = _stage_text(self.label, size, tuple(self.line.ranks))
+        return self.text
+
+
+@lru_cache(maxsize=1024)
+def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
+    return f"{label}: exchange of {size / 1e6:.3g} MB with {rank_text(ranks)}"
 
 
 def _uniform_pair(exchange: Exchange, parcel: Tensor, local: Tensor, rows: int, at_source: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from products import PROBLEMS, block, grid_for, make, multiply, planned, single,
 from rank_pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastkron_py.distributed import blocks, kron_matmul
+from fastkron_py.distributed import blocks, exchange, kron_matmul
 from fastkron_py.distributed.exchange import Transfer
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -34,14 +34,13 @@ class Copied(TorchDispatchMode):
 def audited(message_bytes: int) -> Iterator[tuple[Copied, Counter, list[int]]]:
     """Counts of copies in exchanges, of bytes sent in messages to each rank, and of messages in each transfer."""
     copied, sent, messages = Copied(), Counter(), []
-    plain, send, receive = dist.batch_isend_irecv, Transfer.send, Transfer.receive
+    plain, send, receive = exchange.begin_messages, Transfer.send, Transfer.receive
 
-    def count(ops):
-        for op in ops:
-            if op.op is dist.isend:
-                sent[op.peer] += op.tensor.nbytes
-        messages.append(len(ops))
-        return plain(ops)
+    def count(group, device, given):
+        ranks = dist.get_process_group_ranks(group)
+        sent.update({ranks[peer]: sum(run.nbytes for run in going) for peer, going, _ in given})
+        messages.append(sum(len(going) + len(coming) for _, going, coming in given))
+        return plain(group, device, given)
 
     def inside(function):
         def call(*args):
@@ -52,7 +51,7 @@ def audited(message_bytes: int) -> Iterator[tuple[Copied, Counter, list[int]]]:
 
     with (
         mock.patch.object(blocks, "MESSAGE_BYTES", message_bytes),
-        mock.patch.object(dist, "batch_isend_irecv", count),
+        mock.patch.object(exchange, "begin_messages", count),
         mock.patch.object(Transfer, "send", inside(send)),
         mock.patch.object(Transfer, "receive", inside(receive)),
     ):
