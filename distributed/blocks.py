@@ -20,10 +20,8 @@ Offsets = tuple[int, ...]
 
 # Whole rows of the matrix [Q, S] are one rectangle a pair, parts of rows up to three: worth this much imbalance.
 WHOLE_ROWS_IMBALANCE: Final = 1.05
-# Runs of memory from this size on are messages of their own; below, what a message costs the host shows.
+# Runs of memory from this size on are messages of their own: the host begins one in less time than a link takes to move it.
 MESSAGE_BYTES: Final = 8 << 20
-# To one peer in one exchange; more are packed.
-MOST_MESSAGES: Final = 64
 
 
 def chunk_offsets(size: int, parts: int) -> Offsets:
@@ -154,13 +152,11 @@ class Exchange:
         return not self.turned and aligned(self.target, self.columns)
 
     def in_messages(self, itemsize: int) -> bool:
-        """Whether runs of memory are sent from where they are to where they belong, each as a message: they are long, and few.
+        """Whether runs of memory are sent from where they are to where they belong, each as a message: they are long.
 
         And every rank has some, since all have to take part in a group's first messages.
         """
-        if not self.straight or min(widths(self.target)) == 0:
-            return False
-        return min(widths(self.source)) * itemsize >= MESSAGE_BYTES and max(widths(self.target)) // self.columns <= MOST_MESSAGES
+        return self.straight and min(widths(self.target)) > 0 and min(widths(self.source)) * itemsize >= MESSAGE_BYTES
 
     @cached_property
     def idle(self) -> bool:
@@ -231,9 +227,17 @@ def by_rows(m: int, inner: int, outer: int, parts: int) -> tuple[Exchange, Excha
 
 
 def chunk_rows(m: int, chunks: int, unit: int) -> list[int]:
-    """Cut rows into about so many chunks, each but the last a multiple of unit, and none empty but where there are no rows."""
+    """Cut rows into about so many chunks, each but the last a multiple of unit, and none empty but where there are no rows.
+
+    Of four chunks or more the first and the last are half as large as the others: nothing hides the one's arrival and the other's way back.
+    """
     units = -(-m // unit)
-    offsets = even_offsets(units, max(1, min(chunks, units)))
+    count = max(1, min(chunks, units))
+    if count >= 4 and units >= 2 * (count - 1):
+        halves = 2 * (count - 1)
+        offsets = (0, *[units * i // halves for i in range(1, halves, 2)], units)
+    else:
+        offsets = even_offsets(units, count)
     return widths(tuple(min(m, unit * o) for o in offsets))
 
 

@@ -144,12 +144,19 @@ def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chun
     return (total + factors) * problem.dtype.itemsize
 
 
-def seconds_needed(steps: Sequence[Step], rows: int, chunks: int, links: Links) -> float:
-    """With one chunk the sum; with more the longer of GPU's and links' work, and one chunk's share of the other."""
+def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
+    """With one chunk the sum; with more the longer of GPU's and links' work, and the last chunk's share of the other.
+
+    Args:
+        steps: of all rows.
+        sizes: rows of each chunk.
+        links: between ranks.
+    """
     multiply = sum(s.multiply_seconds + s.copy_seconds for s in steps)
     exchange = sum(s.exchange_seconds for s in steps)
+    chunks, rows = len(sizes), sum(sizes)
     if chunks == 1 or rows == 0:
         return multiply + exchange
     again = sum(links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
     exchange += (chunks - 1) * again
-    return max(multiply, exchange) + min(multiply, exchange) / chunks
+    return max(multiply, exchange) + min(multiply, exchange) * max(sizes[0], sizes[-1]) / rows

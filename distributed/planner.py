@@ -262,7 +262,8 @@ def _plans(problem: Problem, grid: tuple[int, int], forced: tuple[int, ...] | No
             if len(counts) > 1 and chunks > (1 if parts == 1 else most):
                 continue
             memory = memory_needed(problem, details, rows, parts, chunks)
-            yield Plan(problem, grid, cuts, chunks, links, steps, memory, seconds_needed(steps, rows, chunks, links))
+            seconds = seconds_needed(steps, chunk_rows(rows, chunks, 1 if cuts else parts), links)
+            yield Plan(problem, grid, cuts, chunks, links, steps, memory, seconds)
 
 
 @lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ def test_memory_is_counted_and_obeyed() -> None:
     assert tight.chunks > 4
     assert tight.peak_memory <= 20 * GIB
     with pytest.raises(
-        ValueError, match=r"memory: expected at least 18,\d+,\d+,\d+ bytes, as a 1 x 8 grid with 32 chunks needs"
+        ValueError, match=r"memory: expected at least 19,\d+,\d+,\d+ bytes, as a 1 x 8 grid with 32 chunks needs"
     ) as refused:
         plan(problem, (1, 8), memory=10 * GIB)
     assert "got 10,737,418,240" in str(refused.value)
