@@ -103,7 +103,7 @@ class Plan:
         """Rows of x (with left: columns) that the ranks of a line hold."""
         return widths(chunk_offsets(self.problem.m, self.lines))[line]
 
-    @property
+    @cached_property
     def most_elements(self) -> int:
         """Elements that a rank has before or after the exchange of one chunk, at most."""
         legs = [leg for chunks in self.legs(0) for leg in chunks]  # the first line has most rows

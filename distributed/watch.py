@@ -7,6 +7,7 @@ a thread that looks at who is alive (ranks of one host know that of each other) 
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ class Event(Protocol):
 
 _under_way: deque[tuple[str, Event]] = deque(maxlen=KEPT)
 _thread: threading.Thread | None = None
+_end = threading.Event()
 told: list[str] = []
 """What has been written to stderr."""
 
@@ -43,16 +45,24 @@ def note(text: str, device: torch.device) -> None:
         return
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    note_event(text, event)
+    note_event(text, event, device)
 
 
-def note_event(text: str, event: Event) -> None:
+def note_event(text: str, event: Event, device: torch.device | None = None) -> None:
     """The same for any event."""
     global _thread
     _under_way.append((text, event))
     if _thread is None:
-        _thread = threading.Thread(target=_watch, name="fastkron_py watch", daemon=True)
+        _thread = threading.Thread(target=_watch, args=(device,), name="fastkron_py watch", daemon=True)
         _thread.start()
+        atexit.register(_stop)
+
+
+def _stop() -> None:
+    """Before Python ends: a thread that asks a GPU then would abort the process."""
+    _end.set()
+    if _thread is not None:
+        _thread.join(2 * INTERVAL)
 
 
 def unfinished() -> str | None:
@@ -71,10 +81,11 @@ def unfinished() -> str | None:
     return None
 
 
-def _watch() -> None:
+def _watch(device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # of this thread, which would else open another one
     since = None
-    while not told:
-        time.sleep(INTERVAL)
+    while not told and not _end.wait(INTERVAL):
         text = unfinished()
         gone = ended_ranks() if text else []
         since = (since or time.monotonic()) if gone else None
