@@ -141,7 +141,7 @@ class Made:
             expected *= image[left % len(image)]
             left //= len(image)
         wanted = self.rows[rows, None] * expected
-        return float((y[rows][:, columns].double() - wanted).norm() / wanted.norm())
+        return float((y[rows[:, None], columns].double() - wanted).norm() / wanted.norm())
 
 
 def make(grid: ProcessGrid | None, device: torch.device, rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Made:
