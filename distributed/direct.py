@@ -22,7 +22,7 @@ from fastkron_py.distributed.check import agree
 from fastkron_py.distributed.control import group_timeout
 from fastkron_py.distributed.grid import ProcessGrid
 
-SLOTS: Final = 4
+SLOTS: Final = 6
 ALIGNMENT: Final = 256
 # Runs of memory from this size on are copied one by one, which leaves the multiprocessors to multiplies.
 RUN_BYTES: Final = 1 << 18
@@ -45,6 +45,7 @@ class Direct:
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
         # Before multiplies of many programs, which a barrier would else wait for.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)]
+        self._free = [torch.cuda.Event() for _ in range(SLOTS)]
         self._timeout = int(group_timeout().total_seconds() * 1000)
         self._taken = [False] * SLOTS
         self._next = 0
@@ -63,7 +64,9 @@ class Direct:
         found: Tensor = self._handle.get_buffer(peer, (elements,), dtype, start)
         return found
 
-    def store(self, slot: int, local: Tensor, copies: Callable[[], None], then: Callable[[], None]) -> torch.cuda.Event:
+    def store(
+        self, slot: int, local: Tensor, copies: Callable[[], None], then: Callable[[], None], ready: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
         """Have a function write to the peers' slots, beside what the current stream does next.
 
         Args:
@@ -71,12 +74,17 @@ class Direct:
             local: what the function reads.
             copies: the function; it writes.
             then: called when this rank's slot is complete.
+            ready: after which local can be read; None for all that the current stream has been given.
 
         Returns:
             The event after which the slot is complete, and then's work done.
         """
         stream = self._streams[slot]
-        stream.wait_stream(torch.cuda.current_stream(local.device))
+        if ready is None:
+            stream.wait_stream(torch.cuda.current_stream(local.device))
+        else:
+            stream.wait_event(ready)
+            stream.wait_event(self._free[slot])
         with torch.cuda.stream(stream):
             self._handle.barrier(channel=2 * slot, timeout_ms=self._timeout)
             copies()
@@ -89,6 +97,7 @@ class Direct:
 
     def release(self, slot: int) -> None:
         """The current stream has been given all that reads the slot."""
+        self._free[slot].record()
         self._taken[slot] = False
 
 

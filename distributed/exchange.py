@@ -86,6 +86,7 @@ class Transfer:
         back: it goes from the exchange's target to its source.
         into: where the block shall be afterwards, if that is known when it is sent.
         lent: the block may lie in a slot of direct stores afterwards, until `give_back`.
+        ready: since when what is stored directly can be read, where that is earlier than what the current stream has been given.
     """
 
     exchange: Exchange
@@ -95,6 +96,7 @@ class Transfer:
     back: bool = False
     into: Tensor | None = None
     lent: bool = False
+    ready: torch.cuda.Event | None = None
     work: Any = None
     parcel: Tensor | None = None  # what is sent; kept alive until the work is done
     arrived: Tensor | None = None  # what is received
@@ -255,7 +257,7 @@ class Transfer:
                 self.into.copy_(direct.block(slot, self.line.position, self.size, local.dtype))
 
         with stage(self._text(local), self.line.group):
-            self.work = direct.store(slot, local, copies, then)
+            self.work = direct.store(slot, local, copies, then, self.ready)
         self.dtype = local.dtype
 
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:

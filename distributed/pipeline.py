@@ -40,6 +40,7 @@ class Pipeline:
     precision: str | None
     name: str
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
+    _ready: torch.cuda.Event | None = None  # when x is there
     _recorded: bool = False  # by autograd, which shall see one result, and may keep operands
 
     def run(self, x: Tensor) -> Tensor:
@@ -55,6 +56,10 @@ class Pipeline:
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         self._recorded = recorded
+        self._ready = None
+        if self.line.direct is not None and x.device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(x.device))
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         work = self._by_rows if self.plan.by_rows else self._by_stages
@@ -92,7 +97,8 @@ class Pipeline:
         there, back = by_rows(x.shape[0], math.prod(problem.inner), math.prod(problem.outer), parts)
         own = widths(even_offsets(x.shape[0], parts))[self.line.position]
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
-        arriving.lent = not self._recorded
+        # What arrives first need not wait for multiplies that have been queued since x was there.
+        arriving.lent, arriving.ready = not self._recorded, self._ready if x.is_contiguous() else None
         block = start(x.reshape(-1), arriving)
         yield
         block = self._multiply(finish([arriving], [block]).view(own, math.prod(problem.inner)), self.factors, self.alpha).view(-1)

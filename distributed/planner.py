@@ -183,7 +183,7 @@ def plan(
             an exchange there is one stage.
         chunks: into how many parts a rank's rows are cut; None chooses.
         memory: bytes that each rank may use; None sets no limit.
-        direct: let GPUs of one host store into each other's memory; takes four buffers more.
+        direct: let GPUs of one host store into each other's memory; takes six buffers more.
         links: how fast ranks exchange.
 
     Returns:

@@ -284,7 +284,7 @@ class Files(Direct):
         self.slot_bytes = slot_bytes
         self.group = group
         self.stored = self.refused = 0
-        self._taken, self._next = [False] * SLOTS, 0
+        self._taken, self._next, self._free = [False] * SLOTS, 0, [mock.Mock()] * SLOTS
         names = [f"{folder}{r}" for r in dist.get_process_group_ranks(group)]
         self._slots = [torch.from_file(n, shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8) for n in names]
         self._slots[dist.get_rank(group)].fill_(255)  # NaN
@@ -298,7 +298,7 @@ class Files(Direct):
     def block(self, slot, peer, elements, dtype):
         return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
 
-    def store(self, slot, local, copies, then):
+    def store(self, slot, local, copies, then, ready=None):
         dist.barrier(self.group)
         copies()
         dist.barrier(self.group)
