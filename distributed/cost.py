@@ -1,12 +1,13 @@
 """What multiplies and exchanges cost: links between GPUs, memory, and the model of local launches.
 
-The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%); those of
+The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%). Stores into peers' memory are
+those of copies among two and four GPUs (285e9 bytes a second were measured among eight), with a guess at their barriers. Those of
 links between hosts are a data sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -32,6 +33,8 @@ class Links:
         host_message: of each message between hosts.
         ranks_per_host: ranks ``i * ranks_per_host`` up to ``(i + 1) * ranks_per_host`` share host i.
         memory: of a GPU's own memory, in bytes a second.
+        direct_bandwidth: of stores into the peers' memory, inside a host.
+        direct_latency: of the barriers before and after them.
     """
 
     bandwidth: float = 330e9
@@ -41,14 +44,20 @@ class Links:
     host_message: float = 2e-6
     ranks_per_host: int = 8
     memory: float = 3.0e12
+    direct_bandwidth: float = 376e9
+    direct_latency: float = 15e-6
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "host_bandwidth", "memory", "ranks_per_host"):
+        for name in ("bandwidth", "host_bandwidth", "memory", "ranks_per_host", "direct_bandwidth"):
             if not getattr(self, name) > 0:
                 raise value_error(name, "a positive number", getattr(self, name))
-        for name in ("latency", "message", "host_message"):
+        for name in ("latency", "message", "host_message", "direct_latency"):
             if not getattr(self, name) >= 0:
                 raise value_error(name, "a number of seconds, not negative", getattr(self, name))
+
+    def stored(self) -> Links:
+        """The same links where ranks store into each other's memory."""
+        return replace(self, bandwidth=self.direct_bandwidth, latency=self.direct_latency)
 
     def exchange_seconds(self, near: float, far: float, near_messages: int, far_messages: int) -> float:
         """Time of a rank's part in an exchange: bytes and messages to ranks of its own host, and to others."""

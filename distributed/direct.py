@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fastkron_py.distributed.check import agree
 from fastkron_py.distributed.control import group_timeout
+from fastkron_py.distributed.estimate import SLOTS
 from fastkron_py.distributed.grid import ProcessGrid
 
-SLOTS: Final = 6
 ALIGNMENT: Final = 256
 # Runs of memory from this size on are copied one by one, which leaves the multiprocessors to multiplies.
 RUN_BYTES: Final = 1 << 18

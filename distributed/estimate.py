@@ -18,6 +18,8 @@ STAGE_COPIES: Final = TURNING + 1
 # Buffers beside x and the result: an operand and what one launch leaves the next; the operand of the next chunk too, and the product of the
 # one before, where there are several.
 BUFFERS: Final = (2, 4, 5)
+# Of direct stores: what a wave of chunks has under way at a time.
+SLOTS: Final = 6
 
 
 @dataclass(frozen=True)

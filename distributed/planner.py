@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.cost import NVLINK, Links, copy_seconds, multiply_seconds
-from fastkron_py.distributed.estimate import STAGE_COPIES, Step, memory_needed, row_steps, seconds_needed, stage_steps
+from fastkron_py.distributed.estimate import SLOTS, STAGE_COPIES, Step, memory_needed, row_steps, seconds_needed, stage_steps
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
@@ -202,14 +202,14 @@ def plan(
         raise value_error("chunks", "a positive number", chunks)
     forced = None if stages is None else _cuts(stages, len(problem.ps))
     counts = CHUNKS if chunks is None else (int(chunks),)
-    found = [p for shape in _shapes(grid, world_size) for p in _plans(problem, shape, forced, counts, links)]
+    found = [p for shape in _shapes(grid, world_size) for p in _plans(problem, shape, forced, counts, links, direct)]
     fitting = [p for p in found if memory is None or p.peak_memory <= memory]
     if not fitting:
         least = min(found, key=lambda p: p.peak_memory)
         needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
         raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
     # Of equal ones the first: fewest exchanges, since shapes come with the fewest columns first.
-    return replace(min(fitting, key=lambda p: p.seconds), direct=direct)
+    return min(fitting, key=lambda p: p.seconds)
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:
@@ -240,7 +240,10 @@ def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
         yield size // d, d
 
 
-def _plans(problem: Problem, grid: tuple[int, int], forced: tuple[int, ...] | None, counts: Sequence[int], links: Links) -> Iterator[Plan]:
+def _plans(
+    problem: Problem, grid: tuple[int, int], forced: tuple[int, ...] | None, counts: Sequence[int], links: Links, direct: bool
+) -> Iterator[Plan]:
+    paid = links.stored() if direct else links
     lines, parts = (grid[1], grid[0]) if problem.left else grid
     rows = -(-problem.m // lines)
     stride = grid[1] if problem.left else 1
@@ -249,21 +252,23 @@ def _plans(problem: Problem, grid: tuple[int, int], forced: tuple[int, ...] | No
     elif forced is not None:
         ways = [forced]
     else:
-        ways = [_best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, links)]
+        ways = [_best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, paid)]
         ways += [()] if rows >= parts else []  # else some ranks would have no row
     for cuts in ways:
         details = way(problem.inner, problem.outer, cuts, parts) if cuts else None
         if details is None:
-            steps = tuple(row_steps(problem, rows, parts, stride, links))
+            steps = tuple(row_steps(problem, rows, parts, stride, paid))
         else:
-            steps = tuple(stage_steps(problem, details, rows, stride, links))
+            steps = tuple(stage_steps(problem, details, rows, stride, paid))
         most = max(1, rows if cuts else -(-rows // parts))
         for chunks in counts:
             if len(counts) > 1 and chunks > (1 if parts == 1 else most):
                 continue
             memory = memory_needed(problem, details, rows, parts, chunks)
-            seconds = seconds_needed(steps, chunk_rows(rows, chunks, 1 if cuts else parts), links)
-            yield Plan(problem, grid, cuts, chunks, links, steps, memory, seconds)
+            seconds = seconds_needed(steps, chunk_rows(rows, chunks, 1 if cuts else parts), paid)
+            found = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, direct)
+            slots = SLOTS * found.most_elements * problem.dtype.itemsize if direct and parts > 1 else 0
+            yield replace(found, peak_memory=memory + slots) if slots else found
 
 
 @lru_cache(maxsize=4096)

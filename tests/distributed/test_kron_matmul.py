@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, plan
-from fastkron_py.distributed.direct import SLOTS, Direct
+from fastkron_py.distributed.direct import Direct
+from fastkron_py.distributed.estimate import SLOTS
 from fastkron_py.testing import assert_close
 
 # ---- forward -----------------------------------------------------------------------------------
