@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -46,7 +47,17 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _torchrun(ranks: int, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(ranks),
+        *arguments,
+    ]
 
 
 def _hidden_gpus(device: str) -> dict[str, str]:
@@ -59,10 +70,18 @@ def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALI
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/found.json"
         command = _torchrun(ranks, "-m", "benchmarks.distributed_ranks", path, str(seconds), "quick" if quick else "full")
-        done = subprocess.run(command, cwd=ROOT, env=_environment(**_hidden_gpus(device)), timeout=JOB_SECONDS, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the job ended with {done.returncode}")
+        job = subprocess.Popen(command, cwd=ROOT, env=_environment(**_hidden_gpus(device)), start_new_session=True)
+        try:
+            ended = f"the job ended with {job.wait(JOB_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)  # with its ranks, which would keep the GPUs
+            job.wait()
+            ended = f"the job took more than {JOB_SECONDS:g} s"
+        if not Path(path).exists():
+            raise RuntimeError(f"{ended}, before its first product was done")
         found: dict[str, Any] = json.loads(Path(path).read_text())
+    if job.returncode:
+        found["wrong"].append(f"{ended}, after the products that are listed")
     return found
 
 
@@ -138,8 +157,9 @@ def show(found: dict[str, Any]) -> list[str]:
             if "exchanges" in g:
                 lines.append(f"{'':56}exchanges alone {g['exchanges'] * 1e3:.3f}, multiplies alone {g['multiplies'] * 1e3:.3f}")
     if products:
-        lines.append(f"agreement {found['scaling']['agree'] * 1e6:.1f} us; large product {found['scaling']['large']}")
-        lines.append(f"left out: {found['scaling']['left_out']}; {found['scaling']['seconds']:.0f} s")
+        lines.append(f"agreement {found['scaling']['agree'] * 1e6:.1f} us; large product {found['scaling'].get('large')}")
+        lines += [f"WRONG: {text}" for text in found["scaling"]["wrong"]]
+        lines.append(f"left out: {found['scaling']['left_out']}; {found['scaling'].get('seconds', JOB_SECONDS):.0f} s")
     lines += [f"killed peer, survivor {f['how']}: {f}" for f in found.get("faults", [])]
     for e in found.get("examples", []):
         lines.append(f"{e['example']} under {e['launcher']}: code {e['returncode']}, {e['seconds']:.0f} s")
@@ -158,7 +178,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7.4, 0.5 + 0.62 * len(products)), layout="constrained")
         for j, name in enumerate(grids):
-            values = [next(g["efficiency"] for g in p["grids"] if g["grid"] == name) for p in products]
+            values = [next((g["efficiency"] for g in p["grids"] if g["grid"] == name), 0.0) for p in products]
             places = [i - 0.4 + 0.8 * (j + 0.5) / len(grids) for i in range(len(products))]
             axes.barh(places, values, 0.72 / len(grids), color=COLOURS[j % len(COLOURS)], label=name)
         axes.set_yticks(range(len(products)), [p["name"] for p in products], fontsize=8)
@@ -235,7 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
     if "scaling" in parts:
         try:
             found["scaling"] = scaling(ranks, options.device, options.quick, options.seconds)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failed |= bool(found["scaling"]["wrong"])
+        except RuntimeError as error:
             failed = True
             print(f"scaling: {error}", flush=True)
     if "faults" in parts:
