@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.distributed_fault import HOWS
 from benchmarks.environment import describe
 from benchmarks.registry import Apart, Benchmark, Call, Case, Contender, register
 
@@ -74,8 +75,12 @@ def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALI
         try:
             ended = f"the job ended with {job.wait(JOB_SECONDS)}"
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)  # with its ranks, which would keep the GPUs
-            job.wait()
+            job.terminate()  # torchrun ends its ranks, which would keep the GPUs
+            try:
+                job.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
             ended = f"the job took more than {JOB_SECONDS:g} s"
         if not Path(path).exists():
             raise RuntimeError(f"{ended}, before its first product was done")
@@ -260,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed = True
             print(f"scaling: {error}", flush=True)
     if "faults" in parts:
-        found["faults"] = [fault(how, options.device) for how in ("runs on", "waits")]
+        found["faults"] = [fault(how, options.device) for how in HOWS]
     if "examples" in parts:
         found["examples"] = examples(ranks, options.device)
         failed |= any(e["returncode"] != 0 for e in found["examples"])

@@ -1,7 +1,7 @@
 """One of two ranks that is killed in the middle of products: ``python -m benchmarks.distributed_fault HOW``, once for each rank.
 
-HOW is "runs on" or "waits": what the other one does between products. It writes one line of JSON: the error, its stage, and how long after
-the kill it came.
+HOW is "between" products, while the other one runs on, or "within" an exchange, while the other one waits for its result. That one writes a
+line of JSON: the error, its stage, and how long after the kill it came.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fastkron_py.distributed import CollectiveError, ProcessGrid, init_process_group, kron_matmul
+from fastkron_py.distributed import CollectiveError, ProcessGrid, exchange, init_process_group, kron_matmul
 
+HOWS = ("between", "within")
 PRODUCTS = 12
 TIMEOUT = 15.0
 
@@ -28,13 +31,19 @@ def main(how: str, file: str) -> None:
     size = 64 if info.device.type == "cuda" else 8
     factors = [torch.randn(size, size, device=grid.device) / size for _ in range(4 if size == 64 else 3)]
     x = torch.randn(16, size ** len(factors) // 2, device=grid.device)
+
+    def end(*_: Any, **__: Any) -> Any:
+        Path(file).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
     try:
         for i in range(1000):
+            if info.rank == 1 and i == PRODUCTS and how == "between":
+                end()
             if info.rank == 1 and i == PRODUCTS:
-                Path(file).write_text(str(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL)
+                exchange.begin_messages = dist.all_to_all_single = end
             y = kron_matmul(x, factors, grid=grid)
-            if how == "waits" and i >= PRODUCTS - 1:
+            if how == "within":
                 float(y.sum())
     except CollectiveError as error:
         seconds = time.time() - float(Path(file).read_text())
