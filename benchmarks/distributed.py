@@ -157,8 +157,8 @@ def show(found: dict[str, Any]) -> list[str]:
                 f" {g['efficiency']:5.0%} {g['bytes'] / 1e9:8.2f} {hidden}"
             )
             if len(g["also"]) > 1:
-                each = [f"{a['chunks']}{' direct' if a['direct'] else ''} {a['seconds'] * 1e3:.2f}" for a in g["also"]]
-                lines.append(f"{'':56}chunks: {'; '.join(each)}")
+                each = [f"{a['stages']} /{a['chunks']}{' direct' if a['direct'] else ''} {a['seconds'] * 1e3:.2f}" for a in g["also"]]
+                lines.append(f"{'':56}{'; '.join(each)}")
             if "exchanges" in g:
                 lines.append(f"{'':56}exchanges alone {g['exchanges'] * 1e3:.3f}, multiplies alone {g['multiplies'] * 1e3:.3f}")
     if products:

@@ -261,11 +261,14 @@ def measure(
 
 
 def _variants(problem: Problem, base: Plan, scaling: Scaling, ranks: Ranks) -> list[Plan]:
-    """The plan; and for float32 on GPUs twice as many chunks, and direct stores."""
+    """The plan; for float32 on GPUs twice as many chunks, direct stores, and once the way by stages."""
     if base.parts == 1 or not ranks.gpus or scaling.backward or scaling.dtype != torch.float32:
         return [base]
     twice = plan(problem, base.grid, stages=base.stages, chunks=2 * base.chunks)
-    return [base, twice, *[plan(problem, base.grid, stages=base.stages, chunks=p.chunks, direct=True) for p in (base, twice)]]
+    found = [base, twice, *[plan(problem, base.grid, stages=base.stages, chunks=p.chunks, direct=True) for p in (base, twice)]]
+    if base.by_rows and not scaling.weak and scaling.label == "64^4":
+        found.append(plan(problem, base.grid, stages=(2, 2)))
+    return found
 
 
 def large(ranks: Ranks) -> dict[str, Any]:
