@@ -22,6 +22,7 @@ from torch import Tensor
 from fastkron_py.distributed.blocks import Exchange, Rectangle, widths
 from fastkron_py.distributed.direct import Direct, beside, copy_runs
 from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.distributed.messages import Works, begin_messages, plain
 from fastkron_py.distributed.watch import note
 
 
@@ -38,40 +39,6 @@ class Line:
     def ranks(self) -> list[int]:
         """Their ranks in the default group."""
         return dist.get_process_group_ranks(self.group)
-
-
-def begin_messages(
-    group: dist.ProcessGroup, device: torch.device, messages: Sequence[tuple[int, Sequence[Tensor], Sequence[Tensor]]]
-) -> list[dist.Work]:
-    """Send and receive runs of memory, all at once: what `dist.batch_isend_irecv` does, at a fraction of its cost for each message.
-
-    Args:
-        group: the ranks.
-        device: of the tensors.
-        messages: for each peer, by its rank in the group, what goes to it and what comes from it.
-    """
-    together = group._get_backend(device).supports_coalescing
-    if together:
-        group._start_coalescing(device)
-    works = []
-    for peer, going, coming in messages:
-        works += [group.send([_plain(run)], peer, 0) for run in going]
-        works += [group.recv([_plain(run)], peer, 0) for run in coming]
-    return [group._end_coalescing(device)] if together else works
-
-
-class _Works:
-    """The messages of one transfer, and the copies of what a rank keeps, on a stream of their own where there are streams."""
-
-    def __init__(self, works: Sequence[dist.Work], copied: torch.cuda.Event | None) -> None:
-        self._works, self._copied = works, copied
-
-    def wait(self) -> None:
-        """As dist.Work: the host on CPUs, the current stream on GPUs."""
-        for work in self._works:
-            work.wait()
-        if self._copied is not None:
-            self._copied.wait()
 
 
 @dataclass
@@ -173,8 +140,8 @@ class Transfer:
         self.parcel, self.arrived = parcel, local.new_empty(self.rows * sum(coming)) if landing is None else landing
         with stage(self._text(parcel), self.line.group):
             self.work = dist.all_to_all_single(
-                _plain(self.arrived),
-                _plain(parcel),
+                plain(self.arrived),
+                plain(parcel),
                 _splits(coming, self.rows, parcel),
                 _splits(going, self.rows, parcel),
                 group=self.line.group,
@@ -216,7 +183,7 @@ class Transfer:
                 messages.append((peer, going, coming))
         with stage(self._text(local), self.line.group):
             copied = beside(local.device, lambda: [to.copy_(of) for to, of in kept])
-            self.work = _Works(begin_messages(self.line.group, local.device, messages), copied)
+            self.work = Works(begin_messages(self.line.group, local.device, messages), copied)
 
     def _runs(self, block: Tensor, peer: int, outgoing: bool) -> list[Tensor]:
         """What goes to a peer or comes from one, as runs of memory in this rank's block."""
@@ -338,11 +305,6 @@ def _at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectang
     width = exchange.target_size(me)
     place = r.row * exchange.columns + r.column - exchange.target[me]
     return local.as_strided((rows, *r.shape), (width, exchange.columns, 1), local.storage_offset() + place)
-
-
-def _plain(buffer: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, which every backend sends."""
-    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def _splits(sizes: Sequence[int], rows: int, buffer: Tensor) -> list[int]:
