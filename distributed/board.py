@@ -177,6 +177,8 @@ def open_board(gather: Callable[[Tensor], Tensor], position: int, ranks: Sequenc
             with contextlib.suppress(OSError):
                 board = Board(opened, position, ranks, timeout)
         everyone = bool(gather(torch.tensor([int(board is not None)])).all())
+        if everyone and board is not None:  # all hold their locks: a system on which that does not show would call the living dead
+            everyone = bool(gather(torch.tensor([int(not board.ended())])).all())
     finally:
         if path:
             Path(path).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from fastkron_py.distributed import ProcessGrid
-from fastkron_py.distributed.board import FOLDER, NUMBERS, Board, _opened, _size
+from fastkron_py.distributed.board import FOLDER, NUMBERS, Board, _opened, _size, open_board
 from fastkron_py.distributed.check import agree
 
 pytestmark = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no shared memory to hold a board")
@@ -130,3 +130,14 @@ def test_another_file_is_refused(file: tuple[int, str]) -> None:
     finally:
         link.unlink()
     os.close(file[0])
+
+
+def without_locks():
+    """A system on which one rank does not see the others' locks."""
+    group = ProcessGrid().control
+    with mock.patch("fastkron_py.distributed.board._is_locked", lambda *_: dist.get_rank() != 1):
+        return open_board(group._gathered, dist.get_rank(), group.ranks, 5.0)
+
+
+def test_locks_that_do_not_show_leave_it_to_gloo(ranks: RankPool) -> None:
+    assert ranks.run(without_locks) == [None] * ranks.world_size
