@@ -100,7 +100,7 @@ class Board:
                 now = time.monotonic()
                 if now - looked > _LOOK:
                     looked = now
-                    self._look(missing, now - began)
+                    self._look(missing, sequence, now - began)
                 time.sleep(_NAP if now - began < 100 * _NAP else 10 * _NAP)
         self._open = None
         return [row for row in found if row is not None]
@@ -120,13 +120,15 @@ class Board:
         numbers = self._words[at + 2 : at + _POST].tolist()
         return numbers if self._words[at + 1] == _checksum(sequence, numbers) else None
 
-    def _look(self, missing: Sequence[int], waited: float) -> None:
+    def _look(self, missing: Sequence[int], sequence: int, waited: float) -> None:
         """Is anyone that is waited for gone?"""
         others = [r for r in missing if r != self._position]
         closed = [self._ranks[r] for r in others if self._words[_TOKEN // 8 + r * _ROW]]
         if closed:
             raise RuntimeError(f"{rank_text(closed)} closed the connection after a failure")
-        ended = [rank for rank in self.ended() if rank in [self._ranks[r] for r in others]]
+        gone = self.ended()
+        # Read once more: a rank may have made its post, as its last, since it was looked for.
+        ended = [self._ranks[r] for r in others if self._ranks[r] in gone and self._read(r, sequence) is None]
         if ended:
             raise RuntimeError(f"{rank_text(ended)} ended")
         if waited > self._timeout:

@@ -96,6 +96,24 @@ def test_survivors_learn_at_once(own_ranks: RankPool, transport: str, how: str) 
             assert "rank 3 ended" in outcome.message or "closed the connection after a failure" in outcome.message
 
 
+def leave_after_a_post():
+    """Rank 3 makes its post and ends; the others look for it first when it is gone."""
+    with over("board") as grid:
+        agree(grid, {"call": "kron_matmul"})
+        if dist.get_rank() == 3:
+            grid.control.tell([7])
+            os.kill(os.getpid(), signal.SIGKILL)
+        post = grid.control.tell([7])
+        while not grid.control._board.ended():
+            time.sleep(0.01)
+        grid.control._board._look([3], post._sequence, 0.0)
+        return [row[0] for row in post.wait()]
+
+
+def test_the_last_post_of_a_rank_counts(own_ranks: RankPool) -> None:
+    assert [o.value for o in own_ranks.outcomes(leave_after_a_post, expect_dead=[3])] == [[7] * 4] * 3
+
+
 @pytest.fixture
 def file() -> tuple[int, str]:
     descriptor, path = tempfile.mkstemp(prefix="fastkron_py-", dir=FOLDER)
@@ -135,7 +153,7 @@ def test_another_file_is_refused(file: tuple[int, str]) -> None:
 def without_locks():
     """A system on which one rank does not see the others' locks."""
     group = ProcessGrid().control
-    with mock.patch("fastkron_py.distributed.board._is_locked", lambda *_: dist.get_rank() != 1):
+    with mock.patch("fastkron_py.distributed.board._is_locked", return_value=dist.get_rank() != 1):
         return open_board(group._gathered, dist.get_rank(), group.ranks, 5.0)
 
 
