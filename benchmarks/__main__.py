@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda]``."""
+"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL]``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few cases and rounds, to see that it works")
     parser.add_argument("--seconds", type=float, help=f"that one benchmark may take ({SECONDS:g}; quick: {QUICK_SECONDS:g})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
+    parser.add_argument("--only", default="", metavar="LABEL", help="cases with this in their label")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     options = parser.parse_args(arguments)
     console = Console()
@@ -38,7 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = False
     try:
         for name in options.names or fitting:
-            found = run(name, out=options.out, quick=options.quick, device=options.device, seconds=options.seconds, console=console)
+            found = run(
+                name,
+                out=options.out,
+                quick=options.quick,
+                device=options.device,
+                seconds=options.seconds,
+                only=options.only,
+                console=console,
+            )
             wrong |= any(r["status"] == "wrong" for case in found["cases"] for r in case["results"])
     except ValueError as error:
         parser.error(str(error))

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ TABLES = {"autompg": (392, 7), "energy": (768, 8), "airfoil": (1503, 5), "yacht"
 CARS = ("Cylinders", "Displacement", "Horsepower", "Weight_in_lbs", "Acceleration", "Year", "Origin")
 CG_STEPS = 20
 TEST_ROWS = 50
+LOOKED_UP = 1 << 28  # elements of the grid's matrix that stock looks up for the variances of a prediction, where one row does not take more
 
 
 def table(name: str, dims: int) -> tuple[Tensor, Tensor]:
@@ -61,6 +63,7 @@ class GPProblem:
     dims: int
     probes: int
     reference: list[Tensor] = field(default_factory=list)
+    vectors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # that products are repeated on, by shape
 
     @property
     def grid(self) -> int:
@@ -138,7 +141,8 @@ def training_step(problem: GPProblem) -> Callable[[], list[Tensor]]:
 def prediction(problem: GPProblem) -> Callable[[], list[Tensor]]:
     """LOVE: the caches of means and variances made anew, and the prediction at some points."""
     model = _model(problem)
-    points = torch.rand(TEST_ROWS, problem.dims, generator=torch.Generator().manual_seed(1)).to(problem.x.device)
+    rows = min(max(LOOKED_UP // 16**problem.dims, 1), TEST_ROWS)
+    points = torch.rand(rows, problem.dims, generator=torch.Generator().manual_seed(1)).to(problem.x.device)
 
     def predict() -> list[Tensor]:
         torch.manual_seed(0)
@@ -151,16 +155,38 @@ def prediction(problem: GPProblem) -> Callable[[], list[Tensor]]:
     return predict
 
 
+class Stopwatch:
+    """Seconds of a block, to the end of what it had a GPU do."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._wait()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self.seconds = time.perf_counter() - self._start
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
 def work(problem: GPProblem) -> Callable[[], list[Tensor]]:
     """What is timed of a kind of model."""
     return prediction(problem) if problem.kind == "LOVE" else training_step(problem)
 
 
 def check(problem: GPProblem, result: list[Tensor]) -> float:
-    """Relative error of all numbers together against stock GPyTorch with dense factors, on the same probe vectors."""
+    """Relative error of all numbers together against stock GPyTorch with dense factors, on the same probe vectors.
+
+    Raises:
+        RuntimeError: no stock contender gave a result.
+    """
     if not problem.reference:
-        with settings(problem, toeplitz=False):
-            problem.reference.extend(work(problem)())
+        raise RuntimeError("no result of stock GPyTorch to compare with")
     pairs = list(zip(result, problem.reference, strict=True))
     distance = math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
     return distance / math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs))
@@ -200,9 +226,12 @@ def kronecker_part(problem: GPProblem, once: Callable[[], list[Tensor]]) -> Call
             for name in ("_matmul", "_t_matmul", "_bilinear_derivative"):
                 stack.enter_context(_replaced(owner, name, noting(name, getattr(owner, name))))
         once()
-    generator = torch.Generator(problem.x.device).manual_seed(0)
-    shapes = {shape for _, _, those in calls for shape in those}
-    vectors = {shape: torch.randn(shape, generator=generator, device=problem.x.device) for shape in shapes}
+    shapes = sorted({shape for _, _, those in calls for shape in those})
+    vectors = problem.vectors  # the same for all contenders
+    for shape in shapes:
+        if shape not in vectors:
+            generator = torch.Generator(problem.x.device).manual_seed(math.prod(shape))
+            vectors[shape] = torch.randn(shape, generator=generator, device=problem.x.device)
     widest = max(shapes, key=math.prod)
 
     def replay() -> list[Tensor]:
@@ -229,12 +258,3 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
-
-
-def check_part(problem: GPProblem, result: list[Tensor]) -> float:
-    """Relative error of the first product's first columns against the other contenders' first: of the stock product with dense factors."""
-    if not problem.reference:
-        with settings(problem, toeplitz=False):
-            problem.reference.extend(kronecker_part(problem, work(problem))())
-    (y,), (expected,) = result, problem.reference
-    return float((y.double() - expected.double()).norm() / expected.double().norm())

@@ -102,6 +102,8 @@ class Benchmark:
         has_floor: whether the time to read x once and write y once means anything here.
         eager: the time of a call is that of many in a row, launches included, and the host's share of it is taken too.
         repeats: a second result has to equal the first bit for bit.
+        peers_first: the others give the result that this library's is compared with, so they are checked before it, last ones first.
+        shares: from a call to the share of its time that goes into what this library replaces; None where it is not taken.
         unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
         apart: times the contenders itself: (parameters, device) to what it found, by contender.
         notes: shown and written with the results.
@@ -118,6 +120,8 @@ class Benchmark:
     has_floor: bool = False
     eager: bool = False
     repeats: bool = False
+    peers_first: bool = False
+    shares: Callable[[Call], float] | None = None
     unit_bytes: Callable[[Any], int] | None = None
     apart: Callable[[dict[str, Any], torch.device], Mapping[str, Apart]] | None = None
     notes: Sequence[str] = field(default_factory=tuple)

@@ -68,6 +68,8 @@ def _cell(result: dict[str, Any], case: dict[str, Any], baseline: float | None, 
         lines.append(f"{floor / times['median']:.0%} floor")
     if result["peak_of_x"] is not None:
         lines.append(f"{result['peak_of_x']:.2f} x")
+    if result.get("share") is not None:
+        lines.append(f"{result['share']:.0%} share")
     if result["repeats"] is not None:
         lines.append("repeats" if result["repeats"] else "does not repeat")
     lines.append(f"{result['error']:.1e}" + (" TF32" if result["allow_tf32"] else ""))
@@ -130,11 +132,28 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
 
 
-def write(found: dict[str, Any], out: Path, console: Console) -> None:
-    """Write NAME.json and, where matplotlib is installed, NAME.png and NAME_roofline.png to the folder."""
+def line(case: dict[str, Any]) -> str:
+    """A case in one line, for who waits for the table."""
+    told = [
+        f"{r['contender']} {_number(r['times']['median'], 1e3)} ms" if r["times"] else f"{r['contender']} {r['status']}"
+        for r in case["results"]
+    ]
+    return f"{case['label']}: {', '.join(told)}"
+
+
+def save(found: dict[str, Any], out: Path) -> Path:
+    """Write NAME.json to the folder, in one step: what was there before stays until the new one is whole."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{found['benchmark']}.json"
-    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    draft = path.with_suffix(".json.part")
+    draft.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    draft.replace(path)
+    return path
+
+
+def write(found: dict[str, Any], out: Path, console: Console) -> None:
+    """Write NAME.json and, where matplotlib is installed, NAME.png and NAME_roofline.png to the folder."""
+    path = save(found, out)
     console.print(f"wrote {path}", highlight=False)
     try:
         from benchmarks import plots

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Result:
     repeats: bool | None = None  # a second result equals the first bit for bit
     peak_bytes: int | None = None
     peak_of_x: float | None = None
+    share: float | None = None  # of the call's time, in what this library replaces
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,46 @@ class Budget:
         most = QUICK_SECONDS_PER_CASE if quick else SECONDS_PER_CASE
         each = min(most, TIMING_SHARE * seconds / max(cases, 1))
         return cls(each, QUICK_ROUNDS if quick else ROUNDS, time.monotonic() + seconds)
+
+
+class _Watched:
+    """A call of which memory and share are taken in its first run, which is a timed one.
+
+    Memory is the allocator's own count, which waits for nothing; a CPU has none, and needs a run of its own.
+    """
+
+    def __init__(self, benchmark: Benchmark, call: Call, device: torch.device) -> None:
+        self._call = call
+        self._shares = benchmark.shares
+        self._device = device if benchmark.unit_bytes is not None and device.type == "cuda" else None
+        self._is_first = True
+        self.peak: int | None = None
+        self.share: float | None = None
+
+    def __call__(self) -> Any:
+        if not self._is_first:
+            return self._call()
+        self._is_first = False
+        if self._device is None:
+            return self._run()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        result = self._run()
+        self.peak = torch.cuda.max_memory_allocated(self._device) - before
+        return result
+
+    def _run(self) -> Any:
+        if self._shares is None:
+            return self._call()
+        self.share = self._shares(self._call)
+        return None
+
+
+def _free(device: torch.device) -> None:
+    """Hand back what a failed or finished call held, tracebacks' and graphs' cycles included."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _plain(result: Any) -> list[torch.Tensor]:
@@ -119,7 +161,7 @@ def _checked(benchmark: Benchmark, case: Case, contender: Contender, problem: An
     return result, call if result.status == "ok" else None
 
 
-def _graphs(results: list[Result], calls: list[Call]) -> Iterator[tuple[Result, Call]]:
+def _graphs(results: Sequence[Result], calls: Sequence[Call]) -> Iterator[tuple[Result, Call]]:
     """Replays of the calls that a CUDA graph can hold."""
     for result, call in zip(results, calls, strict=True):
         try:
@@ -133,15 +175,15 @@ def _time(
     case: Case,
     device: torch.device,
     budget: Budget,
-    passed: list[Result],
-    calls: list[Call],
+    passed: Sequence[Result],
+    calls: Sequence[Call],
     tell: Callable[[str], None],
 ) -> None:
     """Fill in the times of those that passed their check."""
     if not calls:
         return
 
-    def time_all(those: list[Call], timer: timing.Timer, share: float, what: str) -> list[timing.Times]:
+    def time_all(those: Sequence[Call], timer: timing.Timer, share: float, what: str) -> list[timing.Times]:
         tell(f"{case.label}: {what}")
         return timing.measure(
             those, timer, seconds=share * budget.seconds, rounds=budget.rounds, progress=lambda: tell(f"{case.label}: {what}")
@@ -163,22 +205,26 @@ def _time(
 
 def _run_case(benchmark: Benchmark, case: Case, device: torch.device, budget: Budget, tell: Callable[[str], None]) -> list[Result]:
     problem = benchmark.inputs(case.parameters, device)
-    results, passed, calls = [], [], []
-    for contender in benchmark.contenders:
+    results: dict[str, Result] = {}
+    calls: dict[str, Call] = {}
+    for contender in reversed(benchmark.contenders) if benchmark.peers_first else benchmark.contenders:
         tell(f"{case.label}: checking {contender.name}")
-        result, call = _checked(benchmark, case, contender, problem, device)
-        results.append(result)
+        results[contender.name], call = _checked(benchmark, case, contender, problem, device)
         if call is not None:
-            passed.append(result)
-            calls.append(call)
-    _time(benchmark, case, device, budget, passed, calls, tell)
-    if benchmark.unit_bytes is not None:
-        unit = benchmark.unit_bytes(problem)
-        for result, call in zip(passed, calls, strict=True):
+            calls[contender.name] = call
+        elif results[contender.name].status == "error":
+            _free(device)
+    ordered = [results[c.name] for c in benchmark.contenders]
+    passed = [r for r in ordered if r.contender in calls]
+    timed = [_Watched(benchmark, calls[r.contender], device) for r in passed]
+    _time(benchmark, case, device, budget, passed, timed, tell)
+    for result, call in zip(passed, timed, strict=True):
+        result.share = call.share
+        if benchmark.unit_bytes is not None:
             tell(f"{case.label}: memory of {result.contender}")
-            result.peak_bytes = peak_bytes(call, device)
-            result.peak_of_x = result.peak_bytes / unit
-    return results
+            result.peak_bytes = peak_bytes(call, device) if call.peak is None else call.peak
+            result.peak_of_x = result.peak_bytes / benchmark.unit_bytes(problem)
+    return ordered
 
 
 def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[Result]:
@@ -219,9 +265,10 @@ def run(
     quick: bool = False,
     device: str | None = None,
     seconds: float | None = None,
+    only: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run one benchmark; writes NAME.json and, where matplotlib is installed, its plots.
+    """Run one benchmark; writes NAME.json after every case and, at the end, where matplotlib is installed, its plots.
 
     Args:
         name: of the benchmark.
@@ -229,13 +276,14 @@ def run(
         quick: a few cases and rounds, to see that it works.
         device: "cpu" or "cuda" in place of the benchmark's own.
         seconds: that it may take; cases that have not begun by then are left out, and named.
+        only: cases whose label has this in it, of all of them.
         console: where tables go.
 
     Returns:
         What the JSON file holds.
 
     Raises:
-        ValueError: an unknown name, a device that is not there, or seconds that are not positive.
+        ValueError: an unknown name, a device that is not there, seconds that are not positive, or no such case.
     """
     known = all_benchmarks()
     if name not in known:
@@ -248,7 +296,9 @@ def run(
         raise ValueError(f"seconds: expected a positive number; got {seconds}")
     console = console or Console()
     console.print(f"[bold]{name}[/bold]  {benchmark.description}")
-    chosen = [c for c in benchmark.cases if c.quick or not quick]
+    chosen = [c for c in benchmark.cases if (c.quick or not quick) and only in c.label]
+    if not chosen:
+        raise ValueError(f"only: expected part of one of {', '.join(c.label for c in benchmark.cases)}; got {only!r}")
     environment = describe(target)
     bandwidth = environment["bandwidth"] if benchmark.has_floor else None
     start = time.monotonic()
@@ -256,6 +306,23 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     cases: list[dict[str, Any]] = []
     left_out: list[str] = []
+
+    def summary() -> dict[str, Any]:
+        environment["load_average_after"] = load_average()
+        found = {
+            "benchmark": name,
+            "description": benchmark.description,
+            "notes": list(benchmark.notes),
+            "quick": quick,
+            "seconds": round(time.monotonic() - start, 1),
+            "left_out": left_out,
+            "subject": next(c.name for c in benchmark.contenders if c.is_ours),
+            "baseline": benchmark.baseline,
+            "environment": environment,
+            "cases": cases,
+        }
+        return found | {"ratios": report.ratios(found), "recorded_ratios": report.recorded_ratios(found)}
+
     with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
         task = progress.add_task("", total=len(chosen))
 
@@ -269,23 +336,11 @@ def run(
                 left_out.append(case.label)
             else:
                 cases.append(_described(case, run_case(case), bandwidth, target))
-                if target.type == "cuda":
-                    torch.cuda.empty_cache()
+                report.save(summary(), out)  # a run that is stopped loses one case
+                console.print(report.line(cases[-1]), highlight=False)
+                _free(target)
             progress.advance(task)
-    environment["load_average_after"] = load_average()
-    found = {
-        "benchmark": name,
-        "description": benchmark.description,
-        "notes": list(benchmark.notes),
-        "quick": quick,
-        "seconds": round(time.monotonic() - start, 1),
-        "left_out": left_out,
-        "subject": next(c.name for c in benchmark.contenders if c.is_ours),
-        "baseline": benchmark.baseline,
-        "environment": environment,
-        "cases": cases,
-    }
-    found |= {"ratios": report.ratios(found), "recorded_ratios": report.recorded_ratios(found)}
+    found = summary()
     report.show(found, console)
     report.write(found, out, console)
     return found

@@ -18,6 +18,7 @@ FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 BURST = 20  # calls in a row, where launches are timed too
 SLOW = 50.0  # a contender that takes this many times as long as the first one takes part in few rounds
 SLOW_ROUNDS = 3
+LONG = 0.3  # seconds; so does one whose single call takes longer, its first timed call being the first round
 
 Timer = Callable[[Call], float]
 
@@ -109,19 +110,20 @@ def measure(
         calls: already checked, so called once before; the first is what the others are compared with.
         timer: what takes the time of one.
         seconds: to spend on all of them together, within `rounds`.
-        rounds: fewest and most rounds. Calls `SLOW` times as slow as the first take part in the first few only.
+        rounds: fewest and most rounds. Calls `SLOW` times as slow as the first, or longer than `LONG`, take part in a few only.
         progress: called after every round.
     """
-    estimates = [min(timer(call), timer(call)) for call in calls]  # warms up too
-    slow = [estimate > SLOW * estimates[0] for estimate in estimates]
+    firsts = [timer(call) for call in calls]
+    estimates = [first if first > LONG else min(first, timer(call)) for first, call in zip(firsts, calls, strict=True)]  # warms up too
+    slow = [estimate > SLOW * estimates[0] or estimate > LONG for estimate in estimates]
+    taken = [[first] if first > LONG else [] for first in firsts]
     once = sum(e for e, is_slow in zip(estimates, slow, strict=True) if not is_slow)
     left = seconds - SLOW_ROUNDS * (sum(estimates) - once)
-    count = min(max(int(left / max(once, 1e-9)), rounds[0]), rounds[1])
-    taken: list[list[float]] = [[] for _ in calls]
+    count = SLOW_ROUNDS if all(slow) else min(max(int(left / max(once, 1e-9)), rounds[0]), rounds[1])
     for i in range(count):
         for j in range(len(calls)):
             k = (i + j) % len(calls)  # nobody always follows the same neighbour
-            if i < SLOW_ROUNDS or not slow[k]:
+            if not slow[k] or len(taken[k]) < SLOW_ROUNDS:
                 taken[k].append(timer(calls[k]))
         progress()
     return [Times.of(t) for t in taken]

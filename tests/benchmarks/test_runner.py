@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 import fastkron_py
-from benchmarks import registry, runner
+from benchmarks import registry, runner, timing
 from benchmarks.__main__ import main
 from benchmarks.peers import COMPILED, GPYTORCH, GPYTORCH_BACKWARD, LOOP, LOOP_BACKWARD, OURS, OURS_BACKWARD, OURS_LEFT, loop
 from benchmarks.problems import Problem, case, check, check_gradients, gradient_inputs, inputs
@@ -132,6 +132,91 @@ def test_no_case_begins_after_the_deadline(tmp_path: Path) -> None:
     assert len(found["cases"]) == 1
     assert found["left_out"] == ["6 x 2,3 to 4,2"]
     assert "no time left for 6 x 2,3 to 4,2" in text
+
+
+def test_every_case_is_written_when_it_is_done(tmp_path: Path) -> None:
+    """A run that is stopped in its second case leaves the first; the draft beside it is gone."""
+
+    class Stopped(BaseException):
+        pass
+
+    def stopped(problem: Problem) -> Tensor:
+        if problem.x.shape[0] == 6:
+            raise Stopped
+        return loop(problem.x, problem.factors)
+
+    small_benchmark("stopped", contender("stops", stopped))
+    with pytest.raises(Stopped):
+        run("stopped", tmp_path)
+    assert [c["label"] for c in json.loads((tmp_path / "stopped.json").read_text())["cases"]] == ["5 x 3,4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["stopped.json"]
+
+
+def test_chosen_cases(tmp_path: Path) -> None:
+    small_benchmark("chosen", LOOP)
+    found, text = run("chosen", tmp_path, only="2,3")
+    assert [c["label"] for c in found["cases"]] == ["6 x 2,3 to 4,2"]
+    assert "6 x 2,3 to 4,2: fastkron_py" in text
+    with pytest.raises(ValueError, match=r"only: expected part of one of 5 x 3,4, .*; got 'no such case'"):
+        run("chosen", tmp_path, only="no such case")
+
+
+def test_peers_may_come_first(tmp_path: Path) -> None:
+    """The last one's result is what the others are compared with; where it fails, the one before's."""
+    order: list[str] = []
+    reference: list[Tensor] = []
+
+    def noting(name: str, fails: bool = False) -> Contender:
+        def call(problem: Problem) -> Tensor:
+            order.append(name)
+            if fails:
+                raise MemoryError
+            y = loop(problem.x, problem.factors)
+            if not reference:
+                reference.append(y)
+            return y
+
+        return contender(name, call)
+
+    def compared(problem: Problem, y: Tensor) -> float:
+        return float((y - reference[0]).norm() / reference[0].norm())
+
+    small_benchmark("peers", noting("first"), noting("last", fails=True), check=compared, peers_first=True)
+    found, _ = run("peers", tmp_path, only="5 x")
+    assert order[:2] == ["last", "first"]
+    ours, first, last = found["cases"][0]["results"]
+    assert (first["status"], first["error"], last["status"]) == ("ok", 0, "error")
+    assert ours["status"] == "ok"
+
+
+def test_shares(tmp_path: Path) -> None:
+    def half(call: Any) -> float:
+        call()
+        return 0.5
+
+    small_benchmark("shares", LOOP, shares=half)
+    found, text = run("shares", tmp_path)
+    assert {r["share"] for c in found["cases"] for r in c["results"]} == {0.5}
+    assert "50% share" in text
+
+
+def test_long_calls_take_part_in_three_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first timed call is the first of them; the others warm up, and fill the time there is."""
+    monkeypatch.setattr(timing, "LONG", 0.3)
+    calls = {"short": 0, "long": 0}
+
+    def call(name: str) -> Any:
+        def count() -> str:
+            calls[name] += 1
+            return name
+
+        return count
+
+    times = timing.measure([call("short"), call("long")], lambda c: {"short": 0.1, "long": 0.4}[c()], seconds=2.05, rounds=(3, 200))
+    assert calls == {"short": 10, "long": 3}
+    assert [t.rounds for t in times] == [8, 3]
+    times = timing.measure([call("long")], lambda c: {"long": 0.4}[c()], seconds=100.0, rounds=(3, 200))
+    assert times[0].rounds == 3
 
 
 def test_gradients_memory_and_repeats(tmp_path: Path) -> None:
