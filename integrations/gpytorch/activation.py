@@ -2,8 +2,8 @@
 
 The choice is made where an operator is built, and then belongs to the operator, by its class: backward passes run on
 threads of autograd's own, where no context variable of the caller's is seen. So a hook in the constructor of
-`KroneckerProductLinearOperator` asks a context variable, and changes the class of what was built. Two more hooks save work
-around such operators. All three are in place only while some context has the integration on.
+`KroneckerProductLinearOperator` asks a context variable, and changes the class of what was built. More hooks save work
+around such operators (`interpolation`). All are in place only while some context has the integration on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator, ToeplitzLinearOperator
-from linear_operator.utils import sparse
+from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator
 from torch import Tensor
 
 from fastkron_py.errors import type_error, type_name
-from fastkron_py.integrations.gpytorch.operators import FastProducts, KroneckerLinearOperator, adopt
+from fastkron_py.integrations.gpytorch import interpolation
+from fastkron_py.integrations.gpytorch.operators import adopt
 from fastkron_py.integrations.gpytorch.versions import untested
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -66,31 +66,49 @@ def _adopting(constructor: Callable[..., Any]) -> Callable[..., Any]:
     return construct
 
 
+def _interpolating(product: Callable[..., Any], ours: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
+    """An interpolated operator's product with sparse matrices that are made once, where its base is ours."""
+
+    @functools.wraps(product)
+    def multiply(self: Any, rhs: Any) -> Any:
+        return ours(self, rhs) if interpolation.takes(self, rhs) else product(self, rhs)
+
+    return multiply
+
+
 def _without_needless_gradients(derivative: Callable[..., Any]) -> Callable[..., Any]:
     """An interpolated operator's derivative without the two products that only its weights' gradients take, where nobody wants those."""
 
     @functools.wraps(derivative)
     def differentiate(self: Any, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         needless = not (self.left_interp_values.requires_grad or self.right_interp_values.requires_grad)
-        if not (needless and isinstance(self.base_linear_op, FastProducts)):
-            result: tuple[Tensor | None, ...] = derivative(self, left_vecs, right_vecs)
-            return result
         if left_vecs.ndim == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        left = sparse.bdsmm(self._sparse_left_interp_t(self.left_interp_indices, self.left_interp_values), left_vecs)
-        right = sparse.bdsmm(self._sparse_right_interp_t(self.right_interp_indices, self.right_interp_values), right_vecs)
-        return (*self.base_linear_op._bilinear_derivative(left, right), None, None, None, None)
+        if needless and interpolation.takes(self, left_vecs.detach(), right_vecs.detach()):
+            return interpolation.bilinear_derivative(self, left_vecs, right_vecs)
+        result: tuple[Tensor | None, ...] = derivative(self, left_vecs, right_vecs)
+        return result
 
     return differentiate
 
 
+def _by_products(diagonal: Callable[..., Any]) -> Callable[..., Any]:
+    """An interpolated operator's diagonal by products with its base, where that is less than looking up pairs of grid points."""
+
+    @functools.wraps(diagonal)
+    def found(self: Any) -> Any:
+        return interpolation.diagonal(self) if interpolation.has_cheap_diagonal(self) else diagonal(self)
+
+    return found
+
+
 def _with_single_factors(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A grid kernel's forward whose batch of one-dimensional grids (SKIP) is a batch of products of one factor."""
+    """A grid kernel's forward whose batch of one-dimensional grids (SKIP) is dense where that is faster."""
 
     @functools.wraps(forward)
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = forward(self, *args, **kwargs)
-        return KroneckerLinearOperator(result) if is_active() and isinstance(result, ToeplitzLinearOperator) else result
+        return interpolation.made_dense(result) if is_active() else result
 
     return evaluate
 
@@ -100,7 +118,10 @@ def _places() -> tuple[tuple[type, str, Wrapper], ...]:
     """What is hooked: owner, name, and what makes the hook of the original."""
     places: tuple[tuple[type, str, Wrapper], ...] = (
         (KroneckerProductLinearOperator, "__init__", _adopting),
+        (InterpolatedLinearOperator, "_matmul", functools.partial(_interpolating, ours=interpolation.matmul)),
+        (InterpolatedLinearOperator, "_t_matmul", functools.partial(_interpolating, ours=interpolation.t_matmul)),
         (InterpolatedLinearOperator, "_bilinear_derivative", _without_needless_gradients),
+        (InterpolatedLinearOperator, "_diagonal", _by_products),
     )
     if importlib.util.find_spec("gpytorch") is None:
         return places

@@ -17,7 +17,11 @@ from linear_operator.operators import InterpolatedLinearOperator, KroneckerProdu
 from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, use_fastkron, versions
 from fastkron_py.integrations.gpytorch.activation import is_active
 
-PLACES = ((KroneckerProductLinearOperator, "__init__"), (InterpolatedLinearOperator, "_bilinear_derivative"), (GridKernel, "forward"))
+PLACES = (
+    (KroneckerProductLinearOperator, "__init__"),
+    *((InterpolatedLinearOperator, name) for name in ("_matmul", "_t_matmul", "_bilinear_derivative", "_diagonal")),
+    (GridKernel, "forward"),
+)
 ORIGINALS = [vars(owner)[name] for owner, name in PLACES]
 
 

@@ -12,7 +12,8 @@ from gp_models import CASES, Case, ExactModel, Outcome, grid_kernel, iterative, 
 from linear_operator.operators import KroneckerProductLinearOperator
 from torch import Tensor
 
-from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, use_fastkron
+from fastkron_py.integrations.gpytorch import KroneckerLinearOperator, interpolation, use_fastkron
+from fastkron_py.integrations.gpytorch.interpolation import GridDenseLinearOperator
 from fastkron_py.integrations.gpytorch.operators import FastProducts
 
 # Of torch, GPyTorch and linear_operator about each other; what this package warns of is tested in test_activation.py.
@@ -24,22 +25,25 @@ PAIRS = [pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('to
 
 
 class Count:
-    """Counts products and fused gradients."""
+    """Counts products and gradients, with those of SKIP's dense grids, and products with sparse matrices that are made once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.products = self.gradients = 0
-        multiply, derive = FastProducts._multiply, FastProducts._bilinear_derivative
+        self.products = self.gradients = self.interpolated = 0
 
-        def counted_multiply(operator: Any, *args: Any) -> Tensor:
-            self.products += 1
-            return multiply(operator, *args)
+        def counted(owner: Any, name: str, what: str) -> None:
+            original = getattr(owner, name)
 
-        def counted_derive(operator: Any, *args: Any) -> tuple[Tensor | None, ...]:
-            self.gradients += 1
-            return derive(operator, *args)
+            def call(*args: Any) -> Any:
+                setattr(self, what, getattr(self, what) + 1)
+                return original(*args)
 
-        monkeypatch.setattr(FastProducts, "_multiply", counted_multiply)
-        monkeypatch.setattr(FastProducts, "_bilinear_derivative", counted_derive)
+            monkeypatch.setattr(owner, name, call)
+
+        counted(FastProducts, "_multiply", "products")
+        counted(interpolation, "apply", "interpolated")
+        counted(GridDenseLinearOperator, "_matmul", "products")
+        for owner in (FastProducts, GridDenseLinearOperator):
+            counted(owner, "_bilinear_derivative", "gradients")
 
 
 @pytest.fixture
@@ -61,11 +65,12 @@ def worst(ours: Outcome, stock: Outcome) -> float:
 @pytest.mark.parametrize(("case", "dtype"), PAIRS)
 def test_training_agrees_with_stock(case: Case, dtype: torch.dtype, place: torch.device, count: Count) -> None:
     stock = train(case, dtype, place)
-    assert (count.products, count.gradients) == (0, 0)
+    assert (count.products, count.gradients, count.interpolated) == (0, 0, 0)
     with use_fastkron():
         ours = train(case, dtype, place)
     assert count.products >= 50
     assert count.gradients >= 50
+    assert count.interpolated >= 1000 or "CG" not in case.name
     assert stock.losses[-1] < stock.losses[0] - 0.1  # it learns, so that there was something to agree on
     assert worst(ours, stock) < TOLERANCES[dtype]
 
