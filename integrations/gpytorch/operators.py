@@ -26,7 +26,7 @@ class FastProducts:
     says how to multiply is what makes them multiply as the forward pass did.
     """
 
-    _made: Any = None  # parts, and what they were made of; see _parts
+    _made: Any = None  # what parts were made of, its versions, and the parts; see _parts
 
     def _factors(self) -> tuple[Sequence[Any], Tensor | None]:
         """Factors, and a number that multiplies their product."""
@@ -34,18 +34,22 @@ class FastProducts:
 
     def _parts(self, transposed: bool = False) -> Parts:
         """The parts, remembered while no gradient is recorded and no tensor is written to."""
+        made = self._made
+        if made is not None and not torch.is_grad_enabled() and [t._version for t in made[0]] == made[1]:
+            found: Parts = made[2][transposed]
+            return found
         tensors = self.representation()  # type: ignore[attr-defined]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
         if recorded or any([t.is_inference() for t in tensors]):  # inference tensors count no writes
             parts = parts_of(*self._factors())
             return parts.mT() if transposed else parts
         versions = [t._version for t in tensors]
-        if self._made is None or self._made[0] != versions:
+        if made is None or made[1] != versions:
             with torch.no_grad():
                 parts = parts_of(*self._factors())
-                self._made = versions, (parts, parts.mT())
-        made: Parts = self._made[1][transposed]
-        return made
+            self._made = made = tensors, versions, (parts, parts.mT())
+        found = made[2][transposed]
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_made"}
