@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL]``."""
+"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL ...]``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few cases and rounds, to see that it works")
     parser.add_argument("--seconds", type=float, help=f"that one benchmark may take ({SECONDS:g}; quick: {QUICK_SECONDS:g})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
-    parser.add_argument("--only", default="", metavar="LABEL", help="cases with this in their label")
+    parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="cases with this in their label; may be repeated")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     options = parser.parse_args(arguments)
     console = Console()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +105,7 @@ class Benchmark:
         repeats: a second result has to equal the first bit for bit.
         peers_first: the others give the result that this library's is compared with, so they are checked before it, last ones first.
         shares: from a call to the share of its time that goes into what this library replaces; None where it is not taken.
+        case_seconds: that timing one case may take at most.
         unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
         apart: times the contenders itself: (parameters, device) to what it found, by contender.
         notes: shown and written with the results.
@@ -122,6 +124,7 @@ class Benchmark:
     repeats: bool = False
     peers_first: bool = False
     shares: Callable[[Call], float] | None = None
+    case_seconds: float = math.inf
     unit_bytes: Callable[[Any], int] | None = None
     apart: Callable[[dict[str, Any], torch.device], Mapping[str, Apart]] | None = None
     notes: Sequence[str] = field(default_factory=tuple)

@@ -46,7 +46,7 @@ def recorded_ratios(found: dict[str, Any]) -> dict[str, dict[str, float]]:
     return _summary((name, t[subject] / figure["seconds"]) for t, of in pairs if subject in t for name, figure in of.items())
 
 
-def _number(seconds: float, unit: float) -> str:
+def number(seconds: float, unit: float) -> str:
     """Three digits in a unit."""
     value = seconds * unit
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if 0 < value < 1000 else f"{value:.0f}"
@@ -57,9 +57,9 @@ def _cell(result: dict[str, Any], case: dict[str, Any], baseline: float | None, 
         return Text(result["status"], style=STATUS_STYLES[result["status"]])
     times = result["times"]
     spread = (times["upper_quartile"] - times["lower_quartile"]) / 2 / times["median"]
-    lines = [f"{_number(times['median'], unit)} ±{spread:.0%}"]
+    lines = [f"{number(times['median'], unit)} ±{spread:.0%}"]
     lines += [
-        f"{name} {_number(result[key]['median'], unit)}" for name, key in (("graph", "graph_times"), ("host", "host_times")) if result[key]
+        f"{name} {number(result[key]['median'], unit)}" for name, key in (("graph", "graph_times"), ("host", "host_times")) if result[key]
     ]
     lines.append(f"{baseline / times['median']:.2f}x" if baseline else "-")
     if case.get("items"):
@@ -80,7 +80,7 @@ def _recorded_cell(figure: dict[str, Any] | None, unit: float) -> Text:
     if figure is None:
         return Text("-", style="dim")
     memory = "" if figure["peak_of_x"] is None else f"\n{figure['peak_of_x']:.1f} x"
-    return Text(_number(figure["seconds"], unit) + memory, style="italic dim")
+    return Text(number(figure["seconds"], unit) + memory, style="italic dim")
 
 
 def _unit(found: dict[str, Any]) -> tuple[str, float]:
@@ -102,7 +102,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     for heading in (["floor"] if has_floor else []) + names + recorded:
         table.add_column(heading, justify="right")
     for case in cases:
-        floor = [_number(case["floor_seconds"], unit)] if has_floor else []
+        floor = [number(case["floor_seconds"], unit)] if has_floor else []
         cells = [_cell(r, case, medians(case).get(baseline), unit) for r in case["results"]]
         table.add_row(
             f"{case['label']}\n{case['parameters']['dtype']}",
@@ -135,7 +135,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 def line(case: dict[str, Any]) -> str:
     """A case in one line, for who waits for the table."""
     told = [
-        f"{r['contender']} {_number(r['times']['median'], 1e3)} ms" if r["times"] else f"{r['contender']} {r['status']}"
+        f"{r['contender']} {number(r['times']['median'], 1e3)} ms" if r["times"] else f"{r['contender']} {r['status']}"
         for r in case["results"]
     ]
     return f"{case['label']}: {', '.join(told)}"

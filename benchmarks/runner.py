@@ -265,7 +265,7 @@ def run(
     quick: bool = False,
     device: str | None = None,
     seconds: float | None = None,
-    only: str = "",
+    only: Sequence[str] = (),
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Run one benchmark; writes NAME.json after every case and, at the end, where matplotlib is installed, its plots.
@@ -276,7 +276,7 @@ def run(
         quick: a few cases and rounds, to see that it works.
         device: "cpu" or "cuda" in place of the benchmark's own.
         seconds: that it may take; cases that have not begun by then are left out, and named.
-        only: cases whose label has this in it, of all of them.
+        only: cases whose label has one of these in it, of all of them.
         console: where tables go.
 
     Returns:
@@ -296,13 +296,14 @@ def run(
         raise ValueError(f"seconds: expected a positive number; got {seconds}")
     console = console or Console()
     console.print(f"[bold]{name}[/bold]  {benchmark.description}")
-    chosen = [c for c in benchmark.cases if (c.quick or not quick) and only in c.label]
+    chosen = [c for c in benchmark.cases if (c.quick or not quick) and (not only or any(part in c.label for part in only))]
     if not chosen:
-        raise ValueError(f"only: expected part of one of {', '.join(c.label for c in benchmark.cases)}; got {only!r}")
+        raise ValueError(f"only: expected part of one of {', '.join(c.label for c in benchmark.cases)}; got {', '.join(only)}")
     environment = describe(target)
     bandwidth = environment["bandwidth"] if benchmark.has_floor else None
     start = time.monotonic()
     budget = Budget.of(seconds or (QUICK_SECONDS if quick else SECONDS), len(chosen), quick)
+    budget = dataclasses.replace(budget, seconds=min(budget.seconds, benchmark.case_seconds))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     cases: list[dict[str, Any]] = []
     left_out: list[str] = []

@@ -34,7 +34,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A few cases and rounds, to see that it works.")] = False,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="That one benchmark may take.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda, in place of the benchmark's own.")] = None,
-    only: Annotated[str, typer.Option(metavar="LABEL", help="Cases with this in their label.")] = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="LABEL", help="Cases with this in their label; may be repeated.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the benchmarks.")] = False,
 ) -> None:
     """Run benchmarks: every contender is checked before it is timed, beside its peers in the same run."""
@@ -46,7 +46,7 @@ def bench(
     command += ["--quick"] if quick else []
     command += ["--list"] if list_ else []
     command += [] if seconds is None else ["--seconds", str(seconds)]
-    command += ["--only", only] if only else []
+    command += [part for label in only or [] for part in ("--only", label)]
     command += [] if device is None else ["--device", device]
     # The benchmarks' own command line checks what it is given.
     raise typer.Exit(subprocess.run(command, cwd=root, check=False).returncode)  # noqa: S603

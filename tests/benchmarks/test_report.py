@@ -14,7 +14,7 @@ from rich.console import Console
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks import report, timing
+from benchmarks import markdown, report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.figures import FASTKRON, SQUARE
 from benchmarks.problems import TOLERANCES, case, flops
@@ -167,3 +167,22 @@ def test_bandwidth_is_told_of_gpus_only() -> None:
     from benchmarks.environment import bandwidth
 
     assert bandwidth(torch.device("cpu")) is None
+
+
+def test_a_table_in_markdown(tmp_path: Path) -> None:
+    def result(name: str, seconds: float | None, share: float | None = None, reason: str | None = None) -> dict[str, Any]:
+        return {"contender": name, "times": seconds and {"median": seconds}, "share": share, "status": "error", "reason": reason}
+
+    cases = [
+        {"label": "a", "results": [result("ours", 0.002, 0.25), result("peer", 0.005, 0.7)]},
+        {"label": "b", "results": [result("ours", 1.0), result("peer", None, reason="OutOfMemoryError: CUDA")]},
+    ]
+    found = {"subject": "ours", "cases": cases, "environment": {"device": "a GPU"}}
+    assert markdown.table(found | {"ratios": report.ratios(found)}).splitlines() == [
+        "| | ours | peer |",
+        "| --- | --- | --- |",
+        "| a | 2.00, 25% | 5.00, 2.5x, 70% |",
+        "| b | 1000 | out of memory |",
+        "",
+        "Milliseconds, times the subject's, share of Kronecker products; a GPU. Geometric mean: 2.50 times as fast as peer over 1 cases.",
+    ]
