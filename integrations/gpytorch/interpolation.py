@@ -21,6 +21,7 @@ from fastkron_py.integrations.gpytorch.parts import TOEPLITZ_LIMIT, toeplitz
 
 # Where torch multiplies with compressed rows: on a CPU with MKL only (measured there, 15 to 35 times faster than with a list of elements).
 COMPRESSED: Final = ("cuda", "cpu") if torch.backends.mkl.is_available() else ("cuda",)
+DTYPES: Final = (torch.float32, torch.float64)
 COLUMN_ELEMENTS: Final = 1 << 26  # of a grid's vectors that a diagonal is computed from at once
 
 
@@ -106,6 +107,16 @@ class _Sides(NamedTuple):
     right: Weights
 
 
+class _Kept:
+    """What an operator remembers of its sides; nothing of it is copied or pickled with the operator."""
+
+    def __init__(self, sides: _Sides | None = None) -> None:
+        self.sides = sides
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
 def _sides(operator: Any) -> _Sides:
     """The weights, remembered while nobody writes to what they were made from."""
     left, right = (
@@ -114,14 +125,14 @@ def _sides(operator: Any) -> _Sides:
     )
     counted = not any([t.is_inference() for t in (*left, *right)])  # inference tensors count no writes
     versions = tuple([t._version for t in (*left, *right)]) if counted else ()
-    kept: _Sides | None = operator.__dict__.get("_fastkron_sides")
+    kept: _Sides | None = operator.__dict__.get("_fastkron_sides", _Kept()).sides
     if kept is not None and counted and kept.versions == versions:
         return kept
     rows, columns = operator.base_linear_op.shape[-2:]
     of_left = Weights.of(*left, rows)
     same = rows == columns and all(_are_one(a, b) for a, b in zip(left, right, strict=True))
     sides = _Sides(versions, of_left, of_left if same else Weights.of(*right, columns))
-    operator.__dict__["_fastkron_sides"] = sides
+    operator.__dict__["_fastkron_sides"] = _Kept(sides)
     return sides
 
 
@@ -132,9 +143,9 @@ def _are_one(a: Tensor, b: Tensor) -> bool:
 def takes(operator: Any, *vectors: Tensor) -> bool:
     """Whether the products of an interpolated operator with matrices can go this way.
 
-    Its base is one of ours, the operands' batches are the operator's own, and no gradient passes through.
+    Its base is one of ours, the operands' batches are the operator's own, no gradient passes through, and torch has the products.
     """
-    if not is_ours(operator.base_linear_op):
+    if not is_ours(operator.base_linear_op) or any([v.dtype not in DTYPES for v in (*vectors, operator.left_interp_values)]):
         return False
     if torch.is_grad_enabled() and any([t.requires_grad for t in (*vectors, *operator.representation())]):
         return False

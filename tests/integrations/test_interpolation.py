@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +91,30 @@ def test_one_matrix_serves_both_sides_and_is_made_once(monkeypatch: pytest.Monke
         values.mul_(2)  # written to: made again
         assert_close(operator._matmul(x), 4 * first.double(), rms_tol=1e-6, max_tol=1e-5)
         assert len(made) == 2
+
+
+def test_copies() -> None:
+    """What is remembered is not copied: torch copies no matrix of compressed rows."""
+    x = torch.randn(M, 2)
+    with use_fastkron(), torch.no_grad():
+        operator = interpolated((), torch.device("cpu"))[0]
+        y = operator._matmul(x)
+        for other in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+            assert torch.equal(other._matmul(x), y)
+
+
+def test_inference_mode() -> None:
+    """Tensors made there count no writes, so that nothing is remembered of them."""
+    indices, values = weights(N, 4, (), torch.device("cpu"))
+    x = torch.randn(N, 2)
+    with use_fastkron(), torch.inference_mode():
+        indices, values = indices.clone(), values.clone()
+        operator = InterpolatedLinearOperator(
+            KroneckerLinearOperator(torch.randn(3, 3), torch.randn(4, 4)), indices, values, indices, values
+        )
+        first = operator._matmul(x)
+        values.mul_(2)
+        assert_close(operator._matmul(x), 4 * first.double(), rms_tol=1e-6, max_tol=1e-5)
 
 
 def test_what_is_left_to_linear_operator(monkeypatch: pytest.MonkeyPatch) -> None:
