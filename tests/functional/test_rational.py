@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from rational_cases import TOLERANCES, VERSIONS, Problem, assert_right, expected, ours, problem, step
+from rational_cases import HALF_TOLERANCES, VERSIONS, Problem, assert_right, expected, ours, problem, step
 from torch import Tensor
 
 import fastkron_py
@@ -198,9 +198,9 @@ def test_some_gradients_only(needing: str, backend_name: str, device: torch.devi
 
 
 def test_gradients_repeat_bit_for_bit(backend_name: str, device: torch.device) -> None:
-    p = problem((64, 33, 48), 4, device=device)
+    p = problem((16, 33, 48), 4, device=device)
     first = ours(p)
-    for _ in range(3):
+    for _ in range(2):
         for f, again in zip(first, ours(p), strict=True):
             assert torch.equal(f, again)
 
@@ -243,7 +243,7 @@ def test_autocast_rounds_the_result_only(dtype: torch.dtype, half: torch.dtype, 
     with torch.autocast(device.type, half):
         y = rational(p.x, p.a, p.b)
     assert y.dtype == half
-    rms, most = TOLERANCES[half]
+    rms, most = HALF_TOLERANCES[half]
     fastkron_py.testing.assert_close(y, expected(p)[0], rms_tol=rms, max_tol=most)
     p = p._replace(dy=p.dy.to(half))
 
