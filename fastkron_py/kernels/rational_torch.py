@@ -34,6 +34,11 @@ def _polynomial(c: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     return value, slope
 
 
+def _sign(t: Tensor) -> Tensor:
+    """Detached, since its derivative is zero: torch 2.11 makes that a lazy zero, on which tracing fails (an internal assert)."""
+    return t.detach().sgn()
+
+
 def _powers(x: Tensor, count: int) -> list[Tensor]:
     powers = [torch.ones_like(x)]
     for _ in range(count - 1):
@@ -44,17 +49,19 @@ def _powers(x: Tensor, count: int) -> list[Tensor]:
 def _denominator(b: list[Tensor], x: Tensor, version: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(Q, dQ/dx, sign of even powers, sign of odd powers).
 
-    ``dQ/db_j`` is ``x^j`` times the sign of its parity, for version A times b_j's sign too.
+    ``dQ/db_j`` is ``x^j`` times the sign of its parity, for version A times b_j's sign too. Absolute values are products with a
+    sign, so that no derivative of any order asks for that of a sign.
     """
     first = [] if version == "C" else [torch.zeros_like(b[0])]
     if version == "A":
-        s, ds = _polynomial([*first, *[bj.abs() for bj in b]], x.abs())
-        return 1 + s, ds * x.sgn(), torch.ones_like(x), x.sgn()
+        sign = _sign(x)
+        s, ds = _polynomial([*first, *[bj * _sign(bj) for bj in b]], x * sign)
+        return 1 + s, ds * sign, torch.ones_like(x), sign
     s, ds = _polynomial([*first, *b], x)
     if version == "N":
         return 1 + s, ds, torch.ones_like(x), torch.ones_like(x)
-    sign = s.sgn()
-    return (0.1 if version == "C" else 1) + s.abs(), sign * ds, sign, sign
+    sign = _sign(s)
+    return (0.1 if version == "C" else 1) + sign * s, sign * ds, sign, sign
 
 
 def _to_groups(t: Tensor, shared: bool) -> Tensor:
@@ -88,7 +95,7 @@ def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tuple
     da = [_to_groups(u * powers[i], a.shape[0] == 1) for i in range(a.shape[1])]
     db = [_to_groups(v * (odd if j % 2 else even) * powers[j], b.shape[0] == 1) for j in range(first, first + b.shape[1])]
     if version == "A":
-        db = [d * bj.squeeze(-1).sgn() for d, bj in zip(db, columns_b, strict=True)]
+        db = [d * _sign(bj.squeeze(-1)) for d, bj in zip(db, columns_b, strict=True)]
     dx = (u * dp + v * dq).flatten(-2)
     return dx.to(x.dtype), torch.stack(da, -1).to(a.dtype), torch.stack(db, -1).to(b.dtype)
 
@@ -111,6 +118,6 @@ def tangent(x: Tensor, a: Tensor, b: Tensor, tx: Tensor | None, ta: Tensor | Non
         first = 0 if version == "C" else 1
         powers = _powers(t, first + b.shape[1])
         for j, (bj, step) in enumerate(zip(columns_b, _columns(tb, compute), strict=True), first):
-            sign = (odd if j % 2 else even) * (bj.sgn() if version == "A" else 1)
+            sign = (odd if j % 2 else even) * (_sign(bj) if version == "A" else 1)
             tq = tq + step * sign * powers[j]
     return ((tp - p / q * tq) / q).flatten(-2)
