@@ -74,11 +74,14 @@ def test_opcheck_of_layouts(layout: str, backend_name: str, device: torch.device
 @pytest.mark.parametrize("version", ["A", "B", "C", "N"])
 @pytest.mark.parametrize("groups", [(2, 2), (1, 2)], ids=str)
 def test_gradcheck(version: str, groups: tuple[int, int], backend_name: str, device: torch.device) -> None:
+    """Interpreted kernels are compared along random directions, in which no wrong element of a Jacobian can hide, but by chance."""
+
     def function(*t: Tensor) -> Tensor:
         return rational(*t, version=version)
 
-    torch.autograd.gradcheck(function, leaves((3, 4), groups, device, (3, 2), version))
-    torch.autograd.gradgradcheck(function, leaves((3, 4), groups, device, (3, 2), version))
+    options = {"fast_mode": backend_name == "triton", "atol": 1e-8, "rtol": 1e-5}  # of differences in float64
+    torch.autograd.gradcheck(function, leaves((3, 4), groups, device, (3, 2), version), **options)
+    torch.autograd.gradgradcheck(function, leaves((3, 4), groups, device, (3, 2), version), **options)
 
 
 def test_gradcheck_in_forward_mode(backend_name: str, device: torch.device) -> None:
