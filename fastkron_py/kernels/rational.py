@@ -1,15 +1,13 @@
 """The group-wise rational function ``P(x) / Q(x)`` and its first derivatives, in Triton.
 
 Tensors are walked over as runs of one group's elements (`tuning/rational.py`): a program belongs to one group, whose coefficients
-it keeps in registers. With ``S(x) = sum_j b_j x^j``, the denominators Q are, by version,
-
-    A  1 + sum_j |b_j x^j|,  j >= 1        B  1 + |S|,  j >= 1        C  0.1 + |S|,  j >= 0        N  1 + S,  j >= 1
-
-The arithmetic is float32, or float64 for float64 tensors.
+it keeps in registers. The arithmetic is float32, or float64 for float64 tensors.
 """
 
 import triton
 import triton.language as tl
+
+from fastkron_py.kernels.rational_function import _appended, _load_coefficients, _rational, _rational_slopes
 
 # Integers, of which a kernel compiled for special values would gain nothing: how vectors lie is spelled out.
 _NUMBERS = (
@@ -28,76 +26,11 @@ _NUMBERS = (
 
 
 @triton.jit
-def _appended(values, value):
-    return values + (value,)  # noqa: RUF005 (Triton has no star in a tuple)
-
-
-@triton.jit
-def _load_coefficients(ptr, stride, COUNT: tl.constexpr, DTYPE: tl.constexpr, ABSOLUTE: tl.constexpr):
-    values = ()
-    for i in tl.static_range(COUNT):
-        value = tl.load(ptr + i * stride).to(DTYPE)
-        if ABSOLUTE:
-            value = tl.abs(value)
-        values = _appended(values, value)
-    return values
-
-
-@triton.jit
 def _zeros(BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     values = ()
     for _ in tl.static_range(COUNT):
         values = _appended(values, tl.zeros((BLOCK,), DTYPE))
     return values
-
-
-@triton.jit
-def _polynomial(c, x, COUNT: tl.constexpr):
-    """(value, derivative) of ``sum_i c_i x^i``, by Horner's rule for both at once."""
-    value = c[COUNT - 1]
-    slope = c[COUNT - 1] * 0
-    for i in tl.static_range(1, COUNT):
-        slope = value if i == 1 else slope * x + value
-        value = value * x + c[COUNT - 1 - i]
-    return value, slope
-
-
-@triton.jit
-def _denominator_sum(b, x, COUNT: tl.constexpr, VERSION: tl.constexpr):
-    """(S, its derivative); for version A of ``sum_j |b_j| |x|^j`` by |x|, b being absolute values."""
-    if VERSION == "A":
-        x = tl.abs(x)
-    value, slope = _polynomial(b, x, COUNT)
-    if VERSION != "C":  # b begins with b_1
-        slope = slope * x + value
-        value = value * x
-    return value, slope
-
-
-@triton.jit
-def _denominator(s, VERSION: tl.constexpr):
-    if VERSION == "B":
-        return tl.abs(s) + 1.0
-    elif VERSION == "C":
-        return tl.abs(s) + tl.full((1, 1), 0.1, s.dtype)
-    else:
-        return s + 1.0
-
-
-@triton.jit
-def _reciprocal(q, APPROXIMATE: tl.constexpr):
-    """``1 / q``. APPROXIMATE: in one instruction, with an error of at most one unit in the last place."""
-    if APPROXIMATE:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [q], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 / q
-
-
-@triton.jit
-def _times_sign(value, x):
-    """``value * sign(x)``, zero where x is zero."""
-    value = tl.where(x < 0, -value, value)
-    return tl.where(x == 0, 0.0, value)
 
 
 @triton.jit
@@ -125,6 +58,30 @@ def _start(period, phase, phases, rows_per_period, per_run, BLOCK: tl.constexpr,
         row = (first + i) // per_run
         column = (first + i) % per_run
     return first, row, column
+
+
+@triton.jit
+def _begin(
+    total,
+    per_run,
+    phases,
+    iterations,
+    short,
+    long_chunks,
+    rows_per_period,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """(first, row, column, step, count): as in `_start`, and a program's tiles, each step vectors after the last."""
+    program = tl.program_id(0)
+    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
+    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
+    period, periods = _periods(chunk, iterations, short, long_chunks)
+    first, row, column = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
+    step = phases * BLOCK
+    tiles = (total - first + step - 1) // step
+    return first, row, column, step, tl.minimum(periods, tiles).to(tl.int32)
 
 
 @triton.jit
@@ -206,25 +163,17 @@ def _rational_fwd_kernel(
     DTYPE: tl.constexpr,
 ):
     """``y = P(x) / Q(x)``."""
-    program = tl.program_id(0)
-    group = (program % GROUPS).to(tl.int64)
-    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
-    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
-    period, periods = _periods(chunk, iterations, short, long_chunks)
+    group = (tl.program_id(0) % GROUPS).to(tl.int64)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
-    first, row, column_x = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
+    first, row, column_x, step, count = _begin(total, per_run, phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE)
     column_y = column_x
     offset_x = row * stride_x + (group * per_run + column_x) * VECTOR
     offset_y = row * stride_y + (group * per_run + column_y) * VECTOR
-    step = phases * BLOCK
-    tiles = (total - first + step - 1) // step
-    for _ in range(tl.minimum(periods, tiles).to(tl.int32)):
+    for _ in range(count):
         valid = first + tl.arange(0, BLOCK) < total
         x = _load(x_ptr, _elements(offset_x, VECTOR), valid, DTYPE, MASKED)
-        p, _dp = _polynomial(a, x, A_COUNT)
-        s, _ds = _denominator_sum(b, x, B_COUNT, VERSION)
-        y = p * _reciprocal(_denominator(s, VERSION), APPROXIMATE)
+        y = _rational(a, b, x, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
         _store(y_ptr, _elements(offset_y, VECTOR), y, valid, MASKED)
         offset_x, column_x = _advance(offset_x, column_x, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
         offset_y, column_y = _advance(offset_y, column_y, step, rows_per_period, per_run, stride_y, BLOCK, VECTOR, MODE)
@@ -272,14 +221,10 @@ def _rational_bwd_kernel(
 
     The vector of a thread is summed first, then vectors, a warp's threads and, by the kernel below, warps.
     """
-    program = tl.program_id(0)
-    group = (program % GROUPS).to(tl.int64)
-    phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
-    chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
-    period, periods = _periods(chunk, iterations, short, long_chunks)
+    group = (tl.program_id(0) % GROUPS).to(tl.int64)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
-    first, row, column = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
+    first, row, column, step, count = _begin(total, per_run, phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE)
     column_dy = column
     column_dx = column
     offset = row * stride_x + (group * per_run + column) * VECTOR
@@ -289,27 +234,13 @@ def _rational_bwd_kernel(
     POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
     sum_a = _zeros(BLOCK, A_COUNT, DTYPE)
     sum_b = _zeros(BLOCK, B_COUNT, DTYPE)
-    step = phases * BLOCK
-    tiles = (total - first + step - 1) // step
-    for _ in range(tl.minimum(periods, tiles).to(tl.int32)):
+    for _ in range(count):
         valid = first + tl.arange(0, BLOCK) < total
         tile = _elements(offset, VECTOR)
         x = _load(x_ptr, tile, valid, DTYPE, MASKED)
         dy = _load(dy_ptr, tile if SAME_STRIDES else _elements(offset_dy, VECTOR), valid, DTYPE, MASKED)
-        p, dp = _polynomial(a, x, A_COUNT)
-        s, ds = _denominator_sum(b, x, B_COUNT, VERSION)
-        inverse = _reciprocal(_denominator(s, VERSION), APPROXIMATE)
-        u = dy * inverse  # of P
-        v = -u * (p * inverse)  # of Q
-        odd = v
-        even = v
-        if VERSION == "A":
-            odd = _times_sign(v, x)  # so that x^j may stand for |x|^j
-        elif VERSION != "N":
-            odd = _times_sign(v, s)
-            even = odd
+        dx, u, even, odd = _rational_slopes(a, b, x, dy, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
         if NEED_X:
-            dx = u * dp + odd * ds
             _store(dx_ptr, tile if SAME_STRIDES else _elements(offset_dx, VECTOR), dx, valid, MASKED)
         if NEED_COEFFICIENTS:
             next_a = ()
@@ -331,12 +262,12 @@ def _rational_bwd_kernel(
             offset_dx, column_dx = _advance(offset_dx, column_dx, step, rows_per_period, per_run, stride_dx, BLOCK, VECTOR, MODE)
         first += step
     if NEED_COEFFICIENTS:
-        count = tl.num_programs(0).to(tl.int64) * WARPS
-        out = partial_ptr + group * (count // GROUPS) + (program // GROUPS) * WARPS + tl.arange(0, WARPS)
+        partials = tl.num_programs(0).to(tl.int64) * WARPS
+        out = partial_ptr + group * (partials // GROUPS) + (tl.program_id(0) // GROUPS) * WARPS + tl.arange(0, WARPS)
         for k in tl.static_range(A_COUNT):
-            tl.store(out + k * count, _sums_of_warps(sum_a[k], BLOCK, WARPS))
+            tl.store(out + k * partials, _sums_of_warps(sum_a[k], BLOCK, WARPS))
         for k in tl.static_range(B_COUNT):
-            tl.store(out + (A_COUNT + k) * count, _sums_of_warps(sum_b[k], BLOCK, WARPS))
+            tl.store(out + (A_COUNT + k) * partials, _sums_of_warps(sum_b[k], BLOCK, WARPS))
 
 
 @triton.jit(do_not_specialize=["stride_bg", "stride_bj", "count"])
