@@ -12,6 +12,7 @@ from triton import knobs
 
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.rational import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
+from fastkron_py.kernels.replay import Replay, Tape
 from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
 from fastkron_py.tuning.rational import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
 
@@ -186,6 +187,41 @@ def backward(
     with on_device(x):
         _backward(kind).run(dy, x, a, b, dx, None if da is None or db is None else (da, db))
     return dx, da, db
+
+
+def replay(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype) -> Replay | None:
+    """`forward` on (x, a, b) like these, ready to be repeated; None where it copies, or y does not lie contiguously."""
+    y = torch.empty_like(x, dtype=dtype, device="meta")
+    kind = _kind([x, y], a, b, version)
+    if kind is None or not y.is_contiguous():
+        return None
+    with on_device(x):
+        tape = Tape((x, a, b))
+        slot = tape.buffer(x.shape, dtype)
+        tape.launch(_forward(kind).launch, (0, 1, 2, slot), ())
+        return Replay(tape, [slot], [x.shape])
+
+
+def replay_backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, need_x: bool, need_coefficients: bool) -> Replay | None:
+    """`backward` on (dy, x, a, b) like these, ready to be repeated, with those results that are needed; None likewise."""
+    dx = torch.empty_like(x, device="meta")
+    kind = _kind([x, dy, dx], a, b, version, need_x, need_coefficients)
+    if kind is None or not dx.is_contiguous():
+        return None
+    with on_device(x):
+        launches = _backward(kind)
+        tape = Tape((dy, x, a, b))
+        results = [tape.buffer(x.shape, x.dtype)] if need_x else []
+        of_dx = results[0] if need_x else 1
+        if need_coefficients:
+            partial = tape.buffer((launches.size,), launches.dtype)
+            sums = [tape.buffer(c.shape, c.dtype) for c in (a, b)]
+            tape.launch(launches.launch, (1, 0, 2, 3, of_dx, partial), ())
+            tape.launch(launches.sum, (partial, 3, *sums), ())
+            results += sums
+        else:
+            tape.launch(launches.launch, (1, 0, 2, 3, of_dx, 1), ())
+        return Replay(tape, results, [tape.buffers[slot - tape.given].shape for slot in results])
 
 
 def _like(model: Tensor, t: Tensor) -> Tensor:

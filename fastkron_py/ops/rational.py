@@ -205,6 +205,7 @@ def _call_function(*arguments: Any) -> Tensor:
 
 
 def _gradients_by_function(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, *options: Any) -> list[Tensor]:
+    """[dx] + [da, db], by the shortest way that is right; arguments as in the schema of `rational_backward`."""
     tensors = (dy, x, a, b)
     if not transforms_active() and not wants_gradient(tensors) and is_ordinary(tensors):
         return _gradients(*tensors, *options)

@@ -1,0 +1,39 @@
+"""What a recognised rational call launches, on a machine without a GPU: the same kernels on the same arguments as the first call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("launch_without_gpu")
+
+
+def test_the_same_launches() -> None:
+    """Forward and backward: on the same operands, while results and partial sums lie elsewhere; replayed by addresses alone."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("launch_rational_without_gpu.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["unrecorded"]) == 3
+    for way in ("recorded", "replayed"):
+        assert len(found[way]) == 3
+        for launch, like in zip(found[way], found["unrecorded"], strict=True):
+            assert [launch[key] for key in ("grid", "stream", "names")] == [like[key] for key in ("grid", "stream", "names")]
+            for name, given, wanted in zip(like["names"], launch["arguments"], like["arguments"], strict=True):
+                if name.endswith("_ptr"):
+                    assert (given in found["operands"]) == (wanted in found["operands"]), name
+                    assert given == wanted or given not in found["operands"], name
+                else:
+                    assert given == wanted, name
+        _, backward, sums = found[way]
+        partial = [launch["arguments"][launch["names"].index("partial_ptr")] for launch in (backward, sums)]
+        assert partial[0] == partial[1]
+    assert not any(launch["tensors"] for launch in found["replayed"])
