@@ -1,0 +1,239 @@
+"""Launching the linear layers' main loop (`kernels/gemm.py`): descriptors where they are possible, pointers where not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
+from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.recipes import arithmetic
+from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
+from fastkron_py.tuning import gemm as tuning
+from fastkron_py.tuning.gemm import GemmSizes, GemmTile
+
+_LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
+_FARTHEST: Final = 1 << 40  # bytes from row to row
+
+
+class Gemm(NamedTuple):
+    """What an operator passes to the main loop: see `kernels/gemm.py`."""
+
+    finish: Any
+    make: Any = make_plain
+    value: Any = value_plain
+    slope: Any = value_plain
+    params: tuple[Any, ...] = ()
+    pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
+
+
+class _Operand(NamedTuple):
+    """A matrix, as far as a launch depends on it."""
+
+    stride: int  # of rows
+    described: bool
+    dtype: torch.dtype
+    share: int = 1  # columns for each column of the result
+
+
+class Kind(NamedTuple):
+    """Everything that a launch depends on, as plain values."""
+
+    rows: int
+    columns: int
+    depth: int
+    a: _Operand
+    b: _Operand
+    half: int  # stride between the two of a pair of b's rows
+    bias: tuple[int, int] | None  # strides of a column, and between the two of a pair
+    others: tuple[_Operand | None, ...]  # out, pair, pair2, side
+    gemm: Gemm
+    precision: str
+    device: torch.device
+    tile: GemmTile | None
+
+    def sizes(self) -> GemmSizes:
+        """What the closed form chooses by."""
+        passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
+        paired = self.gemm.pairs != ""
+        # Descriptors' stores go through shared memory, pointers' too, to be turned into runs.
+        stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
+        stored = -(-stored // 2) if paired else stored
+        itemsize = self.a.dtype.itemsize
+        return GemmSizes(
+            self.rows,
+            self.columns,
+            self.depth,
+            itemsize,
+            passes,
+            stored,
+            paired,
+            _multiprocessors(self.device),
+            has_descriptors(self.device),
+        )
+
+
+@lru_cache(maxsize=64)
+def has_descriptors(device: torch.device) -> bool:
+    """Whether a device's copy engine takes tensor descriptors; the interpreter plays one."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _stride(t: Tensor) -> int:
+    """Of rows ``[..., R, C]``; of a single row, one that a descriptor can have."""
+    return t.stride(-2) if t.shape[-2] > 1 else -(-t.shape[-1] // 8) * 8
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether a matrix, or a pair of them, can have a descriptor."""
+    size = t.element_size()
+    strides = [_stride(t), *[s for s, n in zip(t.stride()[:-2], t.shape[:-2], strict=True) if n > 1]]
+    return (
+        has_descriptors(t.device)
+        and t.data_ptr() % 16 == 0
+        and t.shape[-1] * size >= 16
+        and all(s * size % 16 == 0 and 0 < s * size < _FARTHEST for s in strides)
+        and _stride(t) >= t.shape[-1]
+        and all(n < _LONGEST for n in t.shape)
+    )
+
+
+def _operand(t: Tensor, share: int = 1) -> _Operand:
+    return _Operand(_stride(t), _describable(t), t.dtype, share)
+
+
+def _source(t: Tensor | None, operand: _Operand | None, box: Sequence[int]) -> Any:
+    """What the kernel gets for a matrix: a descriptor of boxes, or the tensor."""
+    if t is None or operand is None or not operand.described:
+        return t
+    strides = [*t.stride()[:-2], operand.stride, 1]
+    return TensorDescriptor(t, list(t.shape), strides, list(box))
+
+
+class _Plan:
+    """A launch, ready to be repeated."""
+
+    def __init__(self, kind: Kind) -> None:
+        sizes = kind.sizes()
+        self.tile = tile = kind.tile or tuning.gemm_tile(sizes)
+        self.box_a = (tile.block_m, tile.block_k)
+        stacked = kind.gemm.pairs == "stacked"
+        self.box_b = (2, tile.block_n // 2, tile.block_k) if stacked else (tile.block_n, tile.block_k)
+        width = tile.block_n // (2 if sizes.paired else 1) // tile.parts
+        self.boxes = [None if o is None else (tile.block_m, width * o.share) for o in kind.others]
+        compute, _, precision = arithmetic(kind.a.dtype, kind.precision, True)
+        out, pair, _, side = kind.others
+        arguments = {
+            "M": kind.rows,
+            "N": kind.columns,
+            "K": kind.depth,
+            "stride_a": kind.a.stride,
+            "stride_b": kind.b.stride,
+            "stride_half": kind.half,
+            "bias_step": 1 if kind.bias is None else kind.bias[0],
+            "bias_half": 1 if kind.bias is None else kind.bias[1],
+            "strides": tuple([1 if o is None else o.stride for o in (out, pair, side)]),
+            "MAKE": kind.gemm.make,
+            "FINISH": kind.gemm.finish,
+            "VALUE": kind.gemm.value,
+            "SLOPE": kind.gemm.slope,
+            "PARAMS": kind.gemm.params,
+            "PAIRS": kind.gemm.pairs,
+            "HAS_BIAS": kind.bias is not None,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "GROUP": tile.group,
+            "PARTS": tile.parts,
+            "COMPUTE": compute,
+            # Operands stay in shared memory as they are: a tensor core cuts off what TF32 does not hold.
+            "PRECISION": "cut" if precision == "tf32" else precision,
+            "MADE": kind.gemm.make is not make_plain,
+            "FLATTEN": not knobs.runtime.interpret,
+            "num_warps": tile.warps,
+        }
+        grid = (min(tuning.tiles(tile, sizes), sizes.multiprocessors * tile.programs),)
+        stages = range(tile.stages, 0, -1)
+        self.launch = Launcher([Way(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
+
+
+_plan = lru_cache(maxsize=512)(_Plan)
+
+
+def forget_launches() -> None:
+    """Choose every launch anew when it is next needed."""
+    _plan.cache_clear()
+
+
+def rowwise(t: Tensor) -> Tensor:
+    """A matrix, or a pair of them, whose rows are runs of memory."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    call: Gemm,
+    out: Tensor | None,
+    *,
+    pair: Tensor | None = None,
+    pair2: Tensor | None = None,
+    side: Tensor | None = None,
+    tensors: tuple[Tensor, ...] = (),
+    precision: str = "highest",
+    tile: GemmTile | None = None,
+) -> None:
+    """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.finish`` store what becomes of the sums.
+
+    Args:
+        a: float32, float16 or bfloat16, of any strides, not empty.
+        b: like a; ``[2, N / 2, K]`` for "stacked" pairs.
+        bias: ``[N]``, or ``[2, N / 2]`` for "stacked" pairs; or None.
+        call: what is passed in.
+        out: ``[M, N]``, or ``[M, N / 2]`` for pairs, rows being runs of memory, as of the following; or None where the finisher needs none.
+        pair: ``[M, N / 2]`` or ``[M, N]``.
+        pair2: ``[M, N / 2]``.
+        side: ``[M, N / 2]``, which the finisher reads; for no pairs ``[M, N]``.
+        tensors: what maker and finisher read besides.
+        precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
+        tile: blocks; None lets the closed form choose.
+    """
+    with on_device(a):
+        a, b = rowwise(a), rowwise(b)
+        paired = call.pairs != ""
+        columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
+        width = columns // 2 if paired else columns
+        others = [out, pair, pair2, side]
+        operands = tuple([None if t is None else _operand(t, t.shape[1] // width) for t in others])
+        strides = None
+        if bias is not None:
+            strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
+        half = b.stride(0) if b.ndim == 3 else 0
+        kind = Kind(
+            a.shape[0],
+            columns,
+            a.shape[1],
+            _operand(a),
+            _operand(b),
+            half,
+            strides,
+            operands,
+            call,
+            precision,
+            a.device,
+            tile,
+        )
+        plan = _plan(kind)
+        sources = [_source(t, o, box) for t, o, box in zip(others, operands, plan.boxes, strict=True)]  # type: ignore[arg-type]
+        # What is absent is never read; a pointer stands in, since None would make another kind of kernel.
+        sources = [a if s is None else s for s in sources]
+        plan.launch(_source(a, kind.a, plan.box_a), _source(b, kind.b, plan.box_b), a if bias is None else bias, *sources, tensors or (a,))

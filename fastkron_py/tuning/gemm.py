@@ -1,0 +1,131 @@
+"""Launches of the linear layers' main loop: block sizes, by a closed form."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from fastkron_py.tuning.sizes import next_power_of_two
+
+SHARED_MEMORY: Final = 232_448  # bytes that a program can have on a Hopper GPU
+_BARRIERS: Final = 2048  # bytes, at most, beside tiles
+_MOST_SUMS: Final = 128  # of a thread: half of its registers
+_NARROWEST: Final = 16  # that a tensor core takes
+
+
+class GemmSizes(NamedTuple):
+    """What a launch depends on."""
+
+    rows: int
+    columns: int  # of the product, both of every pair counted
+    depth: int
+    itemsize: int  # bytes of an operand
+    passes: int  # over the tensor cores: 3 for float32-class
+    stored: int  # bytes that a column of the product has stored, and read beside it, when it is finished
+    paired: bool
+    multiprocessors: int
+    hopper: bool
+
+
+class GemmTile(NamedTuple):
+    """Blocks of the product, and how they are run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    parts: int = 1  # that a tile is finished in
+    group: int = 8  # rows of tiles that are in flight together
+    programs: int = 1  # on a multiprocessor
+
+
+def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
+    """Bytes of a program, about: blocks in flight, and what passes through when a part is finished."""
+    blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
+    return blocks + tile.block_m * tile.block_n // tile.parts * sizes.stored + _BARRIERS
+
+
+def is_valid(tile: GemmTile, sizes: GemmSizes) -> bool:
+    """Whether a tile can be launched: the one statement of it."""
+    blocks = (tile.block_m, tile.block_n, tile.block_k)
+    if any(b < _NARROWEST or b > 256 or b & (b - 1) for b in blocks):
+        return False
+    if tile.block_n // (2 if sizes.paired else 1) // tile.parts < _NARROWEST:
+        return False
+    if tile.block_m * tile.block_n > _MOST_SUMS * 32 * tile.warps:
+        return False
+    return shared_memory(tile, sizes) * tile.programs <= SHARED_MEMORY
+
+
+_Known = tuple[tuple[GemmTile, float], ...]
+# Tiles, and the share of the first one's rate that a multiprocessor reaches with them.
+_HALF: Final[_Known] = (
+    (GemmTile(128, 256, 64, 8, 4), 1.0),
+    (GemmTile(128, 128, 64, 8, 4), 0.8),
+    (GemmTile(64, 128, 64, 4, 4), 0.6),
+    (GemmTile(64, 64, 64, 4, 4), 0.4),
+)
+_TF32: Final[_Known] = (
+    (GemmTile(128, 256, 32, 8, 3), 1.0),
+    (GemmTile(128, 128, 32, 8, 4), 0.8),
+    (GemmTile(64, 128, 32, 4, 4), 0.6),
+    (GemmTile(64, 64, 32, 4, 4), 0.4),
+)
+_THREE_PASSES: Final[_Known] = (
+    (GemmTile(128, 128, 32, 8, 3), 1.0),
+    (GemmTile(64, 128, 32, 4, 3), 0.8),
+    (GemmTile(64, 64, 32, 4, 3), 0.6),
+)
+_BEFORE_HOPPER: Final[_Known] = (
+    (GemmTile(128, 128, 32, 8, 3), 1.0),
+    (GemmTile(64, 128, 32, 4, 3), 0.8),
+    (GemmTile(64, 64, 32, 4, 3), 0.6),
+)
+# For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
+_FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
+
+
+def _ceil(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+def tiles(tile: GemmTile, sizes: GemmSizes) -> int:
+    """How many there are."""
+    return _ceil(sizes.rows, tile.block_m) * _ceil(sizes.columns, tile.block_n)
+
+
+def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
+    """No block much larger than what it is a block of; as few parts, and as many stages, as shared memory has room for."""
+
+    def fit(block: int, size: int, least: int = _NARROWEST) -> int:
+        return min(block, max(least, next_power_of_two(size)))
+
+    least = _NARROWEST * (2 if sizes.paired else 1)
+    tile = tile._replace(
+        block_m=fit(tile.block_m, sizes.rows), block_n=fit(tile.block_n, sizes.columns, least), block_k=fit(tile.block_k, sizes.depth)
+    )
+    most_parts = max(1, min(4, tile.block_n // least))
+    for stages in range(tile.stages, 0, -1):
+        for parts in (p for p in (1, 2, 4) if p <= most_parts):
+            fitted = tile._replace(stages=stages, parts=parts)
+            if is_valid(fitted, sizes):
+                return fitted
+    return tile._replace(stages=1, parts=most_parts)
+
+
+def gemm_tile(sizes: GemmSizes) -> GemmTile:
+    """The tile whose waves of programs take least time."""
+    if sizes.rows <= _FEW_ROWS.block_m and sizes.hopper and sizes.passes == 1:
+        return _fitted(_FEW_ROWS._replace(block_k=128 // sizes.itemsize), sizes)
+    if not sizes.hopper:
+        known = _BEFORE_HOPPER
+    elif sizes.itemsize == 2:
+        known = _HALF
+    else:
+        known = _TF32 if sizes.passes == 1 else _THREE_PASSES
+
+    def seconds(candidate: tuple[GemmTile, float]) -> float:
+        tile, rate = candidate
+        return _ceil(tiles(tile, sizes), sizes.multiprocessors) * tile.block_m * tile.block_n / rate
+
+    return _fitted(min(known, key=seconds)[0], sizes)
