@@ -34,10 +34,9 @@ class _Kind(NamedTuple):
     need_coefficients: bool = True
 
 
-def _is_approximate(kind: _Kind) -> bool:
+def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
-    single = torch.float64 not in kind.dtypes
-    return single and kind.device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+    return dtype != torch.float64 and device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
 
 
 def common_arguments(kind: _Kind, chosen: Walk) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def common_arguments(kind: _Kind, chosen: Walk) -> dict[str, Any]:
         "BLOCK": chosen.block,
         "MODE": chosen.mode,
         "MASKED": chosen.masked,
-        "APPROXIMATE": _is_approximate(kind),
+        "APPROXIMATE": is_approximate(torch.float64 if torch.float64 in kind.dtypes else torch.float32, kind.device),
         "DTYPE": tl.float64 if torch.float64 in kind.dtypes else tl.float32,
         "num_warps": chosen.num_warps,
     }

@@ -41,6 +41,20 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
     return {f"wide_{what}": len(re.findall(rf"\b{what}\.E\.128", text)) for what in ("LDG", "STG")}
 
 
+def fused(current: dict[str, str]) -> None:
+    """KAT's first linear layers with the function on their result, the result's argument kept and not."""
+    from fastkron_py.kernels import gemm_launch, rational_gemm_launch
+
+    rational_gemm_launch.is_approximate = lambda dtype, device: True
+    gemm_launch._multiprocessors = rational_gemm_launch._multiprocessors = lambda device: 132
+    for name, width in (("KAT-T", 192), ("KAT-B", 768)):
+        x, weight, bias = (torch.empty(s, dtype=torch.bfloat16) for s in ((2048, width), (4 * width, width), (4 * width,)))
+        a, b = torch.empty(1, 6), torch.empty(8, 4)
+        for keep in (False, True):
+            current["problem"] = f"{name}, {'kept' if keep else 'not kept'}"
+            rational_gemm_launch.linear_rational(x, weight, bias, a, b, "B", "highest", keep)
+
+
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
@@ -56,7 +70,8 @@ def main() -> None:
     from fastkron_py.kernels import rational_triton
 
     rational_triton._multiprocessors = lambda device: 132
-    rational_triton._is_approximate = lambda kind: torch.float64 not in kind.dtypes
+    rational_triton.is_approximate = lambda dtype, device: dtype != torch.float64
+    fused(current)
     for problem, (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
         current["problem"] = problem
         # Of the large one a view of few elements, whose strides are the dense one's: nothing is read here.

@@ -29,8 +29,20 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
 
 
 def test_every_kernel_was_compiled(kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
-    assert {kernel for _, kernel in kernels} == {"_rational_fwd_kernel", "_rational_bwd_kernel", "_rational_coefficients_kernel"}
-    assert len({problem for problem, _ in kernels}) == 9
+    rational = {"_rational_fwd_kernel", "_rational_bwd_kernel", "_rational_coefficients_kernel"}
+    assert {kernel for _, kernel in kernels} == {*rational, "_gemm_kernel"}
+    assert len({problem for problem, kernel in kernels if kernel in rational}) == 9
+    assert len({problem for problem, kernel in kernels if kernel == "_gemm_kernel"}) == 4
+
+
+@pytest.mark.parametrize("keep", ["kept", "not kept"])
+@pytest.mark.parametrize("model", ["KAT-T", "KAT-B"])
+def test_two_fused_programs_share_a_multiprocessor(model: str, keep: str, kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """So that one multiplies while the other evaluates the function: 256 threads' registers, and shared memory."""
+    found = kernels[f"{model}, {keep}", "_gemm_kernel"]
+    assert found["reg"] <= 128
+    assert found["stack"] <= 16
+    assert 2 * (found["shared"] + 1024) <= 233_472
 
 
 @pytest.mark.parametrize("problem", ["float32", "bfloat16", "float16 of version A"])
