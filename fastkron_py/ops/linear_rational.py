@@ -30,24 +30,33 @@ def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
     tensors = (x, weight, bias, a, b)
     if torch.compiler.is_compiling() or not all([t is None or isinstance(t, Tensor) for t in tensors]):
         return False
-    if transforms_active() or not is_ordinary(tensors) or x.dtype not in _DTYPES or x.ndim == 0 or x.numel() == 0:
+    if (
+        x.is_nested
+        or weight.is_nested
+        or x.ndim == 0
+        or x.numel() == 0
+        or weight.ndim != 2
+        or weight.shape[1] != x.shape[-1]
+        or len(weight) == 0
+    ):
+        return False
+    dtype, columns = autocast or x.dtype, weight.shape[0]
+    # Before all else, since it is what most often says no.
+    if dtype not in _DTYPES or not fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors)):
+        return False
+    if transforms_active() or not is_ordinary(tensors):
         return False
     given = (x.dtype,) if autocast is None else _DTYPES
-    if any([t is not None and (t.dtype not in given or t.device != x.device) for t in (weight, bias)]):
+    if any([t is not None and (t.dtype not in given or t.device != x.device) for t in (x, weight, bias)]):
         return False
     if any([c.ndim != 2 or c.dtype not in _DTYPES or c.device != x.device or c.numel() == 0 for c in (a, b)]):
         return False
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not (bias is None or bias.shape == weight.shape[:1]):
+    groups = max(a.shape[0], b.shape[0])
+    if not (bias is None or bias.shape == weight.shape[:1]) or columns % groups or min(a.shape[0], b.shape[0]) not in (1, groups):
         return False
-    groups, columns = max(a.shape[0], b.shape[0]), weight.shape[0]
-    if columns == 0 or columns % groups or min(a.shape[0], b.shape[0]) not in (1, groups):
-        return False
-    dtype = autocast or x.dtype
     if dtype == torch.float32 and resolved(None) != "highest":  # torch's own product is in TF32 then, at its full rate
         return False
-    if choose_backend("", x) != "triton" or not _is_hopper(x.device):
-        return False
-    return fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors))
+    return choose_backend("", x) == "triton" and _is_hopper(x.device)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -13,6 +13,8 @@ _OURS: Final = {2: 0.85 * 6.8e14, 4: 7e13}  # in the fused kernel's main loop; o
 _VALUES: Final = 132 * 128 * 1.7e9 / 22  # values of P / Q a second: about 22 instructions for degrees (5, 4)
 _EXPOSED: Final = 0.6  # of their time, what the other program's products do not hide
 _SEPARATE: Final = 0.96  # share of the bandwidth that the function's own kernel reaches
+_CALLS: Final = 4e-5  # of torch's linear and of a recognised `rational`, in Python and the driver
+_CALL: Final = 1.2e-4  # of the fused kernel, whose descriptors are made for every call
 _GAIN: Final = 0.97  # at most this share of the time, else it is not worth a kernel of one's own
 
 # Two programs share a multiprocessor, one of which multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
@@ -30,14 +32,14 @@ def seconds_apart(rows: int, columns: int, depth: int, itemsize: int) -> float:
     """Torch's product, and the function's own kernel, which reads and writes the result once more."""
     result = rows * columns * itemsize
     product = max(2 * rows * columns * depth / _PRODUCTS[itemsize], (rows * depth * itemsize + result) / _BANDWIDTH)
-    return product + 2 * result / (_SEPARATE * _BANDWIDTH)
+    return max(_CALLS, product + 2 * result / (_SEPARATE * _BANDWIDTH))
 
 
 def seconds_fused(rows: int, columns: int, depth: int, itemsize: int, keep: bool) -> float:
     """One kernel, which stores the product too if it is kept for the backward pass."""
     moved = (rows * depth + (2 if keep else 1) * rows * columns) * itemsize
     busy = 2 * rows * columns * depth / _OURS[itemsize] + _EXPOSED * rows * columns / _VALUES
-    return max(busy, moved / _BANDWIDTH)
+    return max(_CALL, busy, moved / _BANDWIDTH)
 
 
 def fuses(rows: int, columns: int, depth: int, itemsize: int, keep: bool) -> bool:
