@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 from benchmarks import rational as benchmark
-from benchmarks import rational_peers, runner
+from benchmarks import rational_layers, rational_peers, runner
 from benchmarks.rational import OURS, OfGelu, case, check, check_coefficients, inputs
 
 SHAPE = (3, 7, 48)  # groups of 6 channels: blocks that are not full
@@ -70,3 +70,16 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours["status"] == gelu["status"] == "ok"
     assert ours["repeats"]
     assert kat["status"] == "unavailable"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_linear_layers(keep: bool, device: torch.device) -> None:
+    """Every contender computes what it is compared with, and an error in either result is seen."""
+    problem = rational_layers.inputs(rational_layers.case("small", 40, 16, keep).parameters, device)
+    for contender in (rational_layers.ONE_KERNEL, rational_layers.TWO_KERNELS, rational_layers.GELU, rational_layers.LINEAR):
+        result = contender.restore(contender.prepare(problem)())
+        assert 0 < rational_layers.check(problem, result) < 8e-3, contender.name  # the interpreter cuts bfloat16 off
+    y, *z = result if isinstance(result := rational_layers.ONE_KERNEL.prepare(problem)(), tuple) else (result,)
+    assert rational_layers.check(problem, (y * 1.02, *z) if keep else y * 1.02) > 1e-2
+    if keep:
+        assert rational_layers.check(problem, (y, z[0].roll(1, 0))) > 0.1

@@ -143,6 +143,26 @@ def test_memory() -> None:
     assert len(result) == 3
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("width", [192, 384, 768])
+def test_linear_layers_of_the_kat(width: int, keep: bool) -> None:
+    """In one kernel, on as many rows as keep every multiprocessor busy for a while: right, and the same bits again."""
+    from fastkron_py.kernels.rational_gemm_launch import linear_rational
+
+    rows = 32 * 197
+    x, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (rows, 4 * width))
+    weight, bias = (weight / width**0.5).bfloat16(), torch.randn(4 * width, device="cuda").bfloat16()
+    _, a, b, _ = problem((1, 4 * width), (1, 8), device="cuda")
+    y, z = linear_rational(x, weight, bias, a, b, "B", "highest", keep)
+    product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    fastkron_py.testing.assert_close(y, reference.rational(product, a.double(), b.double()), rms_tol=4e-3, max_tol=8e-3)
+    if z is not None:
+        fastkron_py.testing.assert_close(z, product)
+    for _ in range(5):
+        again, _ = linear_rational(x, weight, bias, a, b, "B", "highest", keep)
+        assert torch.equal(again, y)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_device_than_the_current_one() -> None:
     p = problem((16, 33, 192), 8, device="cuda:1")
