@@ -1,24 +1,23 @@
-"""Launchers of linear layers with a rational function on their result, and of its derivatives on the next layer's gradient."""
+"""The launcher of linear layers with a rational function on their result."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fastkron_py.kernels.gemm import finish_plain
 from fastkron_py.kernels.gemm_launch import Gemm, gemm, has_descriptors
-from fastkron_py.kernels.rational import _rational_coefficients_kernel
-from fastkron_py.kernels.rational_gemm import finish_rational, finish_rational_gradients, value_rational
-from fastkron_py.kernels.rational_triton import SUM_BLOCK, is_approximate
-from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
+from fastkron_py.kernels.rational_gemm import finish_rational, value_rational
+from fastkron_py.kernels.rational_triton import is_approximate
+from fastkron_py.kernels.triton_backend import _multiprocessors
 from fastkron_py.tuning.gemm import GemmSizes, GemmTile
 from fastkron_py.tuning.linear_rational import linear_tile
 
 
-def _params(a: Tensor, b: Tensor, columns: int, version: str) -> tuple[Any, ...]:
+def params(a: Tensor, b: Tensor, columns: int, version: str) -> tuple[Any, ...]:
+    """What the finishers of `kernels/rational_gemm.py` are told of the coefficients and of a result's columns."""
     groups = max(a.shape[0], b.shape[0])
     strides = [c.shape[1] if c.shape[0] > 1 else 0 for c in (a, b)]
     return version, a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, a.device), *strides
@@ -62,44 +61,6 @@ def linear_rational(
     tile = tile or _tile(x, shape[1], precision, keep)
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
     z = torch.empty_like(y) if keep else None
-    call = Gemm(finish_rational if keep else finish_plain, value=value_rational, params=_params(a, b, shape[1], version))
+    call = Gemm(finish_rational if keep else finish_plain, value=value_rational, params=params(a, b, shape[1], version))
     gemm(x, weight, bias, call, y, pair=z, tensors=(a.contiguous(), b.contiguous()), precision=precision, tile=tile)
     return y, z
-
-
-def piece(tile: GemmTile) -> int:
-    """Columns that are finished together."""
-    return tile.block_n // tile.parts
-
-
-def rational_gradients(
-    dy: Tensor, weight: Tensor, z: Tensor, a: Tensor, b: Tensor, version: str, precision: str, tile: GemmTile
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dz, da, db) of ``y = (P(z) / Q(z)) @ weight.T``: the gradient of ``P(z) / Q(z)`` never is in memory.
-
-    Args:
-        dy: ``[M, N]``, float16, bfloat16 or float32, not empty.
-        weight: ``[N, H]``, like dy.
-        z: ``[M, H]``, like dy.
-        a: ``[G, m + 1]`` or ``[1, m + 1]``, G dividing H.
-        b: ``[G, n]`` or ``[1, n]``; of version C with b_0 first.
-        version: "A", "B", "C" or "N".
-        precision: of float32 products.
-        tile: of the product, whose `piece` divides the channels of a group.
-    """
-    rows, columns = z.shape
-    count = a.shape[1] + b.shape[1]
-    sums = triton.cdiv(rows, tile.block_m) * columns // piece(tile)
-    dz = torch.empty_like(z, memory_format=torch.contiguous_format)
-    partial = torch.empty(count * sums, dtype=torch.float32, device=z.device)
-    call = Gemm(finish_rational_gradients, params=_params(a, b, columns, version))
-    a, b = a.contiguous(), b.contiguous()
-    # The product is with the weight's transpose, whose rows have to be runs of memory.
-    gemm(dy, weight.mT, None, call, dz, side=z, tensors=(a, b, partial), precision=precision, tile=tile)
-    da, db = torch.empty_like(a), torch.empty_like(b)
-    grid = (a.shape[0] * a.shape[1] + b.shape[0] * b.shape[1],)
-    with on_device(z):
-        _rational_coefficients_kernel[grid](
-            *(partial, b, da, db, b.shape[1], 1, sums, a.shape[0], b.shape[0], a.shape[1], b.shape[1], version, SUM_BLOCK), num_warps=8
-        )
-    return dz, da, db
