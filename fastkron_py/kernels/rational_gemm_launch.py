@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels.gemm import finish_plain
-from fastkron_py.kernels.gemm_launch import Gemm, gemm, has_descriptors
+from fastkron_py.kernels.gemm_launch import Gemm, _describable, gemm, rowwise
 from fastkron_py.kernels.rational_gemm import finish_rational, value_rational
 from fastkron_py.kernels.rational_triton import is_approximate
 from fastkron_py.kernels.triton_backend import _multiprocessors
@@ -23,14 +23,13 @@ def params(a: Tensor, b: Tensor, columns: int, version: str) -> tuple[Any, ...]:
     return version, a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, a.device), *strides
 
 
-def _tile(x: Tensor, columns: int, precision: str, keep: bool) -> GemmTile:
+def _tile(x: Tensor, weight: Tensor, precision: str, keep: bool) -> GemmTile:
     size = x.element_size()
     passes = 3 if x.dtype == torch.float32 and precision == "highest" else 1
     stored = 2 * size if keep else size
-    device = x.device
-    return linear_tile(
-        GemmSizes(x.shape[0], columns, x.shape[1], size, passes, stored, False, _multiprocessors(device), has_descriptors(device))
-    )
+    described = _describable(x) and _describable(weight)
+    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, _multiprocessors(x.device), described)
+    return linear_tile(sizes, described)
 
 
 def linear_rational(
@@ -58,7 +57,8 @@ def linear_rational(
         tile: of the product; None lets the closed form choose.
     """
     shape = x.shape[0], weight.shape[0]
-    tile = tile or _tile(x, shape[1], precision, keep)
+    x, weight = rowwise(x), rowwise(weight)
+    tile = tile or _tile(x, weight, precision, keep)
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
     z = torch.empty_like(y) if keep else None
     call = Gemm(finish_rational if keep else finish_plain, value=value_rational, params=params(a, b, shape[1], version))

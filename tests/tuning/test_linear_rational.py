@@ -12,7 +12,8 @@ def test_choice() -> None:
     assert fuses(*kat_t, 2, True)
     assert fuses(*kat_b, 2, False)
     assert not fuses(*wide, 2, False)
-    tile = linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, 132, True))
+    tile = linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, 132, True), True)
     assert tile.programs == 2
     assert 768 // 8 % (tile.block_n // tile.parts) == 0  # pieces of KAT-T's tiles lie within a group
-    assert linear_tile(GemmSizes(64, 32, 768, 2, 1, 2, False, 132, True)).block_n <= 64
+    assert linear_tile(GemmSizes(64, 32, 768, 2, 1, 2, False, 132, True), True).block_n <= 64
+    assert linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, 132, False), False).programs == 1  # by pointers
