@@ -8,7 +8,7 @@ second kernel, over programs, and by `_rational_coefficients_kernel`, over the c
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.rational import _appended, _denominator, _denominator_sum, _polynomial, _reciprocal, _times_sign
+from fastkron_py.kernels.rational_function import _appended, _denominator, _denominator_sum, _polynomial, _reciprocal, _times_sign
 
 _NUMBERS = ("rows", "stride_ag", "stride_ai", "stride_bg", "stride_bj")
 

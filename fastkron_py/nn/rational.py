@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 from fastkron_py.functional.rational import DEGREE_MOST, check_noise, check_version, linear_rational, rational
+from fastkron_py.nn.hooks import is_hooked
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
 from fastkron_py.ops.backend import backend
@@ -272,24 +273,11 @@ class GRKAN(nn.Module):
 
 def _linear_then(linear: nn.Linear, act: GroupRational, x: Tensor) -> Tensor:
     """``act(linear(x))``, in one kernel where that is faster and where nobody has put anything else, or a hook, in place of the two."""
-    if type(linear) is not nn.Linear or type(act) is not GroupRational or _is_hooked(linear) or _is_hooked(act):
+    if type(linear) is not nn.Linear or type(act) is not GroupRational or is_hooked(linear) or is_hooked(act):
         y: Tensor = act(linear(x))
         return y
     options: dict[str, Any] = {"version": act.version, "training": act.training, "noise": act.noise}
     return linear_rational(x, linear.weight, linear.bias, act.numerator, act.denominator, **options)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its forward; torch asks the same of these."""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    everywhere = nn.modules.module
-    of_all = (
-        everywhere._global_forward_hooks,
-        everywhere._global_forward_pre_hooks,
-        everywhere._global_backward_hooks,
-        everywhere._global_backward_pre_hooks,
-    )
-    return any(map(bool, own + of_all)) or "forward" in module.__dict__
 
 
 def _gain(init: str, degrees: tuple[int, int], version: str) -> float:

@@ -13,6 +13,7 @@ from fastkron_py.functional.layer_norm_rational import layer_norm_rational
 from fastkron_py.functional.rational_linear import rational_linear
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
+from fastkron_py.nn.hooks import is_hooked
 
 
 def _pair(name: str, value: Any, kind: type) -> tuple[Any, Any]:
@@ -22,13 +23,9 @@ def _pair(name: str, value: Any, kind: type) -> tuple[Any, Any]:
     return pair
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
-
-
 def _is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling the module is computing with its parameters: no hooks, no parametrisation, no other class in its place."""
-    return type(module) is kind and not _has_hooks(module)
+    return type(module) is kind and not is_hooked(module)
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -38,7 +35,7 @@ def _is_plain_norm(module: nn.Module) -> bool:
         return False
     norm: Any = module
     whole = len(norm.normalized_shape) == 1 and norm.weight is not None and norm.bias is not None
-    return whole and not getattr(norm, "_fast_norm", False) and not _has_hooks(module)
+    return whole and not getattr(norm, "_fast_norm", False) and not is_hooked(module)
 
 
 class KATMlp(GRKAN):
