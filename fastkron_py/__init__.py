@@ -6,7 +6,7 @@ submodules ``distributed``, ``integrations``, ``nn``, ``reference`` and ``testin
 
 from typing import TYPE_CHECKING
 
-from fastkron_py.functional import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left, poly_kan, rational, tune
+from fastkron_py.functional import KroneckerProduct, gated_linear, gekmm, gemkm, kron_matmul, kron_matmul_left, poly_kan, rational, tune
 from fastkron_py.ops.backend import backend, set_backend
 
 __version__ = "0.1.0"
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "KroneckerProduct",
     "backend",
+    "gated_linear",
     "gekmm",
     "gemkm",
     "kron_matmul",

@@ -1,0 +1,126 @@
+"""`gated_linear`: two projections and their gate, the wide half of a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastkron_py.arrays import find_bridge
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_precision, check_tensor
+from fastkron_py.ops import gated as operator
+from fastkron_py.ops.backend import requested_backend
+
+ArrayT = TypeVar("ArrayT")
+
+LAYOUTS: Final = ("interleaved", "stacked")
+BACKWARDS: Final = ("save", "recompute")
+_REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def gated_linear(
+    x: ArrayT,
+    weight: ArrayT,
+    *,
+    bias: ArrayT | None = None,
+    activation: str = "silu",
+    layout: str = "interleaved",
+    backward: str = "save",
+    precision: str | None = None,
+) -> ArrayT:
+    """Project x twice and gate one projection with the other: ``up * act(gate)``, ``up = x @ up_weight.T``, ``gate = x @ gate_weight.T``.
+
+    On a GPU this is one matrix product that gates its sums before it stores them, so that neither projection reaches memory
+    (Shazeer, "GLU Variants Improve Transformer", 2020; "Towards Fused Kernels for Gated MLP").
+
+    Args:
+        x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
+        weight: both projections' weights, of x's kind, dtype and device; see layout.
+        bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows.
+        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"relu"``, ``"sigmoid"``, ``"identity"``, or one that was registered
+            (see docs/gated_mlp.md).
+        layout: ``"interleaved"``, weight ``[2 * hidden, in]`` whose row 2 i projects up_i and row 2 i + 1 gate_i; or ``"stacked"``,
+            weight ``[2, hidden, in]``, up then gate. Neither is packed anew. The shape alone does not tell an interleaved
+            weight from two that were concatenated.
+        backward: ``"save"`` keeps both projections for the backward pass, which then writes their gradients over them;
+            ``"recompute"`` keeps x alone and multiplies once more.
+        precision: of float32 products, as in `kron_matmul`.
+
+    Returns:
+        ``[..., hidden]``, of x's kind and dtype (under autocast, of autocast's dtype).
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        ValueError: shapes that do not fit each other or the layout; an unknown activation, layout, backward or precision.
+
+    Example:
+        >>> x, weight = torch.randn(100, 8), torch.randn(2, 24, 8)
+        >>> gated_linear(x, weight, layout="stacked").shape
+        torch.Size([100, 24])
+    """
+    check_precision(precision)
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("backward", backward, BACKWARDS)
+    described = (check_activation(activation), layout, precision)
+    if isinstance(x, Tensor):
+        return _gated_linear(x, weight, bias, backward, described)  # type: ignore[arg-type, return-value]
+    arrays = [x, weight] if bias is None else [x, weight, bias]
+    labels = ["x", "weight", "bias"][: len(arrays)]
+    bridge = find_bridge(arrays, labels)
+    with bridge.context():
+        loaded = [bridge.load(a, label) for a, label in zip(arrays, labels, strict=True)]
+        y = _gated_linear(loaded[0], loaded[1], loaded[2] if bias is not None else None, backward, described)
+        return bridge.give_back(y)  # type: ignore[no-any-return]
+
+
+def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Accept one of a few words."""
+    if not isinstance(value, str):
+        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
+    if value not in known:
+        raise value_error(name, f"one of {', '.join(known)}", repr(value))
+
+
+def check_activation(name: Any) -> str:
+    """Accept the name of an activation."""
+    from fastkron_py.kernels.gated_activations import find_activation
+
+    return find_activation(name).name
+
+
+def _gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: str, described: tuple[str, str, str | None]) -> Tensor:
+    device_type = x.device.type
+    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
+        x, weight, bias = (_autocast(t, device_type) for t in (x, weight, bias))
+    _check_tensors(x, weight, bias, described[1])
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    chosen = "" if torch.compiler.is_compiling() else requested_backend()
+    return operator.gated_linear(x, weight, bias, backward == "save", *described, chosen)
+
+
+def _autocast(t: Any, device_type: str) -> Any:
+    eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+    return t.to(torch.get_autocast_dtype(device_type)) if eligible else t
+
+
+def _check_tensors(x: Tensor, weight: Any, bias: Any, layout: str) -> None:
+    check_tensor("x", x, x, "x")
+    if x.dtype not in _REAL:
+        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
+    check_tensor("weight", weight, x, "x")
+    if x.ndim == 0:
+        raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")
+    shape = tuple(weight.shape)
+    if layout == "interleaved":
+        if weight.ndim != 2 or shape[0] % 2:
+            raise value_error("weight", "[2 * hidden, in], since layout is 'interleaved'", f"shape {shape}")
+    elif weight.ndim != 3 or shape[0] != 2:
+        raise value_error("weight", "[2, hidden, in], since layout is 'stacked'", f"shape {shape}")
+    if shape[-1] != x.shape[-1]:
+        raise value_error("weight", f"a last dimension of x's {x.shape[-1]} inputs", f"shape {shape}")
+    if bias is not None:
+        check_tensor("bias", bias, x, "x")
+        if tuple(bias.shape) != shape[:-1]:
+            raise value_error("bias", f"shape {shape[:-1]}, that of the weight's rows", f"shape {tuple(bias.shape)}")

@@ -1,0 +1,65 @@
+"""What tests of gated linear layers share: problems, and the layer and its gradients in float64, written out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity")
+LAYOUTS = ("interleaved", "stacked")
+
+
+def act(name: str, x: Tensor) -> Tensor:
+    """An activation by its formula; differentiable."""
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "gelu":
+        return x * torch.special.ndtr(x)
+    if name == "gelu_tanh":
+        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if name == "relu":
+        return x * (x > 0)
+    return {"sigmoid": 1 / (1 + torch.exp(-x)), "identity": x}[name]
+
+
+def pack(up: Tensor, gate: Tensor, layout: str) -> Tensor:
+    """Weights ``[H, K]``, or biases ``[H]``, in one tensor of this layout, row by row."""
+    if layout == "stacked":
+        return torch.stack([up, gate])
+    packed = up.new_empty(2 * up.shape[0], *up.shape[1:])
+    for i in range(up.shape[0]):
+        packed[2 * i], packed[2 * i + 1] = up[i], gate[i]
+    return packed
+
+
+def problem(
+    rows: int, hidden: int, depth: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x ``[rows, depth]`` ~ N(0, 1), up and gate weights ~ U(-1/sqrt(depth), 1/sqrt(depth)), dy ~ N(0, 1)."""
+    x = torch.randn(rows, depth, generator=generator)
+    up, gate = (torch.rand(2, hidden, depth, generator=generator) * 2 - 1) / math.sqrt(depth)
+    dy = torch.randn(rows, hidden, generator=generator)
+    return x.to(device, dtype), up.to(device, dtype), gate.to(device, dtype), dy.to(device, dtype)
+
+
+def expected(x: Tensor, up: Tensor, gate: Tensor, activation: str, biases: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """The layer in float64; differentiable."""
+    x, up, gate = x.double(), up.double(), gate.double()
+    a, b = x @ up.mT, x @ gate.mT
+    if biases is not None:
+        a, b = a + biases[0].double(), b + biases[1].double()
+    return a * act(activation, b)
+
+
+def expected_gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
+    """[y, dx, dup, dgate] in float64."""
+    given = [t.detach().double().requires_grad_() for t in (x, up, gate)]
+    y = expected(*given, activation)
+    return [y.detach(), *torch.autograd.grad(y, given, dy.double())]
+
+
+def relative(actual: Tensor, reference: Tensor) -> float:
+    """Relative Frobenius error."""
+    return float((actual.detach().double() - reference).norm() / reference.norm())

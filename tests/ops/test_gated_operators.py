@@ -1,0 +1,243 @@
+"""What torch asks of the gated operators: derivatives of every order, fakes, compilation, vmap, autocast; and a user's own activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from gated_cases import LAYOUTS, expected, pack, problem, relative
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import gated_linear
+from fastkron_py.kernels.gated_activations import Activation, activation_names, register_activation, unregister_activation
+from fastkron_py.testing import assert_close
+
+# Torch's own, in forward mode and where it first compiles.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
+)
+
+FORWARD = torch.ops.fastkron.gated_linear.default
+SAVING = torch.ops.fastkron.gated_linear_saving.default
+BACKWARD = torch.ops.fastkron.gated_linear_backward.default
+BACKWARDS = ("save", "recompute")
+
+
+def sample(device: torch.device, generator: torch.Generator, layout: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """x, weight and bias that need gradients, and dy."""
+    x, up, gate, dy = problem(3, 2, 4, dtype, device, generator)
+    bias = pack(torch.randn(2), torch.randn(2), layout).to(device, dtype)
+    return x.requires_grad_(), pack(up, gate, layout).requires_grad_(), bias.requires_grad_(), dy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid", "identity"])
+def test_gradcheck(layout: str, backward: str, activation: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias, _ = sample(device, generator, layout)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return gated_linear(x, weight, bias=bias, layout=layout, activation=activation, backward=backward)
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias), fast_mode=activation != "silu")
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("saving", [False, True])
+def test_registered_operators_have_derivatives(layout: str, saving: bool, device: torch.device, generator: torch.Generator) -> None:
+    """The operators themselves, which compiled graphs hold, beside the eager call's shorter way."""
+    x, weight, bias, _ = sample(device, generator, layout)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        options = ("silu", layout, None, "")
+        y: Tensor = SAVING(x, weight, bias, *options)[0] if saving else FORWARD(x, weight, bias, *options)
+        return y
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_second_derivatives_through_the_kernels(backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, _, dy = sample(device, generator, "interleaved", torch.float32)
+    y = gated_linear(x, weight, backward=backward, precision="highest")
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    found = torch.autograd.grad(dx.square().sum(), (x, weight))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    y = expected(wide[0], wide[1][0::2], wide[1][1::2], "silu")
+    (dx,) = torch.autograd.grad(y, wide[0], dy.double(), create_graph=True)
+    for a, e in zip(found, torch.autograd.grad(dx.square().sum(), wide), strict=True):
+        assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck(needs: tuple[bool, ...], layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    *given, dy = sample(device, generator, layout, torch.float32)
+    options = ("silu", layout, "highest", backend_name)
+    given = [t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
+    torch.library.opcheck(FORWARD, (*given, *options))
+    torch.library.opcheck(FORWARD, (*given[:2], None, *options))
+    torch.library.opcheck(SAVING, (*given, *options))
+    pairs = SAVING(*(t.detach() for t in given), *options)[1]
+    torch.library.opcheck(BACKWARD, (dy, *given, None, *needs, *options))
+    torch.library.opcheck(BACKWARD, (dy, *given, pairs, *needs, *options))
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiles_in_one_graph(backward: str, layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    torch.compiler.reset()
+    x, weight, bias, dy = sample(device, generator, layout, torch.float32)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return gated_linear(x, weight, bias=bias, layout=layout, backward=backward, precision="highest")
+
+    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True)
+    wanted = (x, weight, bias)
+    y = compiled(*wanted)
+    assert_close(y.detach(), call(*wanted).detach())
+    for a, e in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(call(*wanted), wanted, dy), strict=True):
+        assert_close(a, e)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vmap_and_torch_func(layout: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias, _ = (t.detach() for t in sample(device, generator, layout))
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return gated_linear(x, weight, bias=bias, layout=layout)
+
+    y = call(x, weight)
+    assert_close(torch.vmap(lambda row: call(row, weight))(x), y)
+    several = torch.stack([weight, 2 * weight])
+    assert_close(torch.vmap(lambda w: call(x, w))(several), torch.stack([y, call(x, 2 * weight)]))
+    jacobian = torch.func.jacrev(call)(x, weight)
+    assert_close(jacobian, torch.autograd.functional.jacobian(lambda t: call(t, weight), x), rms_tol=1e-13, max_tol=1e-13)
+    tangent = torch.randn_like(x)
+    _, moved = torch.func.jvp(lambda t: call(t, weight), (x,), (tangent,))
+    assert_close(moved, torch.einsum("mhnk,nk->mh", jacobian, tangent), rms_tol=1e-13, max_tol=1e-13)
+
+
+def test_vmap_of_the_operators(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """The rules that a compiled graph uses."""
+    x, weight, bias, dy = (t.detach() for t in sample(device, generator, "stacked", torch.float32))
+    options = ("silu", "stacked", "highest", backend_name)
+    xs, ws, dys = (torch.stack([t, 2 * t]) for t in (x, weight, dy))
+    for dims in ((0, None), (None, 0), (0, 0)):
+        arguments = [a if d is None else s for a, s, d in zip((x, weight), (xs, ws), dims, strict=True)]
+        y = torch.vmap(lambda a, b: FORWARD(a, b, bias, *options), in_dims=dims)(*arguments)
+        saved = torch.vmap(lambda a, b: SAVING(a, b, bias, *options), in_dims=dims)(*arguments)
+        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, bias, None, True, True, True, *options), in_dims=(*dims, 0))(*arguments, dys)
+        for i in range(2):
+            a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
+            assert_close(y[i], FORWARD(a, b, bias, *options))
+            for mine, alone in zip(saved, SAVING(a, b, bias, *options), strict=True):
+                assert_close(mine[i], alone)
+            for mine, alone in zip(found, BACKWARD(dys[i], a, b, bias, None, True, True, True, *options), strict=True):
+                assert_close(mine[i], alone)
+
+
+def test_autocast(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, _, _ = sample(device, generator, "interleaved", torch.float32)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = gated_linear(x, weight)
+        assert gated_linear(x.double(), weight.double()).dtype == torch.float64
+    assert torch.equal(y, gated_linear(x.bfloat16(), weight.bfloat16()))
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
+def test_checkpointed_and_hooked(device: torch.device, generator: torch.Generator) -> None:
+    """Under torch's own checkpointing, and with saved tensors that are moved away and back."""
+    x, weight, _, dy = sample(device, generator, "interleaved")
+    reference = torch.autograd.grad(gated_linear(x, weight), (x, weight), dy)
+    y = torch.utils.checkpoint.checkpoint(gated_linear, x, weight, use_reentrant=False)
+    for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
+        assert torch.equal(a, e)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = gated_linear(x, weight)
+    for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
+        assert torch.equal(a, e)
+
+
+@triton.jit
+def _square(x):  # type: ignore[no-untyped-def]
+    return x * x
+
+
+@triton.jit
+def _square_derivative(x):  # type: ignore[no-untyped-def]
+    return 2 * x
+
+
+@triton.jit
+def _softsign(x):  # type: ignore[no-untyped-def]
+    return x / (1 + tl.abs(x))
+
+
+@pytest.fixture
+def square() -> Iterator[str]:
+    """A user's own activation, with device functions."""
+    register_activation(Activation("square", torch.square, lambda x: 2 * x, _square, _square_derivative))
+    yield "square"
+    unregister_activation("square")
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_own_activation(square: str, backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, dy = problem(7, 8, 8, torch.float32, device, generator)
+    weight = pack(up, gate, "stacked").requires_grad_()
+    y = gated_linear(x, weight, layout="stacked", activation=square, backward=backward, precision="highest")
+    (dw,) = torch.autograd.grad(y, weight, dy)
+    x, up, gate, dy = (t.double() for t in (x, up, gate, dy))
+    assert_close(y.detach(), (x @ up.mT) * (x @ gate.mT) ** 2)
+    expected_dw = torch.stack([(dy * (x @ gate.mT) ** 2).mT @ x, (dy * 2 * (x @ up.mT) * (x @ gate.mT)).mT @ x])
+    assert_close(dw, expected_dw, rms_tol=2e-6, max_tol=1e-5)
+    assert square in activation_names()
+
+
+def test_own_activation_without_device_functions(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    register_activation(Activation("softplus", torch.nn.functional.softplus, torch.sigmoid))
+    try:
+        x, up, gate, _ = problem(7, 8, 8, torch.float32, device, generator)
+        y = gated_linear(x, pack(up, gate, "interleaved"), activation="softplus")
+        assert relative(y, (x.double() @ up.double().mT) * torch.nn.functional.softplus(x.double() @ gate.double().mT)) < 1e-6
+    finally:
+        unregister_activation("softplus")
+
+
+@pytest.mark.parametrize(
+    ("activation", "error", "message"),
+    [
+        ("silu", TypeError, "activation: expected an Activation; got str"),
+        (Activation("silu", torch.sigmoid, torch.sigmoid), ValueError, "activation: expected a name that is not taken; got 'silu'"),
+        (Activation("", torch.sigmoid, torch.sigmoid), ValueError, "activation: expected a name that is not taken; got ''"),
+        (
+            Activation("softsign", torch.nn.functional.softsign, torch.sign, _softsign),
+            ValueError,
+            "activation: expected both value and derivative, or neither; got one of them, for 'softsign'",
+        ),
+    ],
+    ids=["another kind", "taken", "empty", "one function"],
+)
+def test_activations_that_cannot_be_registered(activation: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        register_activation(activation)
+    assert str(caught.value) == message
+
+
+def test_triton_is_refused_where_it_cannot_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastkron_py.ops import backend as backends
+
+    monkeypatch.setattr(backends, "triton_obstacle", lambda x: "it is Sunday")
+    with fastkron_py.backend("triton"), pytest.raises(ValueError, match="backend 'triton', but it is Sunday"):
+        gated_linear(torch.randn(3, 2, device=device), torch.randn(4, 2, device=device))
