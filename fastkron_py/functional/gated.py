@@ -75,6 +75,49 @@ def gated_linear(
         return bridge.give_back(y)  # type: ignore[no-any-return]
 
 
+def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:
+    """Two projections' weights, or biases, in one tensor as `gated_linear` takes it; a copy, bit for bit.
+
+    Args:
+        up: ``[hidden, in]``, or ``[hidden]``.
+        gate: like up.
+        layout: as in `gated_linear`.
+
+    Returns:
+        ``[2 * hidden, in]`` or ``[2, hidden, in]``; of biases without the last dimension.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or dtypes that differ.
+        ValueError: shapes or devices that differ, more than two dimensions, or an unknown layout.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    check_tensor("up", up, up, "up")
+    check_tensor("gate", gate, up, "up")
+    if up.ndim not in (1, 2):
+        raise value_error("up", "a weight [hidden, in] or a bias [hidden]", f"shape {tuple(up.shape)}")
+    if gate.shape != up.shape:
+        raise value_error("gate", f"up's shape {tuple(up.shape)}", f"shape {tuple(gate.shape)}")
+    return torch.stack([up, gate], 1).flatten(0, 1) if layout == "interleaved" else torch.stack([up, gate])
+
+
+def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, Tensor]:
+    """(up, gate), views of what `pack_gated` made.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: a shape that the layout does not have, or an unknown layout.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    check_tensor("packed", packed, packed, "packed")
+    if layout == "interleaved":
+        if packed.ndim not in (1, 2) or packed.shape[0] % 2:
+            raise value_error("packed", "[2 * hidden, in] or [2 * hidden], since layout is 'interleaved'", f"shape {tuple(packed.shape)}")
+        return packed[0::2], packed[1::2]
+    if packed.ndim not in (2, 3) or packed.shape[0] != 2:
+        raise value_error("packed", "[2, hidden, in] or [2, hidden], since layout is 'stacked'", f"shape {tuple(packed.shape)}")
+    return packed[0], packed[1]
+
+
 def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Accept one of a few words."""
     if not isinstance(value, str):

@@ -1,5 +1,7 @@
 """Layers (`torch.nn.Module`) over the functional room."""
 
+from fastkron_py.functional.gated import pack_gated, unpack_gated
+from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
 from fastkron_py.nn.poly_kan_init import smooth_init_
@@ -8,11 +10,14 @@ from fastkron_py.nn.rational import GRKAN, GroupRational
 __all__ = [
     "GRKAN",
     "KAN",
+    "GatedMLP",
     "GroupRational",
     "PolyKANLinear",
     "SplineKANLinear",
     "convert_kan",
     "from_chebykan",
     "from_efficient_kan",
+    "pack_gated",
     "smooth_init_",
+    "unpack_gated",
 ]

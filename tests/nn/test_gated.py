@@ -1,0 +1,234 @@
+"""`GatedMLP`: the layer, its initialisation, other libraries' states, packed states of another layout."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from gated_cases import LAYOUTS, act, pack
+from torch import Tensor, nn
+
+import fastkron_py
+from fastkron_py.nn import GatedMLP, pack_gated, unpack_gated
+from fastkron_py.testing import assert_close
+
+
+class Llama(nn.Module):
+    """The layer of a Llama, unpacked."""
+
+    def __init__(self, width: int, hidden: int, bias: bool = False, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> None:
+        super().__init__()
+        self.names = names
+        for name, (i, o) in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
+            setattr(self, name, nn.Linear(i, o, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = (getattr(self, name) for name in self.names)
+        y: Tensor = down(nn.functional.silu(gate(x)) * up(x))
+        return y
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")], ids=str)
+def test_loads_unpacked_states(layout: str, bias: bool, names: tuple[str, str, str], backend_name: str, device: torch.device) -> None:
+    theirs = Llama(16, 24, bias, names).to(device)
+    mine = GatedMLP(16, 24, bias=bias, layout=layout, precision="highest", device=device)
+    state = theirs.state_dict()
+    kept = dict(state)
+    mine.load_state_dict(state)
+    assert state.keys() == kept.keys()  # a caller's own is left as it is
+    gate, up = getattr(theirs, names[0]).weight, getattr(theirs, names[1]).weight
+    assert torch.equal(mine.up_gate_weight, pack(up, gate, layout))
+    for key, tensor in mine.unpacked_state_dict(names).items():
+        assert torch.equal(tensor, state[key])
+    x = torch.randn(3, 5, 16, device=device)
+    assert_close(mine(x).detach(), theirs.double()(x.double()).detach(), rms_tol=2e-6, max_tol=1e-5)
+    inside, outside = nn.Sequential(nn.Identity(), GatedMLP(16, 24, bias=bias, layout=layout)), nn.Sequential(nn.Identity(), theirs.float())
+    inside.load_state_dict(outside.state_dict())
+    assert torch.equal(inside[1].up_gate_weight.to(device), mine.up_gate_weight)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(layout: str, backend_name: str, device: torch.device) -> None:
+    theirs = Llama(16, 24, True).to(device)
+    for backward in ("save", "recompute"):
+        mine = GatedMLP(16, 24, bias=True, layout=layout, backward=backward, precision="highest", device=device)
+        mine.load_state_dict(theirs.state_dict())
+        x = torch.randn(5, 16, device=device)
+        dy = torch.randn(5, 16, device=device)
+        wide = copy.deepcopy(theirs).double()
+        mine(x).backward(dy)
+        wide(x.double()).backward(dy.double())
+        for kind, packed in (("weight", mine.up_gate_weight), ("bias", mine.up_gate_bias)):
+            assert packed is not None
+            assert packed.grad is not None
+            up, gate = unpack_gated(packed.grad, layout)
+            assert_close(up, getattr(wide.up_proj, kind).grad, rms_tol=2e-6, max_tol=1e-5)
+            assert_close(gate, getattr(wide.gate_proj, kind).grad, rms_tol=2e-6, max_tol=1e-5)
+        assert_close(mine.down_proj.weight.grad, wide.down_proj.weight.grad, rms_tol=2e-6, max_tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu"), ("glu", "sigmoid"), ("bilinear", "identity")],
+)
+def test_names(name: str, activation: str) -> None:
+    layer = GatedMLP(6, 8, 3, name, dtype=torch.float64)
+    assert layer.activation == activation
+    x = torch.randn(4, 6, dtype=torch.float64)
+    up, gate = unpack_gated(layer.up_gate_weight)
+    assert_close(layer(x).detach(), ((x @ up.mT) * act(activation, x @ gate.mT) @ layer.down_proj.weight.mT).detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_dict(layout: str) -> None:
+    """Through a file, without pickled code; a copy; and with keys that strict loading counts."""
+    first, second = GatedMLP(6, 8, bias=True, layout=layout), GatedMLP(6, 8, bias=True, layout=layout)
+    assert sorted(first.state_dict()) == ["_extra_state", "down_proj.bias", "down_proj.weight", "up_gate_bias", "up_gate_weight"]
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(4, 6)
+    assert torch.equal(first(x), second(x))
+    third = copy.deepcopy(first)
+    assert torch.equal(third(x), first(x))
+    third.load_state_dict(GatedMLP(6, 8, bias=True, layout=layout).unpacked_state_dict())
+    assert not torch.equal(third(x), first(x))
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*up_gate_weight.*Unexpected key.*up_proj\.weight"):
+        second.load_state_dict({"up_proj.weight": torch.randn(8, 6)})
+
+
+def test_another_layout_is_refused() -> None:
+    first, second = GatedMLP(6, 8), GatedMLP(6, 8, layout="stacked")
+    before = second.up_gate_weight.clone()
+    message = r"state_dict\['up_gate_weight'\]: expected a weight packed as stacked; got interleaved"
+    with pytest.raises(ValueError, match=message):
+        second.load_state_dict(first.state_dict())
+    # Of the right shape, but not the right order.
+    state = first.state_dict()
+    state["up_gate_weight"] = state["up_gate_weight"].reshape(2, 8, 6)
+    with pytest.raises(ValueError, match=message):
+        second.load_state_dict(state)
+    del state["_extra_state"]
+    with pytest.raises(ValueError, match="expected a weight packed as stacked; got a state without its layout"):
+        second.load_state_dict(state, strict=False)
+    assert torch.equal(second.up_gate_weight, before)
+    both = first.state_dict() | {"gate_proj.weight": torch.randn(8, 6), "up_proj.weight": torch.randn(8, 6)}
+    with pytest.raises(ValueError, match="state_dict: expected up_gate_weight, or gate_proj and up_proj; got both"):
+        first.load_state_dict(both)
+    second.load_state_dict(first.unpacked_state_dict())
+    assert_close(second(torch.ones(1, 6)).detach(), first(torch.ones(1, 6)).detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, 3), (5,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packing_is_exact(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    up, gate = torch.randn(2, *shape).to(dtype)
+    up.view(-1)[0] = torch.nan
+    packed = pack_gated(up, gate, layout)
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    assert torch.equal(packed.view(bits), pack(up, gate, layout).view(bits))
+    for given, back in zip((up, gate), unpack_gated(packed, layout), strict=True):
+        assert torch.equal(back.contiguous().view(bits), given.view(bits))
+
+
+def test_from_projections() -> None:
+    theirs = Llama(6, 8, True)
+    layer = GatedMLP.from_projections(theirs.gate_proj, theirs.up_proj, theirs.down_proj, layout="stacked")
+    assert layer.down_proj is theirs.down_proj
+    x = torch.randn(4, 6)
+    assert_close(layer(x).detach(), theirs(x).detach(), rms_tol=1e-6, max_tol=4e-6)
+    with pytest.raises(TypeError, match=r"gate: expected an nn\.Linear; got torch\.nn\..*Identity"):
+        GatedMLP.from_projections(nn.Identity(), theirs.up_proj, theirs.down_proj)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="up: expected a bias where gate has one, and only there; got one without the other"):
+        GatedMLP.from_projections(theirs.gate_proj, nn.Linear(6, 8, bias=False), theirs.down_proj)
+    with pytest.raises(ValueError, match="down: expected up's 8 outputs as inputs; got 7"):
+        GatedMLP.from_projections(theirs.gate_proj, theirs.up_proj, nn.Linear(7, 6))
+
+
+def test_begins_like_linear_layers() -> None:
+    layer = GatedMLP(400, 300, bias=True)
+    assert layer.up_gate_bias is not None
+    for t in (layer.up_gate_weight, layer.up_gate_bias):
+        assert float(t.detach().abs().max()) <= 1 / 20
+        assert 0.9 < float(t.detach().std()) * 20 * 3**0.5 < 1.1
+    assert repr(layer).startswith("GatedMLP(\n  400, 300, 400, activation='silu', bias=True, layout='interleaved'\n")
+    assert "backward='recompute'" in repr(GatedMLP(4, 3, backward="recompute"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+def test_compiles_in_one_graph(backward: str) -> None:
+    torch.compiler.reset()
+    layer = GatedMLP(6, 8, bias=True, backward=backward)
+    x = torch.randn(4, 6)
+    y = torch.compile(layer, fullgraph=True)(x)
+    assert_close(y.detach(), layer(x).detach())
+    found = torch.autograd.grad(y.sum(), list(layer.parameters()))
+    for a, e in zip(found, torch.autograd.grad(layer(x).sum(), list(layer.parameters())), strict=True):
+        assert_close(a, e)
+
+
+def test_autocast(device: torch.device) -> None:
+    layer = GatedMLP(6, 8, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = layer(torch.randn(4, 6, device=device))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert layer.up_gate_weight.grad is not None
+    assert layer.up_gate_weight.grad.dtype == torch.float32
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "in_features": (lambda: GatedMLP(0, 2), ValueError, "in_features: expected at least 1; got 0"),
+    "hidden_features": (lambda: GatedMLP(2, 2.5), TypeError, "hidden_features: expected an integer; got float"),  # type: ignore[arg-type]
+    "out_features": (lambda: GatedMLP(2, 2, 0), ValueError, "out_features: expected at least 1; got 0"),
+    "bias": (lambda: GatedMLP(2, 2, bias=1), TypeError, "bias: expected True or False; got int"),  # type: ignore[arg-type]
+    "activation": (
+        lambda: GatedMLP(2, 2, activation="swoosh"),
+        ValueError,
+        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got 'swoosh'",
+    ),
+    "activation of another kind": (
+        lambda: GatedMLP(2, 2, activation=None),  # type: ignore[arg-type]
+        TypeError,
+        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got None",
+    ),
+    "layout": (lambda: GatedMLP(2, 2, layout="x"), ValueError, "layout: expected one of interleaved, stacked; got 'x'"),
+    "backward": (lambda: GatedMLP(2, 2, backward="x"), ValueError, "backward: expected one of save, recompute; got 'x'"),
+    "precision": (lambda: GatedMLP(2, 2, precision="x"), ValueError, "precision: expected None or one of highest, high, medium; got 'x'"),
+    "pack": (lambda: pack_gated(torch.ones(2, 3), torch.ones(3, 3)), ValueError, "gate: expected up's shape (2, 3); got shape (3, 3)"),
+    "pack four": (
+        lambda: pack_gated(torch.ones(2, 3, 1), torch.ones(2, 3, 1)),
+        ValueError,
+        "up: expected a weight [hidden, in] or a bias [hidden]; got shape (2, 3, 1)",
+    ),
+    "unpack odd": (
+        lambda: unpack_gated(torch.ones(3, 2)),
+        ValueError,
+        "packed: expected [2 * hidden, in] or [2 * hidden], since layout is 'interleaved'; got shape (3, 2)",
+    ),
+    "unpack": (
+        lambda: unpack_gated(torch.ones(4, 2), "stacked"),
+        ValueError,
+        "packed: expected [2, hidden, in] or [2, hidden], since layout is 'stacked'; got shape (4, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_is_found_in_the_package() -> None:
+    assert fastkron_py.nn.GatedMLP is GatedMLP
