@@ -75,7 +75,7 @@ class Kind(NamedTuple):
             stored,
             paired,
             _multiprocessors(self.device),
-            has_descriptors(self.device),
+            self.a.described and self.b.described,
         )
 
 

@@ -40,6 +40,10 @@ _PACKED: Final = MappingProxyType({"weight": "up_gate_weight", "bias": "up_gate_
 _EXTRA: Final = "_extra_state"
 
 
+def _activation_name(given: Any) -> str:
+    return check_activation(ALIASES.get(given, given) if isinstance(given, str) else given)
+
+
 class GatedMLP(nn.Module):
     """``down(up(x) * act(gate(x)))``: SwiGLU, GeGLU, ReGLU, bilinear (Shazeer, "GLU Variants Improve Transformer", 2020).
 
@@ -105,7 +109,7 @@ class GatedMLP(nn.Module):
         check_choice("backward", backward, BACKWARDS)
         check_precision(precision)
         self.in_features, self.hidden_features, self.out_features = int(in_features), int(hidden_features), int(out_features)
-        self.activation = check_activation(ALIASES.get(activation, activation) if isinstance(activation, str) else activation)
+        self.activation = _activation_name(activation)
         self.layout, self.backward, self.precision = layout, backward, precision
         rows = (2 * self.hidden_features,) if layout == "interleaved" else (2, self.hidden_features)
         self.up_gate_weight = nn.Parameter(torch.empty(*rows, self.in_features, device=device, dtype=dtype))

@@ -23,7 +23,7 @@ class GemmSizes(NamedTuple):
     stored: int  # bytes that a column of the product has stored, and read beside it, when it is finished
     paired: bool
     multiprocessors: int
-    hopper: bool
+    described: bool  # operands have descriptors, as on Hopper GPUs
 
 
 class GemmTile(NamedTuple):
@@ -76,11 +76,12 @@ _THREE_PASSES: Final[_Known] = (
     (GemmTile(64, 128, 32, 4, 3), 0.8),
     (GemmTile(64, 64, 32, 4, 3), 0.6),
 )
-_BEFORE_HOPPER: Final[_Known] = (
+_BY_POINTERS: Final[_Known] = (
     (GemmTile(128, 128, 32, 8, 3), 1.0),
     (GemmTile(64, 128, 32, 4, 3), 0.8),
     (GemmTile(64, 64, 32, 4, 3), 0.6),
 )
+_THREE_PASSES_BY_POINTERS: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3), 1.0),)  # larger ones spill
 # For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
 _FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
 
@@ -115,10 +116,10 @@ def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
 
 def gemm_tile(sizes: GemmSizes) -> GemmTile:
     """The tile whose waves of programs take least time."""
-    if sizes.rows <= _FEW_ROWS.block_m and sizes.hopper and sizes.passes == 1:
+    if sizes.rows <= _FEW_ROWS.block_m and sizes.described and sizes.passes == 1:
         return _fitted(_FEW_ROWS._replace(block_k=128 // sizes.itemsize), sizes)
-    if not sizes.hopper:
-        known = _BEFORE_HOPPER
+    if not sizes.described:
+        known = _BY_POINTERS if sizes.passes == 1 else _THREE_PASSES_BY_POINTERS
     elif sizes.itemsize == 2:
         known = _HALF
     else:

@@ -1,0 +1,101 @@
+"""The GEMM main loop by itself: makers, finishers, pairs of rows, tiles in parts, and what must not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkron_py.kernels import gemm_launch
+from fastkron_py.kernels.gated import finish_gate
+from fastkron_py.kernels.gated_activations import find_activation
+from fastkron_py.kernels.gemm import finish_plain
+from fastkron_py.kernels.gemm_launch import Gemm, gemm
+from fastkron_py.testing import assert_close
+from fastkron_py.tuning.gemm import GemmTile
+
+TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2), GemmTile(64, 64, 16, 4, 1, parts=4, group=1)]
+
+
+@pytest.fixture(params=[True, False], ids=["descriptors", "pointers"])
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both ways to reach memory, as far as the device has them."""
+    if not request.param:
+        monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+    gemm_launch.forget_launches()
+    yield request.param
+    gemm_launch.forget_launches()
+
+
+@triton.jit
+def _scaled_columns(a, k, K, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A column's own scale, then a power: what a maker with parameters does."""
+    c = k + tl.arange(0, a.shape[1])
+    scale = tl.load(tensors[0] + c, mask=c < K, other=0.0)
+    x = a * scale[None, :]
+    for _ in tl.static_range(PARAMS[0] - 1):
+        x = x * a
+    return x
+
+
+@triton.jit
+def _plus_column(t, column, columns, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = column + tl.arange(0, t.shape[1])
+    return t * t + tl.load(tensors[1] + c, mask=c < columns, other=0.0)[None, :]
+
+
+def inner(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A matrix in the middle of a larger one that is all NaN: (the larger one, the matrix)."""
+    whole = torch.full((rows + 2, columns + 16), torch.nan, dtype=dtype, device=device)
+    return whole, whole[1:-1, 8:-8]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", [(37, 72, 40), (70, 33, 19)], ids=str)
+def test_linear_layer(tile: GemmTile, shape: tuple[int, int, int], described: bool, device: torch.device) -> None:
+    m, n, k = shape
+    x, weight, bias = torch.randn(m, k, device=device), torch.randn(n, k, device=device), torch.randn(n, device=device)
+    whole, out = inner(m, n, torch.float32, device)
+    gemm(x, weight, bias, Gemm(finish_plain), out, tile=tile)
+    expected = x.double() @ weight.double().mT + bias.double()
+    assert_close(out, expected)
+    assert int(whole.isnan().sum()) == whole.numel() - out.numel()
+
+
+@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+def test_maker_and_function_of_the_sums(tile: GemmTile, described: bool, device: torch.device) -> None:
+    """What a KAN's linear layer is made of: the left operand a function of x by column, the result one of the sums by column."""
+    m, n, k = 37, 40, 43
+    x, weight = torch.randn(m, k, device=device), torch.randn(n, k, device=device) / 7
+    scale, shift = torch.randn(k, device=device), torch.randn(n, device=device)
+    out = torch.empty(m, n, device=device)
+    call = Gemm(finish_plain, make=_scaled_columns, value=_plus_column, params=(3,))
+    gemm(x, weight, None, call, out, tensors=(scale, shift), tile=tile)
+    sums = (x.double() ** 3 * scale.double()) @ weight.double().mT
+    assert_close(out, sums**2 + shift.double(), rms_tol=2e-6, max_tol=1e-5)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("pairs", ["interleaved", "stacked"])
+def test_pairs(tile: GemmTile, pairs: str, described: bool, device: torch.device) -> None:
+    m, h, k = 37, 40, 24
+    x, weight, bias = torch.randn(m, k, device=device), torch.randn(2, h, k, device=device), torch.randn(2, h, device=device)
+    up, gate = (x.double() @ weight[i].double().mT + bias[i].double() for i in range(2))
+    if pairs == "interleaved":
+        weight, bias = weight.transpose(0, 1).reshape(2 * h, k), bias.mT.reshape(2 * h)
+    whole, out = inner(m, h, torch.float32, device)
+    gemm(x, weight, bias, Gemm(finish_gate, value=find_activation("relu").value, params=(False,), pairs=pairs), out, tile=tile)
+    assert_close(out, up * gate.relu())
+    assert int(whole.isnan().sum()) == whole.numel() - out.numel()
+
+
+def test_half_types_of_another_result(device: torch.device) -> None:
+    """Sums are float32, and are stored in the result's dtype."""
+    x, weight = (torch.randint(-3, 4, (20, 16), device=device).bfloat16() for _ in range(2))
+    out = torch.empty(20, 20, device=device)
+    gemm(x, weight, None, Gemm(finish_plain), out)
+    assert torch.equal(out, (x.float() @ weight.float().mT))
