@@ -1,0 +1,268 @@
+"""Gated linear layers beside cuBLAS: the wide half of Llama's MLPs, forward, and forward with backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastkron_py
+from benchmarks.registry import Benchmark, Call, Case, Contender, register
+
+LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}
+TOKENS = (512, 4096, 16384)
+CHECKED = 64  # rows, and columns, that are compared, spread over all
+COMPILE_SECONDS = 90.0
+# Ours rounds the result alone: 1.7e-3 in bfloat16. Products that are stored in between are rounded too.
+TOLERANCES = {"bfloat16": 2.0e-3, "float16": 2.5e-4}
+STORED_TOLERANCES = {"bfloat16": 6e-3, "float16": 8e-4}
+GRADIENT_TOLERANCES = {"bfloat16": 8e-3, "float16": 1e-3}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x ``[M, K]`` ~ N(0, 1), weight ``[2, H, K]`` ~ U(-1/sqrt(K), 1/sqrt(K)), up then gate, dy ``[M, H]``."""
+
+    x: Tensor
+    weight: Tensor
+    dy: Tensor | None
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return int(self.weight.shape[1])
+
+    @property
+    def concatenated(self) -> Tensor:
+        """``[2 H, K]``, up before gate: the same memory."""
+        return self.weight.detach().flatten(0, 1)
+
+    @cached_property
+    def interleaved(self) -> Tensor:
+        """``[2 H, K]``, rows of up and gate in turn."""
+        return self.weight.detach().transpose(0, 1).flatten(0, 1).contiguous()
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows that are compared."""
+        return torch.arange(0, self.x.shape[0], max(1, self.x.shape[0] // CHECKED), device=self.x.device)
+
+    @property
+    def columns(self) -> Tensor:
+        """Columns of the result that are compared."""
+        return torch.arange(0, self.hidden, max(1, self.hidden // CHECKED), device=self.x.device)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """Those rows and columns of the result, in float64."""
+        up, gate = (self.weight.detach()[i][self.columns].double() for i in range(2))
+        x = self.x.detach()[self.rows].double()
+        return (x @ up.mT) * torch.nn.functional.silu(x @ gate.mT)
+
+    def _pair_gradients(self, x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        up, gate = (x @ weight[i].mT for i in range(2))
+        s = torch.sigmoid(gate)
+        return dy * gate * s, dy * up * s * (1 + gate * (1 - s))
+
+    @cached_property
+    def expected_gradients(self) -> tuple[Tensor, Tensor]:
+        """Compared rows of dx, and compared rows of both halves of dW ``[2, columns, K]``, in float64."""
+        assert self.dy is not None
+        x, weight = self.x.detach(), self.weight.detach()
+        rows, columns = self.rows, self.columns
+        dx = torch.zeros(len(rows), x.shape[1], dtype=torch.float64, device=x.device)
+        for part in torch.arange(self.hidden, device=x.device).split(4096):  # not all of W in float64
+            w = weight[:, part].double()
+            d = self._pair_gradients(x[rows].double(), w, self.dy[rows][:, part].double())
+            dx += d[0] @ w[0] + d[1] @ w[1]
+        dw = torch.zeros(2, len(columns), x.shape[1], dtype=torch.float64, device=x.device)
+        for part in torch.arange(x.shape[0], device=x.device).split(4096):
+            given = x[part].double()
+            d = self._pair_gradients(given, weight[:, columns].double(), self.dy[part][:, columns].double())
+            dw += torch.stack([d[0].mT @ given, d[1].mT @ given])
+        return dx, dw
+
+
+def inputs(parameters: Mapping[str, Any], device: torch.device) -> Problem:
+    """Random numbers, the same for all contenders."""
+    m, k, h = (parameters[name] for name in ("M", "in", "hidden"))
+    dtype = getattr(torch, parameters["dtype"])
+    generator = torch.Generator(device=device).manual_seed(0)
+    x = torch.randn(m, k, generator=generator, device=device, dtype=dtype)
+    weight = torch.empty(2, h, k, device=device, dtype=dtype).uniform_(-1 / math.sqrt(k), 1 / math.sqrt(k), generator=generator)
+    needs = bool(parameters["gradients"])
+    dy = torch.randn(m, h, generator=generator, device=device, dtype=dtype) if needs else None
+    return Problem(x.requires_grad_(needs), weight.requires_grad_(needs), dy)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error."""
+    return float((actual.detach().double() - expected).norm() / expected.norm())
+
+
+def check(problem: Problem, y: Tensor) -> float:
+    """Error of rows and columns spread over all of y; of pairs ``[M, 2 H]``, up before gate, that of what they are gated to."""
+    y = y[problem.rows]
+    if y.shape[1] == 2 * problem.hidden:
+        up, gate = (t[:, problem.columns].double() for t in y.chunk(2, 1))
+        return error(up * torch.nn.functional.silu(gate), problem.expected)
+    return error(y[:, problem.columns], problem.expected)
+
+
+def check_gradients(problem: Problem, gradients: Sequence[Tensor]) -> float:
+    """The larger error of dx and dW ``[2, H, K]`` (or ``[2 H, K]``, up before gate), on rows spread over all of them."""
+    dx, dw = gradients
+    dw = dw.reshape(2, problem.hidden, -1)[:, problem.columns]
+    return max(error(dx[problem.rows], problem.expected_gradients[0]), error(dw, problem.expected_gradients[1]))
+
+
+# ---- contenders --------------------------------------------------------------------------------
+
+
+def _interleaved(problem: Problem) -> Call:
+    weight = problem.interleaved
+    return lambda: fastkron_py.gated_linear(problem.x, weight)
+
+
+def _stacked(problem: Problem) -> Call:
+    return lambda: fastkron_py.gated_linear(problem.x, problem.weight, layout="stacked")
+
+
+def _gemm(problem: Problem) -> Call:
+    weight = problem.concatenated
+    return lambda: problem.x @ weight.mT
+
+
+def _with_kernel(problem: Problem) -> Call:
+    from benchmarks.gated_kernel import swiglu_in_place
+
+    weight = problem.concatenated
+    return lambda: swiglu_in_place(problem.x @ weight.mT)
+
+
+def composed(x: Tensor, weight: Tensor) -> Tensor:
+    """Torch's own operations on ``[2 H, K]``, up before gate."""
+    up, gate = torch.nn.functional.linear(x, weight).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _compiled(problem: Problem) -> Call:
+    torch.compiler.reset()
+    call = torch.compile(composed, dynamic=False)
+    weight = problem.concatenated
+    return lambda: call(problem.x, weight)
+
+
+def _needs_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "its kernel runs on CUDA"
+
+
+def _gradients(forward: Callable[[Tensor, Tensor], Tensor], flat: bool) -> Callable[[Problem], Call]:
+    def prepare(problem: Problem) -> Call:
+        weight = problem.concatenated.requires_grad_() if flat else problem.weight
+
+        def call() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(forward(problem.x, weight), (problem.x, weight), problem.dy)
+
+        return call
+
+    return prepare
+
+
+def _ours_with(backward: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return fastkron_py.gated_linear(x, weight, layout="stacked", backward=backward)
+
+    return forward
+
+
+def _in_place(x: Tensor, weight: Tensor) -> Tensor:
+    from benchmarks.gated_kernel import InPlaceSwiGLU
+
+    y: Tensor = InPlaceSwiGLU.apply(x, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _compiled_gradients(problem: Problem) -> Call:
+    torch.compiler.reset()
+    return _gradients(torch.compile(composed, dynamic=False), True)(problem)
+
+
+def contenders(dtype: str) -> list[Contender]:
+    """Of the forward pass; those that store both projections err more."""
+    stored = STORED_TOLERANCES[dtype]
+    return [
+        Contender("fastkron_py", _interleaved, is_ours=True),
+        Contender("fastkron_py, stacked", _stacked, is_ours=True),
+        Contender("cuBLAS alone", _gemm, tolerance=stored),
+        Contender("cuBLAS + SwiGLU kernel", _with_kernel, obstacle=_needs_cuda, tolerance=stored),
+        Contender("torch.compile", _compiled, tolerance=stored, seconds=COMPILE_SECONDS),
+    ]
+
+
+BACKWARD = (
+    Contender("fastkron_py, save", _gradients(_ours_with("save"), False), is_ours=True),
+    Contender("fastkron_py, recompute", _gradients(_ours_with("recompute"), False), is_ours=True),
+    Contender("cuBLAS, in place", _gradients(_in_place, True), obstacle=_needs_cuda),
+    Contender("torch", _gradients(composed, True)),
+    Contender("torch.compile", _compiled_gradients, seconds=COMPILE_SECONDS),
+)
+
+
+def case(model: str, tokens: int, dtype: str, *, gradients: bool = False, quick: bool = False) -> Case:
+    """A row: the wide half of a model's MLP at so many tokens."""
+    k, h = LLAMAS[model]
+    return Case(
+        label=f"{model} {tokens}" + (" float16" if dtype == "float16" else ""),
+        parameters={"M": tokens, "in": k, "hidden": h, "dtype": dtype, "gradients": gradients},
+        dtype=dtype,
+        tolerance=(GRADIENT_TOLERANCES if gradients else TOLERANCES)[dtype],
+        floor_bytes=(tokens * (k + h) + 2 * h * k) * 2,
+        flops=2 * tokens * 2 * h * k * (3 if gradients else 1),
+        quick=quick,
+    )
+
+
+for _dtype, _name in (("bfloat16", "gated"), ("float16", "gated_float16")):
+    register(
+        Benchmark(
+            name=_name,
+            description=f"up * silu(gate) of Llama's MLPs in {_dtype} on one GPU: time, and peak memory in multiples of the result.",
+            device="cuda",
+            cases=[case(m, t, _dtype, quick=(m, t) in (("8B", 512), ("8B", 4096))) for m in LLAMAS for t in TOKENS],
+            contenders=contenders(_dtype),
+            inputs=inputs,
+            check=check,
+            baseline="cuBLAS + SwiGLU kernel",
+            repeats=True,
+            unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
+            notes=(
+                "cuBLAS alone stores both projections and gates nothing; its error is that of gating what it stored.",
+                "Peers' weights are concatenated, [2 * hidden, in]. Peak memory is what a call holds at most beyond x and the weight.",
+            ),
+        )
+    )
+
+register(
+    Benchmark(
+        name="gated_backward",
+        description="The same forward and backward on one GPU: time, and peak memory in multiples of one projection.",
+        device="cuda",
+        cases=[
+            case(m, t, "bfloat16", gradients=True, quick=(m, t) == ("8B", 4096))
+            for m, t in (("8B", 4096), ("8B", 16384), ("70B", 4096), ("70B", 16384))
+        ],
+        contenders=BACKWARD,
+        inputs=inputs,
+        check=check_gradients,
+        baseline="cuBLAS, in place",
+        unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
+        notes=("Peak memory is what a call holds at most beyond x, the weight and dy; dx and dW are among it.",),
+    )
+)
