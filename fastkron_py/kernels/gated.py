@@ -37,11 +37,30 @@ def finish_gate_and_pair(first, second, place, targets, tensors, strides, VALUE:
 
 
 @triton.jit
+def _finish_gradients(first, second, dy, place, targets, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    _store_pair(dy * VALUE(second), dy * first * SLOPE(second), place, targets[1], targets[2], strides[1], PARAMS[0])
+
+
+@triton.jit
 def finish_gradients(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """From ``side [M, H]``, dy: the gradients of each pair."""
     row, column, rows, columns = place
     dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
-    _store_pair(dy * VALUE(second), dy * first * SLOPE(second), place, targets[1], targets[2], strides[1], PARAMS[0])
+    _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
+
+
+@triton.jit
+def finish_gradients_and_gate(
+    first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
+):
+    """The same, and ``out [M, H] = first * VALUE(second)``, which may be dy's own memory."""
+    row, column, rows, columns = place
+    dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
+    if not isinstance(targets[3], tl.tensor_descriptor):
+        # No thread may store before all have loaded: the load and the store can have layouts of their own.
+        tl.debug_barrier()
+    finish_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+    _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit
@@ -49,17 +68,19 @@ def _gate_gradients_kernel(
     dy,  # [M, H]
     pairs,  # [M, 2 H]
     out,  # [M, 2 H], which may be pairs itself
+    y,  # [M, H], which may be dy itself
     M,
     columns,
     stride_dy,
     VALUE: tl.constexpr,
     SLOPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GATE: tl.constexpr,  # y is wanted
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The gradients of pairs that were stored; both are contiguous."""
+    """The gradients of pairs that were stored, and the result once more; all are contiguous, but for dy."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     row = tl.program_id(0) // tiles_n * BLOCK_M
     column = tl.program_id(0) % tiles_n * BLOCK_N
@@ -71,7 +92,9 @@ def _gate_gradients_kernel(
     else:
         first = load_tile(pairs, row, column, M, columns, stride, BLOCK_M, BLOCK_N).to(ACC)
         second = load_tile(pairs + columns, row, column, M, columns, stride, BLOCK_M, BLOCK_N).to(ACC)
-    # In place, no thread may store before all have loaded: the two loads and the stores can have layouts of their own.
+    # In place, no thread may store before all have loaded: loads and stores can have layouts of their own.
     tl.debug_barrier()
     place = (row, column, M, columns)
+    if GATE:
+        store_tile(y, first * VALUE(second), row, column, M, columns, columns)
     _store_pair(g * VALUE(second), g * first * SLOPE(second), place, out, out + columns, stride, INTERLEAVED)

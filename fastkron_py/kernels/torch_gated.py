@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,15 @@ def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
     return (wide(up) * find_activation(activation).host(wide(gated))).to(pairs.dtype)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layout: str) -> Tensor:
-    """``y [M, H]`` of ``x [M, K]``; differentiable to any order."""
-    return gate(pairs_of(x, weight, bias), activation, layout)
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""x ``[..., K]``, weight, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``."""
+
+
+def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
+    """``[..., H]``, or ``[..., O]``; differentiable to any order."""
+    x, weight, bias, down, down_bias = tensors
+    y = gate(pairs_of(x, weight, bias), activation, layout)
+    return y if down is None else torch.nn.functional.linear(y, down, down_bias)
 
 
 def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> Tensor:
@@ -56,21 +64,19 @@ def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> T
 
 
 def second_order(
-    dy: Tensor, given: tuple[Tensor, Tensor, Tensor | None], cotangents: tuple[Tensor | None, ...], activation: str, layout: str
+    dy: Tensor, given: Tensors, cotangents: Sequence[Tensor | None], activation: str, layout: str
 ) -> tuple[Tensor | None, ...]:
-    """Cotangents of dy, x, weight and bias, of the operator that takes these to dx, dweight and dbias, whose cotangents are given.
+    """Cotangents of dy and of the tensors given, of the operator that takes these to their gradients, whose cotangents are given.
 
     By torch's autograd of `forward`; differentiable where gradients are being recorded.
     """
     recorded = torch.is_grad_enabled()
+    there = [t is not None for t in given]
     with torch.enable_grad():
-        tensors = [t for t in (dy, *given) if t is not None]
-        dy, *inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors]
-        x, weight = inputs[:2]
-        bias = inputs[2] if len(inputs) == 3 else None
-        y = forward(x.reshape(-1, x.shape[-1]), weight, bias, activation, layout)
-        gradients = torch.autograd.grad(y.reshape(dy.shape), inputs, dy, create_graph=True)
-        together = [(g, c) for g, c in zip(gradients, cotangents, strict=False) if c is not None]
+        dy, *inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in (dy, *given) if t is not None]
+        y = forward(tuple(_in_place_of(inputs, there)), activation, layout)  # type: ignore[arg-type]
+        gradients = _in_place_of(torch.autograd.grad(y, inputs, dy, create_graph=True), there)
+        together = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None]
         found = torch.autograd.grad(
             [g for g, _ in together],
             (dy, *inputs),
@@ -79,4 +85,10 @@ def second_order(
             allow_unused=True,
             materialize_grads=True,
         )
-    return (*found, None) if bias is None else found
+    return found[0], *_in_place_of(found[1:], there)
+
+
+def _in_place_of(found: Sequence[Tensor], there: Sequence[bool]) -> list[Tensor | None]:
+    """Each in its argument's place, None for arguments that are not there."""
+    rest = iter(found)
+    return [next(rest) if is_there else None for is_there in there]

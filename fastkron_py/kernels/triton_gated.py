@@ -8,7 +8,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels.gated import _gate_gradients_kernel, finish_gate, finish_gate_and_pair, finish_gradients
+from fastkron_py.kernels.gated import (
+    _gate_gradients_kernel,
+    finish_gate,
+    finish_gate_and_pair,
+    finish_gradients,
+    finish_gradients_and_gate,
+)
 from fastkron_py.kernels.gated_activations import find_activation
 from fastkron_py.kernels.gemm_launch import Gemm, gemm, rowwise
 from fastkron_py.kernels.launcher import Launcher, Way
@@ -64,18 +70,23 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving
     return y, pairs
 
 
-def recomputed_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated) -> Tensor:
-    """Gradients of the pairs ``[M, 2 H]`` from ``dy [M, H]``: the product once more, with their making as its finish."""
+def recomputed_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, y: Tensor | None = None) -> Tensor:
+    """Gradients of the pairs ``[M, 2 H]`` from ``dy [M, H]``: the product once more, with their making as its finish.
+
+    Where y is given, ``[M, H]``, the layer's result is stored there too; it may be dy itself.
+    """
     weight, bias = gated.halves(weight, bias)
     d = torch.empty((x.shape[0], 2 * weight.shape[1]), dtype=x.dtype, device=x.device)
-    call = gated.gemm(finish_gradients)
+    call = gated.gemm(finish_gradients if y is None else finish_gradients_and_gate)
     targets: dict[str, Any] = gated.pair_targets(d)
-    gemm(x, weight, bias, call, None, side=rowwise(dy), **targets, precision=gated.precision, tile=gated.tile)
+    gemm(x, weight, bias, call, y, side=rowwise(dy), **targets, precision=gated.precision, tile=gated.tile)
     return d
 
 
 @lru_cache(maxsize=512)
-def _gradients_launch(rows: int, columns: int, stride: int, value: Any, slope: Any, layout: str, dtype: torch.dtype) -> Launcher:
+def _gradients_launch(
+    rows: int, columns: int, stride: int, value: Any, slope: Any, layout: str, gate: bool, dtype: torch.dtype
+) -> Launcher:
     block_m, block_n = _ELEMENTWISE_BLOCK
     arguments = {
         "M": rows,
@@ -84,6 +95,7 @@ def _gradients_launch(rows: int, columns: int, stride: int, value: Any, slope: A
         "VALUE": value,
         "SLOPE": slope,
         "INTERLEAVED": layout == "interleaved",
+        "GATE": gate,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "ACC": arithmetic(dtype, "highest", True).acc,
@@ -92,13 +104,17 @@ def _gradients_launch(rows: int, columns: int, stride: int, value: Any, slope: A
     return Launcher([Way(_gate_gradients_kernel, (-(-rows // block_m) * -(-columns // block_n),), arguments)])
 
 
-def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool) -> Tensor:
-    """Gradients of pairs ``[M, 2 H]`` that were stored (contiguous), from ``dy [M, H]``; in place over the pairs, if so."""
+def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, y: Tensor | None = None) -> Tensor:
+    """Gradients of pairs ``[M, 2 H]`` that were stored (contiguous), from ``dy [M, H]``; in place over the pairs, if so.
+
+    Where y is given, ``[M, H]``, contiguous, the layer's result is stored there too; it may be dy itself.
+    """
     with on_device(dy):
         dy = rowwise(dy)
         d = pairs if in_place else torch.empty_like(pairs)
         found = find_activation(gated.activation)
-        _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, dy.dtype)(dy, pairs, d)
+        launch = _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, y is not None, dy.dtype)
+        launch(dy, pairs, d, d if y is None else y)
         return d
 
 

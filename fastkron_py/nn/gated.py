@@ -18,6 +18,7 @@ from fastkron_py.functional.gated import (
     check_activation,
     check_choice,
     gated_linear,
+    gated_mlp,
     pack_gated,
     unpack_gated,
 )
@@ -40,6 +41,14 @@ _PACKED: Final = MappingProxyType({"weight": "up_gate_weight", "bias": "up_gate_
 _EXTRA: Final = "_extra_state"
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling a module is a plain product: no adapter, hook, parametrisation or distributed tensor has been put there."""
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any([len(h) for h in hooks])
+
+
 def _activation_name(given: Any) -> str:
     return check_activation(ALIASES.get(given, given) if isinstance(given, str) else given)
 
@@ -58,8 +67,9 @@ class GatedMLP(nn.Module):
         activation: as in `gated_linear`, or "swiglu", "geglu", "geglu_tanh", "reglu", "glu", "bilinear".
         bias: of all three projections.
         layout: "interleaved" or "stacked".
-        backward: "save" or "recompute", as in `gated_linear`.
-        precision: of the wide product in float32, as in `kron_matmul`.
+        backward: "save" or "recompute", as in `gated_linear`: with "save" x and both wide projections are kept for the backward
+            pass, with "recompute" x alone.
+        precision: of products in float32, as in `kron_matmul`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -69,7 +79,7 @@ class GatedMLP(nn.Module):
     Attributes:
         up_gate_weight: ``[2 * hidden_features, in_features]`` or ``[2, hidden_features, in_features]``.
         up_gate_bias: the same without the last dimension, or None.
-        down_proj: an `nn.Linear`.
+        down_proj: an `nn.Linear`, or what it was replaced by; an adapter or a hook there is called as usual.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -128,17 +138,19 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        y = gated_linear(
-            x,
-            self.up_gate_weight,
-            bias=self.up_gate_bias,
-            activation=self.activation,
-            layout=self.layout,
-            backward=self.backward,
-            precision=self.precision,
-        )
-        down: Tensor = self.down_proj(y)
-        return down
+        options: dict[str, Any] = {
+            "bias": self.up_gate_bias,
+            "activation": self.activation,
+            "layout": self.layout,
+            "backward": self.backward,
+            "precision": self.precision,
+        }
+        down = self.down_proj
+        if _is_plain(down):
+            result: Tensor = gated_mlp(x, self.up_gate_weight, down.weight, down_bias=down.bias, **options)
+        else:
+            result = down(gated_linear(x, self.up_gate_weight, **options))
+        return result
 
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""

@@ -1,11 +1,12 @@
 """Operators `fastkron::gated_linear`, `fastkron::gated_linear_saving` and `fastkron::gated_linear_backward`.
 
-gated_linear           y = up * act(gate), up and gate being the two halves of x W^T + b
-gated_linear_saving    y, and the two halves side by side, which backward may read instead of computing them again
-gated_linear_backward  [dx] + [dW] + [db], only those asked for
+gated_linear           y = up * act(gate), up and gate being the two halves of x W^T + b; with a projection after it, y D^T + c
+gated_linear_saving    the same, and the two halves side by side, which backward may read instead of computing them again
+gated_linear_backward  [dx] + [dW] + [db] + [dD] + [dc], only those asked for
 
-Backward makes the gradients of up and gate in one kernel; the products with W and x are torch's. Derivatives of gradients, and everything
-inside torch.func's transforms and forward mode, are torch's own, of the same layer written in torch.
+Backward makes the gradients of up and gate in one kernel; the products with W, x, D and y are torch's. With a projection after it, y is not
+saved: that kernel makes it again, over the gradient that it has read. Derivatives of gradients, and everything inside torch.func's
+transforms and forward mode, are torch's own, of the same layer written in torch.
 """
 
 from __future__ import annotations
@@ -23,21 +24,28 @@ from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
 LIBRARY = torch.library.Library("fastkron", "FRAGMENT")
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? down, Tensor? down_bias"
 _OPTIONS = "str activation, str layout, str? precision, str backend"
-_NEEDS = "bool need_x, bool need_weight, bool need_bias"
+# Which of the tensors' gradients are needed; a list of booleans would be a list of symbols to some of torch's transforms.
+_NEEDS = "bool need_x, bool need_weight, bool need_bias, bool need_down, bool need_down_bias"
 # No defaults: the dispatcher drops arguments that equal theirs, and the autograd wrapper then miscounts.
-LIBRARY.define(f"gated_linear(Tensor x, Tensor weight, Tensor? bias, {_OPTIONS}) -> Tensor")
-LIBRARY.define(f"gated_linear_saving(Tensor x, Tensor weight, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)")
-LIBRARY.define(f"gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? pairs, {_NEEDS}, {_OPTIONS}) -> Tensor[]")
+LIBRARY.define(f"gated_linear({_TENSORS}, {_OPTIONS}) -> Tensor")
+LIBRARY.define(f"gated_linear_saving({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"gated_linear_backward(Tensor dy, {_TENSORS}, Tensor? pairs, {_NEEDS}, {_OPTIONS}) -> Tensor[]")
+COUNT: Final = 5  # tensors
 _NO_GRADIENTS: Final = (None,) * 4  # of the options
+
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""x ``[..., K]``, weight ``[2 H, K]`` or ``[2, H, K]``, bias of its rows' shape, down ``[O, H]``, down_bias ``[O]``."""
 
 # Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off (see `ops/poly_kan.py`).
 _LONGEST_SUM: Final = 512
 
 
-def hidden_size(weight: Tensor) -> int:
-    """H of a weight ``[2 H, K]`` or ``[2, H, K]``."""
-    return weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
+def _sizes(x: Tensor, weight: Tensor, down: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
+    """(rows, H, shape of the result)."""
+    hidden = weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
+    return x.shape[:-1].numel(), hidden, (*x.shape[:-1], hidden if down is None else down.shape[0])
 
 
 # ---- implementations -------------------------------------------------------------------------
@@ -57,12 +65,14 @@ def _by_triton(x: Tensor, weight: Tensor, activation: str, precision: str | None
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, saving: bool, activation: str, layout: str, precision: str | None, backend: str
+    tensors: Tensors, saving: bool, activation: str, layout: str, precision: str | None, backend: str
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, pairs ``[M, 2 H]`` where they are saved)."""
+    """(result, pairs ``[M, 2 H]`` where they are saved)."""
+    x, weight, bias, down, down_bias = tensors
+    rows, _, shape = _sizes(x, weight, down)
     pairs: Tensor | None
     with unseen_by_autograd(x), torch.no_grad():
-        x2 = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+        x2 = x.reshape(rows, x.shape[-1])
         if _by_triton(x, weight, activation, precision, backend):
             from fastkron_py.kernels import triton_gated
 
@@ -73,103 +83,105 @@ def _forward(
             with torch_products(x, precision):
                 pairs = torch_gated.pairs_of(x2, weight, bias)
             y = torch_gated.gate(pairs, activation, layout)
-        return y.reshape(*x.shape[:-1], y.shape[1]), pairs if saving else None
+        if down is not None:
+            with torch_products(x, precision):
+                y = torch.nn.functional.linear(y, down, down_bias)
+        return y.reshape(shape), pairs if saving else None
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, down_bias: Tensor | None, *options: Any) -> Tensor:
     """The layer's result; arguments as in the operator's schema."""
-    return _forward(x, weight, bias, False, *options)[0]
+    return _forward((x, weight, bias, down, down_bias), False, *options)[0]
 
 
-def multiply_saving(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def multiply_saving(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, down_bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Any]:
     """The result, and pairs ``[M, 2 H]``."""
-    y, pairs = _forward(x, weight, bias, True, *options)
-    assert pairs is not None  # noqa: S101
-    return y, pairs
+    return _forward((x, weight, bias, down, down_bias), True, *options)
 
 
 def _pair_gradients(
     dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: Tensors,
     pairs: Tensor | None,
     in_place: bool,
+    again: bool,
     activation: str,
     layout: str,
     precision: str | None,
     backend: str,
-) -> Tensor:
-    """Gradients of the pairs ``[M, 2 H]``, for matrices x and dy."""
+) -> tuple[Tensor, Tensor | None]:
+    """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, over dy, which has to be contiguous then), for matrices x and dy."""
+    x, weight, bias = tensors[:3]
     if _by_triton(x, weight, activation, precision, backend):
         from fastkron_py.kernels import triton_gated
 
         gated = triton_gated.Gated(activation, layout, resolved(precision))
+        y = dy if again else None
         if pairs is None:
-            return triton_gated.recomputed_gradients(dy, x, weight, bias, gated)
-        return triton_gated.stored_gradients(dy, pairs, gated, in_place)
+            return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, y), y
+        return triton_gated.stored_gradients(dy, pairs, gated, in_place, y), y
     from fastkron_py.kernels import torch_gated
 
     with torch_products(x, precision):
         pairs = torch_gated.pairs_of(x, weight, bias) if pairs is None else pairs
-    return torch_gated.pair_gradients(dy, pairs, activation, layout)
+    y = torch_gated.gate(pairs, activation, layout) if again else None
+    return torch_gated.pair_gradients(dy, pairs, activation, layout), y
 
 
-def _gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pairs: Tensor | None,
-    needs: Sequence[bool],
-    in_place: bool,
-    *options: Any,
-) -> list[Tensor]:
-    """[dx] + [dW] + [db], those that are needed; in_place: pairs may be overwritten."""
-    need_x, need_weight, need_bias = needs
-    if not any(needs):
-        return []
-    with unseen_by_autograd(x), torch.no_grad():
-        rows = x.shape[:-1].numel()
+def _gradients(dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: Sequence[bool], in_place: bool, *options: Any) -> list[Tensor]:
+    """[dx] + [dW] + [db] + [dD] + [dc], those that are needed; in_place: pairs may be overwritten."""
+    x, weight, bias, down, down_bias = tensors
+    need_x, need_weight, need_bias, need_down, need_down_bias = needs
+    rows, _, _ = _sizes(x, weight, down)
+    found: list[Tensor | None] = [None] * COUNT
+    with unseen_by_autograd(x), torch.no_grad(), torch_products(x, options[2]):
         x2, dy2 = x.reshape(rows, x.shape[-1]), dy.reshape(rows, dy.shape[-1])
-        d = _pair_gradients(dy2, x2, weight, bias, pairs, in_place, *options)
-        results = []
-        with torch_products(x, options[2]):
+        if need_down_bias and down_bias is not None:
+            found[4] = _column_sums(dy2)
+        wide = (x2, weight, bias, None, None)
+        again = need_down and down is not None
+        if again and not any(needs[:3]):
+            found[3] = dy2.mT @ _forward(wide, False, *options)[0]
+        elif any(needs[:3]):
+            # A projection's gradient of y is a fresh tensor, over which y may be written.
+            dgate = dy2 if down is None else dy2 @ down
+            d, y = _pair_gradients(dgate, wide, pairs, in_place, again, *options)
+            del dgate
+            if y is not None:
+                found[3] = dy2.mT @ y
+            del y
             if need_x:
-                results.append((d @ weight.reshape(d.shape[1], x2.shape[1])).reshape(x.shape))
+                found[0] = (d @ weight.reshape(d.shape[1], x2.shape[1])).reshape(x.shape)
             if need_weight:
-                results.append((d.mT @ x2).reshape(weight.shape))
-        if need_bias and bias is not None:
-            wide = torch.float64 if d.dtype == torch.float64 else torch.float32
-            results.append(d.sum(0, dtype=wide).to(d.dtype).reshape(bias.shape))
-        return results
+                found[1] = (d.mT @ x2).reshape(weight.shape)
+            if need_bias and bias is not None:
+                found[2] = _column_sums(d).reshape(bias.shape)
+        return [t for t in found if t is not None]
 
 
-def gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pairs: Tensor | None,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-    *options: Any,
-) -> list[Tensor]:
-    """[dx] + [dW] + [db], those that are needed; arguments as in the operator's schema."""
-    return _gradients(dy, x, weight, bias, pairs, (need_x, need_weight, need_bias), False, *options)
+def _column_sums(t: Tensor) -> Tensor:
+    return t.sum(0, dtype=torch.float64 if t.dtype == torch.float64 else torch.float32).to(t.dtype)
 
 
-def in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layout: str, precision: str | None, _: str) -> Tensor:
+def gradients(dy: Tensor, *arguments: Any) -> list[Tensor]:
+    """[dx] + [dW] + [db] + [dD] + [dc], those that are needed; arguments as in the operator's schema."""
+    tensors, pairs, needs, options = _taken_apart(arguments)
+    return _gradients(dy, tensors, pairs, needs, False, *options)
+
+
+def _taken_apart(arguments: Sequence[Any]) -> tuple[Any, Any, tuple[bool, ...], tuple[Any, ...]]:
+    """(tensors, pairs, needs, options) of the backward operator's arguments after dy."""
+    return tuple(arguments[:COUNT]), arguments[COUNT], tuple(arguments[COUNT + 1 : 2 * COUNT + 1]), tuple(arguments[2 * COUNT + 1 :])
+
+
+def in_torch(tensors: Tensors, activation: str, layout: str, precision: str | None, _: str) -> Tensor:
     """The same result by torch's own operations, which every transform of torch knows."""
     from fastkron_py.kernels import torch_gated
 
-    with torch_products(x, precision):
-        return torch_gated.forward(x, weight, bias, activation, layout)
-
-
-def _wanted(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
-    return [t for t, need in zip((x, weight, bias), needs, strict=True) if need and t is not None]
+    with torch_products(tensors[0], precision):
+        return torch_gated.forward(tensors, activation, layout)
 
 
 def _take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -179,15 +191,15 @@ def _take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
 
 
 def _second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Cotangents of dy, x, weight and bias, of the backward operator."""
+    """Cotangents of dy and of the tensors, of the backward operator."""
     from fastkron_py.kernels import torch_gated
 
-    dy, x, weight, bias = ctx.saved_tensors
+    dy, *tensors = ctx.saved_tensors
     if all(c is None for c in cotangents):
-        return None, None, None, None
+        return (None,) * (1 + COUNT)
     activation, layout, precision, _ = ctx.options
-    with torch_products(x, precision):
-        return torch_gated.second_order(dy, (x, weight, bias), tuple(cotangents), activation, layout)
+    with torch_products(dy, precision):
+        return torch_gated.second_order(dy, tuple(tensors), cotangents, activation, layout)
 
 
 # ---- the operators ---------------------------------------------------------------------------
@@ -196,52 +208,52 @@ LIBRARY.impl("gated_linear", multiply, "CompositeExplicitAutograd")
 LIBRARY.impl("gated_linear_saving", multiply_saving, "CompositeExplicitAutograd")
 LIBRARY.impl("gated_linear_backward", gradients, "CompositeExplicitAutograd")
 
+OPERATOR = torch.ops.fastkron.gated_linear
+SAVING_OPERATOR = torch.ops.fastkron.gated_linear_saving
+BACKWARD_OPERATOR = torch.ops.fastkron.gated_linear_backward
+
 
 @torch.library.register_fake("fastkron::gated_linear", lib=LIBRARY)
-def _(x, weight, bias, *options):  # type: ignore[no-untyped-def]
-    return x.new_empty((*x.shape[:-1], hidden_size(weight)))
+def _(x, weight, bias, down, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(_sizes(x, weight, down)[2])
 
 
 @torch.library.register_fake("fastkron::gated_linear_saving", lib=LIBRARY)
-def _(x, weight, bias, *options):  # type: ignore[no-untyped-def]
-    hidden = hidden_size(weight)
-    return x.new_empty((*x.shape[:-1], hidden)), x.new_empty((x.shape[:-1].numel(), 2 * hidden))
+def _(x, weight, bias, down, *rest):  # type: ignore[no-untyped-def]
+    rows, hidden, shape = _sizes(x, weight, down)
+    return x.new_empty(shape), x.new_empty((rows, 2 * hidden))
 
 
 @torch.library.register_fake("fastkron::gated_linear_backward", lib=LIBRARY)
-def _(dy, x, weight, bias, pairs, need_x, need_weight, need_bias, *options):  # type: ignore[no-untyped-def]
-    return [t.new_empty(t.shape) for t in _wanted(x, weight, bias, (need_x, need_weight, need_bias))]
+def _(dy, *arguments):  # type: ignore[no-untyped-def]
+    tensors, _, needs, _ = _taken_apart(arguments)
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need and t is not None]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, *options = inputs
-    ctx.save_for_backward(x, weight, bias, None)
-    ctx.options = options
+    ctx.save_for_backward(*inputs[:COUNT], None)
+    ctx.options = inputs[COUNT:]
 
 
 def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, *options = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, bias, output[1])
-    ctx.options = options
+    ctx.save_for_backward(*inputs[:COUNT], output[1])
+    ctx.options = inputs[COUNT:]
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-    x, weight, bias, pairs = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    found = torch.ops.fastkron.gated_linear_backward(dy, x, weight, bias, pairs, *needs, *ctx.options) if any(needs) else []
+    needs = ctx.needs_input_grad[:COUNT]
+    found = BACKWARD_OPERATOR(dy, *ctx.saved_tensors, *needs, *ctx.options) if any(needs) else []
     return *_take(found, needs), *_NO_GRADIENTS
 
 
 def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    dy, x, weight, bias, _, need_x, need_weight, need_bias, *options = inputs
-    ctx.save_for_backward(dy, x, weight, bias)
-    ctx.needs = (need_x, need_weight, need_bias)
-    ctx.options = options
+    tensors, _, ctx.needs, ctx.options = _taken_apart(inputs[1:])
+    ctx.save_for_backward(inputs[0], *tensors)
 
 
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return *_second(ctx, _take(cotangents, ctx.needs)), None, None, None, None, *_NO_GRADIENTS
+    return *_second(ctx, _take(cotangents, ctx.needs)), None, *(None,) * COUNT, *_NO_GRADIENTS
 
 
 torch.library.register_autograd("fastkron::gated_linear", _backward, setup_context=_setup, lib=LIBRARY)
@@ -249,10 +261,10 @@ torch.library.register_autograd("fastkron::gated_linear_saving", _backward, setu
 torch.library.register_autograd("fastkron::gated_linear_backward", _backward_second, setup_context=_setup_second, lib=LIBRARY)
 
 
-def _each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], options: Sequence[Any]) -> list[Any]:
+def _each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], rest: Sequence[Any]) -> list[Any]:
     """One call for each sample."""
     samples = [[t] * size if t is None or dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
-    return [call(*sample, *options) for sample in zip(*samples, strict=True)]
+    return [call(*sample, *rest) for sample in zip(*samples, strict=True)]
 
 
 def _stacked(found: Sequence[Sequence[Tensor]]) -> Any:
@@ -260,20 +272,22 @@ def _stacked(found: Sequence[Sequence[Tensor]]) -> Any:
     return results, [0] * len(results)
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, int]:
-    call = torch.ops.fastkron.gated_linear
-    if in_dims[1] is None and in_dims[2] is None:  # samples are rows
-        return call(x.movedim(in_dims[0], 0), weight, bias, *options), 0
-    return torch.stack(_each(call, info.batch_size, (x, weight, bias), in_dims[:3], options)), 0
+def _vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
+    if all(dim is None for dim in in_dims[1:COUNT]):  # samples are rows
+        return OPERATOR(x.movedim(in_dims[0], 0), *arguments), 0
+    given = (x, *arguments)
+    return torch.stack(_each(OPERATOR, info.batch_size, given[:COUNT], in_dims[:COUNT], given[COUNT:])), 0
 
 
-def _vmap_saving(info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
-    results, dims = _stacked(_each(torch.ops.fastkron.gated_linear_saving, info.batch_size, (x, weight, bias), in_dims[:3], options))
+def _vmap_saving(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    found = _each(SAVING_OPERATOR, info.batch_size, arguments[:COUNT], in_dims[:COUNT], arguments[COUNT:])
+    results, dims = _stacked(found)
     return tuple(results), tuple(dims)
 
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    return _stacked(_each(torch.ops.fastkron.gated_linear_backward, info.batch_size, arguments[:5], in_dims[:5], arguments[5:]))
+    tensors = COUNT + 2  # dy and pairs too
+    return _stacked(_each(BACKWARD_OPERATOR, info.batch_size, arguments[:tensors], in_dims[:tensors], arguments[tensors:]))
 
 
 torch.library.register_vmap("fastkron::gated_linear", _vmap, lib=LIBRARY)
@@ -286,51 +300,43 @@ torch.library.register_vmap("fastkron::gated_linear_backward", _vmap_backward, l
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, saving: bool, options: tuple[Any, ...]) -> Tensor:
-        y, pairs = _forward(x, weight, bias, saving, *options)
-        ctx.save_for_backward(x, weight, bias, pairs)
+    def forward(ctx: Any, saving: bool, options: tuple[Any, ...], *tensors: Any) -> Tensor:
+        y, pairs = _forward(tensors, saving, *options)
+        ctx.save_for_backward(*tensors, pairs)
         ctx.options = options
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, pairs = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
+        *tensors, pairs = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
         if not any(needs):
-            return None, None, None, None, None
-        tensors = (dy, x, weight, bias)
-        if not is_ordinary(tensors) or wants_gradient(tensors):
-            found = _Gradients.apply(*tensors, pairs, needs, ctx.options)  # type: ignore[no-untyped-call]
-            return *_take(found, needs), None, None
+            return (None,) * (2 + COUNT)
+        given = (dy, *tensors)
+        if not is_ordinary(given) or wants_gradient(given):
+            found = _Gradients.apply(needs, ctx.options, pairs, *given)  # type: ignore[no-untyped-call]
+            return None, None, *_take(found, needs)
         # Pairs belong to this graph alone. One that is not kept for another backward pass needs them no longer.
         in_place = pairs is not None and not torch._C._autograd._get_current_graph_task_keep_graph()
-        found = _gradients(*tensors, pairs, needs, in_place, *ctx.options)
+        found = _gradients(dy, tuple(tensors), pairs, needs, in_place, *ctx.options)
         if in_place:
             torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
-        return *_take(found, needs), None, None
+        return None, None, *_take(found, needs)
 
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        pairs: Tensor | None,
-        needs: tuple[bool, ...],
-        options: tuple[Any, ...],
-    ) -> tuple[Tensor, ...]:
-        return tuple(torch.ops.fastkron.gated_linear_backward(dy, x, weight, bias, pairs, *needs, *options))
+    def forward(needs: tuple[bool, ...], options: tuple[Any, ...], pairs: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+        return tuple(BACKWARD_OPERATOR(*given, pairs, *needs, *options))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        dy, x, weight, bias, _, ctx.needs, ctx.options = inputs
-        ctx.save_for_backward(dy, x, weight, bias)
+        ctx.needs, ctx.options, _, *given = inputs
+        ctx.save_for_backward(*given)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return *_second(ctx, _take(cotangents, ctx.needs)), None, None, None
+        return None, None, None, *_second(ctx, _take(cotangents, ctx.needs))
 
 
 for _function in (_GatedLinear, _Gradients):
@@ -338,23 +344,19 @@ for _function in (_GatedLinear, _Gradients):
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, saving: bool, *options: Any) -> Tensor:
+def gated_linear(tensors: Tensors, saving: bool, *options: Any) -> Tensor:
     """Call the operator, by the shortest way that is right; options as in its schema.
 
     Its implementation where nothing else is at work; its twin as an autograd function where gradients are wanted of an ordinary
     call; torch's own operations inside torch.func and forward mode; else, through torch's dispatcher, the operator itself.
     """
     if transforms_active():
-        return in_torch(x, weight, bias, *options)
-    tensors = (x, weight, bias)
+        return in_torch(tensors, *options)
     wanted = wants_gradient(tensors)
     if not is_ordinary(tensors):
-        if saving and wanted:
-            y: Tensor = torch.ops.fastkron.gated_linear_saving(x, weight, bias, *options)[0]
-        else:
-            y = torch.ops.fastkron.gated_linear(x, weight, bias, *options)
+        y: Tensor = SAVING_OPERATOR(*tensors, *options)[0] if saving and wanted else OPERATOR(*tensors, *options)
         return y
     if wanted:
-        y = _GatedLinear.apply(x, weight, bias, saving, options)  # type: ignore[no-untyped-call]
+        y = _GatedLinear.apply(saving, options, *tensors)  # type: ignore[no-untyped-call]
         return y
-    return multiply(x, weight, bias, *options)
+    return multiply(*tensors, *options)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
+from fastkron_py.functional import gated_mlp
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import gemm as tuning
 from fastkron_py.tuning.gemm import GemmSizes, GemmTile
@@ -323,6 +324,21 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         "bias: expected shape (2, 4), that of the weight's rows; got shape (8,)",
     ),
     "bias of another kind": (lambda: gated_linear(X, W, bias=3), TypeError, "bias: expected a torch tensor, like x; got int"),
+    "down": (
+        lambda: gated_mlp(X, W, torch.randn(3, 8)),
+        ValueError,
+        "down: expected [out, 4], the weight's hidden size; got shape (3, 8)",
+    ),
+    "down of another dtype": (
+        lambda: gated_mlp(X, W, torch.randn(3, 4).half()),
+        TypeError,
+        "down: expected x's dtype torch.float32; got torch.float16",
+    ),
+    "down_bias": (
+        lambda: gated_mlp(X, S, torch.randn(3, 4), layout="stacked", down_bias=torch.randn(4)),
+        ValueError,
+        "down_bias: expected shape (3,), that of down's rows; got shape (4,)",
+    ),
     "activation": (
         lambda: gated_linear(X, W, activation="swish"),
         ValueError,

@@ -72,6 +72,37 @@ def test_gradients(layout: str, backend_name: str, device: torch.device) -> None
         assert_close(mine.down_proj.weight.grad, wide.down_proj.weight.grad, rms_tol=2e-6, max_tol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("backward", "kept"), [("save", [40, 2 * 5 * 24]), ("recompute", [40])])
+def test_what_is_kept_for_backward(layout: str, backward: str, kept: list[int], backend_name: str, device: torch.device) -> None:
+    """Elements of tensors that are no parameters: x ``[5, 8]``, and, saving, both projections ``[5, 48]``; never y."""
+    layer = GatedMLP(8, 24, layout=layout, backward=backward, device=device)
+    own = {p.data_ptr() for p in layer.parameters()}
+    found: list[int] = []
+
+    def pack_hook(t: Tensor) -> Tensor:
+        if t.data_ptr() not in own:
+            found.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t):
+        y = layer(torch.randn(5, 8, device=device, requires_grad=True))
+    assert sorted(found) == kept
+    y.sum().backward()
+
+
+def test_what_replaces_the_down_projection_is_called(device: torch.device) -> None:
+    """Hooks and adapters are part of the layer."""
+    layer = GatedMLP(6, 8, device=device)
+    x = torch.randn(4, 6, device=device)
+    plain = layer(x).detach()
+    handle = layer.down_proj.register_forward_hook(lambda module, given, result: 2 * result)
+    assert_close(layer(x).detach(), 2 * plain)
+    handle.remove()
+    layer.down_proj = nn.Sequential(layer.down_proj, nn.ReLU())  # type: ignore[assignment]
+    assert_close(layer(x).detach(), plain.relu())
+
+
 @pytest.mark.parametrize(
     ("name", "activation"),
     [("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu"), ("glu", "sigmoid"), ("bilinear", "identity")],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
+from fastkron_py.functional import gated_mlp
 from fastkron_py.kernels.gated_activations import Activation, activation_names, register_activation, unregister_activation
 from fastkron_py.testing import assert_close
 
@@ -57,7 +58,7 @@ def test_registered_operators_have_derivatives(layout: str, saving: bool, device
 
     def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         options = ("silu", layout, None, "")
-        y: Tensor = SAVING(x, weight, bias, *options)[0] if saving else FORWARD(x, weight, bias, *options)
+        y: Tensor = SAVING(x, weight, bias, None, None, *options)[0] if saving else FORWARD(x, weight, bias, None, None, *options)
         return y
 
     assert torch.autograd.gradcheck(call, (x, weight, bias), fast_mode=True)
@@ -77,18 +78,41 @@ def test_second_derivatives_through_the_kernels(backward: str, backend_name: str
         assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
 
 
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
+@pytest.mark.parametrize(
+    "needs", [(True, True, True, True, True), (True, False, False, False, False), (False, False, False, True, False)], ids=str
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck(needs: tuple[bool, ...], layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    *given, dy = sample(device, generator, layout, torch.float32)
+    *given, _ = sample(device, generator, layout, torch.float32)
+    given += [torch.randn(3, 2, device=device), torch.randn(3, device=device)]
+    dy = torch.randn(3, 3, device=device)
     options = ("silu", layout, "highest", backend_name)
     given = [t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
     torch.library.opcheck(FORWARD, (*given, *options))
-    torch.library.opcheck(FORWARD, (*given[:2], None, *options))
+    if needs[0]:
+        torch.library.opcheck(FORWARD, (*given[:2], None, None, None, *options))
     torch.library.opcheck(SAVING, (*given, *options))
     pairs = SAVING(*(t.detach() for t in given), *options)[1]
     torch.library.opcheck(BACKWARD, (dy, *given, None, *needs, *options))
     torch.library.opcheck(BACKWARD, (dy, *given, pairs, *needs, *options))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_gradcheck_of_a_whole_mlp(layout: str, backward: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias, _ = sample(device, generator, layout)
+    down = torch.randn(3, 2, dtype=torch.float64, device=device, requires_grad=True)
+    down_bias = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+        return gated_mlp(x, weight, down, bias=bias, down_bias=down_bias, layout=layout, backward=backward)
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias, down, down_bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias, down, down_bias), fast_mode=True)
+    alone = call(x, weight.detach(), bias.detach(), down, down_bias.detach())
+    (ddown,) = torch.autograd.grad(alone.sum(), down)
+    y = gated_linear(x, weight, bias=bias, layout=layout).detach()
+    assert_close(ddown, y.sum(0).expand(3, 2).contiguous(), rms_tol=1e-13, max_tol=1e-13)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
@@ -130,18 +154,19 @@ def test_vmap_of_the_operators(backend_name: str, device: torch.device, generato
     """The rules that a compiled graph uses."""
     x, weight, bias, dy = (t.detach() for t in sample(device, generator, "stacked", torch.float32))
     options = ("silu", "stacked", "highest", backend_name)
+    rest, needs = (bias, None, None), (True, True, True, False, False)
     xs, ws, dys = (torch.stack([t, 2 * t]) for t in (x, weight, dy))
     for dims in ((0, None), (None, 0), (0, 0)):
         arguments = [a if d is None else s for a, s, d in zip((x, weight), (xs, ws), dims, strict=True)]
-        y = torch.vmap(lambda a, b: FORWARD(a, b, bias, *options), in_dims=dims)(*arguments)
-        saved = torch.vmap(lambda a, b: SAVING(a, b, bias, *options), in_dims=dims)(*arguments)
-        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, bias, None, True, True, True, *options), in_dims=(*dims, 0))(*arguments, dys)
+        y = torch.vmap(lambda a, b: FORWARD(a, b, *rest, *options), in_dims=dims)(*arguments)
+        saved = torch.vmap(lambda a, b: SAVING(a, b, *rest, *options), in_dims=dims)(*arguments)
+        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, *rest, None, *needs, *options), in_dims=(*dims, 0))(*arguments, dys)
         for i in range(2):
             a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
-            assert_close(y[i], FORWARD(a, b, bias, *options))
-            for mine, alone in zip(saved, SAVING(a, b, bias, *options), strict=True):
+            assert_close(y[i], FORWARD(a, b, *rest, *options))
+            for mine, alone in zip(saved, SAVING(a, b, *rest, *options), strict=True):
                 assert_close(mine[i], alone)
-            for mine, alone in zip(found, BACKWARD(dys[i], a, b, bias, None, True, True, True, *options), strict=True):
+            for mine, alone in zip(found, BACKWARD(dys[i], a, b, *rest, None, *needs, *options), strict=True):
                 assert_close(mine[i], alone)
 
 

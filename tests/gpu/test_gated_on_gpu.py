@@ -1,0 +1,142 @@
+"""What only a CUDA device can show of gated layers: Llama's sizes, graphs, streams, memory, TF32 and three passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gated_cases import expected, expected_gradients, pack, problem, relative
+from torch import Tensor
+
+from fastkron_py import backend, gated_linear
+from fastkron_py.nn import GatedMLP
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+LAYOUTS = ("interleaved", "stacked")
+
+
+@pytest.mark.parametrize("rows", [1, 17, 127, 512, 4096])
+@pytest.mark.parametrize(("depth", "hidden"), [(4096, 14336), (8192, 28672)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_llama(rows: int, depth: int, hidden: int, layout: str) -> None:
+    """On 64 of the result's columns, and 128 of its rows, spread over all; bfloat16's bound, and torch's own error above it."""
+    x = torch.randn(rows, depth, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.empty(2, hidden, depth, device=CUDA, dtype=torch.bfloat16).uniform_(-(depth**-0.5), depth**-0.5)
+    packed = weight if layout == "stacked" else weight.transpose(0, 1).flatten(0, 1).contiguous()
+    columns, some = torch.arange(0, hidden, hidden // 64), torch.arange(0, rows, max(1, rows // 128))
+    reference = expected(x[some], weight[0][columns], weight[1][columns], "silu")
+    y = gated_linear(x, packed, layout=layout)
+    assert bool(y.isfinite().all())
+    error = relative(y[some][:, columns], reference)
+    up, gate = (torch.nn.functional.linear(x[some], w) for w in weight)
+    eager = (up * torch.nn.functional.silu(gate))[:, columns]
+    assert error < 2.0e-3
+    assert error < relative(eager, reference)
+    assert torch.equal(y, gated_linear(x, packed, layout=layout))
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("highest", 2e-6), ("high", 2e-3)])
+@pytest.mark.parametrize("shape", [(960, 736, 480), (252, 123, 431)], ids=str)
+@pytest.mark.parametrize("mode", ["save", "recompute"])
+def test_float32(precision: str, bound: float, shape: tuple[int, int, int], mode: str, generator: torch.Generator) -> None:
+    x, up, gate, dy = problem(*shape, torch.float32, CUDA, generator)
+    x, weight = x.requires_grad_(), pack(up, gate, "stacked").requires_grad_()
+    with backend("triton"):
+        y = gated_linear(x, weight, layout="stacked", precision=precision, backward=mode)
+        dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    for a, e in zip((y, dx, *dw), expected_gradients(x, up, gate, dy, "silu"), strict=True):
+        assert relative(a, e) < bound
+
+
+def graphed(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
+
+
+@pytest.mark.parametrize("mode", ["save", "recompute"])
+def test_graph(mode: str, generator: torch.Generator) -> None:
+    layer = GatedMLP(256, 704, backward=mode, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(300, 256, device=CUDA, dtype=torch.bfloat16)
+
+    def call() -> list[Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, list(layer.parameters()), torch.ones_like(y))]
+
+    reference = [t.detach().clone() for t in call()]
+    graph, found = graphed(call)
+    for t in found:
+        t.detach().fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+def test_side_stream() -> None:
+    x, weight = torch.randn(512, 256, device=CUDA), torch.randn(1024, 256, device=CUDA)
+    reference = gated_linear(x, weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = gated_linear(x, weight)
+    stream.synchronize()
+    assert torch.equal(y, reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_takes_no_memory_but_the_result(layout: str) -> None:
+    x = torch.randn(4096, 1024, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(8192, 1024, device=CUDA, dtype=torch.bfloat16)
+    weight = weight if layout == "interleaved" else weight.view(2, 4096, 1024)
+    gated_linear(x, weight, layout=layout)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = gated_linear(x, weight, layout=layout)
+    assert torch.cuda.max_memory_allocated() - before == y.numel() * y.element_size()
+
+
+@pytest.mark.parametrize(("mode", "kept", "peak"), [("save", 2.3, 3.7), ("recompute", 0.3, 3.7)])
+def test_memory_of_training(mode: str, kept: float, peak: float) -> None:
+    """In sizes of y ``[M, H]``, the result and x being a quarter each: held for backward, and at most."""
+    layer = GatedMLP(1024, 4096, backward=mode, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(16384, 1024, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    unit = 16384 * 4096 * 2
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = layer(x)
+    assert torch.cuda.memory_allocated() - before < kept * unit
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < peak * unit
+
+
+def test_compiled_layer_is_the_layer() -> None:
+    torch.compiler.reset()
+    layer = GatedMLP(256, 704, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(300, 256, device=CUDA, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True)
+    a, b = compiled(x), layer(x)
+    assert torch.equal(a, b)
+    for p, q in zip(
+        torch.autograd.grad(a.sum(), list(layer.parameters())), torch.autograd.grad(b.sum(), list(layer.parameters())), strict=True
+    ):
+        assert relative(p, q.double()) < 1e-2
+
+
+def test_many_runs_are_equal() -> None:
+    """Bit for bit, over pipelines of any timing."""
+    x = torch.randn(1000, 1024, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(2, 1536, 1024, device=CUDA, dtype=torch.bfloat16) / 32
+    reference = gated_linear(x, weight, layout="stacked")
+    for _ in range(200):
+        assert torch.equal(gated_linear(x, weight, layout="stacked"), reference)
