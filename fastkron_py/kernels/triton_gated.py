@@ -32,18 +32,19 @@ class Gated(NamedTuple):
     layout: str
     precision: str  # "highest" or less
     tile: GemmTile | None = None  # None: by the closed form
+    as_halves: bool = True  # an interleaved weight is read as two matrices, each of every other row
 
     def gemm(self, finish: Any) -> Gemm:
         """The main loop's parameters with one of the finishers."""
         found = find_activation(self.activation)
-        # Weights of either layout are read as two matrices, one of them every other row of an interleaved one: then sums
-        # of a pair stand in two halves of a tile, which store in wider runs than neighbours do.
         interleaved = self.layout == "interleaved"
-        return Gemm(finish, value=found.value, slope=found.derivative, params=(interleaved,), pairs="stacked")
+        # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
+        pairs = "stacked" if self.as_halves else self.layout
+        return Gemm(finish, value=found.value, slope=found.derivative, params=(interleaved,), pairs=pairs)
 
-    def halves(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``[2, H, K]`` and ``[2, H]``, views."""
-        if self.layout == "stacked":
+    def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as the main loop takes them, views: ``[2, H, K]`` and ``[2, H]``, or as they are."""
+        if self.layout == "stacked" or not self.as_halves:
             return weight, bias
         weight = rowwise(weight)
         weight = weight.unflatten(0, (-1, 2)).transpose(0, 1)
@@ -57,14 +58,20 @@ class Gated(NamedTuple):
         return {"pair": up, "pair2": gate}
 
 
+def hidden_size(weight: Tensor) -> int:
+    """H of a weight ``[2 H, K]`` or ``[2, H, K]``."""
+    return weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving: bool = False) -> tuple[Tensor, Tensor | None]:
     """``y [M, H]`` of ``x [M, K]``, none of them empty, and, saving, the pairs ``[M, 2 H]``."""
-    weight, bias = gated.halves(weight, bias)
-    y = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
+    hidden = hidden_size(weight)
+    weight, bias = gated.operands(weight, bias)
+    y = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
     if not saving:
         gemm(x, weight, bias, gated.gemm(finish_gate), y, precision=gated.precision, tile=gated.tile)
         return y, None
-    pairs = torch.empty((x.shape[0], 2 * weight.shape[1]), dtype=x.dtype, device=x.device)
+    pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
     call = gated.gemm(finish_gate_and_pair)
     gemm(x, weight, bias, call, y, **gated.pair_targets(pairs), precision=gated.precision, tile=gated.tile)  # type: ignore[arg-type]
     return y, pairs
@@ -75,10 +82,10 @@ def recomputed_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | N
 
     Where y is given, ``[M, H]``, the layer's result is stored there too; it may be dy itself.
     """
-    weight, bias = gated.halves(weight, bias)
-    d = torch.empty((x.shape[0], 2 * weight.shape[1]), dtype=x.dtype, device=x.device)
+    d = torch.empty((x.shape[0], 2 * hidden_size(weight)), dtype=x.dtype, device=x.device)
     call = gated.gemm(finish_gradients if y is None else finish_gradients_and_gate)
     targets: dict[str, Any] = gated.pair_targets(d)
+    weight, bias = gated.operands(weight, bias)
     gemm(x, weight, bias, call, y, side=rowwise(dy), **targets, precision=gated.precision, tile=gated.tile)
     return d
 

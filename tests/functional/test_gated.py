@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,19 @@ def test_several_tiles(layout: str, backward: str, small_tiles: None, device: to
     with fastkron_py.backend("triton"):
         actual = gradients(*given, layout, backward=backward, precision="highest")
     assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
+
+
+def test_rows_in_turn(small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interleaved weight read as it lies, not as two matrices."""
+    from fastkron_py.kernels import triton_gated
+
+    monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
+    assert not triton_gated.Gated("silu", "interleaved", "highest").as_halves
+    given = problem(70, 72, 40, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        for backward in BACKWARDS:
+            actual = gradients(*given, backward=backward, precision="highest")
+            assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
