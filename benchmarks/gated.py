@@ -1,4 +1,4 @@
-"""Gated linear layers beside cuBLAS: the wide half of Llama's MLPs, forward, and forward with backward."""
+"""Gated MLPs beside cuBLAS: the wide half of Llama's, forward, and forward with backward; the whole of them, forward with backward."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastkron_py
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
+from fastkron_py.functional import gated_mlp
 
 LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}
 TOKENS = (512, 4096, 16384)
@@ -26,11 +27,15 @@ GRADIENT_TOLERANCES = {"bfloat16": 8e-3, "float16": 1e-3}
 
 @dataclass(frozen=True)
 class Problem:
-    """x ``[M, K]`` ~ N(0, 1), weight ``[2, H, K]`` ~ U(-1/sqrt(K), 1/sqrt(K)), up then gate, dy ``[M, H]``."""
+    """x ``[M, K]`` ~ N(0, 1), weight ``[2, H, K]`` ~ U(-1/sqrt(K), 1/sqrt(K)), up then gate; of a whole MLP also down ``[K, H]``.
+
+    dy is the gradient of the result, ``[M, H]`` or ``[M, K]``.
+    """
 
     x: Tensor
     weight: Tensor
     dy: Tensor | None
+    down: Tensor | None = None
 
     @property
     def hidden(self) -> int:
@@ -64,28 +69,37 @@ class Problem:
         x = self.x.detach()[self.rows].double()
         return (x @ up.mT) * torch.nn.functional.silu(x @ gate.mT)
 
-    def _pair_gradients(self, x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        up, gate = (x @ weight[i].mT for i in range(2))
-        s = torch.sigmoid(gate)
-        return dy * gate * s, dy * up * s * (1 + gate * (1 - s))
+    def _gradient(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Of the gated result, in float64."""
+        assert self.dy is not None
+        if self.down is None:
+            return self.dy[rows][:, columns].double()
+        return self.dy[rows].double() @ self.down.detach()[:, columns].double()
+
+    def _pairs(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of up and of gate, and the gated result."""
+        x = self.x.detach()[rows].double()
+        up, gate = (x @ self.weight.detach()[i][columns].double().mT for i in range(2))
+        dy, s = self._gradient(rows, columns), torch.sigmoid(gate)
+        return dy * gate * s, dy * up * s * (1 + gate * (1 - s)), up * gate * s
 
     @cached_property
-    def expected_gradients(self) -> tuple[Tensor, Tensor]:
-        """Compared rows of dx, and compared rows of both halves of dW ``[2, columns, K]``, in float64."""
-        assert self.dy is not None
-        x, weight = self.x.detach(), self.weight.detach()
-        rows, columns = self.rows, self.columns
-        dx = torch.zeros(len(rows), x.shape[1], dtype=torch.float64, device=x.device)
-        for part in torch.arange(self.hidden, device=x.device).split(4096):  # not all of W in float64
-            w = weight[:, part].double()
-            d = self._pair_gradients(x[rows].double(), w, self.dy[rows][:, part].double())
-            dx += d[0] @ w[0] + d[1] @ w[1]
-        dw = torch.zeros(2, len(columns), x.shape[1], dtype=torch.float64, device=x.device)
-        for part in torch.arange(x.shape[0], device=x.device).split(4096):
-            given = x[part].double()
-            d = self._pair_gradients(given, weight[:, columns].double(), self.dy[part][:, columns].double())
-            dw += torch.stack([d[0].mT @ given, d[1].mT @ given])
-        return dx, dw
+    def expected_gradients(self) -> tuple[Tensor, ...]:
+        """In float64: compared rows of dx; compared rows of both halves of dW ``[2, columns, K]``; compared columns of ddown."""
+        x, weight, columns = self.x.detach(), self.weight.detach(), self.columns
+        device = x.device
+        dx = torch.zeros(len(self.rows), x.shape[1], dtype=torch.float64, device=device)
+        for part in torch.arange(self.hidden, device=device).split(4096):  # not all of W in float64
+            dup, dgate, _ = self._pairs(self.rows, part)
+            dx += dup @ weight[0][part].double() + dgate @ weight[1][part].double()
+        dw = torch.zeros(2, len(columns), x.shape[1], dtype=torch.float64, device=device)
+        ddown = torch.zeros(x.shape[1], len(columns), dtype=torch.float64, device=device)
+        for part in torch.arange(x.shape[0], device=device).split(4096):
+            dup, dgate, y = self._pairs(part, columns)
+            dw += torch.stack([dup.mT @ x[part].double(), dgate.mT @ x[part].double()])
+            if self.down is not None and self.dy is not None:
+                ddown += self.dy[part].double().mT @ y
+        return (dx, dw) if self.down is None else (dx, dw, ddown)
 
 
 def inputs(parameters: Mapping[str, Any], device: torch.device) -> Problem:
@@ -95,9 +109,13 @@ def inputs(parameters: Mapping[str, Any], device: torch.device) -> Problem:
     generator = torch.Generator(device=device).manual_seed(0)
     x = torch.randn(m, k, generator=generator, device=device, dtype=dtype)
     weight = torch.empty(2, h, k, device=device, dtype=dtype).uniform_(-1 / math.sqrt(k), 1 / math.sqrt(k), generator=generator)
-    needs = bool(parameters["gradients"])
-    dy = torch.randn(m, h, generator=generator, device=device, dtype=dtype) if needs else None
-    return Problem(x.requires_grad_(needs), weight.requires_grad_(needs), dy)
+    needs, whole = bool(parameters["gradients"]), bool(parameters["whole"])
+    dy = torch.randn(m, k if whole else h, generator=generator, device=device, dtype=dtype) if needs else None
+    down = None
+    if whole:
+        down = torch.empty(k, h, device=device, dtype=dtype).uniform_(-1 / math.sqrt(h), 1 / math.sqrt(h), generator=generator)
+        down.requires_grad_(needs)
+    return Problem(x.requires_grad_(needs), weight.requires_grad_(needs), dy, down)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -115,10 +133,10 @@ def check(problem: Problem, y: Tensor) -> float:
 
 
 def check_gradients(problem: Problem, gradients: Sequence[Tensor]) -> float:
-    """The larger error of dx and dW ``[2, H, K]`` (or ``[2 H, K]``, up before gate), on rows spread over all of them."""
-    dx, dw = gradients
-    dw = dw.reshape(2, problem.hidden, -1)[:, problem.columns]
-    return max(error(dx[problem.rows], problem.expected_gradients[0]), error(dw, problem.expected_gradients[1]))
+    """The largest error of dx, dW ``[2, H, K]`` (or ``[2 H, K]``, up before gate) and ddown, on rows or columns spread over all of them."""
+    dx, dw, *ddown = gradients
+    found = [dx[problem.rows], dw.reshape(2, problem.hidden, -1)[:, problem.columns], *[d[:, problem.columns] for d in ddown]]
+    return max([error(a, e) for a, e in zip(found, problem.expected_gradients, strict=True)])
 
 
 # ---- contenders --------------------------------------------------------------------------------
@@ -145,10 +163,11 @@ def _with_kernel(problem: Problem) -> Call:
     return lambda: swiglu_in_place(problem.x @ weight.mT)
 
 
-def composed(x: Tensor, weight: Tensor) -> Tensor:
+def composed(x: Tensor, weight: Tensor, down: Tensor | None = None) -> Tensor:
     """Torch's own operations on ``[2 H, K]``, up before gate."""
     up, gate = torch.nn.functional.linear(x, weight).chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    y = torch.nn.functional.silu(gate) * up
+    return y if down is None else torch.nn.functional.linear(y, down)
 
 
 def _compiled(problem: Problem) -> Call:
@@ -162,31 +181,38 @@ def _needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "its kernel runs on CUDA"
 
 
-def _gradients(forward: Callable[[Tensor, Tensor], Tensor], flat: bool) -> Callable[[Problem], Call]:
+Forward = Callable[..., Tensor]
+"""(x, weight, and down where there is one) to the result."""
+
+
+def _gradients(forward: Forward, flat: bool) -> Callable[[Problem], Call]:
     def prepare(problem: Problem) -> Call:
         weight = problem.concatenated.requires_grad_() if flat else problem.weight
+        given = [t for t in (problem.x, weight, problem.down) if t is not None]
 
         def call() -> tuple[Tensor, ...]:
             with torch.enable_grad():
-                return torch.autograd.grad(forward(problem.x, weight), (problem.x, weight), problem.dy)
+                return torch.autograd.grad(forward(*given), given, problem.dy)
 
         return call
 
     return prepare
 
 
-def _ours_with(backward: str) -> Callable[[Tensor, Tensor], Tensor]:
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return fastkron_py.gated_linear(x, weight, layout="stacked", backward=backward)
+def _ours_with(backward: str) -> Forward:
+    def forward(x: Tensor, weight: Tensor, down: Tensor | None = None) -> Tensor:
+        if down is None:
+            return fastkron_py.gated_linear(x, weight, layout="stacked", backward=backward)
+        return gated_mlp(x, weight, down, layout="stacked", backward=backward)
 
     return forward
 
 
-def _in_place(x: Tensor, weight: Tensor) -> Tensor:
+def _in_place(x: Tensor, weight: Tensor, down: Tensor | None = None) -> Tensor:
     from benchmarks.gated_kernel import InPlaceSwiGLU
 
     y: Tensor = InPlaceSwiGLU.apply(x, weight)  # type: ignore[no-untyped-call]
-    return y
+    return y if down is None else torch.nn.functional.linear(y, down)
 
 
 def _compiled_gradients(problem: Problem) -> Call:
@@ -215,16 +241,17 @@ BACKWARD = (
 )
 
 
-def case(model: str, tokens: int, dtype: str, *, gradients: bool = False, quick: bool = False) -> Case:
-    """A row: the wide half of a model's MLP at so many tokens."""
+def case(model: str, tokens: int, dtype: str, *, gradients: bool = False, whole: bool = False, quick: bool = False) -> Case:
+    """A row: a model's MLP, or the wide half of it, at so many tokens."""
     k, h = LLAMAS[model]
+    weights = 3 if whole else 2
     return Case(
         label=f"{model} {tokens}" + (" float16" if dtype == "float16" else ""),
-        parameters={"M": tokens, "in": k, "hidden": h, "dtype": dtype, "gradients": gradients},
+        parameters={"M": tokens, "in": k, "hidden": h, "dtype": dtype, "gradients": gradients, "whole": whole},
         dtype=dtype,
         tolerance=(GRADIENT_TOLERANCES if gradients else TOLERANCES)[dtype],
-        floor_bytes=(tokens * (k + h) + 2 * h * k) * 2,
-        flops=2 * tokens * 2 * h * k * (3 if gradients else 1),
+        floor_bytes=(tokens * (k + (k if whole else h)) + weights * h * k) * 2,
+        flops=2 * tokens * weights * h * k * (3 if gradients else 1),
         quick=quick,
     )
 
@@ -249,20 +276,24 @@ for _dtype, _name in (("bfloat16", "gated"), ("float16", "gated_float16")):
         )
     )
 
-register(
-    Benchmark(
-        name="gated_backward",
-        description="The same forward and backward on one GPU: time, and peak memory in multiples of one projection.",
-        device="cuda",
-        cases=[
-            case(m, t, "bfloat16", gradients=True, quick=(m, t) == ("8B", 4096))
-            for m, t in (("8B", 4096), ("8B", 16384), ("70B", 4096), ("70B", 16384))
-        ],
-        contenders=BACKWARD,
-        inputs=inputs,
-        check=check_gradients,
-        baseline="cuBLAS, in place",
-        unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
-        notes=("Peak memory is what a call holds at most beyond x, the weight and dy; dx and dW are among it.",),
+for _whole, _name, _what in (
+    (False, "gated_backward", "The wide half of Llama's MLPs"),
+    (True, "gated_mlp_backward", "Llama's MLPs, the down projection with them,"),
+):
+    register(
+        Benchmark(
+            name=_name,
+            description=f"{_what} forward and backward on one GPU: time, and peak memory in multiples of one projection.",
+            device="cuda",
+            cases=[
+                case(m, t, "bfloat16", gradients=True, whole=_whole, quick=(m, t) == ("8B", 4096))
+                for m, t in (("8B", 4096), ("8B", 16384), ("70B", 4096), ("70B", 16384))
+            ],
+            contenders=BACKWARD,
+            inputs=inputs,
+            check=check_gradients,
+            baseline="cuBLAS, in place",
+            unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
+            notes=("Peak memory is what a call holds at most beyond its arguments and dy; gradients are among it.",),
+        )
     )
-)

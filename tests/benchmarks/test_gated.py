@@ -30,8 +30,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gated.LLAMAS, "small", (24, 40))
 
 
-def problem(device: torch.device, gradients: bool) -> Problem:
-    return inputs(case("small", 33, "float16", gradients=gradients).parameters, device)
+def problem(device: torch.device, whole: bool = False) -> Problem:
+    return inputs(case("small", 33, "float16", gradients=True, whole=whole).parameters, device)
 
 
 @pytest.mark.parametrize("contender", FORWARD, ids=lambda c: c.name)
@@ -42,16 +42,20 @@ def test_forward(contender: Contender, small: None, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("contender", GRADIENTS, ids=lambda c: c.name)
-def test_backward(contender: Contender, small: None, device: torch.device) -> None:
-    given = problem(device, True)
+@pytest.mark.parametrize("whole", [False, True])
+def test_backward(contender: Contender, whole: bool, small: None, device: torch.device) -> None:
+    given = problem(device, whole)
     assert check_gradients(given, contender.prepare(given)()) <= gated.GRADIENT_TOLERANCES["float16"]
 
 
 def test_a_wrong_result_is_seen(small: None, device: torch.device) -> None:
-    given = problem(device, True)
+    given = problem(device)
     dx, dw = GRADIENTS[0].prepare(given)()
     assert check_gradients(given, [dx.roll(1, 0), dw]) > 0.1
     assert check_gradients(given, [dx, dw.roll(1, 1)]) > 0.1
     assert check_gradients(given, [dx, dw.flip(0)]) > 0.1
+    given = problem(device, True)
+    dx, dw, ddown = GRADIENTS[0].prepare(given)()
+    assert check_gradients(given, [dx, dw, ddown.roll(1, 1)]) > 0.1
     swapped = Problem(given.x, given.weight.flip(0), None)
     assert check(given, FORWARD[0].prepare(swapped)()) > 0.1
