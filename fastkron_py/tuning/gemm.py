@@ -62,26 +62,26 @@ _Known = tuple[tuple[GemmTile, float], ...]
 _HALF: Final[_Known] = (
     (GemmTile(128, 256, 64, 8, 4), 1.0),
     (GemmTile(128, 128, 64, 8, 4), 0.8),
-    (GemmTile(64, 128, 64, 4, 4), 0.6),
-    (GemmTile(64, 64, 64, 4, 4), 0.4),
+    (GemmTile(64, 128, 64, 4, 4, programs=2), 0.6),
+    (GemmTile(64, 64, 64, 4, 4, programs=2), 0.4),
 )
 _TF32: Final[_Known] = (
     (GemmTile(128, 256, 32, 8, 3), 1.0),
     (GemmTile(128, 128, 32, 8, 4), 0.8),
-    (GemmTile(64, 128, 32, 4, 4), 0.6),
-    (GemmTile(64, 64, 32, 4, 4), 0.4),
+    (GemmTile(64, 128, 32, 4, 4, programs=2), 0.6),
+    (GemmTile(64, 64, 32, 4, 4, programs=2), 0.4),
 )
 _THREE_PASSES: Final[_Known] = (
     (GemmTile(128, 128, 32, 8, 3), 1.0),
-    (GemmTile(64, 128, 32, 4, 3), 0.8),
-    (GemmTile(64, 64, 32, 4, 3), 0.6),
+    (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
+    (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
 )
 _BY_POINTERS: Final[_Known] = (
     (GemmTile(128, 128, 32, 8, 3), 1.0),
-    (GemmTile(64, 128, 32, 4, 3), 0.8),
-    (GemmTile(64, 64, 32, 4, 3), 0.6),
+    (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
+    (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
 )
-_THREE_PASSES_BY_POINTERS: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3), 1.0),)  # larger ones spill
+_THREE_PASSES_BY_POINTERS: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3, programs=2), 1.0),)  # larger ones spill
 # For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
 _FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
 
