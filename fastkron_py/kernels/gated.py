@@ -53,12 +53,12 @@ def finish_gradients(first, second, place, targets, tensors, strides, VALUE: tl.
 def finish_gradients_and_gate(
     first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
 ):
-    """The same, and ``out [M, H] = first * VALUE(second)``, which may be dy's own memory."""
+    """The same, and ``out [M, H] = first * VALUE(second)``; it may be dy's own memory where both have descriptors.
+
+    Without, threads could store what others have not loaded yet, and a barrier would keep the main loop from being pipelined.
+    """
     row, column, rows, columns = place
     dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
-    if not isinstance(targets[3], tl.tensor_descriptor):
-        # No thread may store before all have loaded: the load and the store can have layouts of their own.
-        tl.debug_barrier()
     finish_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
     _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
 

@@ -92,7 +92,7 @@ def _stride(t: Tensor) -> int:
     return t.stride(-2) if t.shape[-2] > 1 else -(-t.shape[-1] // 8) * 8
 
 
-def _describable(t: Tensor) -> bool:
+def is_describable(t: Tensor) -> bool:
     """Whether a matrix, or a pair of them, can have a descriptor."""
     size = t.element_size()
     strides = [_stride(t), *[s for s, n in zip(t.stride()[:-2], t.shape[:-2], strict=True) if n > 1]]
@@ -107,7 +107,7 @@ def _describable(t: Tensor) -> bool:
 
 
 def _operand(t: Tensor, share: int = 1) -> _Operand:
-    return _Operand(_stride(t), _describable(t), t.dtype, share)
+    return _Operand(_stride(t), is_describable(t), t.dtype, share)
 
 
 def _source(t: Tensor | None, operand: _Operand | None, box: Sequence[int]) -> Any:

@@ -16,7 +16,7 @@ from fastkron_py.kernels.gated import (
     finish_gradients_and_gate,
 )
 from fastkron_py.kernels.gated_activations import find_activation
-from fastkron_py.kernels.gemm_launch import Gemm, gemm, rowwise
+from fastkron_py.kernels.gemm_launch import Gemm, gemm, is_describable, rowwise
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.triton_backend import on_device
@@ -77,17 +77,21 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving
     return y, pairs
 
 
-def recomputed_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, y: Tensor | None = None) -> Tensor:
-    """Gradients of the pairs ``[M, 2 H]`` from ``dy [M, H]``: the product once more, with their making as its finish.
+def recomputed_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, again: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(gradients of the pairs ``[M, 2 H]``, the result ``[M, H]`` again) from ``dy [M, H]``.
 
-    Where y is given, ``[M, H]``, the layer's result is stored there too; it may be dy itself.
+    The product once more, with their making as its finish. The result is written over dy if possible.
     """
+    dy = rowwise(dy)
+    y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
     d = torch.empty((x.shape[0], 2 * hidden_size(weight)), dtype=x.dtype, device=x.device)
-    call = gated.gemm(finish_gradients if y is None else finish_gradients_and_gate)
+    call = gated.gemm(finish_gradients_and_gate if again else finish_gradients)
     targets: dict[str, Any] = gated.pair_targets(d)
     weight, bias = gated.operands(weight, bias)
-    gemm(x, weight, bias, call, y, side=rowwise(dy), **targets, precision=gated.precision, tile=gated.tile)
-    return d
+    gemm(x, weight, bias, call, y, side=dy, **targets, precision=gated.precision, tile=gated.tile)
+    return d, y
 
 
 @lru_cache(maxsize=512)
@@ -111,18 +115,18 @@ def _gradients_launch(
     return Launcher([Way(_gate_gradients_kernel, (-(-rows // block_m) * -(-columns // block_n),), arguments)])
 
 
-def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, y: Tensor | None = None) -> Tensor:
-    """Gradients of pairs ``[M, 2 H]`` that were stored (contiguous), from ``dy [M, H]``; in place over the pairs, if so.
+def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, again: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(gradients of pairs ``[M, 2 H]`` that were stored (contiguous), the result ``[M, H]`` again), from ``dy [M, H]``.
 
-    Where y is given, ``[M, H]``, contiguous, the layer's result is stored there too; it may be dy itself.
+    In place over the pairs, if so; the result over dy, which is contiguous then.
     """
     with on_device(dy):
         dy = rowwise(dy)
         d = pairs if in_place else torch.empty_like(pairs)
         found = find_activation(gated.activation)
-        launch = _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, y is not None, dy.dtype)
-        launch(dy, pairs, d, d if y is None else y)
-        return d
+        launch = _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, again, dy.dtype)
+        launch(dy, pairs, d, dy if again else d)
+        return d, dy if again else None
 
 
 def forget_launches() -> None:

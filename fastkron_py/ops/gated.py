@@ -112,16 +112,15 @@ def _pair_gradients(
     precision: str | None,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, over dy, which has to be contiguous then), for matrices x and dy."""
+    """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, which may be written over dy), for matrices x and dy."""
     x, weight, bias = tensors[:3]
     if _by_triton(x, weight, activation, precision, backend):
         from fastkron_py.kernels import triton_gated
 
         gated = triton_gated.Gated(activation, layout, resolved(precision))
-        y = dy if again else None
         if pairs is None:
-            return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, y), y
-        return triton_gated.stored_gradients(dy, pairs, gated, in_place, y), y
+            return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, again)
+        return triton_gated.stored_gradients(dy, pairs, gated, in_place, again)
     from fastkron_py.kernels import torch_gated
 
     with torch_products(x, precision):

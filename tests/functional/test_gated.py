@@ -115,6 +115,28 @@ def test_pointers(
             assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_a_whole_mlp(
+    described: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gated result, which the gradient of the down projection takes, is made again in backward."""
+    from fastkron_py.kernels import gemm_launch
+
+    if not described:
+        monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+    x, up, gate, _ = problem(70, 72, 40, torch.float32, device, generator)
+    down, dy = torch.randn(24, 72, device=device) / 8, torch.randn(70, 24, device=device)
+    wide = [t.double().requires_grad_() for t in (x, up, gate, down)]
+    reference = torch.autograd.grad(expected(wide[0], wide[1], wide[2], "silu") @ wide[3].mT, wide, dy.double())
+    for backward in BACKWARDS:
+        given = [t.clone().requires_grad_() for t in (x, pack(up, gate, "stacked"), down)]
+        with fastkron_py.backend("triton"):
+            y = gated_mlp(*given, layout="stacked", backward=backward, precision="highest")
+            dx, dw, ddown = torch.autograd.grad(y, given, dy)
+        for a, e in zip((dx, *dw, ddown), reference, strict=True):
+            assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
+
+
 @pytest.mark.parametrize("shape", FULL_SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])

@@ -64,8 +64,8 @@ def main() -> None:
         triton_gated.forward(x, weight, None, gated)
         triton_gated.forward(x, weight, torch.empty(weight.shape[:-1], dtype=dtype), gated, saving=True)
         triton_gated.recomputed_gradients(dy, x, weight, None, gated)
-        triton_gated.recomputed_gradients(dy, x, weight, None, gated, dy)
-        triton_gated.stored_gradients(dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated, True, dy)
+        triton_gated.recomputed_gradients(dy, x, weight, None, gated, True)
+        triton_gated.stored_gradients(dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated, True, True)
     current = "a linear layer"
     x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
     call = Gemm(finish_plain, make=_make_silu, value=_clipped, params=(3.0,))
