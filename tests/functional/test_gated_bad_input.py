@@ -1,0 +1,100 @@
+"""What `gated_linear` and `gated_mlp` refuse, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastkron_py import gated_linear
+from fastkron_py.functional import gated_mlp
+
+X, W, S = torch.randn(5, 3), torch.randn(8, 3), torch.randn(2, 4, 3)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "x of another kind": (lambda: gated_linear([1.0], W), TypeError, ""),
+    "x of integers": (lambda: gated_linear(X.long(), W.long()), TypeError, "x: expected a dtype among float16, bfloat16, float32, float64"),
+    "complex x": (
+        lambda: gated_linear(X + 0j, W + 0j),
+        TypeError,
+        "x: expected a real dtype among float16, bfloat16, float32, float64; got torch.complex64",
+    ),
+    "a number": (lambda: gated_linear(X[0, 0], W), ValueError, "x: expected at least one dimension [..., in]; got a 0-dimensional tensor"),
+    "dtypes": (lambda: gated_linear(X, W.double()), TypeError, "weight: expected x's dtype torch.float32; got torch.float64"),
+    "stacked for interleaved": (
+        lambda: gated_linear(X, S),
+        ValueError,
+        "weight: expected [2 * hidden, in], since layout is 'interleaved'; got shape (2, 4, 3)",
+    ),
+    "odd rows": (
+        lambda: gated_linear(X, W[:7]),
+        ValueError,
+        "weight: expected [2 * hidden, in], since layout is 'interleaved'; got shape (7, 3)",
+    ),
+    "interleaved for stacked": (
+        lambda: gated_linear(X, W, layout="stacked"),
+        ValueError,
+        "weight: expected [2, hidden, in], since layout is 'stacked'; got shape (8, 3)",
+    ),
+    "three for stacked": (
+        lambda: gated_linear(X, torch.randn(3, 4, 3), layout="stacked"),
+        ValueError,
+        "weight: expected [2, hidden, in], since layout is 'stacked'; got shape (3, 4, 3)",
+    ),
+    "inputs": (
+        lambda: gated_linear(X, torch.randn(8, 5)),
+        ValueError,
+        "weight: expected a last dimension of x's 3 inputs; got shape (8, 5)",
+    ),
+    "bias": (
+        lambda: gated_linear(X, S, layout="stacked", bias=torch.randn(8)),
+        ValueError,
+        "bias: expected shape (2, 4), that of the weight's rows; got shape (8,)",
+    ),
+    "bias of another kind": (lambda: gated_linear(X, W, bias=3), TypeError, "bias: expected a torch tensor, like x; got int"),
+    "down": (
+        lambda: gated_mlp(X, W, torch.randn(3, 8)),
+        ValueError,
+        "down: expected [out, 4], the weight's hidden size; got shape (3, 8)",
+    ),
+    "down of another dtype": (
+        lambda: gated_mlp(X, W, torch.randn(3, 4).half()),
+        TypeError,
+        "down: expected x's dtype torch.float32; got torch.float16",
+    ),
+    "down_bias": (
+        lambda: gated_mlp(X, S, torch.randn(3, 4), layout="stacked", down_bias=torch.randn(4)),
+        ValueError,
+        "down_bias: expected shape (3,), that of down's rows; got shape (4,)",
+    ),
+    "activation": (
+        lambda: gated_linear(X, W, activation="swish"),
+        ValueError,
+        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got 'swish'",
+    ),
+    "activation of another kind": (
+        lambda: gated_linear(X, W, activation=torch.nn.functional.silu),
+        TypeError,
+        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got function",
+    ),
+    "layout": (lambda: gated_linear(X, W, layout="packed"), ValueError, "layout: expected one of interleaved, stacked; got 'packed'"),
+    "layout of another kind": (lambda: gated_linear(X, W, layout=2), TypeError, "layout: expected one of interleaved, stacked; got int"),
+    "backward": (
+        lambda: gated_linear(X, W, backward="checkpoint"),
+        ValueError,
+        "backward: expected one of save, recompute; got 'checkpoint'",
+    ),
+    "precision": (
+        lambda: gated_linear(X, W, precision="low"),
+        ValueError,
+        "precision: expected None or one of highest, high, medium; got 'low'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value).startswith(message)
