@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -244,9 +244,17 @@ BACKWARD = (
 def case(model: str, tokens: int, dtype: str, *, gradients: bool = False, whole: bool = False, quick: bool = False) -> Case:
     """A row: a model's MLP, or the wide half of it, at so many tokens."""
     k, h = LLAMAS[model]
+    label = f"{model} {tokens}" + (" float16" if dtype == "float16" else "")
+    return sized(label, tokens, k, h, dtype, gradients=gradients, whole=whole, quick=quick)
+
+
+def sized(
+    label: str, tokens: int, k: int, h: int, dtype: str, *, gradients: bool = False, whole: bool = False, quick: bool = False
+) -> Case:
+    """A row of any size."""
     weights = 3 if whole else 2
     return Case(
-        label=f"{model} {tokens}" + (" float16" if dtype == "float16" else ""),
+        label=label,
         parameters={"M": tokens, "in": k, "hidden": h, "dtype": dtype, "gradients": gradients, "whole": whole},
         dtype=dtype,
         tolerance=(GRADIENT_TOLERANCES if gradients else TOLERANCES)[dtype],
@@ -275,6 +283,23 @@ for _dtype, _name in (("bfloat16", "gated"), ("float16", "gated_float16")):
             ),
         )
     )
+
+register(
+    Benchmark(
+        name="gated_error",
+        description="The source's numeric table once more: tokens, inputs and hidden size alike, bfloat16, against float64.",
+        device="cuda",
+        cases=[sized(f"{n}^3", n, n, n, "bfloat16", quick=n == 1024) for n in (1024, 2048, 4096, 8192, 16384)],
+        contenders=[
+            Contender("fastkron_py", _interleaved, is_ours=True),
+            Contender("torch", lambda problem: partial(composed, problem.x, problem.concatenated), tolerance=STORED_TOLERANCES["bfloat16"]),
+        ],
+        inputs=inputs,
+        check=check,
+        baseline="torch",
+        notes=("Inputs are N(0, 1) and weights U(-1/sqrt(n), 1/sqrt(n)); a result with up and gate swapped errs by more than 0.5.",),
+    )
+)
 
 for _whole, _name, _what in (
     (False, "gated_backward", "The wide half of Llama's MLPs"),
