@@ -46,3 +46,21 @@ def has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
 def has_gradient_fragments(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fragment kernels of the backward pass can run here."""
     return dtype == torch.float32 and has_fragments(device, dtype) and gradient_kernels() is not None
+
+
+@lru_cache(maxsize=1)
+def staged_kernels() -> Any:
+    """(forward, dx, dC) of polynomial KAN layers for Hopper GPUs, or None where this Triton lacks a part of Gluon that they need."""
+    try:
+        from fastkron_py.kernels.poly_kan_hopper import _poly_kan_staged_fwd_kernel
+        from fastkron_py.kernels.poly_kan_hopper_dcoef import _poly_kan_staged_dcoef_kernel
+        from fastkron_py.kernels.poly_kan_hopper_dx import _poly_kan_staged_dx_kernel
+    except (ImportError, AttributeError) as error:
+        logger.warning("this version of Triton has no Gluon as the polynomial KAN kernels for Hopper GPUs need it (%s)", error)
+        return None
+    return _poly_kan_staged_fwd_kernel, _poly_kan_staged_dx_kernel, _poly_kan_staged_dcoef_kernel
+
+
+def has_staged(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the polynomial KAN kernels for Hopper GPUs can run here."""
+    return has_fragments(device, dtype) and staged_kernels() is not None

@@ -65,6 +65,8 @@ class Basis:
         parameters: names of the parameters, in order, and their defaults.
         check: raises ValueError for (terms, parameters) that are not possible.
         has_constant: B_0 is 1 everywhere, so that degree 0 is a bias.
+        any_dialect: the makers use nothing of Triton that Gluon lacks (no `tl.zeros_like`: see `constant`), so that Hopper's kernels
+            take them.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Basis:
     parameters: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     check: Callable[[int, Parameters], None] = lambda terms, parameters: None
     has_constant: bool = False
+    any_dialect: bool = False
 
 
 _bases: dict[str, Basis] = {}
@@ -87,6 +90,7 @@ __all__ = [
     "Normalizer",
     "Parameters",
     "basis_names",
+    "constant",
     "find_basis",
     "register_basis",
     "tl",
@@ -140,6 +144,12 @@ def known_basis(basis: Basis) -> bool:
     return _bases.get(basis.name) is basis
 
 
+@triton.jit
+def constant(t, VALUE: tl.constexpr):
+    """A tile like t of one number, in Triton and in Gluon, where a tile of no one's likeness would need a layout."""
+    return tl.where(t < 0, VALUE, VALUE).to(t.dtype)
+
+
 # ---- how x is brought onto [-1, 1], element by element -----------------------------------------
 
 
@@ -155,6 +165,14 @@ def _tanh(x):
 def _tanh_derivative(x):
     e = tl.exp(-2 * tl.abs(x))
     return 4 * e / ((1 + e) * (1 + e))
+
+
+@triton.jit
+def _quick_tanh(x):
+    """The same by the hardware's units alone, whose numbers need no care here: e and 1 / (1 + e) lie between 0 and 1."""
+    e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -2.8853900817779268], tl.float32, True, 1)
+    t = (1 - e) * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], tl.float32, True, 1)
+    return tl.where(x < 0, -t, t)
 
 
 @triton.jit
@@ -189,17 +207,18 @@ def _host_clamp_derivative(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """An elementwise normalisation: value and derivative, on the host and as jit functions."""
+    """An elementwise normalisation: value and derivative, on the host and as jit functions; quick is the value for float32 on Hopper."""
 
     host: Callable[[Tensor], Tensor]
     host_derivative: Callable[[Tensor], Tensor]
     value: Any
     derivative: Any
+    quick: Any = None
 
 
 NORMALIZERS: Final[Mapping[str, Normalizer]] = MappingProxyType(
     {
-        "tanh": Normalizer(torch.tanh, _host_tanh_derivative, _tanh, _tanh_derivative),
+        "tanh": Normalizer(torch.tanh, _host_tanh_derivative, _tanh, _tanh_derivative, _quick_tanh),
         "clamp": Normalizer(lambda x: x.clamp(-1, 1), _host_clamp_derivative, _clamp, _clamp_derivative),
         "none": Normalizer(lambda x: x, torch.ones_like, _same, _same_derivative),
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.errors import value_error
-from fastkron_py.kernels.poly_kan_basis import Basis, Parameters, register_basis, tl, triton
+from fastkron_py.kernels.poly_kan_basis import Basis, Parameters, constant, register_basis, tl, triton
 
 PI: Final = tl.constexpr(math.pi)
 
@@ -21,7 +21,7 @@ PI: Final = tl.constexpr(math.pi)
 
 @triton.jit
 def _fourier_start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return tl.sin(t * PI), tl.cos(t * PI), tl.zeros_like(t), tl.zeros_like(t) + 1
+    return tl.sin(t * PI), tl.cos(t * PI), constant(t, 0.0), constant(t, 1.0)
 
 
 @triton.jit
@@ -215,6 +215,7 @@ for _basis in (
         (_fourier_start, _fourier_step, _fourier_value),
         (_fourier_start, _fourier_step, _fourier_derivative),
         has_constant=True,
+        any_dialect=True,
     ),
     Basis(
         "bspline",
@@ -224,6 +225,7 @@ for _basis in (
         (_stateless_start, _stateless_step, _spline_derivative),
         MappingProxyType({"order": 3.0}),
         _check_spline,
+        any_dialect=True,
     ),
     Basis(
         "rbf",
@@ -233,6 +235,7 @@ for _basis in (
         (_stateless_start, _stateless_step, _radial_derivative),
         MappingProxyType({"width": 1.0}),
         _check_radial,
+        any_dialect=True,
     ),
 ):
     register_basis(_basis)

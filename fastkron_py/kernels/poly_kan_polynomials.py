@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.errors import value_error
-from fastkron_py.kernels.poly_kan_basis import Basis, Parameters, register_basis, tl, triton
+from fastkron_py.kernels.poly_kan_basis import Basis, Parameters, constant, register_basis, tl, triton
 
 # ---- three-term recurrences ------------------------------------------------------------------
 
@@ -35,13 +35,13 @@ def _current(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
 @triton.jit
 def _from_one(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
     """P_0 = 1, P_{-1} = 0."""
-    return t, tl.zeros_like(t) + 1, tl.zeros_like(t)
+    return t, constant(t, 1.0), constant(t, 0.0)
 
 
 @triton.jit
 def _from_zero(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
     """P_{-1} = 0 with 1 before it, of which the first step (a = 0, c = -1) makes P_0 = 1."""
-    return t, tl.zeros_like(t), tl.zeros_like(t) + 1
+    return t, constant(t, 0.0), constant(t, 1.0)
 
 
 def _host(t: Tensor, terms: int, a: Callable[[int], float], c: Callable[[int], float], b: Callable[[int], float] | None = None) -> Any:
@@ -66,17 +66,17 @@ def _lowered(values: Callable[[int], Iterator[Tensor]], t: Tensor, terms: int, f
 
 @triton.jit
 def _chebyshev_t_start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return t + t, tl.zeros_like(t) + 1, t
+    return t + t, constant(t, 1.0), t
 
 
 @triton.jit
 def _chebyshev_u_start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return t + t, tl.zeros_like(t) + 1, tl.zeros_like(t)
+    return t + t, constant(t, 1.0), constant(t, 0.0)
 
 
 @triton.jit
 def _chebyshev_t_derivative_start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return t + t, tl.zeros_like(t), tl.zeros_like(t) - 1
+    return t + t, constant(t, 0.0), constant(t, -1.0)
 
 
 @triton.jit
@@ -281,6 +281,7 @@ for _basis in (
         (_chebyshev_t_start, _chebyshev_step, _current),
         (_chebyshev_t_derivative_start, _chebyshev_step, _chebyshev_t_derivative),
         has_constant=True,
+        any_dialect=True,
     ),
     Basis(
         "chebyshev_u",
@@ -289,6 +290,7 @@ for _basis in (
         (_chebyshev_u_start, _chebyshev_step, _current),
         (_from_zero, _chebyshev_u_derivative_step, _chebyshev_u_derivative),
         has_constant=True,
+        any_dialect=True,
     ),
     Basis(
         "legendre",
@@ -297,6 +299,7 @@ for _basis in (
         (_from_one, _legendre_step, _current),
         (_from_zero, _legendre_derivative_step, _current),
         has_constant=True,
+        any_dialect=True,
     ),
     Basis(
         "hermite",
@@ -305,6 +308,7 @@ for _basis in (
         (_from_one, _hermite_step, _current),
         (_from_zero, _hermite_derivative_step, _hermite_derivative),
         has_constant=True,
+        any_dialect=True,
     ),
     Basis(
         "jacobi",
@@ -315,6 +319,7 @@ for _basis in (
         MappingProxyType({"a": 0.0, "b": 0.0}),
         _check_jacobi,
         has_constant=True,
+        any_dialect=True,
     ),
     Basis(
         "gegenbauer",
@@ -325,6 +330,7 @@ for _basis in (
         MappingProxyType({"alpha": 1.0}),
         _check_gegenbauer,
         has_constant=True,
+        any_dialect=True,
     ),
 ):
     register_basis(_basis)

@@ -7,13 +7,13 @@ from fastkron_py.kernels.tiling import dot, round_to_tf32
 
 
 @triton.jit
-def _high_half(x):
+def high_half(x):
     """X without the 13 bits that a tensor core ignores in TF32."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _rounded(x):
+def rounded(x):
     """X with half a unit of what TF32 holds of it added, so that cutting the rest off rounds. Not for NaN, which would wrap to zero."""
     return (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
 
@@ -22,15 +22,20 @@ def _rounded(x):
 def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
     """``acc + a @ b``, as `dot`; or, for "split" and "cut", in TF32 with operands that are shared memory's as they are.
 
-    "split": three passes, low being the low half of b; a tensor core cuts both halves off by itself. "cut": one pass, in which both are
-    cut off, but for a left operand that is MADE in registers and costs nothing to round.
+    "split": three passes, low being the low half of b; a tensor core cuts both halves off by itself. "tf32x3": the same where low is not
+    prepared. "cut": one pass, in which both are cut off, but for a left operand that is MADE in registers and costs nothing to round.
+
+    Products of three passes are added to acc by float32 additions: tensor cores cut their sums off instead of rounding, by which long sums
+    fall short.
     """
-    if PRECISION == "split":
+    if PRECISION == "split" or PRECISION == "tf32x3":
         # Of an infinity and of NaN this wraps to a number that is cut to zero: the high half speaks for them.
-        a_low = _rounded(a - _high_half(a))
-        acc = tl.dot(a_low, b, acc, input_precision="tf32")
-        acc = tl.dot(a, low, acc, input_precision="tf32")
-        return tl.dot(a, b, acc, input_precision="tf32")
+        a_low = rounded(a - high_half(a))
+        if PRECISION == "tf32x3":
+            low = rounded(b - high_half(b))
+        part = tl.dot(a_low, b, input_precision="tf32")
+        part = tl.dot(a, low, part, input_precision="tf32")
+        return acc + tl.dot(a, b, part, input_precision="tf32")
     elif PRECISION == "cut":
         return tl.dot(round_to_tf32(a) if MADE else a, b, acc, input_precision="tf32")
     else:
@@ -47,8 +52,8 @@ def _low_halves_kernel(
     """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < size, other=0.0)
-    low = x - _high_half(x)
-    tl.store(low_ptr + i, tl.where(low == low, _rounded(low), 0.0), mask=i < size)
+    low = x - high_half(x)
+    tl.store(low_ptr + i, tl.where(low == low, rounded(low), 0.0), mask=i < size)
 
 
 @triton.jit
@@ -67,3 +72,44 @@ def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     height = tl.minimum(tiles_m - first, GROUP)
     inside = tile % (GROUP * tiles_n)
     return first + inside % height, inside // height
+
+
+@triton.jit
+def _sum_segments_kernel(
+    partial_ptr,  # [segments, TERMS, O, I]
+    out_ptr,  # [TERMS, O, I]
+    num_in,
+    num_out,
+    blocks,
+    programs,
+    segments,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    DEGREES: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of o
+    BLOCK_N: tl.constexpr,  # of j
+    ROWS: tl.constexpr,  # divides BLOCK_M
+):
+    """Sums over the programs that worked on an entry's tile, in their order: `_poly_kan_staged_dcoef_kernel` says which these are.
+
+    A program adds up ROWS rows of one degree of a tile.
+    """
+    tiles_o = tl.cdiv(num_out, BLOCK_M)
+    tiles_j = tl.cdiv(num_in, BLOCK_N)
+    parts_o = tl.cdiv(num_out, ROWS)
+    column = tl.program_id(0) % tiles_j
+    part = tl.program_id(0) // tiles_j % parts_o
+    d = FIRST + tl.program_id(0) // (tiles_j * parts_o)
+    tile = (((d - FIRST) // DEGREES * tiles_j + column) * tiles_o + part * ROWS // BLOCK_M).to(tl.int64)
+    units = (part * 0 + (TERMS - FIRST + DEGREES - 1) // DEGREES).to(tl.int64) * tiles_j * tiles_o * blocks
+    owner = ((tile * blocks + 1) * programs - 1) // units
+    last = ((tile + 1) * blocks * programs - 1) // units
+    o = part * ROWS + tl.arange(0, ROWS)
+    j = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (o < num_out)[:, None] & (j < num_in)[None, :]
+    plane = num_out.to(tl.int64) * num_in
+    i = d * plane + o.to(tl.int64)[:, None] * num_in + j[None, :]
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for r in range(0, segments):
+        acc += tl.load(partial_ptr + plane * (TERMS * r) + i, mask=inside & (r + i * 0 <= last - owner), other=0.0)
+    tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=inside)

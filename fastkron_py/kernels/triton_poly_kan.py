@@ -9,49 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.kernels import staged_poly_kan
 from fastkron_py.kernels.launcher import Launcher, Way
-from fastkron_py.kernels.partials import _sum_partials_kernel
 from fastkron_py.kernels.poly_kan import _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
+from fastkron_py.kernels.poly_kan_kind import ALIGNED, Kind, Sum, aligned, low_halves
 from fastkron_py.kernels.poly_kan_spec import Spec
-from fastkron_py.kernels.poly_kan_tiles import _low_halves_kernel
 from fastkron_py.kernels.recipes import arithmetic
-from fastkron_py.kernels.replay import bits
-from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
+from fastkron_py.kernels.triton_backend import on_device
 from fastkron_py.tuning import poly_kan as tuning
-from fastkron_py.tuning.poly_kan import GROUP, Sizes, Split, Tile
-
-_SUM_BLOCK = 256
-_ALIGNED = 16  # elements: more makes no load wider
-
-
-class Kind(NamedTuple):
-    """Everything that a layer's launches depend on, as plain values; strides are of rows."""
-
-    rows: int
-    num_in: int
-    num_out: int
-    stride_x: int
-    stride_g: int  # of dy; 0 in the forward pass
-    has_bias: bool
-    spec: Spec
-    precision: str
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def wide(self) -> torch.dtype:
-        """What sums are kept in."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    @property
-    def is_split(self) -> bool:
-        """Whether float32 products take three passes."""
-        return self.dtype == torch.float32 and self.precision == "highest"
-
-    def sizes(self) -> Sizes:
-        """What the closed form chooses by."""
-        passes = 3 if self.is_split else 1
-        return Sizes(self.rows, self.num_in, self.num_out, self.spec.terms, self.dtype.itemsize, passes, _multiprocessors(self.device))
+from fastkron_py.tuning.poly_kan import GROUP, Split, Tile
 
 
 class _Way(NamedTuple):
@@ -91,8 +57,8 @@ def _way(kind: Kind, choose: Any, derivative: bool, depth: int, width: int) -> _
         "COMPUTE": compute,
         "ACC": acc,
         "PRECISION": precision,
-        "ALIGN_IN": math.gcd(kind.num_in, kind.stride_x, _ALIGNED),
-        "ALIGN_OUT": math.gcd(kind.num_out, _ALIGNED),
+        "ALIGN_IN": math.gcd(kind.num_in, kind.stride_x, ALIGNED),
+        "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -105,26 +71,14 @@ def _fewer_stages(kernel: Any, grid: int, arguments: dict[str, Any]) -> Launcher
     return Launcher([Way(kernel, (grid,), {**arguments, "num_stages": s}) for s in stages])
 
 
-class _Sum:
-    """The second stage: partial results ``[splits, ...]`` added in order."""
-
-    def __init__(self, splits: int, size: int) -> None:
-        # stride_b is of a batch of sums, of which there is one here.
-        arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
-        self._launch = Launcher([Way(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)])
-
-    def __call__(self, partial: Tensor, out: Tensor) -> None:
-        self._launch(partial, out, _ONE)
-
-
-_ONE = bits(1.0)
-
-
 class _Forward:
     """y of x, ready to be launched."""
 
+    is_staged = False
+
     def __init__(self, kind: Kind) -> None:
         self.way = way = _way(kind, tuning.forward, False, kind.num_in, kind.num_out)
+        self.first = way.first
         self.needs_low = way.constants["PRECISION"] == "split"
         arguments = {
             "rows": kind.rows,
@@ -139,16 +93,19 @@ class _Forward:
         tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_out // way.tile.block_n)
         self.launch = _fewer_stages(_poly_kan_fwd_kernel, tiles * way.split.splits, arguments)
         self.partial = _partial(kind, way, (kind.rows, kind.num_out))
-        self.sum = _Sum(way.split.splits, kind.rows * kind.num_out)
+        self.sum = Sum(way.split.splits, kind.rows * kind.num_out)
 
 
 class _InputGradient:
     """dx, ready to be launched."""
 
+    is_staged = False
+
     def __init__(self, kind: Kind) -> None:
         self.way = way = _way(kind, tuning.input_gradient, True, kind.num_out, kind.num_in)
         # TF32 operands in shared memory have to run along the reduction; 16-bit ones need not.
         self.turned = way.large and kind.dtype == torch.float32
+        self.first = way.first
         self.needs_low = way.constants["PRECISION"] == "split"
         arguments = {
             "rows": kind.rows,
@@ -160,8 +117,8 @@ class _InputGradient:
             "stride_ci": kind.num_out if self.turned else 1,
             "blocks_per_split": way.split.blocks,
             "SLOPE": kind.spec.normalizer.derivative,
-            "ALIGN_GM": math.gcd(kind.stride_g, _ALIGNED),
-            "ALIGN_CO": 1 if self.turned else math.gcd(kind.num_in, _ALIGNED),
+            "ALIGN_GM": math.gcd(kind.stride_g, ALIGNED),
+            "ALIGN_CO": 1 if self.turned else math.gcd(kind.num_in, ALIGNED),
             "DEGREES": way.tile.degrees,
             "GROUP": GROUP,
             **way.constants,
@@ -170,7 +127,7 @@ class _InputGradient:
         tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_in // way.tile.block_n)
         self.launch = _fewer_stages(_poly_kan_dx_kernel, tiles * way.split.splits, arguments)
         self.partial = _partial(kind, way, (kind.rows, kind.num_in))
-        self.sum = _Sum(way.split.splits, kind.rows * kind.num_in)
+        self.sum = Sum(way.split.splits, kind.rows * kind.num_in)
 
 
 class _CoefficientGradient:
@@ -179,6 +136,7 @@ class _CoefficientGradient:
     def __init__(self, kind: Kind) -> None:
         self.way = way = _way(kind, tuning.coefficient_gradient, False, kind.rows, kind.num_out)
         self.turned = way.large and kind.dtype == torch.float32
+        self.first = way.first
         self.needs_low = way.constants["PRECISION"] == "split"
         arguments = {
             "rows": kind.rows,
@@ -189,7 +147,7 @@ class _CoefficientGradient:
             "stride_xm": kind.stride_x,
             "blocks_per_split": way.split.blocks,
             "DEGREES": way.tile.degrees,
-            "ALIGN_GM": 1 if self.turned else math.gcd(kind.stride_g, _ALIGNED),
+            "ALIGN_GM": 1 if self.turned else math.gcd(kind.stride_g, ALIGNED),
             **way.constants,
         }
         groups = -(-(kind.spec.terms - way.first) // way.tile.degrees)
@@ -197,7 +155,7 @@ class _CoefficientGradient:
         self.launch = _fewer_stages(_poly_kan_dcoef_kernel, tiles * way.split.splits, arguments)
         shape = (kind.spec.terms, kind.num_out, kind.num_in)
         self.partial = _partial(kind, way, shape)
-        self.sum = _Sum(way.split.splits, shape[0] * shape[1] * shape[2])
+        self.sum = Sum(way.split.splits, shape[0] * shape[1] * shape[2])
 
 
 def _partial(kind: Kind, way: _Way, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -205,9 +163,20 @@ def _partial(kind: Kind, way: _Way, shape: tuple[int, ...]) -> tuple[int, ...] |
     return (way.split.splits, *shape) if way.split.splits > 1 else None
 
 
-_forward = lru_cache(maxsize=512)(_Forward)
-_input_gradient = lru_cache(maxsize=512)(_InputGradient)
-_coefficient_gradient = lru_cache(maxsize=512)(_CoefficientGradient)
+@lru_cache(maxsize=512)
+def _forward(kind: Kind) -> Any:
+    return staged_poly_kan.StagedForward(kind) if staged_poly_kan.takes(kind) else _Forward(kind)
+
+
+@lru_cache(maxsize=512)
+def _input_gradient(kind: Kind) -> Any:
+    staged = staged_poly_kan.StagedInputGradient(kind) if staged_poly_kan.takes(kind) else None
+    return staged if staged is not None and staged.is_possible else _InputGradient(kind)
+
+
+@lru_cache(maxsize=512)
+def _coefficient_gradient(kind: Kind) -> Any:
+    return staged_poly_kan.StagedCoefficientGradient(kind) if staged_poly_kan.takes(kind) else _CoefficientGradient(kind)
 
 
 def forget_launches() -> None:
@@ -216,19 +185,14 @@ def forget_launches() -> None:
         cached.cache_clear()
 
 
-def _low_halves(t: Tensor) -> Tensor:
-    low = torch.empty_like(t)
-    _low_halves_kernel[(-(-t.numel() // 1024),)](t, low, t.numel(), BLOCK=1024, num_warps=4)
-    return low
-
-
 def _table(x: Tensor, spec: Spec) -> Tensor:
     return spec.table(x) if spec.table_size else x
 
 
 def _rowwise(t: Tensor) -> Tensor:
-    """A matrix whose rows are runs of memory."""
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+    """A matrix whose rows are runs of memory, one after the other, and which begins on a boundary of 16 bytes."""
+    runs = (t.stride(1) == 1 or t.shape[1] == 1) and t.stride(0) >= t.shape[1]
+    return t if runs and t.data_ptr() & 15 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _kind(x: Tensor, coefficients: Tensor, dy: Tensor | None, has_bias: bool, spec: Spec, precision: str) -> Kind:
@@ -254,10 +218,12 @@ def forward(x: Tensor, coefficients: Tensor, bias: Tensor | None, spec: Spec, pr
         x = _rowwise(x)
         kind = _kind(x, coefficients, None, bias is not None, spec, precision)
         plan = _forward(kind)
-        if plan.way.first:  # degree 0 is a bias
+        if plan.first:  # degree 0 is a bias
             constant = coefficients[0].sum(1, dtype=kind.wide)
             bias = constant if bias is None else constant + bias
-        low = _low_halves(coefficients) if plan.needs_low else coefficients
+        if plan.is_staged:
+            coefficients = aligned(coefficients)
+        low = low_halves(coefficients) if plan.needs_low else coefficients
         y = torch.empty((kind.rows, kind.num_out), dtype=x.dtype, device=x.device)
         return _launched(plan, (x, coefficients, low, _table(x, spec), x if bias is None else bias), y)
 
@@ -266,11 +232,16 @@ def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, prec
     """``dx [M, I]``."""
     with on_device(x):
         dy, x = _rowwise(dy), _rowwise(x)
+        if dy.dtype == torch.float32:
+            dy = dy.contiguous()  # as its low halves are
         plan = _input_gradient(_kind(x, coefficients, dy, False, spec, precision))
-        if plan.turned:
-            coefficients = coefficients.mT.contiguous()
-        low = _low_halves(coefficients) if plan.needs_low else coefficients
-        return _launched(plan, (dy, x, coefficients, low, _table(x, spec)), torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        coefficients = coefficients.mT.contiguous() if plan.turned else aligned(coefficients)
+        low = low_halves(coefficients) if plan.needs_low else coefficients
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if plan.is_staged:
+            low_dy = low_halves(dy) if plan.needs_low else dy
+            return _launched(plan, (dy, low_dy, x, coefficients, low, _table(x, spec)), dx)
+        return _launched(plan, (dy, x, coefficients, low, _table(x, spec)), dx)
 
 
 def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, precision: str) -> Tensor:
@@ -280,8 +251,8 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
         plan = _coefficient_gradient(_kind(x, coefficients, dy, False, spec, precision))
         dcoef = torch.empty(coefficients.shape, dtype=x.dtype, device=x.device)
         given = dy.mT.contiguous() if plan.turned else dy
-        low = _low_halves(given) if plan.needs_low else given
+        low = low_halves(given) if plan.needs_low else given
         _launched(plan, (given, low, x, _table(x, spec)), dcoef)
-        if plan.way.first:
+        if plan.first:
             dcoef[0] = dy.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)[:, None]
         return dcoef

@@ -12,13 +12,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved, torch_products
-from fastkron_py.ops.backend import choose_backend, requested_backend
+from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -42,19 +42,9 @@ def _spec(coefficients: Tensor, basis: str, normalization: str, table_size: int)
     return spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
 
 
-# Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off, which made results of 6,000 terms
-# fall short by 1e-5 to 4e-5 on an H100.
-_LONGEST_SUM: Final = 512
-
-
-def _backend(backend: str, x: Tensor, spec: Any, longest: int, precision: str | None) -> str:
-    """The backend in force; torch's for a basis without device functions and, unless Triton was asked for, for sums too long for it."""
-    if not spec.has_maker:
-        return "torch"
-    exact = x.dtype == torch.float32 and longest > _LONGEST_SUM and resolved(precision) == "highest" and x.is_cuda
-    if exact and (backend or requested_backend()) == "auto":
-        return "torch"
-    return choose_backend(backend, x)
+def _backend(backend: str, x: Tensor, spec: Any) -> str:
+    """The backend in force; torch's for a basis without device functions."""
+    return choose_backend(backend, x) if spec.has_maker else "torch"
 
 
 def multiply(
@@ -76,7 +66,7 @@ def multiply(
             return x.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
         spec = _spec(coefficients, basis, normalization, table_size)
         x2 = x.reshape(-1, x.shape[-1])
-        if _backend(backend, x, spec, coefficients.shape[0] * x.shape[-1], precision) == "triton":
+        if _backend(backend, x, spec) == "triton":
             from fastkron_py.kernels import triton_poly_kan
 
             y = triton_poly_kan.forward(x2, coefficients.contiguous(), bias, spec, resolved(precision))
@@ -107,8 +97,7 @@ def gradients(
         spec = _spec(coefficients, basis, normalization, table_size)
         x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         results = []
-        longest = max(x2.shape[0], coefficients.shape[0] * x.shape[-1], dy.shape[-1])
-        if _backend(backend, x, spec, longest, precision) == "triton":
+        if _backend(backend, x, spec) == "triton":
             from fastkron_py.kernels import triton_poly_kan
 
             c, precision = coefficients.contiguous(), resolved(precision)

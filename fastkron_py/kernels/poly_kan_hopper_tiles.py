@@ -1,0 +1,83 @@
+"""What the polynomial KAN kernels for Hopper GPUs share: layouts, copies, products in parts."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from fastkron_py.kernels.poly_kan_tiles import high_half, rounded
+from fastkron_py.kernels.tiling import round_to_tf32
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
+_begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def sums_layout(width, dtype):
+    """Of an accumulator ``[128, width]`` of two warpgroups, one above the other."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, width, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.constexpr_function
+def copy_layout(width, dtype):
+    """For copies: 16 bytes a thread, along rows of this width."""
+    vector = 128 // dtype.primitive_bitwidth
+    lanes = min(32, width // vector)
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def made_layout(width, dtype):
+    """For values that become rows of a left operand: 16 bytes a thread, and 16 neighbouring rows a warp, as its products read them."""
+    vector = 128 // dtype.primitive_bitwidth
+    lanes = width // vector
+    return gl.BlockedLayout([16 * lanes // 32, vector], [32 // lanes, lanes], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def turned_layout(dtype):
+    """For values ``[j, m]``, whose vectors of 16 bytes run along m, while lanes run along j, as x does."""
+    return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [1, 8], [1, 0])
+
+
+@gluon.constexpr_function
+def shared_layout(height, width, dtype):
+    """Of a tile that tensor cores read."""
+    return gl.NVMMASharedLayout.get_default_for([height, width], dtype)
+
+
+@gluon.jit
+def store_made(buffer, low_buffer, a, PRECISION: gl.constexpr):
+    """Values as an operand in shared memory: rounded to its type, or, for "split", in both halves, of which a tensor core cuts the high."""
+    if PRECISION == "split":
+        buffer.store(a)
+        low_buffer.store(rounded(a - high_half(a)))
+    elif PRECISION == "cut":
+        buffer.store(round_to_tf32(a))
+    else:
+        buffer.store(a.to(buffer.dtype))
+
+
+@gluon.jit
+def begin_product(a, a_low, b, b_low, acc, keep, PRECISION: gl.constexpr):
+    """``acc + a @ b``, or without acc where it is not to be kept, begun."""
+    if PRECISION == "split":
+        acc = warpgroup_mma(a_low, b, acc, use_acc=keep, is_async=True)
+        acc = warpgroup_mma(a, b_low, acc, is_async=True)
+        return warpgroup_mma(a, b, acc, is_async=True)
+    else:
+        return warpgroup_mma(a, b, acc, use_acc=keep, is_async=True)
+
+
+@gluon.constexpr_function
+def product_groups(count, precision):
+    """Groups of products that the hardware counts, of so many steps."""
+    return count * (3 if precision == "split" else 1)
+
+
+@gluon.jit
+def fetch(buffer, low_buffer, ptr, low_ptr, offsets, mask, stage, PRECISION: gl.constexpr):
+    """Begin to copy an operand's tile, and, for "split", that of its low halves. Where the mask is false there is 0."""
+    _begin_copy(buffer.index(stage), ptr + offsets, mask=mask)
+    if PRECISION == "split":
+        _begin_copy(low_buffer.index(stage), low_ptr + offsets, mask=mask)

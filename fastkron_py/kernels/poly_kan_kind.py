@@ -1,0 +1,75 @@
+"""What the launches of a polynomial KAN layer depend on, and the passes that all of them share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.partials import _sum_partials_kernel
+from fastkron_py.kernels.poly_kan_spec import Spec
+from fastkron_py.kernels.poly_kan_tiles import _low_halves_kernel
+from fastkron_py.kernels.replay import bits
+from fastkron_py.kernels.triton_backend import _multiprocessors
+from fastkron_py.tuning.poly_kan import Sizes
+
+ALIGNED = 16  # elements: more makes no load wider
+_SUM_BLOCK = 256
+_ONE = bits(1.0)
+
+
+class Kind(NamedTuple):
+    """Everything that a layer's launches depend on, as plain values; strides are of rows."""
+
+    rows: int
+    num_in: int
+    num_out: int
+    stride_x: int
+    stride_g: int  # of dy; 0 in the forward pass
+    has_bias: bool
+    spec: Spec
+    precision: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums are kept in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def is_split(self) -> bool:
+        """Whether float32 products take three passes."""
+        return self.dtype == torch.float32 and self.precision == "highest"
+
+    def sizes(self) -> Sizes:
+        """What the closed form chooses by."""
+        passes = 3 if self.is_split else 1
+        return Sizes(self.rows, self.num_in, self.num_out, self.spec.terms, self.dtype.itemsize, passes, _multiprocessors(self.device))
+
+
+class Sum:
+    """The second stage: partial results ``[splits, ...]`` added in order."""
+
+    def __init__(self, splits: int, size: int) -> None:
+        # stride_b is of a batch of sums, of which there is one here.
+        arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
+        self._launch = Launcher([Way(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)])
+
+    def __call__(self, partial: Tensor, out: Tensor) -> None:
+        """Add up."""
+        self._launch(partial, out, _ONE)
+
+
+def low_halves(t: Tensor) -> Tensor:
+    """What TF32 leaves of every number of a contiguous tensor."""
+    low = torch.empty_like(t)
+    _low_halves_kernel[(-(-t.numel() // 1024),)](t, low, t.numel(), BLOCK=1024, num_warps=4)
+    return low
+
+
+def aligned(t: Tensor) -> Tensor:
+    """The same numbers on a boundary of 16 bytes, from which copies to shared memory start."""
+    return t if t.data_ptr() & 15 == 0 else t.clone()

@@ -1,0 +1,127 @@
+"""Launches of the polynomial KAN kernels for Hopper GPUs: tiles, and how many programs share a sum, by a closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from fastkron_py.tuning.poly_kan import Sizes, is_large
+
+BLOCK_M: Final = 128  # two warpgroups' rows
+WIDEST: Final = 256  # of a product; half of that where sums are kept twice, for three passes
+FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves
+_PEAK: Final = {2: 7e14, 4: 3.5e14}  # operations a second, by an operand's bytes
+_BANDWIDTH: Final = 3e12
+_MOST_SEGMENTS: Final = 16
+_NARROW: Final = 0.92  # speed of a product half as wide
+
+
+class Staged(NamedTuple):
+    """Blocks, buffers, and how the work is dealt out."""
+
+    block_n: int
+    block_k: int
+    stages: int  # copies under way, and the operands in use
+    depth: int  # steps whose products are under way while the next values are made
+    flush: int  # steps between two additions to the float32 sum; 0: one at the end
+    degrees: int
+    programs: int
+    splits: int = 1  # of the forward reduction
+    blocks: int = 0  # of each split
+
+
+def takes(sizes: Sizes) -> bool:
+    """Whether products are large, and rows of 16-bit and 32-bit operands can be copied 16 bytes at a time."""
+    vector = 16 // sizes.itemsize
+    return sizes.itemsize < 8 and is_large(sizes) and sizes.num_in % vector == 0 and sizes.num_out % vector == 0
+
+
+def _tiles(height: int, width: int, block_n: int) -> int:
+    return -(-height // BLOCK_M) * -(-width // block_n)
+
+
+def _work(sizes: Sizes) -> float:
+    """Seconds at the peak."""
+    return 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / _PEAK[sizes.itemsize]
+
+
+def _widths(sizes: Sizes) -> tuple[int, ...]:
+    return (WIDEST // 2,) if sizes.passes == 3 else (WIDEST, WIDEST // 2)
+
+
+def forward(sizes: Sizes) -> Staged:
+    """Of y [rows, num_out], reduced over num_in and degrees."""
+    block_k = 32
+    blocks = -(-sizes.num_in // block_k)
+
+    def candidates() -> Iterator[tuple[float, int, int]]:
+        for width in _widths(sizes):
+            tiles = _tiles(sizes.rows, sizes.num_out, width)
+            filled = sizes.rows * sizes.num_out / (tiles * BLOCK_M * width) * (1.0 if width == WIDEST else _NARROW)
+            for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1):
+                waves = -(-tiles * splits // sizes.multiprocessors) * sizes.multiprocessors / (tiles * splits)
+                partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / _BANDWIDTH if splits > 1 else 0.0
+                yield _work(sizes) * waves / filled + partial, width, splits
+
+    _, width, splits = min(candidates())
+    each = -(-blocks // splits)
+    splits = -(-blocks // each)
+    programs = _tiles(sizes.rows, sizes.num_out, width) * splits
+    if sizes.passes == 3:
+        return Staged(width, block_k, 4, 1, FLUSH_TERMS // block_k, 1, programs, splits, each)
+    stages = 4 if sizes.itemsize == 4 and width == WIDEST else 6
+    return Staged(width, block_k, stages, 2, 0, 1, programs, splits, each)
+
+
+def _side_by_side(sizes: Sizes) -> int:
+    """How many degrees stand side by side: as many as leave the last group of them nearly full."""
+    most = 4 if sizes.passes == 3 else 8
+    counts = [count for count in (8, 4, 2) if count <= most]
+    # Each group goes through the degrees before it once more, hence the small preference for many.
+    return max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + 0.02 * count))
+
+
+def input_gradient(sizes: Sizes) -> Staged | None:
+    """Of dx [rows, num_in], reduced over num_out and degrees; None where there are too few tiles for the device."""
+    degrees = _side_by_side(sizes)
+    width = _widths(sizes)[0] // degrees
+    tiles = _tiles(sizes.rows, sizes.num_in, width)
+    if 2 * tiles < sizes.multiprocessors:
+        return None
+    block_k = 128 // sizes.itemsize
+    stages, flush = (3, FLUSH_TERMS // block_k) if sizes.passes == 3 else (4, 0)
+    return Staged(width, block_k, stages, 1, flush, degrees, min(tiles, sizes.multiprocessors))
+
+
+def segments_of(tiles: int, blocks: int, programs: int) -> int:
+    """On how many programs' parts a tile lies at most, where tiles of so many blocks are dealt out in one row."""
+    units = tiles * blocks
+
+    def owner(unit: int) -> int:
+        return ((unit + 1) * programs - 1) // units
+
+    return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
+
+
+def coefficient_gradient(sizes: Sizes) -> Staged:
+    """Of dC, tiles [num_out, (degree, num_in)], reduced over rows."""
+    degrees = _side_by_side(sizes)
+    width = _widths(sizes)[0] // degrees
+    block_k = 128 // sizes.itemsize
+    tiles = _tiles(sizes.num_out, sizes.num_in, width) * -(-sizes.terms // degrees)
+    blocks = -(-sizes.rows // block_k)
+    results = sizes.terms * sizes.num_in * sizes.num_out * 4
+
+    def seconds(programs: int, segments: int) -> float:
+        busiest = -(-tiles * blocks // programs) * -(-programs // sizes.multiprocessors)
+        partial = (2 * segments + 1) * results / _BANDWIDTH if segments > 1 else 0.0
+        return _work(sizes) * busiest * sizes.multiprocessors / (tiles * blocks) + partial
+
+    # Whole tiles; tiles in equal parts, which run through the same rows together; or, of many tiles, the same share for each program.
+    choices = [(tiles * splits, splits) for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1)]
+    if tiles > sizes.multiprocessors:
+        choices.append((sizes.multiprocessors, 2))
+    programs, _ = min(choices, key=lambda choice: seconds(*choice))
+    if sizes.passes == 3:
+        return Staged(width, block_k, 4, 1, FLUSH_TERMS // block_k, degrees, programs)
+    return Staged(width, block_k, 5 if sizes.itemsize == 4 else 6, 2, 0, degrees, programs)

@@ -1,0 +1,143 @@
+"""The polynomial KAN kernels for Hopper GPUs, on NumPy: addresses, masks, buffers, waits; and what flushing does for long sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from poly_kan_cases import layer_gradients, parameters_of, problem
+from torch import Tensor
+
+from fastkron_py.kernels import devices, poly_kan_kind, staged_poly_kan, triton_poly_kan
+from fastkron_py.kernels.poly_kan_spec import Spec
+from fastkron_py.testing import assert_close
+from fastkron_py.tuning import poly_kan as tuning
+from fastkron_py.tuning import poly_kan_hopper
+
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+import gluon_on_numpy
+from gluon_on_numpy import launch
+
+from fastkron_py.kernels.launcher import Launcher
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every product is large, on a device with Hopper's kernels and few multiprocessors."""
+    monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
+    monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    monkeypatch.setattr(poly_kan_kind, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(devices, "has_staged", lambda device, dtype: dtype != torch.float64)
+    plain = Launcher.__call__
+
+    def call(self: Launcher, *given: Any) -> None:
+        (way,) = self._ways if len(self._ways) == 1 else (self._ways[0],)
+        if "staged" not in way.kernel.__name__:
+            plain(self, *given)
+        else:
+            launched.append(way.kernel.__name__)
+            launch(way.kernel, way.grid[0], given, way.arguments)
+
+    launched: list[str] = []
+    monkeypatch.setattr(Launcher, "__call__", call)
+    triton_poly_kan.forget_launches()
+    yield launched
+    triton_poly_kan.forget_launches()
+
+
+def results(x: Tensor, c: Tensor, dy: Tensor, spec: Spec, precision: str, bias: Tensor | None = None) -> list[Tensor]:
+    return [
+        triton_poly_kan.forward(x, c, bias, spec, precision),
+        triton_poly_kan.input_gradient(dy, x, c, spec, precision),
+        triton_poly_kan.coefficient_gradient(dy, x, c, spec, precision),
+    ]
+
+
+def spec_of(basis: str, degree: int) -> Spec:
+    return Spec(basis, parameters_of(basis), degree + 1, "tanh", 0)
+
+
+KINDS = {
+    "three passes": (torch.float32, "highest", 1e-6),
+    "TF32": (torch.float32, "high", 2e-3),  # one operand of each product is cut off, not rounded
+    "bfloat16": (torch.bfloat16, "highest", 1e-2),
+    "float16": (torch.float16, "highest", 1.5e-3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(200, 72, 264, 8), (300, 40, 40, 3)], ids=str)
+def test_against_float64(kind: str, shape: tuple[int, int, int, int], staged: list[str], generator: torch.Generator) -> None:
+    """Sizes that fill no tile, several tiles a program, tiles that are shared by programs."""
+    dtype, precision, bound = KINDS[kind]
+    x, c, dy = problem(*shape, dtype, torch.device("cpu"), generator)
+    actual = results(x, c, dy, spec_of("chebyshev", shape[3]), precision)
+    assert {name.split("_")[-2] for name in staged} == {"fwd", "dx", "dcoef"}
+    for name, a, e in zip(("y", "dx", "dC"), actual, layer_gradients(x, c, dy, "chebyshev"), strict=True):
+        assert_close(a, e, rms_tol=bound, max_tol=8 * bound, name=name)
+
+
+@pytest.mark.parametrize("basis", ["bspline", "fourier", "legendre", "rbf"])
+def test_other_bases(basis: str, staged: list[str], generator: torch.Generator) -> None:
+    """Of which two have no constant; 12 degrees stand side by side in groups."""
+    x, c, dy = problem(130, 16, 24, 11, torch.float32, torch.device("cpu"), generator)
+    bias = torch.randn(24, generator=generator)
+    actual = results(x, c, dy, spec_of(basis, 11), "highest", bias)
+    expected = layer_gradients(x, c, dy, basis)
+    expected[0] = expected[0] + bias
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, rms_tol=3e-6, max_tol=3e-5)  # roundings of the recurrences
+    assert len(staged) == 3
+
+
+@pytest.mark.parametrize("name", ["wait_group", "warpgroup_mma_wait"])
+def test_a_wait_for_too_little_is_seen(name: str, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: copies and products that end one step later than they are waited for."""
+    wait = getattr(gluon_on_numpy.Machine, name)
+    monkeypatch.setattr(gluon_on_numpy.Machine, name, lambda self, left, **deps: wait(self, left + 1, **deps))
+    x, c, dy = problem(200, 72, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
+    for wrong in results(x, c, dy, spec_of("chebyshev", 4), "highest"):
+        assert bool(wrong.isnan().any())
+
+
+def test_long_sums_are_flushed(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6,000 terms of one sign: 1e-6 with flushes, and, without, short by what tensor cores cut off."""
+    x, c, _ = problem(8, 768, 8, 8, torch.float32, torch.device("cpu"), generator)
+    c = c.abs()
+    x = x.abs() + 3
+    exact = layer_gradients(x, c, torch.ones(8, 8), "chebyshev")[0]
+
+    def error() -> float:
+        triton_poly_kan.forget_launches()
+        y = triton_poly_kan.forward(x, c, None, spec_of("chebyshev", 8), "highest")
+        return float(torch.linalg.norm(y - exact) / torch.linalg.norm(exact))
+
+    assert error() < 1e-6
+    monkeypatch.setattr(poly_kan_hopper, "FLUSH_TERMS", 1 << 20)
+    assert error() > 5e-6
+
+
+def test_what_plain_triton_keeps(staged: list[str], generator: torch.Generator) -> None:
+    """Rows that cannot be copied 16 bytes at a time, and float64."""
+    for dtype, width in ((torch.float32, 41), (torch.bfloat16, 44), (torch.float64, 40)):
+        x, c, dy = problem(20, width, 16, 3, dtype, torch.device("cpu"), generator)
+        kind = triton_poly_kan._kind(x, c, dy, False, spec_of("chebyshev", 3), "highest")
+        assert not staged_poly_kan.takes(kind)
+
+
+def test_choices_cover_every_tile() -> None:
+    for rows, num_in, num_out, terms in ((8192, 768, 768, 8), (65536, 256, 256, 8), (16384, 1024, 1024, 8), (5000, 264, 1000, 15)):
+        for itemsize, passes in ((2, 1), (4, 3), (4, 1)):
+            sizes = tuning.Sizes(rows, num_in, num_out, terms, itemsize, passes, 132)
+            forward, dx, dc = (
+                poly_kan_hopper.forward(sizes),
+                poly_kan_hopper.input_gradient(sizes),
+                poly_kan_hopper.coefficient_gradient(sizes),
+            )
+            assert dx is not None
+            assert forward.splits * forward.blocks * forward.block_k >= num_in
+            assert dx.degrees * dx.block_n == dc.degrees * dc.block_n == (128 if passes == 3 else 256)
+            assert 1 <= dx.programs <= 132
+            assert dc.programs >= 100
