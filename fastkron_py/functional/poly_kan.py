@@ -14,6 +14,7 @@ from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer, check_precision, check_tensor
 from fastkron_py.ops import poly_kan as operator
+from fastkron_py.ops import recorded_poly_kan as recorded
 from fastkron_py.ops.backend import requested_backend
 
 ArrayT = TypeVar("ArrayT")
@@ -25,6 +26,7 @@ MOST_LUT_SIZE: Final = 1 << 20
 _REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a kernel does to x once it has been brought here, by torch, as far as it takes more than one element at a time.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
+_RECORDED: Final = ("tanh", "clamp", "none")
 
 
 def poly_kan(
@@ -77,16 +79,26 @@ def poly_kan(
         >>> poly_kan(x, coefficients, basis="legendre").shape
         torch.Size([100, 3])
     """
+    # Layers that were computed before, with what needs no look at x first. Dynamo has no use for that.
+    recordable = normalization in _RECORDED and bounds is None and basis_parameters is None and not torch.compiler.is_compiling()
+    key = (basis, normalization, evaluation, lut_size)
+    if recordable:
+        y = recorded.replay(x, coefficients, bias, key, precision)
+        if y is not None:
+            return y  # type: ignore[return-value]
     check_precision(precision)
     described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
     if isinstance(x, Tensor):
-        return _poly_kan(x, coefficients, bias, described, precision)  # type: ignore[arg-type, return-value]
+        y, options = _poly_kan(x, coefficients, bias, described, precision)  # type: ignore[arg-type]
+        if recordable:
+            recorded.record(x, coefficients, bias, key, precision, options)
+        return y  # type: ignore[return-value]
     arrays = [x, coefficients] if bias is None else [x, coefficients, bias]
     labels = ["x", "coefficients", "bias"][: len(arrays)]
     bridge = find_bridge(arrays, labels)
     with bridge.context():
         loaded = [bridge.load(a, label) for a, label in zip(arrays, labels, strict=True)]
-        y = _poly_kan(loaded[0], loaded[1], loaded[2] if bias is not None else None, described, precision)
+        y, _ = _poly_kan(loaded[0], loaded[1], loaded[2] if bias is not None else None, described, precision)
         return bridge.give_back(y)  # type: ignore[no-any-return]
 
 
@@ -165,7 +177,8 @@ def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
     return tuple(float(given.get(name, default)) for name, default in basis.parameters.items())
 
 
-def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None) -> Tensor:
+def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None) -> tuple[Tensor, Any]:
+    """(y, the operator's options)."""
     device_type = x.device.type
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
         x, coefficients, bias = (_autocast(t, device_type) for t in (x, coefficients, bias))
@@ -178,7 +191,7 @@ def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     options = (described.description, _ELEMENTWISE[normalization], described.table_size, precision, backend)
-    return operator.poly_kan(x, coefficients, bias, *options)
+    return operator.poly_kan(x, coefficients, bias, *options), options
 
 
 def _autocast(t: Any, device_type: str) -> Any:

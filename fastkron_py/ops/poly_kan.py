@@ -36,10 +36,11 @@ _NO_GRADIENTS = (None,) * 5  # of the options
 # ---- implementations -------------------------------------------------------------------------
 
 
-def _spec(coefficients: Tensor, basis: str, normalization: str, table_size: int) -> Any:
-    from fastkron_py.kernels.poly_kan_spec import spec_of
+def spec_of(coefficients: Tensor, basis: str, normalization: str, table_size: int) -> Any:
+    """What the kernels ask for."""
+    from fastkron_py.kernels import poly_kan_spec
 
-    return spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
+    return poly_kan_spec.spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
 
 
 def _backend(backend: str, x: Tensor, spec: Any) -> str:
@@ -64,18 +65,34 @@ def multiply(
             return x.new_empty(shape)
         if x.numel() == 0:  # a sum over nothing
             return x.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
-        spec = _spec(coefficients, basis, normalization, table_size)
+        spec = spec_of(coefficients, basis, normalization, table_size)
         x2 = x.reshape(-1, x.shape[-1])
         if _backend(backend, x, spec) == "triton":
-            from fastkron_py.kernels import triton_poly_kan
-
-            y = triton_poly_kan.forward(x2, coefficients.contiguous(), bias, spec, resolved(precision))
+            y = launched(x2, coefficients, bias, spec, precision)
         else:
             from fastkron_py.kernels import torch_poly_kan
 
             with torch_products(x, precision):
                 y = torch_poly_kan.forward(x2, coefficients, bias, spec)
         return y.reshape(shape)
+
+
+def launched(x2: Tensor, coefficients: Tensor, bias: Tensor | None, spec: Any, precision: str | None) -> Tensor:
+    """``[rows, out]`` by Triton, of x as a matrix."""
+    from fastkron_py.kernels import triton_poly_kan
+
+    return triton_poly_kan.forward(x2, coefficients.contiguous(), bias, spec, resolved(precision))
+
+
+def launched_gradients(
+    dy2: Tensor, x2: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, spec: Any, precision: str | None
+) -> list[Tensor]:
+    """[dx, as a matrix] + [dC] by Triton."""
+    from fastkron_py.kernels import triton_poly_kan
+
+    c, precision = coefficients.contiguous(), resolved(precision)
+    found = [triton_poly_kan.input_gradient(dy2, x2, c, spec, precision)] if need_x else []
+    return found + ([triton_poly_kan.coefficient_gradient(dy2, x2, c, spec, precision)] if need_coefficients else [])
 
 
 def gradients(
@@ -94,18 +111,12 @@ def gradients(
     with unseen_by_autograd(x), torch.no_grad():
         if dy.numel() == 0 or x.numel() == 0:
             return [t.new_zeros(t.shape) for t in _wanted(x, coefficients, need_x, need_coefficients)]
-        spec = _spec(coefficients, basis, normalization, table_size)
+        spec = spec_of(coefficients, basis, normalization, table_size)
         x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        results = []
         if _backend(backend, x, spec) == "triton":
-            from fastkron_py.kernels import triton_poly_kan
-
-            c, precision = coefficients.contiguous(), resolved(precision)
-            if need_x:
-                results.append(triton_poly_kan.input_gradient(dy2, x2, c, spec, precision).reshape(x.shape))
-            if need_coefficients:
-                results.append(triton_poly_kan.coefficient_gradient(dy2, x2, c, spec, precision))
-            return results
+            found = launched_gradients(dy2, x2, coefficients, need_x, need_coefficients, spec, precision)
+            return [found[0].reshape(x.shape), *found[1:]] if need_x else found
+        results = []
         from fastkron_py.kernels import torch_poly_kan
 
         with torch_products(x, precision):
@@ -125,7 +136,7 @@ def in_torch(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any
     from fastkron_py.kernels import torch_poly_kan
 
     *described, precision, _ = options
-    spec = _spec(coefficients, *described)
+    spec = spec_of(coefficients, *described)
     with torch_products(x, precision):
         y = torch_poly_kan.forward(x.reshape(-1, x.shape[-1]), coefficients, bias, spec)
     return y.reshape(*x.shape[:-1], coefficients.shape[1])
@@ -134,12 +145,14 @@ def in_torch(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any
 # ---- derivatives -----------------------------------------------------------------------------
 
 
-def _take(found: Sequence[Tensor], need_x: bool, need_coefficients: bool) -> tuple[Tensor | None, Tensor | None]:
+def take(found: Sequence[Tensor], need_x: bool, need_coefficients: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dC) of the list of those that are needed."""
     given = iter(found)
     return (next(given) if need_x else None), (next(given) if need_coefficients else None)
 
 
-def _bias_gradient(dy: Tensor) -> Tensor:
+def bias_gradient(dy: Tensor) -> Tensor:
+    """The sum of dy's rows."""
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
     return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
 
@@ -153,7 +166,7 @@ def _second(ctx: Any, cotangents: tuple[Tensor | None, Tensor | None]) -> tuple[
         return None, None, None
     *described, precision, _ = ctx.options
     with torch_products(x, precision):
-        return torch_poly_kan.second_order(dy, x, coefficients, cotangents, _spec(coefficients, *described))
+        return torch_poly_kan.second_order(dy, x, coefficients, cotangents, spec_of(coefficients, *described))
 
 
 # ---- the operators ---------------------------------------------------------------------------
@@ -184,8 +197,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     dx = dc = None
     if need_x or need_coefficients:
         found = torch.ops.fastkron.poly_kan_backward(dy, x, coefficients, need_x, need_coefficients, *ctx.options)
-        dx, dc = _take(found, need_x, need_coefficients)
-    return dx, dc, _bias_gradient(dy) if need_bias else None, *_NO_GRADIENTS
+        dx, dc = take(found, need_x, need_coefficients)
+    return dx, dc, bias_gradient(dy) if need_bias else None, *_NO_GRADIENTS
 
 
 def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -196,7 +209,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    ddy, dx, dc = _second(ctx, _take(cotangents, *ctx.wanted))  # type: ignore[arg-type]
+    ddy, dx, dc = _second(ctx, take(cotangents, *ctx.wanted))  # type: ignore[arg-type]
     return ddy, dx, dc, None, None, *_NO_GRADIENTS
 
 
@@ -246,8 +259,8 @@ class _PolyKan(torch.autograd.Function):
         need_x, need_coefficients, need_bias = ctx.needs_input_grad[:3]
         dx = dc = None
         if need_x or need_coefficients:
-            dx, dc = _take(_gradients(dy, x, coefficients, need_x, need_coefficients, ctx.options), need_x, need_coefficients)
-        return dx, dc, _bias_gradient(dy) if need_bias else None, None
+            dx, dc = take(differentiable_gradients(dy, x, coefficients, need_x, need_coefficients, ctx.options), need_x, need_coefficients)
+        return dx, dc, bias_gradient(dy) if need_bias else None, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -262,7 +275,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return *_second(ctx, _take(cotangents, *ctx.wanted)), None, None
+        return *_second(ctx, take(cotangents, *ctx.wanted)), None, None
 
 
 for _function in (_PolyKan, _Gradients):
@@ -270,7 +283,10 @@ for _function in (_PolyKan, _Gradients):
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
 
 
-def _gradients(dy: Tensor, x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, options: tuple[Any, ...]) -> Any:
+def differentiable_gradients(
+    dy: Tensor, x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, options: tuple[Any, ...]
+) -> Any:
+    """[dx] + [dC], those that are needed, by the shortest way that is right."""
     tensors = (dy, x, coefficients)
     if is_ordinary(tensors) and not wants_gradient(tensors):
         return gradients(dy, x, coefficients, need_x, need_coefficients, *options)

@@ -49,10 +49,13 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
     from fastkron_py.kernels import triton_poly_kan
+    from fastkron_py.ops import recorded_poly_kan
 
-    triton_poly_kan.forget_launches()
+    for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):
+        forget()
     yield
-    triton_poly_kan.forget_launches()
+    for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):
+        forget()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
