@@ -3,6 +3,7 @@
 from fastkron_py.functional.gated import pack_gated, unpack_gated
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
+from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
 from fastkron_py.nn.poly_kan_init import smooth_init_
 from fastkron_py.nn.rational import GRKAN, GroupRational
@@ -12,6 +13,7 @@ __all__ = [
     "KAN",
     "GatedMLP",
     "GroupRational",
+    "PolyKANConv2d",
     "PolyKANLinear",
     "SplineKANLinear",
     "convert_kan",

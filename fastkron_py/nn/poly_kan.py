@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import LUT_SIZE, check_described, own_bounds, poly_kan
-
-_SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
-DEFAULT_NORMALIZATION: Final = {"bspline": "minmax", "rbf": "minmax"}  # others: tanh
+from fastkron_py.functional.poly_kan import LUT_SIZE, own_bounds, poly_kan
+from fastkron_py.nn.poly_kan_base import EdgeFunctions
 
 
-class PolyKANLinear(nn.Module):
+class PolyKANLinear(EdgeFunctions):
     """``y[..., o] = bias[o] + sum_j f_oj(x[..., j])``: a learned function on every edge, each a sum over one basis (`poly_kan`).
 
     Coefficients are drawn from a normal distribution whose variance is that of the output of a standard normal x divided by what
@@ -53,11 +50,6 @@ class PolyKANLinear(nn.Module):
         torch.Size([100, 3])
     """
 
-    coefficients: nn.Parameter
-    bias: nn.Parameter | None
-    low: Tensor | None
-    high: Tensor | None
-
     def __init__(
         self,
         in_features: int,
@@ -75,45 +67,26 @@ class PolyKANLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if check_integer(name, size) < 1:
                 raise value_error(name, "at least 1", size)
-        if not 0 < momentum <= 1:
-            raise value_error("momentum", "a number above 0, up to 1", momentum)
-        self.in_features, self.out_features, self.degree, self.basis = in_features, out_features, check_integer("degree", degree), basis
-        self.normalization = DEFAULT_NORMALIZATION.get(basis, "tanh") if normalization is None else normalization
-        self.basis_parameters = dict(basis_parameters or {})
-        self.momentum, self.evaluation, self.lut_size, self.precision = momentum, evaluation, lut_size, precision
-        check_described(basis, basis_parameters, self.normalization, evaluation, lut_size, degree + 1)
+        super().__init__(
+            in_features,
+            degree,
+            basis,
+            basis_parameters=basis_parameters,
+            normalization=normalization,
+            momentum=momentum,
+            evaluation=evaluation,
+            lut_size=lut_size,
+            precision=precision,
+            device=device,
+            dtype=dtype,
+        )
+        self.in_features, self.out_features = in_features, out_features
         self.coefficients = nn.Parameter(torch.empty(degree + 1, out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        ranged = self.normalization == "minmax"
-        # Beyond each other until a batch, or update_grid, sets them.
-        self.register_buffer("low", torch.full((in_features,), math.inf, device=device, dtype=dtype) if ranged else None)
-        self.register_buffer("high", torch.full((in_features,), -math.inf, device=device, dtype=dtype) if ranged else None)
         self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the coefficients anew; a bias becomes 0."""
-        self.coefficients.normal_(0.0, 1 / math.sqrt(self.in_features * self._mean_square()))
-        if self.bias is not None:
-            self.bias.zero_()
-
-    def _mean_square(self) -> float:
-        """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
-        from fastkron_py.kernels.poly_kan_bases import NORMALIZERS, find_basis
-
-        uniform = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
-        if self.normalization in ("minmax", "none"):
-            t = 2 * uniform - 1
-        else:
-            normal = torch.special.ndtri(uniform)
-            t = NORMALIZERS["clamp" if self.normalization == "clamp" else "tanh"].host(normal)
-        basis = find_basis(self.basis)
-        parameters = tuple(float(self.basis_parameters.get(name, default)) for name, default in basis.parameters.items())
-        return sum(float(value.square().mean()) for value in basis.values(t, self.degree + 1, parameters))
 
     @torch.no_grad()
     def update_grid(self, x: Tensor) -> None:
@@ -128,52 +101,13 @@ class PolyKANLinear(nn.Module):
             raise value_error("x", f"a last dimension of {self.in_features}", f"shape {tuple(x.shape)}")
         self.set_range(*own_bounds(x))
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
-        """Set the range of every input, ``[in_features]`` each.
-
-        Raises:
-            ValueError: the layer's normalization is not "minmax".
-        """
-        if self.low is None or self.high is None:
-            raise value_error("normalization", "'minmax', whose range this sets", repr(self.normalization))
-        self.low.copy_(low)
-        self.high.copy_(high)
-
-    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The running range, moved towards that of x first in training. Without a host's look at the numbers."""
-        if self.low is None or self.high is None:
-            return None
-        if self.training and x.numel() > 0:
-            with torch.no_grad():
-                low, high = (b.to(self.low.dtype) for b in own_bounds(x))
-                unset = self.low > self.high
-                seen = low <= high  # not so where every number is NaN
-                for running, new in ((self.low, low), (self.high, high)):
-                    moved = torch.where(unset, new, running + self.momentum * (new - running))
-                    running.copy_(torch.where(seen, moved, running))
-        unset = self.low > self.high
-        return torch.where(unset, -1.0, self.low), torch.where(unset, 1.0, self.high)
-
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        return poly_kan(
-            x,
-            self.coefficients,
-            basis=self.basis,
-            bias=self.bias,
-            basis_parameters=self.basis_parameters,
-            normalization=self.normalization,
-            bounds=self._bounds(x),
-            evaluation=self.evaluation,
-            lut_size=self.lut_size,
-            precision=self.precision,
-        )
+        return self._sums(x, self.coefficients, self._bounds(x), self.bias)
 
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
-        shown = f"{self.in_features}, {self.out_features}, degree={self.degree}, basis={self.basis!r}, bias={self.bias is not None}"
-        return f"{shown}, normalization={self.normalization!r}" + (", evaluation='lut'" if self.evaluation == "lut" else "")
+        return f"{self.in_features}, {self.out_features}, {self._described()}"
 
     @classmethod
     def from_chebykan(cls, coefficients: Tensor, **options: Any) -> PolyKANLinear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from fastkron_py.tuning.sizes import next_power_of_two
@@ -67,6 +67,9 @@ _COEFFICIENTS: Final = {
     8: (Tile(64, 32, 16, 4, 2, 1), Tile(32, 32, 16, 4, 2, 1)),
 }
 
+# Of large products in three passes, whose sums of one step and of all steps are both in registers.
+_THREE_PASSES: Final = {"forward": Tile(128, 64, 32, 8, 4), "input": Tile(128, 32, 32, 8, 2, 4), "coefficients": Tile(128, 64, 32, 8, 3, 2)}
+
 
 def is_large(sizes: Sizes) -> bool:
     """Whether degree 0 is taken out of the product, and operands are turned and split before it."""
@@ -126,10 +129,16 @@ def _shared_out(tile: Tile, programs: int, blocks: int, results: int, sizes: Siz
     return Split(-(-blocks // each), each)
 
 
+def _tiles_of(name: str, tiles: Mapping[int, Sequence[Tile]], sizes: Sizes) -> Sequence[Tile]:
+    """Tiles for operands of this size, the largest first."""
+    found = tiles[sizes.itemsize]
+    return (_THREE_PASSES[name], found[-1]) if sizes.passes == 3 else found
+
+
 def forward(sizes: Sizes) -> tuple[Tile, Split]:
     """Of y [rows, num_out], reduced over num_in and degrees."""
     shape = (sizes.rows, sizes.num_out, sizes.num_in)
-    tile = _chosen(_FORWARD[sizes.itemsize], 1, *shape, sizes)
+    tile = _chosen(_tiles_of("forward", _FORWARD, sizes), 1, *shape, sizes)
     return tile, _split(tile, 1, *shape, sizes.terms, sizes)
 
 
@@ -147,17 +156,15 @@ def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
 def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
     shape = (sizes.rows, sizes.num_in, sizes.num_out)
-    tiles = [_with_degrees(tile, sizes) for tile in _INPUT[sizes.itemsize]]
+    tiles = [_with_degrees(tile, sizes) for tile in _tiles_of("input", _INPUT, sizes)]
     tile = _chosen(tiles, 1, *shape, sizes)
-    if sizes.passes == 3 and is_large(sizes) and tile.degrees == 8:
-        tile = tile._replace(stages=2)  # of three operands, in shared memory
     return tile, _split(tile, 1, *shape, sizes.terms, sizes)
 
 
 def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
     shape = (sizes.num_in, sizes.num_out, sizes.rows)
-    tiles = _COEFFICIENTS[sizes.itemsize]
+    tiles = _tiles_of("coefficients", _COEFFICIENTS, sizes)
     groups = -(-sizes.terms // tiles[0].degrees)
     tile = _chosen(tiles, groups, *shape, sizes)
     return tile, _split(tile, groups, *shape, tile.degrees, sizes)

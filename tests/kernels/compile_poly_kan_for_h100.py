@@ -6,10 +6,14 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 from __future__ import annotations
 
 import json
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from compile_for_h100 import H100, resources
+from triton.backends.nvidia import compiler
 from triton.runtime import driver, jit
 
 # name: (rows, in, out, degree, basis, dtype, precision, size of a table)
@@ -17,6 +21,13 @@ PROBLEMS: dict[str, tuple[int, int, int, int, str, torch.dtype, str, int]] = {
     "large": (8192, 768, 768, 8, "chebyshev", torch.float32, "highest", 0),
     "large TF32": (8192, 768, 768, 8, "chebyshev", torch.float32, "high", 0),
     "large bfloat16": (8192, 768, 768, 8, "chebyshev", torch.bfloat16, "highest", 0),
+    "large float16, degree 15": (8192, 768, 768, 15, "chebyshev", torch.float16, "highest", 0),
+    "large legendre": (8192, 768, 768, 8, "legendre", torch.float32, "high", 0),
+    "large bspline": (8192, 768, 768, 8, "bspline", torch.float32, "high", 0),
+    "large fourier": (8192, 768, 768, 8, "fourier", torch.bfloat16, "highest", 0),
+    "large in plain Triton": (8192, 768, 768, 8, "chebyshev", torch.float32, "highest", 0),
+    "large TF32 in plain Triton": (8192, 768, 768, 8, "chebyshev", torch.float32, "high", 0),
+    "large bfloat16 in plain Triton": (8192, 768, 768, 8, "chebyshev", torch.bfloat16, "highest", 0),
     "large, of odd sizes": (5001, 601, 331, 7, "chebyshev", torch.float32, "highest", 0),
     "small": (64, 256, 512, 15, "chebyshev", torch.float32, "highest", 0),
     "small float16": (64, 256, 512, 15, "chebyshev", torch.float16, "highest", 0),
@@ -32,6 +43,19 @@ PROBLEMS: dict[str, tuple[int, int, int, int, str, torch.dtype, str, int]] = {
 }
 
 
+def is_serialised(ptx: str) -> bool:
+    """Whether the assembler waits for each of a kernel's products."""
+    tool = compiler.get_ptxas(90).path
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [tool, "-arch=sm_90a", "-v", str(file), "-o", str(file.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        return "serialized" in done.stderr
+
+
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
@@ -39,17 +63,27 @@ def main() -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        found = {"problem": current, "kernel": self.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+        serialised = is_serialised(compiled.asm["ptx"]) if "large" in current else False
+        found = {
+            "problem": current,
+            "kernel": self.__name__,
+            "shared": compiled.metadata.shared,
+            "serialised": serialised,
+            **resources(compiled.asm["cubin"]),
+        }
         print(json.dumps(found), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import triton_poly_kan
+    from fastkron_py.kernels import devices, poly_kan_kind, triton_poly_kan
     from fastkron_py.kernels.poly_kan_bases import find_basis
     from fastkron_py.kernels.poly_kan_spec import Spec
 
-    triton_poly_kan._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    poly_kan_kind._multiprocessors = lambda device: 132  # type: ignore[assignment]
     for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
         current = name
+        has_hopper = not name.endswith("in plain Triton")
+        devices.has_fragments = lambda device, dtype, has=has_hopper: has and dtype != torch.float64  # type: ignore[assignment]
+        triton_poly_kan.forget_launches()
         spec = Spec(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
         x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
         coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
 pytestmark = pytest.mark.xdist_group("compile_poly_kan_for_h100")  # one worker: what is compiled serves all tests here
 
@@ -30,12 +31,16 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+PLAIN = {"_poly_kan_fwd_kernel", "_poly_kan_dx_kernel", "_poly_kan_dcoef_kernel"}
+STAGED = {"_poly_kan_staged_fwd_kernel", "_poly_kan_staged_dx_kernel", "_poly_kan_staged_dcoef_kernel"}
+
+
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     names = {k["kernel"] for k in kernels}
-    products = {"_poly_kan_fwd_kernel", "_poly_kan_dx_kernel", "_poly_kan_dcoef_kernel"}
-    assert names == products | {"_low_halves_kernel", "_sum_partials_kernel"}
+    assert names == PLAIN | STAGED | {"_low_halves_kernel", "_sum_partials_kernel", "_sum_segments_kernel"}
     for problem in {k["problem"] for k in kernels}:
-        assert products <= {k["kernel"] for k in kernels if k["problem"] == problem}
+        is_staged = problem.startswith("large") and "plain" not in problem and "odd" not in problem
+        assert {k["kernel"] for k in kernels if k["problem"] == problem} & (PLAIN | STAGED) == (STAGED if is_staged else PLAIN)
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
@@ -44,7 +49,18 @@ def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
-    """dx keeps five tiles in registers and puts some of a degree's state on the stack between two products: a few hundred bytes."""
-    large = [k for k in kernels if k["problem"] in ("large", "large TF32", "large bfloat16")]
+    """Plain dx keeps five tiles in registers and puts some of a degree's state on the stack between two products; Hopper's hardly any."""
+    large = [k for k in kernels if k["problem"].startswith("large") and "odd" not in k["problem"]]
     assert [k for k in large if k["kernel"] == "_poly_kan_fwd_kernel" and k["stack"] > 0] == []
-    assert [k for k in large if k["stack"] > 400] == []
+    # Eight splines of sixteen numbers, once for a tile.
+    assert [k for k in large if k["stack"] > (64 if k["kernel"] in STAGED else 400) and k["problem"] != "large bspline"] == []
+
+
+def test_products_are_not_serialised(kernels: list[dict[str, Any]]) -> None:
+    """By ptxas, which waits for each product where it cannot see that registers are left alone: it says so."""
+    # The one that comes with Triton 3.9 does so for the forward product of half types; 3.6's, which GPU tests run with, for none.
+    excused = {"_poly_kan_staged_fwd_kernel"} if triton.__version__ >= "3.9" else set()
+    halves = ("bfloat16", "float16", "fourier")
+    staged = [k for k in kernels if k["kernel"] in STAGED]
+    assert [k for k in staged if k["serialised"] and not (k["kernel"] in excused and any(h in k["problem"] for h in halves))] == []
+    assert any(k["serialised"] for k in kernels)  # the check can fail: plain Triton's are

@@ -1,0 +1,186 @@
+"""`PolyKANConv2d`: a convolution whose weights are learned functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_integer
+from fastkron_py.functional.poly_kan import LUT_SIZE, own_bounds
+from fastkron_py.nn.poly_kan_base import EdgeFunctions
+
+
+class PolyKANConv2d(EdgeFunctions):
+    """``y[n, o, h, w] = bias[o] + sum over c, i, j of f_ocij(x[n, c, h * stride + i * dilation, w * stride + j * dilation])``.
+
+    Windows of x are copied once, kernel height times width the size of x where strides are 1, and multiplied as `poly_kan` does it: the
+    values of a basis, degree + 1 times as many again, are never stored. A kernel of 1 x 1 takes no copy of windows.
+
+    Args:
+        in_channels: of x, a multiple of groups.
+        out_channels: of y, a multiple of groups.
+        kernel_size: an integer, or (height, width).
+        degree: as in `PolyKANLinear`, and so all that is not named here.
+        basis: of the functions.
+        stride: an integer, or a pair.
+        padding: zeros around x, whose functions count as any other number's: an integer, a pair, "valid" (none) or "same", which keeps
+            height and width for strides of 1.
+        dilation: an integer, or a pair.
+        groups: channels are divided into so many parts, each with outputs of its own.
+        bias: add a learned ``[out_channels]``.
+        basis_parameters: of the basis.
+        normalization: of each number by itself; "minmax" follows a range for each channel, "layer_norm" is over the channels of a pixel.
+        momentum: of the running range.
+        evaluation: recurrence or table.
+        lut_size: of the table.
+        precision: of float32 products.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        x ``[N, in_channels, H, W]`` or ``[in_channels, H, W]`` to ``[N, out_channels, H', W']`` or ``[out_channels, H', W']``, with
+        H' and W' as of `torch.nn.Conv2d`; coefficients ``[degree + 1, out_channels, in_channels / groups, height, width]``.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: sizes, a degree or parameters outside their range, channels that groups do not divide, unknown names.
+
+    Example:
+        >>> layer = PolyKANConv2d(3, 8, kernel_size=3, degree=4, padding=1)
+        >>> layer(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 8, 16, 16])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        degree: int,
+        basis: str = "chebyshev",
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+        basis_parameters: Mapping[str, float] | None = None,
+        normalization: str | None = None,
+        momentum: float = 0.1,
+        evaluation: str = "recurrence",
+        lut_size: int = LUT_SIZE,
+        precision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if check_integer("groups", groups) < 1:
+            raise value_error("groups", "at least 1", groups)
+        for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if check_integer(name, size) < 1 or size % groups:
+                raise value_error(name, "at least 1" if groups == 1 else f"a positive multiple of groups {groups}", size)
+        super().__init__(
+            in_channels,
+            degree,
+            basis,
+            basis_parameters=basis_parameters,
+            normalization=normalization,
+            momentum=momentum,
+            evaluation=evaluation,
+            lut_size=lut_size,
+            precision=precision,
+            device=device,
+            dtype=dtype,
+        )
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = _pair("kernel_size", kernel_size, 1)
+        self.stride = _pair("stride", stride, 1)
+        self.dilation = _pair("dilation", dilation, 1)
+        self.padding = padding
+        self._around = self._padded(padding)
+        shape = (degree + 1, out_channels, in_channels // groups, *self.kernel_size)
+        self.coefficients = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def _padded(self, padding: Any) -> tuple[int, int, int, int]:
+        """Zeros (left, right, above, below)."""
+        if isinstance(padding, str):
+            if padding not in ("valid", "same"):
+                raise value_error("padding", "an integer, a pair, 'valid' or 'same'", repr(padding))
+            if padding == "valid":
+                return 0, 0, 0, 0
+            if self.stride != (1, 1):
+                raise value_error("padding", "numbers, since 'same' is for strides of 1", f"'same' with stride {self.stride}")
+            height, width = (d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True))
+            return width // 2, width - width // 2, height // 2, height - height // 2
+        above, left = _pair("padding", padding, 0)
+        return left, left, above, above
+
+    @torch.no_grad()
+    def update_grid(self, x: Tensor) -> None:
+        """Set the range of every channel, and with it the grid of B-splines, to that of x.
+
+        Raises:
+            ValueError: the layer's normalization is not "minmax", or x has another number of channels.
+        """
+        self._check(x)
+        self.set_range(*own_bounds(x.movedim(-3, -1)))
+
+    def _check(self, x: Any) -> None:
+        if not isinstance(x, Tensor):
+            raise type_error("x", "a torch tensor", type_name(x))
+        if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
+            raise value_error("x", f"[N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]", f"shape {tuple(x.shape)}")
+        left, right, above, below = self._around
+        for name, size, zeros, d, k in zip("HW", x.shape[-2:], (above + below, left + right), self.dilation, self.kernel_size, strict=True):
+            if size + zeros < d * (k - 1) + 1:
+                raise value_error("x", f"{name} of at least {d * (k - 1) + 1 - zeros}, for a window", f"shape {tuple(x.shape)}")
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """``[N, C, H, W]`` to ``[N, H', W', C * height * width]``."""
+        if any(self._around):
+            x = nn.functional.pad(x, self._around)
+        for dim, size, step, apart in zip((2, 3), self.kernel_size, self.stride, self.dilation, strict=True):
+            x = x.unfold(dim, apart * (size - 1) + 1, step)[..., ::apart]
+        return x.permute(0, 2, 3, 1, 4, 5).flatten(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, in_channels, H, W]`` to ``[N, out_channels, H', W']``, or both without N."""
+        self._check(x)
+        batched = x if x.ndim == 4 else x.unsqueeze(0)
+        bounds = self._bounds(batched.movedim(1, -1))
+        left = None
+        if self.normalization == "layer_norm":
+            left = "tanh"
+            batched = nn.functional.layer_norm(batched.movedim(1, -1), (self.in_channels,)).movedim(-1, 1)
+        taps = self.kernel_size[0] * self.kernel_size[1]
+        parts = []
+        channels, outputs = self.in_channels // self.groups, self.out_channels // self.groups
+        for g in range(self.groups):
+            own = slice(g * channels, (g + 1) * channels)
+            out = slice(g * outputs, (g + 1) * outputs)
+            of_group = None if bounds is None else (bounds[0][own].repeat_interleave(taps), bounds[1][own].repeat_interleave(taps))
+            bias = None if self.bias is None else self.bias[out]
+            parts.append(self._sums(self._windows(batched[:, own]), self.coefficients[:, out].flatten(2), of_group, bias, left))
+        y = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).movedim(-1, 1)
+        return y if x.ndim == 4 else y.squeeze(0)
+
+    def extra_repr(self) -> str:
+        """What ``print(layer)`` shows."""
+        shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding!r}"
+        more = (f", dilation={self.dilation}" if self.dilation != (1, 1) else "") + (f", groups={self.groups}" if self.groups > 1 else "")
+        return f"{shown}{more}, {self._described()}"
+
+
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    if isinstance(value, tuple | list) and len(value) != 2:
+        raise value_error(name, "an integer or a pair of them", f"{len(value)} numbers")
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    first, second = (check_integer(name, v) for v in pair)
+    if min(first, second) < least:
+        raise value_error(name, f"at least {least}", value)
+    return first, second

@@ -1,0 +1,147 @@
+"""`PolyKANConv2d` beside convolutions of a stored basis in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py.kernels.poly_kan_bases import find_basis
+from fastkron_py.nn import PolyKANConv2d
+from fastkron_py.testing import assert_close
+
+GEOMETRIES: list[dict[str, Any]] = [
+    {},
+    {"stride": 2, "padding": 1, "bias": True},
+    {"stride": (1, 2), "padding": (0, 2), "dilation": (2, 1)},
+    {"padding": "same", "groups": 2, "bias": True},
+]
+
+
+def by_basis(layer: PolyKANConv2d, x: Tensor, t: Tensor | None = None) -> Tensor:
+    """One ordinary convolution for each function of the basis; padding is of x, so it is done before."""
+    wide = torch.nn.functional.pad(x, layer._around)
+    t = torch.tanh(wide) if t is None else t
+    parameters = tuple(find_basis(layer.basis).parameters.values())
+    values = find_basis(layer.basis).values(t, layer.degree + 1, parameters)
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups}
+    y = sum(torch.nn.functional.conv2d(v, c, **options) for v, c in zip(values, layer.coefficients.unbind(0), strict=True))
+    assert isinstance(y, Tensor)
+    return y if layer.bias is None else y + layer.bias[:, None, None]
+
+
+@pytest.mark.filterwarnings("ignore:.*even kernel lengths.*:UserWarning")  # torch's own
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_against_convolutions(geometry: dict[str, Any], backend_name: str) -> None:
+    layer = PolyKANConv2d(4, 6, (3, 2), 3, dtype=torch.float64, **geometry)
+    if layer.bias is not None:
+        torch.nn.init.normal_(layer.bias)
+    x = torch.randn(2, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    y, expected = layer(x), by_basis(layer, x)
+    assert_close(y, expected)
+    dy = torch.randn_like(y)
+    wanted = [x, *layer.parameters()]
+    for a, e in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
+        assert_close(a, e, rms_tol=1e-13, max_tol=1e-12)
+    assert_close(layer(x[0]), expected[0])
+    like = torch.nn.Conv2d(4, 6, (3, 2), **geometry, dtype=torch.float64)
+    assert like(x).shape == y.shape
+    assert layer(x[:0]).shape == like(x[:0]).shape
+
+
+@pytest.mark.parametrize("basis", ["bspline", "legendre"])
+def test_ranges_and_norms_are_of_channels(basis: str) -> None:
+    layer = PolyKANConv2d(3, 2, 2, 5, basis, normalization="minmax", dtype=torch.float64)
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64) * torch.tensor([1.0, 5.0, 0.1])[:, None, None]
+    y = layer(x)
+    low, high = x.amin((0, 2, 3))[:, None, None], x.amax((0, 2, 3))[:, None, None]
+    assert_close(y, by_basis(layer, x, 2 * (x - low) / (high - low) - 1), rms_tol=1e-12, max_tol=1e-11)
+    layer.update_grid(x[0])
+    assert layer.low is not None
+    assert torch.equal(layer.low, x[0].amin((1, 2)))
+    normed = PolyKANConv2d(3, 2, 2, 4, "legendre", normalization="layer_norm", dtype=torch.float64)
+    t = torch.tanh(torch.nn.functional.layer_norm(x.movedim(1, -1), (3,)).movedim(-1, 1))
+    assert_close(normed(x), by_basis(normed, x, t), rms_tol=1e-12, max_tol=1e-11)
+
+
+def test_variance_second_derivatives_and_state() -> None:
+    torch.manual_seed(0)
+    layer = PolyKANConv2d(16, 32, 3, 6)
+    y = layer(torch.randn(4, 16, 12, 12))
+    assert 0.8 < float(y.detach().var()) < 1.25
+    other = PolyKANConv2d(16, 32, 3, 6)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(torch.ones(1, 16, 3, 3)), layer(torch.ones(1, 16, 3, 3)))
+    small = PolyKANConv2d(1, 2, 2, 3, padding=1, dtype=torch.float64)
+    x = torch.randn(1, 1, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(small, (x,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(small, (x,), fast_mode=True)
+    assert repr(small).startswith(
+        "PolyKANConv2d(1, 2, kernel_size=(2, 2), stride=(1, 1), padding=1, degree=3, basis='chebyshev', bias=False"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
+def test_compiles_in_one_graph() -> None:
+    torch.compiler.reset()
+    layer = PolyKANConv2d(2, 4, 3, 3, padding=1, groups=2).eval()
+    x = torch.randn(2, 2, 6, 6)
+    assert_close(torch.compile(layer, fullgraph=True)(x).detach(), layer(x).detach(), rms_tol=1e-6, max_tol=1e-5)
+
+
+def test_a_wrong_kernel_is_seen() -> None:
+    layer = PolyKANConv2d(2, 3, 2, 3, dtype=torch.float64)
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    y = layer(x).detach()
+    with torch.no_grad():
+        layer.coefficients.copy_(layer.coefficients.mT.clone())
+    with pytest.raises(AssertionError, match=r"RMS|largest"):
+        assert_close(layer(x).detach(), y)
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "kernel": (lambda: PolyKANConv2d(2, 2, (3, 3, 3), 3), ValueError, "kernel_size: expected an integer or a pair of them; got 3 numbers"),  # type: ignore[arg-type]
+    "no kernel": (lambda: PolyKANConv2d(2, 2, 0, 3), ValueError, "kernel_size: expected at least 1; got 0"),
+    "stride": (lambda: PolyKANConv2d(2, 2, 3, 3, stride=1.5), TypeError, "stride: expected an integer; got float"),  # type: ignore[arg-type]
+    "padding": (lambda: PolyKANConv2d(2, 2, 3, 3, padding=-1), ValueError, "padding: expected at least 0; got -1"),
+    "padding by name": (
+        lambda: PolyKANConv2d(2, 2, 3, 3, padding="full"),
+        ValueError,
+        "padding: expected an integer, a pair, 'valid' or 'same'; got 'full'",
+    ),
+    "same": (
+        lambda: PolyKANConv2d(2, 2, 3, 3, padding="same", stride=2),
+        ValueError,
+        "padding: expected numbers, since 'same' is for strides of 1; got 'same' with stride (2, 2)",
+    ),
+    "groups": (lambda: PolyKANConv2d(2, 3, 3, 3, groups=2), ValueError, "out_channels: expected a positive multiple of groups 2; got 3"),
+    "no groups": (lambda: PolyKANConv2d(2, 2, 3, 3, groups=0), ValueError, "groups: expected at least 1; got 0"),
+    "channels": (lambda: PolyKANConv2d(0, 2, 3, 3), ValueError, "in_channels: expected at least 1; got 0"),
+    "degree": (lambda: PolyKANConv2d(2, 2, 3, 0), ValueError, "degree: expected 1 to 64; got 0"),
+    "x": (
+        lambda: PolyKANConv2d(2, 2, 3, 3)(torch.randn(1, 3, 5, 5)),
+        ValueError,
+        "x: expected [N, 2, H, W] or [2, H, W]; got shape (1, 3, 5, 5)",
+    ),
+    "small x": (
+        lambda: PolyKANConv2d(2, 2, 3, 3, padding=(0, 1))(torch.randn(1, 2, 2, 5)),
+        ValueError,
+        "x: expected H of at least 3, for a window; got shape (1, 2, 2, 5)",
+    ),
+    "no tensor": (lambda: PolyKANConv2d(2, 2, 3, 3)([1.0]), TypeError, "x: expected a torch tensor; got list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_is_found_in_the_package() -> None:
+    assert fastkron_py.nn.PolyKANConv2d is PolyKANConv2d
