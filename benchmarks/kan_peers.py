@@ -14,7 +14,7 @@ import fastkron_py
 from benchmarks.kan_problems import Problem
 from benchmarks.registry import Call, Contender
 
-COMPILE_SECONDS = 90.0
+COMPILE_SECONDS = 40.0
 Layer = Callable[[Tensor, Tensor, int], Tensor]
 """(x, weight [(degree + 1) * I, O], degree + 1) to y."""
 
