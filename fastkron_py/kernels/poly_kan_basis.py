@@ -168,11 +168,23 @@ def _tanh_derivative(x):
 
 
 @triton.jit
-def _quick_tanh(x):
-    """The same by the hardware's units alone, whose numbers need no care here: e and 1 / (1 + e) lie between 0 and 1."""
+def _quick_parts(x):
+    """(e, 1 / (1 + e)) by the hardware's units alone, whose numbers need no care here: both lie between 0 and 1."""
     e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -2.8853900817779268], tl.float32, True, 1)
-    t = (1 - e) * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], tl.float32, True, 1)
+    return e, tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], tl.float32, True, 1)
+
+
+@triton.jit
+def _quick_tanh(x):
+    e, share = _quick_parts(x)
+    t = (1 - e) * share
     return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _quick_tanh_derivative(x):
+    e, share = _quick_parts(x)
+    return 4 * e * (share * share)
 
 
 @triton.jit
@@ -207,18 +219,19 @@ def _host_clamp_derivative(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """An elementwise normalisation: value and derivative, on the host and as jit functions; quick is the value for float32 on Hopper."""
+    """An elementwise normalisation: value and derivative, on the host and as jit functions; the quick ones are for float32 on Hopper."""
 
     host: Callable[[Tensor], Tensor]
     host_derivative: Callable[[Tensor], Tensor]
     value: Any
     derivative: Any
-    quick: Any = None
+    quick_value: Any = None
+    quick_derivative: Any = None
 
 
 NORMALIZERS: Final[Mapping[str, Normalizer]] = MappingProxyType(
     {
-        "tanh": Normalizer(torch.tanh, _host_tanh_derivative, _tanh, _tanh_derivative, _quick_tanh),
+        "tanh": Normalizer(torch.tanh, _host_tanh_derivative, _tanh, _tanh_derivative, _quick_tanh, _quick_tanh_derivative),
         "clamp": Normalizer(lambda x: x.clamp(-1, 1), _host_clamp_derivative, _clamp, _clamp_derivative),
         "none": Normalizer(lambda x: x, torch.ones_like, _same, _same_derivative),
     }

@@ -33,11 +33,28 @@ from fastkron_py.kernels.poly_kan_tiles import known, tile_of
 
 
 @gluon.jit
-def _coefficients_of(step, steps, first_block, size, num_in, num_out, n, k, NUM: gl.constexpr, FIRST: gl.constexpr, BLOCK_K: gl.constexpr):
+def _coefficients_of(
+    step,
+    steps,
+    first_block,
+    size,
+    num_in,
+    num_out,
+    n,
+    k,
+    NUM: gl.constexpr,
+    FIRST: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    EVEN_N: gl.constexpr,
+):
     """(offsets, mask) of a step's coefficients ``[n, k]``; beyond the last step nothing is read."""
-    k = (first_block + step // NUM) * BLOCK_K + k
-    offsets = (step % NUM + FIRST) * size + (n.to(gl.int64)[:, None] * num_in + k[None, :])
-    return offsets, (n < num_out)[:, None] & ((k < num_in) & (step < steps))[None, :]
+    first = (first_block + step // NUM) * BLOCK_K
+    offsets = (step % NUM + FIRST) * size + first + (n.to(gl.int64)[:, None] * num_in + k[None, :])
+    # One comparison for both ends.
+    mask = (k < (num_in - first) * (step < steps).to(gl.int32))[None, :]
+    if not EVEN_N:
+        mask = mask & (n < num_out)[:, None]
+    return offsets, mask
 
 
 @gluon.jit
@@ -69,6 +86,7 @@ def _poly_kan_staged_fwd_kernel(
     DEPTH: gl.constexpr,  # steps whose products may be under way while the next step's values are made
     FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all
     PRECISION: gl.constexpr,
+    EVEN_N: gl.constexpr,
     ALIGN_IN: gl.constexpr,
     ALIGN_OUT: gl.constexpr,
 ):
@@ -100,7 +118,7 @@ def _poly_kan_staged_fwd_kernel(
         low_coefs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], RIGHT)
         low_values = gl.allocate_shared_memory(DTYPE, [DEPTH + 1, BLOCK_M, BLOCK_K], LEFT)
     for s in gl.static_range(STAGES - DEPTH):
-        offsets, mask = _coefficients_of(split * 0 + s, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K)
+        offsets, mask = _coefficients_of(split * 0 + s, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K, EVEN_N)
         fetch(coefs, low_coefs, coef_ptr, low_ptr, offsets, mask, s, PRECISION)
         async_copy.commit_group()
     # x, a block of inputs ahead.
@@ -135,7 +153,7 @@ def _poly_kan_staged_fwd_kernel(
             acc = warpgroup_mma_wait(product_groups(DEPTH, PRECISION), deps=(acc,))
             barrier()
             step = i + STAGES - DEPTH
-            offsets, mask = _coefficients_of(step, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K)
+            offsets, mask = _coefficients_of(step, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K, EVEN_N)
             fetch(coefs, low_coefs, coef_ptr, low_ptr, offsets, mask, step % STAGES, PRECISION)
             async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from fastkron_py.kernels.poly_kan_hopper_tiles import (
     barrier,
@@ -230,7 +230,6 @@ def _poly_kan_staged_dx_kernel(
             for begin in range(0, blocks, length):
                 for i in range(begin, gl.minimum(begin + length, blocks)):
                     async_copy.wait_group(STAGES - 2)
-                    fence_async_shared()
                     barrier()
                     a = left.index(step % STAGES)
                     a_low = low_left.index(step % STAGES)

@@ -10,13 +10,14 @@ from torch import Tensor
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.partials import _sum_partials_kernel
 from fastkron_py.kernels.poly_kan_spec import Spec
-from fastkron_py.kernels.poly_kan_tiles import _low_halves_kernel
+from fastkron_py.kernels.poly_kan_tiles import _low_halves_kernel, _turn_kernel
 from fastkron_py.kernels.replay import bits
 from fastkron_py.kernels.triton_backend import _multiprocessors
 from fastkron_py.tuning.poly_kan import Sizes
 
 ALIGNED = 16  # elements: more makes no load wider
 _SUM_BLOCK = 256
+_TURNED = 64  # rows and columns of a tile that is transposed
 _ONE = bits(1.0)
 
 
@@ -68,6 +69,18 @@ def low_halves(t: Tensor) -> Tensor:
     low = torch.empty_like(t)
     _low_halves_kernel[(-(-t.numel() // 1024),)](t, low, t.numel(), BLOCK=1024, num_warps=4)
     return low
+
+
+def turned(t: Tensor, with_low: bool) -> tuple[Tensor, Tensor]:
+    """(``[..., N, M]`` of ``[..., M, N]`` in float32 whose rows are runs, its low halves or the same again), both contiguous."""
+    rows, columns = t.shape[-2:]
+    batches = t.shape[0] if t.ndim == 3 else 1
+    out = torch.empty((*t.shape[:-2], columns, rows), dtype=t.dtype, device=t.device)
+    low = torch.empty_like(out) if with_low else out
+    grid = (batches * -(-rows // _TURNED) * -(-columns // _TURNED),)
+    stride = t.stride(0) if t.ndim == 3 else 0
+    _turn_kernel[grid](t, out, low, rows, columns, stride, t.stride(-2), LOW=with_low, BLOCK=_TURNED, num_warps=8)
+    return out, low
 
 
 def aligned(t: Tensor) -> Tensor:

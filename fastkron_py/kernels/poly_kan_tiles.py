@@ -43,17 +43,50 @@ def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
 
 
 @triton.jit
+def _low_half(x):
+    """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
+    low = x - high_half(x)
+    return tl.where(low == low, rounded(low), 0.0)
+
+
+@triton.jit
 def _low_halves_kernel(
     x_ptr,  # [size], float32
     low_ptr,  # [size]
     size,
     BLOCK: tl.constexpr,
 ):
-    """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
+    """The low half of every number."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < size, other=0.0)
-    low = x - high_half(x)
-    tl.store(low_ptr + i, tl.where(low == low, rounded(low), 0.0), mask=i < size)
+    tl.store(low_ptr + i, _low_half(x), mask=i < size)
+
+
+@triton.jit
+def _turn_kernel(
+    x_ptr,  # [B, M, N], float32, in these strides
+    turned_ptr,  # [B, N, M]
+    low_ptr,  # likewise, for LOW
+    rows,
+    columns,
+    stride_b,
+    stride_m,
+    LOW: tl.constexpr,  # also write low halves
+    BLOCK: tl.constexpr,
+):
+    """Matrices transposed."""
+    tiles_m = tl.cdiv(rows, BLOCK)
+    tiles_n = tl.cdiv(columns, BLOCK)
+    batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+    m = tl.program_id(0) // tiles_n % tiles_m * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(0) % tiles_n * BLOCK + tl.arange(0, BLOCK)
+    x_tile = x_ptr + (batch * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
+    x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
+    at = batch * columns * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
+    mask = (n < columns)[:, None] & (m < rows)[None, :]
+    tl.store(turned_ptr + at, x, mask=mask)
+    if LOW:
+        tl.store(low_ptr + at, _low_half(x), mask=mask)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ class _Staged:
             "START": start,
             "STEP": step,
             "VALUE": value,
-            "NORM": normalizer.quick or normalizer.value,
+            "NORM": normalizer.quick_value or normalizer.value,
             "BLOCK_M": tuning.BLOCK_M,
             "BLOCK_N": choice.block_n,
             "BLOCK_K": choice.block_k,
@@ -91,6 +91,7 @@ class StagedForward(_Staged):
             "HAS_BIAS": kind.has_bias or self.first == 1,
             "GROUP": GROUP,
             "DEPTH": choice.depth,
+            "EVEN_N": kind.num_out % choice.block_n == 0,
         }
         self.launch = Launcher([Way(kernel, (choice.programs,), arguments)])
         if choice.splits > 1:
@@ -114,7 +115,7 @@ class StagedInputGradient(_Staged):
             "stride_gm": kind.stride_g,
             "stride_co": 1 if self.turned else kind.num_in,
             "stride_ci": kind.num_out if self.turned else 1,
-            "SLOPE": kind.spec.normalizer.derivative,
+            "SLOPE": kind.spec.normalizer.quick_derivative or kind.spec.normalizer.derivative,
             "DEGREES": choice.degrees,
             "GROUP": GROUP,
             "ALIGN_GM": math.gcd(kind.stride_g, ALIGNED),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kernels import staged_poly_kan
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.poly_kan import _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
-from fastkron_py.kernels.poly_kan_kind import ALIGNED, Kind, Sum, aligned, low_halves
+from fastkron_py.kernels.poly_kan_kind import ALIGNED, Kind, Sum, aligned, low_halves, turned
 from fastkron_py.kernels.poly_kan_spec import Spec
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.triton_backend import on_device
@@ -235,8 +235,11 @@ def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, prec
         if dy.dtype == torch.float32:
             dy = dy.contiguous()  # as its low halves are
         plan = _input_gradient(_kind(x, coefficients, dy, False, spec, precision))
-        coefficients = coefficients.mT.contiguous() if plan.turned else aligned(coefficients)
-        low = low_halves(coefficients) if plan.needs_low else coefficients
+        if plan.turned:
+            coefficients, low = turned(coefficients, plan.needs_low)
+        else:
+            coefficients = aligned(coefficients)
+            low = low_halves(coefficients) if plan.needs_low else coefficients
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if plan.is_staged:
             low_dy = low_halves(dy) if plan.needs_low else dy
@@ -250,8 +253,10 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
         dy, x = _rowwise(dy), _rowwise(x)
         plan = _coefficient_gradient(_kind(x, coefficients, dy, False, spec, precision))
         dcoef = torch.empty(coefficients.shape, dtype=x.dtype, device=x.device)
-        given = dy.mT.contiguous() if plan.turned else dy
-        low = low_halves(given) if plan.needs_low else given
+        if plan.turned:
+            given, low = turned(dy, plan.needs_low)
+        else:
+            given, low = dy, low_halves(dy) if plan.needs_low else dy
         _launched(plan, (given, low, x, _table(x, spec)), dcoef)
         if plan.first:
             dcoef[0] = dy.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)[:, None]
