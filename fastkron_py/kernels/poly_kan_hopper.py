@@ -161,6 +161,9 @@ def _poly_kan_staged_fwd_kernel(
             total += acc
     if FLUSH == 0:
         total = acc
+    # Copies of nothing, begun beyond the last step, still write zeros; the store may need their memory.
+    async_copy.wait_group(0)
+    barrier()
     _store_sums(total, bias_ptr, y_ptr, split, row * BLOCK_M, column * BLOCK_N, rows, num_out, HAS_BIAS, BLOCK_M, BLOCK_N, SUMS)
 
 
