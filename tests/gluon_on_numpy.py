@@ -219,11 +219,8 @@ class _Language:
     def exp(self, x: Tile) -> Tile:
         return Tile(np.exp(x.a))
 
-    def sin(self, x: Tile) -> Tile:
-        return Tile(np.sin(x.a))
-
-    def cos(self, x: Tile) -> Tile:
-        return Tile(np.cos(x.a))
+    def floor(self, x: Tile) -> Tile:
+        return Tile(np.floor(x.a))
 
     def load(self, pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tile:
         inside = np.broadcast_to(True if mask is None else _number(mask), pointer.at.shape)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from fastkron_py.tuning.poly_kan import Sizes, is_large
+from fastkron_py.tuning import poly_kan as plain
+from fastkron_py.tuning.poly_kan import Sizes
 
 BLOCK_M: Final = 128  # two warpgroups' rows
 WIDEST: Final = 256  # of a product; half of that where sums are kept twice, for three passes
@@ -31,9 +32,12 @@ class Staged(NamedTuple):
 
 
 def takes(sizes: Sizes) -> bool:
-    """Whether products are large, and rows of 16-bit and 32-bit operands can be copied 16 bytes at a time."""
+    """Whether products are large, of two tiles' rows at least, and rows of operands can be copied 16 bytes at a time."""
+    if sizes.itemsize == 8 or sizes.rows < plain.LARGE_ROWS // 4:
+        return False
     vector = 16 // sizes.itemsize
-    return sizes.itemsize < 8 and is_large(sizes) and sizes.num_in % vector == 0 and sizes.num_out % vector == 0
+    work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
+    return work >= plain.LARGE_PRODUCTS and sizes.num_in % vector == 0 and sizes.num_out % vector == 0
 
 
 def _tiles(height: int, width: int, block_n: int) -> int:
@@ -76,7 +80,8 @@ def forward(sizes: Sizes) -> Staged:
 def _side_by_side(sizes: Sizes) -> int:
     """How many degrees stand side by side: as many as leave the last group of them nearly full."""
     most = 4 if sizes.passes == 3 else 8
-    counts = [count for count in (8, 4, 2) if count <= most]
+    # By twos, values would be made anew too often.
+    counts = [count for count in (8, 4, 2) if count <= most and (count > 2 or sizes.terms <= 2)]
     # Each group goes through the degrees before it once more, hence the small preference for many.
     return max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + 0.02 * count))
 
