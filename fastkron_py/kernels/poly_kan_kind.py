@@ -71,16 +71,26 @@ def low_halves(t: Tensor) -> Tensor:
     return low
 
 
-def turned(t: Tensor, with_low: bool) -> tuple[Tensor, Tensor]:
-    """(``[..., N, M]`` of ``[..., M, N]`` in float32 whose rows are runs, its low halves or the same again), both contiguous."""
+class Turned(NamedTuple):
+    """Matrices transposed, contiguous."""
+
+    itself: Tensor  # [..., N, M]
+    low: Tensor  # its low halves, where they were asked for, else the same
+    sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
+
+
+def turned(t: Tensor, with_low: bool, with_sums: bool = False) -> Turned:
+    """Of ``[M, N]`` or ``[B, M, N]`` in float32 whose rows are runs, in one pass."""
     rows, columns = t.shape[-2:]
     batches = t.shape[0] if t.ndim == 3 else 1
+    parts = -(-rows // _TURNED)
     out = torch.empty((*t.shape[:-2], columns, rows), dtype=t.dtype, device=t.device)
     low = torch.empty_like(out) if with_low else out
-    grid = (batches * -(-rows // _TURNED) * -(-columns // _TURNED),)
-    stride = t.stride(0) if t.ndim == 3 else 0
-    _turn_kernel[grid](t, out, low, rows, columns, stride, t.stride(-2), LOW=with_low, BLOCK=_TURNED, num_warps=8)
-    return out, low
+    sums = torch.empty((*t.shape[:-2], parts, columns), dtype=t.dtype, device=t.device) if with_sums else out
+    grid = (batches * parts * -(-columns // _TURNED),)
+    strides = (t.stride(0) if t.ndim == 3 else 0, t.stride(-2))
+    _turn_kernel[grid](t, out, low, sums, rows, columns, *strides, LOW=with_low, SUMS=with_sums, BLOCK=_TURNED, num_warps=8)
+    return Turned(out, low, sums)
 
 
 def aligned(t: Tensor) -> Tensor:

@@ -67,11 +67,13 @@ def _turn_kernel(
     x_ptr,  # [B, M, N], float32, in these strides
     turned_ptr,  # [B, N, M]
     low_ptr,  # likewise, for LOW
+    sums_ptr,  # [B, tiles of rows, N], for SUMS
     rows,
     columns,
     stride_b,
     stride_m,
     LOW: tl.constexpr,  # also write low halves
+    SUMS: tl.constexpr,  # also sum up each tile's columns
     BLOCK: tl.constexpr,
 ):
     """Matrices transposed."""
@@ -87,6 +89,9 @@ def _turn_kernel(
     tl.store(turned_ptr + at, x, mask=mask)
     if LOW:
         tl.store(low_ptr + at, _low_half(x), mask=mask)
+    if SUMS:
+        part = batch * tiles_m + tl.program_id(0) // tiles_n % tiles_m
+        tl.store(sums_ptr + part * columns + n, tl.sum(x, 1), mask=n < columns)
 
 
 @triton.jit

@@ -236,7 +236,7 @@ def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, prec
             dy = dy.contiguous()  # as its low halves are
         plan = _input_gradient(_kind(x, coefficients, dy, False, spec, precision))
         if plan.turned:
-            coefficients, low = turned(coefficients, plan.needs_low)
+            coefficients, low, _ = turned(coefficients, plan.needs_low)
         else:
             coefficients = aligned(coefficients)
             low = low_halves(coefficients) if plan.needs_low else coefficients
@@ -254,10 +254,10 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
         plan = _coefficient_gradient(_kind(x, coefficients, dy, False, spec, precision))
         dcoef = torch.empty(coefficients.shape, dtype=x.dtype, device=x.device)
         if plan.turned:
-            given, low = turned(dy, plan.needs_low)
+            given, low, parts = turned(dy, plan.needs_low, plan.first == 1)
         else:
-            given, low = dy, low_halves(dy) if plan.needs_low else dy
+            given, low, parts = dy, low_halves(dy) if plan.needs_low else dy, dy
         _launched(plan, (given, low, x, _table(x, spec)), dcoef)
         if plan.first:
-            dcoef[0] = dy.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)[:, None]
+            dcoef[0] = parts.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)[:, None]
         return dcoef
