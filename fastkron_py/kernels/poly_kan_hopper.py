@@ -93,6 +93,8 @@ def _poly_kan_staged_fwd_kernel(
     """One tile of one split's sum, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
     DTYPE: gl.constexpr = coef_ptr.dtype.element_ty
     NUM: gl.constexpr = TERMS - FIRST
+    # The state's tiles then change places without moves.
+    UNROLL: gl.constexpr = 4 if NUM % 4 == 0 and FLUSH == 0 else 2 if NUM % 2 == 0 and FLUSH % 2 == 0 else 1
     SUMS: gl.constexpr = sums_layout(BLOCK_N, DTYPE)
     MADE: gl.constexpr = made_layout(BLOCK_K, DTYPE)
     COPY: gl.constexpr = copy_layout(BLOCK_K, DTYPE)
@@ -132,30 +134,32 @@ def _poly_kan_staged_fwd_kernel(
     total = acc
     length = steps if FLUSH == 0 else split * 0 + FLUSH
     for begin in range(0, steps, length):
-        for i in range(begin, gl.minimum(begin + length, steps)):
-            d = i % NUM + FIRST
-            if i % NUM == 0:
-                state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
-                at = (first + i // NUM + 1) * BLOCK_K
-                ahead = gl.load(x_tile + at, mask=mask_m & (at + j < num_in)[None, :], other=0.0)
-                for skipped in gl.static_range(FIRST):
-                    state = STEP(state, split * 0 + skipped, TERMS, PARAMS)
-            left = values.index(i % (DEPTH + 1))
-            left_low = low_values.index(i % (DEPTH + 1))
-            store_made(left, left_low, VALUE(state, d, table_ptr, TERMS, PARAMS), PRECISION)
-            fence_async_shared()
-            async_copy.wait_group(STAGES - DEPTH - 1)
-            barrier()
-            right = coefs.index(i % STAGES).permute((1, 0))
-            right_low = low_coefs.index(i % STAGES).permute((1, 0))
-            acc = begin_product(left, left_low, right, right_low, acc, i > begin, PRECISION)
-            state = STEP(state, d, TERMS, PARAMS)
-            acc = warpgroup_mma_wait(product_groups(DEPTH, PRECISION), deps=(acc,))
-            barrier()
-            step = i + STAGES - DEPTH
-            offsets, mask = _coefficients_of(step, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K, EVEN_N)
-            fetch(coefs, low_coefs, coef_ptr, low_ptr, offsets, mask, step % STAGES, PRECISION)
-            async_copy.commit_group()
+        for several in range(begin, gl.minimum(begin + length, steps), UNROLL):
+            for u in gl.static_range(UNROLL):
+                i = several + u
+                d = i % NUM + FIRST
+                if u == 0 and i % NUM == 0:
+                    state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
+                    at = (first + i // NUM + 1) * BLOCK_K
+                    ahead = gl.load(x_tile + at, mask=mask_m & (at + j < num_in)[None, :], other=0.0)
+                    for skipped in gl.static_range(FIRST):
+                        state = STEP(state, split * 0 + skipped, TERMS, PARAMS)
+                left = values.index(i % (DEPTH + 1))
+                left_low = low_values.index(i % (DEPTH + 1))
+                store_made(left, left_low, VALUE(state, d, table_ptr, TERMS, PARAMS), PRECISION)
+                fence_async_shared()
+                async_copy.wait_group(STAGES - DEPTH - 1)
+                barrier()
+                right = coefs.index(i % STAGES).permute((1, 0))
+                right_low = low_coefs.index(i % STAGES).permute((1, 0))
+                acc = begin_product(left, left_low, right, right_low, acc, i > begin, PRECISION)
+                state = STEP(state, d, TERMS, PARAMS)
+                acc = warpgroup_mma_wait(product_groups(DEPTH, PRECISION), deps=(acc,))
+                barrier()
+                step = i + STAGES - DEPTH
+                offsets, mask = _coefficients_of(step, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K, EVEN_N)
+                fetch(coefs, low_coefs, coef_ptr, low_ptr, offsets, mask, step % STAGES, PRECISION)
+                async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if FLUSH > 0:
             total += acc
