@@ -72,15 +72,15 @@ def low_halves(t: Tensor) -> Tensor:
 
 
 class Turned(NamedTuple):
-    """Matrices transposed, contiguous."""
+    """Matrices transposed, contiguous, for a tensor core that cuts off what TF32 does not hold."""
 
     itself: Tensor  # [..., N, M]
     low: Tensor  # its low halves, where they were asked for, else the same
     sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
 
 
-def turned(t: Tensor, with_low: bool, with_sums: bool = False) -> Turned:
-    """Of ``[M, N]`` or ``[B, M, N]`` in float32 whose rows are runs, in one pass."""
+def turned(t: Tensor, with_low: bool, rounds: bool, with_sums: bool = False) -> Turned:
+    """Of ``[M, N]`` or ``[B, M, N]`` in float32 whose rows are runs, in one pass; rounds: numbers become such that cutting rounds them."""
     rows, columns = t.shape[-2:]
     batches = t.shape[0] if t.ndim == 3 else 1
     parts = -(-rows // _TURNED)
@@ -89,7 +89,7 @@ def turned(t: Tensor, with_low: bool, with_sums: bool = False) -> Turned:
     sums = torch.empty((*t.shape[:-2], parts, columns), dtype=t.dtype, device=t.device) if with_sums else out
     grid = (batches * parts * -(-columns // _TURNED),)
     strides = (t.stride(0) if t.ndim == 3 else 0, t.stride(-2))
-    _turn_kernel[grid](t, out, low, sums, rows, columns, *strides, LOW=with_low, SUMS=with_sums, BLOCK=_TURNED, num_warps=8)
+    _turn_kernel[grid](t, out, low, sums, rows, columns, *strides, LOW=with_low, ROUND=rounds, SUMS=with_sums, BLOCK=_TURNED, num_warps=8)
     return Turned(out, low, sums)
 
 

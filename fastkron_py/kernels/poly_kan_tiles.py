@@ -73,10 +73,11 @@ def _turn_kernel(
     stride_b,
     stride_m,
     LOW: tl.constexpr,  # also write low halves
+    ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
     SUMS: tl.constexpr,  # also sum up each tile's columns
     BLOCK: tl.constexpr,
 ):
-    """Matrices transposed."""
+    """Matrices transposed, as operands of a tensor core in TF32."""
     tiles_m = tl.cdiv(rows, BLOCK)
     tiles_n = tl.cdiv(columns, BLOCK)
     batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
@@ -86,7 +87,7 @@ def _turn_kernel(
     x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
     at = batch * columns * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
     mask = (n < columns)[:, None] & (m < rows)[None, :]
-    tl.store(turned_ptr + at, x, mask=mask)
+    tl.store(turned_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
     if LOW:
         tl.store(low_ptr + at, _low_half(x), mask=mask)
     if SUMS:

@@ -43,6 +43,7 @@ class _Staged:
         self.needs_low = kind.is_split
         # TF32 operands have to run along the reduction; 16-bit ones need not.
         self.turned = kind.dtype == torch.float32
+        self.rounds = self.turned and not kind.is_split
         self.partial: tuple[int, ...] | None = None
         self.sum: Any = None
 

@@ -79,7 +79,7 @@ class _Forward:
     def __init__(self, kind: Kind) -> None:
         self.way = way = _way(kind, tuning.forward, False, kind.num_in, kind.num_out)
         self.first = way.first
-        self.needs_low = way.constants["PRECISION"] == "split"
+        self.needs_low, self.rounds = (way.constants["PRECISION"] == kind_of_pass for kind_of_pass in ("split", "cut"))
         arguments = {
             "rows": kind.rows,
             "num_in": kind.num_in,
@@ -106,7 +106,7 @@ class _InputGradient:
         # TF32 operands in shared memory have to run along the reduction; 16-bit ones need not.
         self.turned = way.large and kind.dtype == torch.float32
         self.first = way.first
-        self.needs_low = way.constants["PRECISION"] == "split"
+        self.needs_low, self.rounds = (way.constants["PRECISION"] == kind_of_pass for kind_of_pass in ("split", "cut"))
         arguments = {
             "rows": kind.rows,
             "num_in": kind.num_in,
@@ -137,7 +137,7 @@ class _CoefficientGradient:
         self.way = way = _way(kind, tuning.coefficient_gradient, False, kind.rows, kind.num_out)
         self.turned = way.large and kind.dtype == torch.float32
         self.first = way.first
-        self.needs_low = way.constants["PRECISION"] == "split"
+        self.needs_low, self.rounds = (way.constants["PRECISION"] == kind_of_pass for kind_of_pass in ("split", "cut"))
         arguments = {
             "rows": kind.rows,
             "num_in": kind.num_in,
@@ -236,7 +236,7 @@ def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, prec
             dy = dy.contiguous()  # as its low halves are
         plan = _input_gradient(_kind(x, coefficients, dy, False, spec, precision))
         if plan.turned:
-            coefficients, low, _ = turned(coefficients, plan.needs_low)
+            coefficients, low, _ = turned(coefficients, plan.needs_low, plan.rounds)
         else:
             coefficients = aligned(coefficients)
             low = low_halves(coefficients) if plan.needs_low else coefficients
@@ -254,7 +254,7 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
         plan = _coefficient_gradient(_kind(x, coefficients, dy, False, spec, precision))
         dcoef = torch.empty(coefficients.shape, dtype=x.dtype, device=x.device)
         if plan.turned:
-            given, low, parts = turned(dy, plan.needs_low, plan.first == 1)
+            given, low, parts = turned(dy, plan.needs_low, plan.rounds, plan.first == 1)
         else:
             given, low, parts = dy, low_halves(dy) if plan.needs_low else dy, dy
         _launched(plan, (given, low, x, _table(x, spec)), dcoef)
