@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import gluon_on_numpy
 import pytest
 import torch
+from gluon_on_numpy import launch
 from poly_kan_cases import layer_gradients, parameters_of, problem
 from torch import Tensor
 
 from fastkron_py.kernels import devices, poly_kan_kind, staged_poly_kan, triton_poly_kan
+from fastkron_py.kernels.launcher import Launcher
 from fastkron_py.kernels.poly_kan_spec import Spec
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning import poly_kan_hopper
 
-pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
-
-import gluon_on_numpy
-from gluon_on_numpy import launch
-
-from fastkron_py.kernels.launcher import Launcher
+# The kernels around them are interpreted; where there is a GPU, tests/gpu runs all of them on it.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 
 
 @pytest.fixture(autouse=True)

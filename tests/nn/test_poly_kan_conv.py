@@ -35,11 +35,11 @@ def by_basis(layer: PolyKANConv2d, x: Tensor, t: Tensor | None = None) -> Tensor
 
 @pytest.mark.filterwarnings("ignore:.*even kernel lengths.*:UserWarning")  # torch's own
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_against_convolutions(geometry: dict[str, Any], backend_name: str) -> None:
-    layer = PolyKANConv2d(4, 6, (3, 2), 3, dtype=torch.float64, **geometry)
+def test_against_convolutions(geometry: dict[str, Any], backend_name: str, device: torch.device) -> None:
+    layer = PolyKANConv2d(4, 6, (3, 2), 3, dtype=torch.float64, device=device, **geometry)
     if layer.bias is not None:
         torch.nn.init.normal_(layer.bias)
-    x = torch.randn(2, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 4, 7, 6, dtype=torch.float64, device=device, requires_grad=True)
     y, expected = layer(x), by_basis(layer, x)
     assert_close(y, expected)
     dy = torch.randn_like(y)
@@ -47,7 +47,7 @@ def test_against_convolutions(geometry: dict[str, Any], backend_name: str) -> No
     for a, e in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
         assert_close(a, e, rms_tol=1e-13, max_tol=1e-12)
     assert_close(layer(x[0]), expected[0])
-    like = torch.nn.Conv2d(4, 6, (3, 2), **geometry, dtype=torch.float64)
+    like = torch.nn.Conv2d(4, 6, (3, 2), **geometry, dtype=torch.float64, device=device)
     assert like(x).shape == y.shape
     assert layer(x[:0]).shape == like(x[:0]).shape
 
