@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels.gemm import finish_plain
-from fastkron_py.kernels.gemm_launch import Gemm, _describable, gemm, rowwise
+from fastkron_py.kernels.gemm_launch import Gemm, gemm, is_describable, rowwise
 from fastkron_py.kernels.rational_gemm import finish_rational, value_rational
 from fastkron_py.kernels.rational_triton import is_approximate
 from fastkron_py.kernels.triton_backend import _multiprocessors
@@ -27,7 +27,7 @@ def _tile(x: Tensor, weight: Tensor, precision: str, keep: bool) -> GemmTile:
     size = x.element_size()
     passes = 3 if x.dtype == torch.float32 and precision == "highest" else 1
     stored = 2 * size if keep else size
-    described = _describable(x) and _describable(weight)
+    described = is_describable(x) and is_describable(weight)
     sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, _multiprocessors(x.device), described)
     return linear_tile(sizes, described)
 
