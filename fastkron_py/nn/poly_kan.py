@@ -109,55 +109,6 @@ class PolyKANLinear(EdgeFunctions):
         """What ``print(layer)`` shows."""
         return f"{self.in_features}, {self.out_features}, {self._described()}"
 
-    @classmethod
-    def from_chebykan(cls, coefficients: Tensor, **options: Any) -> PolyKANLinear:
-        """A layer with the coefficients of a ChebyKAN layer.
-
-        Args:
-            coefficients: ``[in, out, degree + 1]``, ChebyKAN's ``cheby_coeffs``.
-            **options: of the layer.
-
-        Raises:
-            ValueError: not three dimensions.
-        """
-        if coefficients.ndim != 3:
-            raise value_error("coefficients", "ChebyKAN's [in, out, degree + 1]", f"shape {tuple(coefficients.shape)}")
-        num_in, num_out, terms = coefficients.shape
-        layer = cls(num_in, num_out, terms - 1, device=coefficients.device, dtype=coefficients.dtype, **options)
-        with torch.no_grad():
-            layer.coefficients.copy_(coefficients.permute(2, 1, 0))
-        return layer
-
-    @classmethod
-    def from_efficient_kan(cls, state: Mapping[str, Tensor], order: int = 3) -> PolyKANLinear:
-        """The spline part of an efficient-kan layer, whose base part (``base_weight``) is a linear layer of its own.
-
-        Args:
-            state: of a ``KANLinear``: ``spline_weight [out, in, grid_size + order]``, ``grid [in, grid_size + 2 order + 1]`` of uniform
-                points, and, where it is there, ``spline_scaler [out, in]``.
-            order: of the splines.
-
-        Raises:
-            TypeError: a part is missing.
-            ValueError: shapes that do not fit, or a grid that is not uniform.
-        """
-        for name in ("spline_weight", "grid"):
-            if name not in state:
-                raise type_error("state", f"a mapping with {name}", ", ".join(state))
-        weight, grid = state["spline_weight"], state["grid"]
-        num_out, num_in, terms = weight.shape
-        if tuple(grid.shape) != (num_in, terms + order + 1):
-            raise value_error("state['grid']", f"shape {(num_in, terms + order + 1)}", f"shape {tuple(grid.shape)}")
-        steps = grid.diff(dim=1)
-        if not torch.allclose(steps, steps[:, :1].expand_as(steps), rtol=1e-3):
-            raise value_error("state['grid']", "points at equal distances", "others")
-        layer = cls(num_in, num_out, terms - 1, "bspline", basis_parameters={"order": order}, device=weight.device, dtype=weight.dtype)
-        scaler = state.get("spline_scaler")
-        with torch.no_grad():
-            layer.coefficients.copy_((weight if scaler is None else weight * scaler[..., None]).permute(2, 0, 1))
-            layer.set_range(grid[:, order], grid[:, -order - 1])
-        return layer
-
     @torch.no_grad()
     def edge(self, output: int, input: int, x: Tensor) -> Tensor:
         """The function on one edge, at the points ``x [n]``: ``[n]``, in float64."""

@@ -95,46 +95,6 @@ def test_rows_do_not_see_each_other_once_trained() -> None:
     assert_close(layer(x)[:1].detach(), layer(x[:1]).detach())
 
 
-def test_from_chebykan() -> None:
-    coefficients = torch.randn(5, 4, 3, dtype=torch.float64)  # [in, out, degree + 1]
-    x = torch.randn(7, 5, dtype=torch.float64)
-    angles = torch.arange(3) * torch.acos(torch.tanh(x)).unsqueeze(-1)
-    expected = torch.einsum("bid,iod->bo", torch.cos(angles), coefficients)
-    assert_close(PolyKANLinear.from_chebykan(coefficients)(x).detach(), expected)
-    with pytest.raises(ValueError, match=r"coefficients: expected ChebyKAN's \[in, out, degree \+ 1\]; got shape \(5, 4\)"):
-        PolyKANLinear.from_chebykan(coefficients[..., 0])
-
-
-@pytest.mark.parametrize("order", [2, 3])
-def test_from_efficient_kan(order: int) -> None:
-    """Beside efficient-kan's own recursion over its grid."""
-    num_in, num_out, intervals = 3, 4, 5
-    lowest, highest = torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([1.0, 3.0, 0.5])
-    steps = (highest - lowest) / intervals
-    grid = (lowest[:, None] + (torch.arange(intervals + 2 * order + 1) - order) * steps[:, None]).double()
-    state = {
-        "spline_weight": torch.randn(num_out, num_in, intervals + order, dtype=torch.float64),
-        "spline_scaler": torch.randn(num_out, num_in, dtype=torch.float64),
-        "grid": grid,
-    }
-    inside = torch.rand(20, num_in) * 0.98 + 0.01
-    x = (lowest + inside * (highest - lowest)).double()
-    t = x.unsqueeze(-1)
-    bases = ((t >= grid[:, :-1]) & (t < grid[:, 1:])).double()
-    for k in range(1, order + 1):
-        left = (t - grid[:, : -(k + 1)]) / (grid[:, k:-1] - grid[:, : -(k + 1)]) * bases[..., :-1]
-        right = (grid[:, k + 1 :] - t) / (grid[:, k + 1 :] - grid[:, 1:-k]) * bases[..., 1:]
-        bases = left + right
-    expected = torch.einsum("bik,oik->bo", bases, state["spline_weight"] * state["spline_scaler"].unsqueeze(-1))
-    layer = PolyKANLinear.from_efficient_kan(state, order).eval()
-    assert_close(layer(x).detach(), expected, rms_tol=1e-6, max_tol=1e-6)  # the grid's points are of float32
-    state["grid"] = grid**3
-    with pytest.raises(ValueError, match="points at equal distances"):
-        PolyKANLinear.from_efficient_kan(state, order)
-    with pytest.raises(TypeError, match="state: expected a mapping with grid; got spline_weight"):
-        PolyKANLinear.from_efficient_kan({"spline_weight": state["spline_weight"]}, order)
-
-
 def test_edges_add_up() -> None:
     layer = PolyKANLinear(3, 2, 5, "legendre", dtype=torch.float64)
     x = torch.randn(10, 3, dtype=torch.float64)
