@@ -28,7 +28,9 @@ def test_every_choice_is_valid() -> None:
 @pytest.mark.parametrize(("depth", "hidden"), [(4096, 14336), (8192, 28672), (16384, 53248)])
 def test_llama(rows: int, depth: int, hidden: int) -> None:
     tile = gemm_tile(GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, 132, True))
-    assert (tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.parts) == (128, 256, 64, 8, 4, 1)
+    # 3.4 waves of the large tiles would take as long as 4; seven of the small ones are full.
+    large = (rows, depth) != (512, 4096)
+    assert tile == (GemmTile(128, 256, 64, 8, 3, 2, 16) if large else GemmTile(128, 128, 64, 8, 4))
 
 
 def test_few_tiles_become_smaller() -> None:
