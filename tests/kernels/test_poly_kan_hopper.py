@@ -27,6 +27,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every product is large, on a device with Hopper's kernels and few multiprocessors."""
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    monkeypatch.setattr(poly_kan_hopper, "INPUT_GRADIENT_PASSES", (1, 3))
     monkeypatch.setattr(poly_kan_kind, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(devices, "has_staged", lambda device, dtype: dtype != torch.float64)
     plain = Launcher.__call__
