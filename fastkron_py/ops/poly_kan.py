@@ -43,7 +43,7 @@ def spec_of(coefficients: Tensor, basis: str, normalization: str, table_size: in
     return poly_kan_spec.spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
 
 
-def _backend(backend: str, x: Tensor, spec: Any) -> str:
+def backend_of(backend: str, x: Tensor, spec: Any) -> str:
     """The backend in force; torch's for a basis without device functions."""
     return choose_backend(backend, x) if spec.has_maker else "torch"
 
@@ -67,7 +67,7 @@ def multiply(
             return x.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
         spec = spec_of(coefficients, basis, normalization, table_size)
         x2 = x.reshape(-1, x.shape[-1])
-        if _backend(backend, x, spec) == "triton":
+        if backend_of(backend, x, spec) == "triton":
             y = launched(x2, coefficients, bias, spec, precision)
         else:
             from fastkron_py.kernels import torch_poly_kan
@@ -113,7 +113,7 @@ def gradients(
             return [t.new_zeros(t.shape) for t in _wanted(x, coefficients, need_x, need_coefficients)]
         spec = spec_of(coefficients, basis, normalization, table_size)
         x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        if _backend(backend, x, spec) == "triton":
+        if backend_of(backend, x, spec) == "triton":
             found = launched_gradients(dy2, x2, coefficients, need_x, need_coefficients, spec, precision)
             return [found[0].reshape(x.shape), *found[1:]] if need_x else found
         results = []

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import guards
 from fastkron_py.ops import poly_kan as operator
-from fastkron_py.ops.backend import choose_backend, logger, requested_backend
+from fastkron_py.ops.backend import logger, requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active
 from fastkron_py.tuning.poly_kan import LARGE_PRODUCTS
@@ -145,7 +145,9 @@ def record(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], pre
         return
     tensors = (x, coefficients) if bias is None else (x, coefficients, bias)
     work = x.numel() * coefficients.shape[0] * coefficients.shape[1]
-    if not _is_plain(tensors) or choose_backend("", x) != "triton" or not 0 < work < LARGE_PRODUCTS:
+    *about, _, backend = options
+    spec = operator.spec_of(coefficients, *about)
+    if not _is_plain(tensors) or operator.backend_of(backend, x, spec) != "triton" or not 0 < work < LARGE_PRODUCTS:
         return
     if key not in _records and len(_records) >= MOST_KEYS:
         forget()
@@ -156,10 +158,9 @@ def record(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], pre
     from fastkron_py.kernels.recorder import Recorder
     from fastkron_py.kernels.triton_backend import on_device
 
-    *spec, _, _ = options
     with unseen_by_autograd(x), on_device(x), torch.no_grad(), Recorder(tensors, 1.0) as recorder:
         matrix = x.reshape(-1, x.shape[-1])
-        y = operator.launched(matrix, coefficients, bias, operator.spec_of(coefficients, *spec), precision)
+        y = operator.launched(matrix, coefficients, bias, spec, precision)
         found = recorder.replay([y], [(*x.shape[:-1], coefficients.shape[1])])
     if found is None:  # nor would it be found another time
         tries[0] = MOST_TRIES

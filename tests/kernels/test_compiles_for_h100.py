@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_for_h100 import SHARED_MEMORY, compiled
 
 pytestmark = pytest.mark.xdist_group("compile_for_h100")  # one worker: what is compiled serves all tests here
 
-SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
 LARGE_TILES = ("16^5", "8^7")
 IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4")
 
@@ -21,14 +16,7 @@ IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4")
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One record for each kernel; with a cache of its own, so that they are really compiled."""
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(Path(__file__).with_name("compile_for_h100.py")), *IN_FULL]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compiled("compile_for_h100.py", tmp_path_factory.mktemp("triton"), *IN_FULL)
 
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_for_h100 import compiled
 
 pytestmark = pytest.mark.xdist_group("compile_for_h100")
 
@@ -17,14 +13,7 @@ pytestmark = pytest.mark.xdist_group("compile_for_h100")
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     """One record for each problem and kernel; with a cache of its own, so that they are really compiled."""
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(Path(__file__).with_name("compile_rational_for_h100.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = compiled("compile_rational_for_h100.py", tmp_path_factory.mktemp("triton"))
     return {(k["problem"], k["kernel"]): k for k in lines}
 
 

@@ -1,0 +1,30 @@
+"""Runs one of the scripts that compile a family of kernels for sm_90, for the tests of what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
+
+
+def compiled(script: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """One record for each kernel, of ``compile_...for_h100.py`` in a process without the interpreter.
+
+    Args:
+        script: in tests/kernels.
+        cache: an empty folder for Triton's, so that kernels are really compiled.
+        *arguments: of the script.
+    """
+    here = Path(__file__).parent / "kernels"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(here / script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=420, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
