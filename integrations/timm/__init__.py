@@ -5,7 +5,7 @@ Importing this package registers ``kat_tiny_patch16_224``, ``kat_small_patch16_2
 """
 
 # ruff: noqa: E402
-from fastkron_py.integrations.timm.requirements import import_torchvision
+from fastkron_py.integrations.vision import import_torchvision
 
 import_torchvision()  # before timm does
 

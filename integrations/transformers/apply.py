@@ -1,0 +1,218 @@
+"""`apply_to_llama`: which MLPs of a model are changed, which are not and why, and the way back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_precision
+from fastkron_py.functional.gated import BACKWARDS, check_choice
+from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, is_plain_linear, leave
+from fastkron_py.nn.hooks import is_hooked
+
+# Classes whose forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)), by the family that transformers files them under.
+FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "llama": "LlamaMLP",
+        "mistral": "MistralMLP",
+        "qwen2": "Qwen2MLP",
+        "qwen3": "Qwen3MLP",
+        "gemma": "GemmaMLP",
+        "gemma2": "Gemma2MLP",
+        "gemma3": "Gemma3MLP",
+    }
+)
+_PARTS: Final = ("gate_proj", "up_proj", "down_proj", "act_fn")
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHOWN: Final = 3  # reasons in an error
+
+
+class AppliedToLlama:
+    """What `apply_to_llama` did, and a way back: `close`, or the end of a ``with`` block.
+
+    Attributes:
+        replaced: names of the MLPs that compute with `gated_mlp` now.
+        left_alone: names of the others, each with the reason.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], left_alone: Mapping[str, str]) -> None:
+        self._modules = dict(modules)
+        self.replaced: tuple[str, ...] = tuple(modules)
+        self.left_alone: Mapping[str, str] = MappingProxyType(dict(left_alone))
+
+    def close(self) -> None:
+        """Change the MLPs back; a second time has no effect."""
+        for module in self._modules.values():
+            leave(module)
+        self._modules.clear()
+
+    def __enter__(self) -> AppliedToLlama:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"AppliedToLlama({len(self.replaced)} replaced, {len(self.left_alone)} left alone)"
+
+
+def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> AppliedToLlama:
+    """Let the MLPs of a Hugging Face model compute with `fastkron_py.functional.gated_mlp`.
+
+    For Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2 and Gemma3. Modules, parameters and their names stay as they are, so optimizers,
+    states, `save_pretrained` and checkpoints of either are the other's. The memory of each gate_proj.weight is laid behind that of
+    up_proj.weight; CUDA graphs that were captured before have to be captured anew. An MLP whose projections get an adapter or a hook
+    later on, or another activation, computes as before.
+
+    Args:
+        model: a model, or a part of one, on the device that it is to run on or not.
+        backward: "save" or "recompute", as in `gated_linear`.
+        precision: of products in float32, as in `kron_matmul`.
+
+    Returns:
+        What was replaced, what was not and why, and a way back.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an unknown backward or precision; a model in which there is nothing to replace: it says why.
+
+    Example:
+        >>> applied = apply_to_llama(model)
+        >>> model(input_ids).loss.backward()
+        >>> applied.close()
+    """
+    if not isinstance(model, nn.Module):
+        raise type_error("model", "a torch.nn.Module", type_name(model))
+    check_choice("backward", backward, BACKWARDS)
+    check_precision(precision)
+    owners = _owners(model)
+    replaced: dict[str, nn.Module] = {}
+    left_alone: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if _is_gated_mlp(module):
+            reason = _obstacle(module, owners)
+            if reason is None:
+                replaced[name] = module
+            else:
+                left_alone[name] = reason
+    if not replaced:
+        raise value_error("model", f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}", _nothing(model, left_alone))
+    for module in replaced.values():
+        enter(module, backward, precision)
+    return AppliedToLlama(replaced, left_alone)
+
+
+def revert_llama(model: nn.Module) -> None:
+    """Change back what `apply_to_llama` changed, also in a copy of the model or in one from a file, which have no `AppliedToLlama`.
+
+    Args:
+        model: the model, or a part of one.
+
+    Raises:
+        TypeError: no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise type_error("model", "a torch.nn.Module", type_name(model))
+    for module in model.modules():
+        leave(module)
+
+
+def _nothing(model: nn.Module, left_alone: Mapping[str, str]) -> str:
+    if not left_alone:
+        return f"{type_name(model)}, which has none"
+    shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
+    more = len(left_alone) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+# ---- what stands in the way --------------------------------------------------------------------
+
+Owners = Mapping[int, set[tuple[int, str]]]
+"""Storages, each with the modules, by their parents, that have parameters or buffers in them."""
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # of a subclass that wraps others
+        return None
+
+
+def _owners(model: nn.Module) -> Owners:
+    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for parent in model.modules():
+        for name, child in (*parent._modules.items(), ("", parent)) if parent is model else parent._modules.items():
+            if child is not None:
+                for tensor in (*child._parameters.values(), *child._buffers.values()):
+                    storage = None if tensor is None else _storage(tensor)
+                    if storage is not None:
+                        owners[storage].add((id(parent), name))
+    return owners
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    return all([isinstance(getattr(module, name, None), nn.Module) for name in _PARTS[:3]])
+
+
+def _obstacle(mlp: Any, owners: Owners) -> str | None:
+    """Why an MLP is left alone, or None."""
+    if isinstance(mlp, GatedProjections):
+        return "it was replaced before"
+    kind = type(mlp)
+    known = [f"transformers.models.{family}.modeling_{family}.{name}" for family, name in FAMILIES.items()]
+    if f"{kind.__module__}.{kind.__qualname__}" not in known or set(mlp._modules) != set(_PARTS):
+        return f"its class {kind.__name__} is not among {', '.join(FAMILIES.values())} of transformers"
+    if "forward" in mlp.__dict__ or not _is_known(kind.forward):
+        return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)): another version's, or replaced by another library"
+    if activation_name(mlp.act_fn) is None:
+        return f"its activation {type(mlp.act_fn).__name__} is not supported, or has a hook"
+    for name in _PARTS[:2]:
+        reason = _projection_obstacle(name, getattr(mlp, name))
+        if reason is not None:
+            return reason
+    return _pair_obstacle(mlp, owners)
+
+
+def _is_known(forward: Any) -> bool:
+    """Whether a forward reads the four parts and nothing else: a class of this name may change with its library."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and set(code.co_names) == set(_PARTS)
+
+
+def _projection_obstacle(name: str, linear: Any) -> str | None:
+    if type(linear) is not nn.Linear:
+        return f"its {name} is {type_name(linear)}, an adapter's or a quantised layer"
+    if is_hooked(linear):
+        return f"its {name} has hooks"
+    weight = linear.weight
+    if not is_plain_linear(linear):
+        return f"the weight of its {name} is {type_name(weight)}, no plain parameter"
+    if weight.is_meta:
+        return f"the weight of its {name} is on the meta device"
+    if weight.dtype not in _DTYPES:
+        return f"the weight of its {name} is of dtype {weight.dtype}"
+    if weight.is_inference():
+        return f"the weight of its {name} was made in inference mode"
+    return None
+
+
+def _pair_obstacle(mlp: Any, owners: Owners) -> str | None:
+    up, gate = mlp.up_proj, mlp.gate_proj
+    if up.weight is gate.weight:
+        return "its gate_proj and up_proj have one weight"
+    for what in ("shape", "dtype", "device"):
+        if getattr(up.weight, what) != getattr(gate.weight, what):
+            return f"its gate_proj and up_proj differ in {what}"
+    if (up.bias is None) != (gate.bias is None):
+        return "only one of its gate_proj and up_proj has a bias"
+    allowed = {(id(mlp), "up_proj"), (id(mlp), "gate_proj")}
+    for name, linear in (("up_proj", up), ("gate_proj", gate)):
+        if not owners[linear.weight.untyped_storage()._cdata] <= allowed:
+            return f"the weight of its {name} shares memory with another module's"
+    return None

@@ -1,0 +1,451 @@
+"""Hugging Face models with `apply_to_llama`: the same numbers, states and modules; what is left alone; the way back."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastkron_py
+from fastkron_py.integrations.transformers import apply_to_llama, revert_llama
+from fastkron_py.integrations.transformers.layers import GatedProjections
+from fastkron_py.integrations.vision import import_torchvision
+from fastkron_py.ops.gated_split import lie_together
+from fastkron_py.testing import assert_close
+
+pytest.importorskip("transformers", reason="the extra llm is not installed")
+import_torchvision()  # before transformers does
+transformers: Any = importlib.import_module("transformers")
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+FAMILIES = {
+    "Llama": "LlamaConfig",
+    "Mistral": "MistralConfig",
+    "Qwen2": "Qwen2Config",
+    "Qwen3": "Qwen3Config",
+    "Gemma": "GemmaConfig",
+    "Gemma2": "Gemma2Config",
+    "Gemma3": "Gemma3TextConfig",
+}
+IDS = torch.arange(2, 18).reshape(2, 8)
+
+
+def tiny(family: str = "Llama", **options: Any) -> Any:
+    torch.manual_seed(0)
+    # Wide weights, so that the MLPs matter to the result.
+    config = getattr(transformers, FAMILIES[family])(**{**SIZES, "initializer_range": 0.3, "attn_implementation": "eager", **options})
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def mlps(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers]
+
+
+def loss_of(model: Any) -> Tensor:
+    device = next(model.parameters()).device
+    loss: Tensor = model(IDS.to(device), labels=IDS.to(device), use_cache=False).loss
+    return loss
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(IDS.to(next(model.parameters()).device), use_cache=False).logits
+    return logits
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def cloned(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in state.items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def assert_close_model(actual: Tensor, expected: Tensor) -> None:
+    """On a GPU other kernels multiply, and a model's later layers magnify the roundings of its first ones."""
+    tolerances = {"rms_tol": 1e-5, "max_tol": 4e-5} if actual.is_cuda else {}
+    assert_close(actual, expected, **tolerances)
+
+
+def assert_applied(model: Any) -> None:
+    """Every MLP is changed, and reads its weights without a copy."""
+    for mlp in mlps(model):
+        assert isinstance(mlp, GatedProjections)
+        assert lie_together(mlp.up_proj.weight, mlp.gate_proj.weight)
+
+
+# ---- the same numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_computes_the_same_and_comes_back(family: str, backward: str, place: torch.device) -> None:
+    model = tiny(family).to(place)
+    state, classes, parameters = cloned(model.state_dict()), [type(m) for m in mlps(model)], list(model.parameters())
+    logits, gradients = logits_of(model), gradients_of(model)
+    with apply_to_llama(model, backward=backward) as applied:
+        assert applied.replaced == ("model.layers.0.mlp", "model.layers.1.mlp")
+        assert not applied.left_alone
+        assert_applied(model)
+        assert all(isinstance(m, c) for m, c in zip(mlps(model), classes, strict=True))
+        assert_same(model.state_dict(), state)
+        assert_close_model(logits_of(model), logits)
+        found = gradients_of(model)
+        for name, gradient in gradients.items():
+            assert_close_model(found[name], gradient)
+        mlps(model)[0].up_proj.weight.data.neg_()
+        assert (logits_of(model) - logits).norm() > 0.01 * logits.norm()
+        mlps(model)[0].up_proj.weight.data.neg_()
+    assert [type(m) for m in mlps(model)] == classes
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert not any(name.startswith("_fastkron") for m in mlps(model) for name in vars(m))
+    assert not any(lie_together(m.up_proj.weight, m.gate_proj.weight) for m in mlps(model))
+    assert_same(model.state_dict(), state)
+    assert torch.equal(logits_of(model), logits)
+    applied.close()
+
+
+def test_other_models_of_the_class_are_not_touched() -> None:
+    model, other = tiny(), tiny()
+    apply_to_llama(model)
+    assert not any(isinstance(m, GatedProjections) for m in mlps(other))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({"mlp_bias": True}, torch.float32), ({"hidden_act": "gelu"}, torch.float64), ({"hidden_act": "relu"}, torch.bfloat16)],
+)
+def test_biases_activations_and_dtypes(options: dict[str, Any], dtype: torch.dtype, place: torch.device) -> None:
+    mlp = mlps(tiny(**options).to(place, dtype))[0]
+    for p in mlp.parameters():
+        nn.init.normal_(p, std=0.3)
+    x = torch.randn(3, 5, 16, device=place, dtype=dtype)
+    expected = copy.deepcopy(mlp).double()(x.double())
+    assert apply_to_llama(mlp).replaced == ("",)
+    assert_close(mlp(x), expected)
+
+
+def test_in_triton(place: torch.device) -> None:
+    mlp = mlps(tiny())[0].to(place)
+    x = torch.randn(5, 16, device=place, requires_grad=True)
+    double = copy.deepcopy(mlp).double()
+    y = double(x.double())
+    dx, *expected = torch.autograd.grad(y.sum(), [x, *double.parameters()])
+    apply_to_llama(mlp, backward="recompute")
+    with fastkron_py.backend("triton"):
+        found = mlp(x)
+        assert_close(found, y)
+        for a, b in zip(torch.autograd.grad(found.sum(), [x, *mlp.parameters()]), [dx, *expected], strict=True):
+            assert_close(a, b.to(a.dtype))
+
+
+@pytest.mark.parametrize("frozen", [(), ("gate_proj.weight",), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")])
+def test_five_steps_of_training(frozen: tuple[str, ...]) -> None:
+    def train(apply: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        model = tiny().train()
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.endswith(frozen) if frozen else True)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)  # before the change
+        if apply:
+            apply_to_llama(model)
+        losses = []
+        for _ in range(5):
+            loss = loss_of(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        return torch.stack(losses), model.state_dict()
+
+    (losses, state), (expected, expected_state) = train(True), train(False)
+    assert expected[-1] < 0.9 * expected[0]
+    assert_close(losses, expected)
+    initial = tiny().state_dict()
+    for name, t in state.items():
+        # Adam's steps are of the size lr whatever the gradient's, so that a gradient's rounding moves a weight by a part of it.
+        assert (t - expected_state[name]).abs().max() < 1e-3
+        assert torch.equal(t, initial[name]) is (bool(frozen) and name.endswith(frozen))
+
+
+def test_checkpointing_and_generation() -> None:
+    model = tiny().train()
+    gradients, tokens = gradients_of(model), model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(2, 4))
+    apply_to_llama(model)
+    assert torch.equal(model.generate(IDS[:, :4], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(2, 4)), tokens)
+    layer = model.model.layers[0]
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer.mlp(x).sum(), x)
+    for reentrant in (True, False):
+        x.grad = None
+        torch.utils.checkpoint.checkpoint(layer.mlp, x, use_reentrant=reentrant).sum().backward()
+        assert_close(x.grad, expected)
+    for name, gradient in gradients_of(model).items():
+        assert_close(gradient, gradients[name])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_in_one_graph(autocast: bool, place: torch.device) -> None:
+    mlp = mlps(tiny().to(place))[0]
+    apply_to_llama(mlp)
+    x = torch.randn(3, 16, device=place, requires_grad=True)
+    torch.compiler.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    with torch.autocast(place.type, torch.bfloat16, enabled=autocast):
+        y, expected = compiled(x), mlp(x)
+    assert y.dtype == expected.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert_close(y, expected)
+    inputs = [x, *mlp.parameters()]
+    for a, b in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True):
+        assert_close(a, b)
+    with torch.no_grad():  # the graph reads the memory that the weights have then
+        mlp.up_proj.weight.data = mlp.up_proj.weight.data.neg()
+        assert_close(compiled(x), mlp(x))
+        assert (compiled(x) - y).norm() > y.norm()
+
+
+# ---- states, copies, conversions -----------------------------------------------------------------
+
+
+def _saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "file": _saved,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_are_changed_and_can_be_changed_back(way: str) -> None:
+    model = tiny()
+    applied = apply_to_llama(model, backward="recompute")
+    logits = logits_of(model)
+    twin = COPIES[way](model)
+    applied.close()
+    assert_applied(twin)
+    assert mlps(twin)[0]._fastkron_backward == "recompute"
+    assert_same(twin.state_dict(), model.state_dict())
+    with torch.no_grad():
+        mlps(model)[0].up_proj.weight.zero_()
+    assert_close(logits_of(twin), logits)
+    revert_llama(twin)
+    assert [type(m) for m in mlps(twin)] == [type(m) for m in mlps(model)]
+    assert_close(logits_of(twin), logits)
+    assert apply_to_llama(twin).replaced
+
+
+def test_conversions_keep_weights_together() -> None:
+    mlp = mlps(tiny())[0]
+    apply_to_llama(mlp)
+    state, x = cloned(mlp.state_dict()), torch.randn(3, 16)
+    expected = mlp(x)
+
+    def assert_together(dtype: torch.dtype) -> None:
+        assert lie_together(mlp.up_proj.weight, mlp.gate_proj.weight)
+        assert mlp(x.to(dtype)).dtype == dtype
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.float32):
+        mlp.to(dtype)
+        assert_together(dtype)
+    for convert in (mlp.train, mlp.eval, mlp.share_memory, mlp.zero_grad):
+        convert()
+        assert_together(torch.float32)
+    mlp.load_state_dict(state)
+    assert_together(torch.float32)
+    assert torch.equal(mlp(x), expected)
+    mlp.to("meta").to_empty(device="cpu").load_state_dict(state)
+    assert_together(torch.float32)
+    assert torch.equal(mlp(x), expected)
+
+
+def test_states_are_those_of_transformers(tmp_path: Path) -> None:
+    model, other = tiny(), tiny()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1)
+    apply_to_llama(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert_same(cloned(loaded.state_dict()), cloned(model.state_dict()))
+    assert apply_to_llama(loaded).replaced
+    model.load_state_dict(other.state_dict())
+    assert_applied(model)
+    assert_close(logits_of(model), logits_of(other))
+    model.load_state_dict(tiny().state_dict(), assign=True)  # weights of their own: joined by a copy, still right
+    assert_close(logits_of(model), logits_of(tiny()))
+    gradients = gradients_of(tiny())
+    for name, gradient in gradients_of(model).items():
+        assert_close(gradient, gradients[name])
+
+
+# ---- what is left alone ----------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A projection that another library has wrapped."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)  # type: ignore[no-any-return]
+
+
+class OtherMLP(nn.Module):
+    """Of nobody known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+
+def _set(path: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def change(mlp: Any) -> None:
+        *parents, name = path.split(".")
+        target = mlp
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value(getattr(target, name)))
+
+    return change
+
+
+def _parameter(convert: Callable[[Tensor], Tensor]) -> Callable[[Any], nn.Parameter]:
+    return lambda p: nn.Parameter(convert(p.detach()), requires_grad=False)
+
+
+OBSTACLES: dict[str, Callable[[Any], Any]] = {
+    r"its gate_proj is \S+\.Adapter, an adapter's": _set("gate_proj", Adapter),
+    "its up_proj has hooks": lambda mlp: mlp.up_proj.register_forward_hook(lambda *_: None),
+    r"its gate_proj is \S+\.ParametrizedLinear": lambda mlp: nn.utils.parametrizations.weight_norm(mlp.gate_proj),
+    "the weight of its up_proj is on the meta device": lambda mlp: mlp.up_proj.to("meta"),
+    "the weight of its up_proj is of dtype torch.float8_e4m3fn": _set("up_proj.weight", _parameter(lambda t: t.to(torch.float8_e4m3fn))),
+    "its gate_proj and up_proj differ in dtype": _set("gate_proj.weight", _parameter(lambda t: t.double())),
+    "its gate_proj and up_proj differ in shape": _set("gate_proj.weight", _parameter(lambda t: t[:1])),
+    "its activation Tanh is not supported": _set("act_fn", lambda _: nn.Tanh()),
+    "its activation SiLU.* has a hook": lambda mlp: mlp.act_fn.register_forward_hook(lambda *_: None),
+    "only one of its gate_proj and up_proj has a bias": _set("up_proj.bias", lambda _: nn.Parameter(torch.zeros(24))),
+    "its gate_proj and up_proj have one weight": lambda mlp: setattr(mlp.gate_proj, "weight", mlp.up_proj.weight),
+    "its forward is not": _set("forward", lambda f: lambda x: f(x)),
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_what_does_not_fit_is_left_alone_and_told(reason: str) -> None:
+    model = tiny()
+    change = OBSTACLES[reason]
+    change(mlps(model)[0])
+    kind = type(mlps(model)[0])
+    applied = apply_to_llama(model)
+    assert applied.replaced == ("model.layers.1.mlp",)
+    assert list(applied.left_alone) == ["model.layers.0.mlp"]
+    assert type(mlps(model)[0]) is kind
+    assert repr(applied) == "AppliedToLlama(1 replaced, 1 left alone)"
+    alone = mlps(model)[0]
+    with pytest.raises(ValueError, match=f"model: expected MLPs that can be replaced, of LlamaMLP.*; got it: {reason}") as raised:
+        apply_to_llama(alone)
+    assert applied.left_alone["model.layers.0.mlp"] in str(raised.value)
+
+
+def test_tied_weights_are_left_alone() -> None:
+    model = tiny(num_hidden_layers=4)
+    first, second, third, _ = mlps(model)
+    second.up_proj = first.up_proj  # a module, and below memory alone
+    model.other = nn.Parameter(third.gate_proj.weight.data)
+    applied = apply_to_llama(model)
+    assert applied.replaced == ("model.layers.3.mlp",)
+    assert {reason for reason in applied.left_alone.values()} == {
+        "the weight of its up_proj shares memory with another module's",
+        "the weight of its gate_proj shares memory with another module's",
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: apply_to_llama("model"), TypeError, "model: expected a torch.nn.Module; got str"),  # type: ignore[arg-type]
+        (lambda: revert_llama(None), TypeError, "model: expected a torch.nn.Module; got None"),  # type: ignore[arg-type]
+        (lambda: apply_to_llama(tiny(), backward="keep"), ValueError, "backward: expected one of save, recompute; got 'keep'"),
+        (lambda: apply_to_llama(tiny(), precision="low"), ValueError, "precision: expected"),
+        (lambda: apply_to_llama(nn.Linear(2, 2)), ValueError, "got torch.nn.modules.linear.Linear, which has none"),
+        (lambda: apply_to_llama(OtherMLP()), ValueError, "got it: its class OtherMLP is not among LlamaMLP"),
+        (lambda: apply_to_llama(nn.ModuleList([OtherMLP() for _ in range(5)])), ValueError, "; and 2 more"),
+    ],
+)
+def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_second_time_is_refused() -> None:
+    model = tiny()
+    with apply_to_llama(model), pytest.raises(ValueError, match=r"model.layers.0.mlp: it was replaced before"):
+        apply_to_llama(model)
+    apply_to_llama(model)
+
+
+def test_what_comes_later_is_seen() -> None:
+    mlp = mlps(tiny())[0]
+    plain = copy.deepcopy(mlp)
+    apply_to_llama(mlp)
+    x = torch.randn(3, 16)
+    for path, value in (("act_fn", lambda _: nn.Tanh()), ("gate_proj", Adapter), ("down_proj", Adapter)):
+        for m in (mlp, plain):
+            _set(path, value)(m)
+        assert_close(mlp(x), plain(x))
+    handle = mlp.up_proj.register_forward_hook(lambda module, args, y: 3 * y)
+    assert_close(mlp(x), 3 * plain(x))
+    handle.remove()
+    assert_close(mlp(x), plain(x))
+
+
+def test_down_projections_with_adapters_and_functional_calls() -> None:
+    mlp = mlps(tiny())[0]
+    plain = copy.deepcopy(mlp)
+    apply_to_llama(mlp)
+    for m in (mlp, plain):
+        m.down_proj = Adapter(m.down_proj)
+    x = torch.randn(3, 16)
+    assert_close(mlp(x), plain(x))
+    state = {name: t + 0.1 for name, t in plain.state_dict().items()}
+
+    def loss(module: nn.Module, state: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, state, (x,)).square().sum()
+
+    expected = torch.func.grad(loss, argnums=1)(plain, state)
+    for name, gradient in torch.func.grad(loss, argnums=1)(mlp, state).items():
+        assert_close(gradient, expected[name])
+
+
+def test_mismatched_arguments_are_named() -> None:
+    mlp = mlps(tiny())[0]
+    apply_to_llama(mlp)
+    with pytest.raises(TypeError, match="weight"):
+        mlp(torch.randn(3, 16, dtype=torch.float64))
+    with pytest.raises(ValueError, match="weight: expected a last dimension of x's 15 inputs"):
+        mlp(torch.randn(3, 15))
