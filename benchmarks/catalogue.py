@@ -1,6 +1,6 @@
 """All benchmarks there are: import the modules that register them here."""
 
-from benchmarks import distributed, first_call, gated, gaussian_processes, kan, kat, kron, rational, rational_layers  # noqa: F401
+from benchmarks import distributed, first_call, gated, gated_llama, gaussian_processes, kan, kat, kron, rational, rational_layers  # noqa: F401
 from benchmarks.registry import Benchmark, registered
 
 

@@ -108,6 +108,7 @@ class Benchmark:
         case_seconds: that timing one case may take at most.
         unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
         apart: times the contenders itself: (parameters, device) to what it found, by contender.
+        details: from the inputs, after all, to what else is to stand in the case's JSON.
         notes: shown and written with the results.
     """
 
@@ -127,6 +128,7 @@ class Benchmark:
     case_seconds: float = math.inf
     unit_bytes: Callable[[Any], int] | None = None
     apart: Callable[[dict[str, Any], torch.device], Mapping[str, Apart]] | None = None
+    details: Callable[[Any], dict[str, Any]] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
 

@@ -203,7 +203,10 @@ def _time(
                 result.graph_times = times
 
 
-def _run_case(benchmark: Benchmark, case: Case, device: torch.device, budget: Budget, tell: Callable[[str], None]) -> list[Result]:
+def _run_case(
+    benchmark: Benchmark, case: Case, device: torch.device, budget: Budget, tell: Callable[[str], None]
+) -> tuple[list[Result], dict[str, Any]]:
+    """Results, and what else is written down."""
     problem = benchmark.inputs(case.parameters, device)
     results: dict[str, Result] = {}
     calls: dict[str, Call] = {}
@@ -224,7 +227,7 @@ def _run_case(benchmark: Benchmark, case: Case, device: torch.device, budget: Bu
             tell(f"{case.label}: memory of {result.contender}")
             result.peak_bytes = peak_bytes(call, device) if call.peak is None else call.peak
             result.peak_of_x = result.peak_bytes / benchmark.unit_bytes(problem)
-    return ordered
+    return ordered, benchmark.details(problem) if benchmark.details else {}
 
 
 def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[Result]:
@@ -243,7 +246,7 @@ def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[R
     return results
 
 
-def _described(case: Case, results: list[Result], bandwidth: float | None, device: torch.device) -> dict[str, Any]:
+def _described(case: Case, results: list[Result], details: dict[str, Any], bandwidth: float | None, device: torch.device) -> dict[str, Any]:
     """A case as the JSON file holds it. Figures of GPUs are shown beside those of GPUs only."""
     recorded = case.recorded if device.type == "cuda" else {}
     return {
@@ -255,6 +258,7 @@ def _described(case: Case, results: list[Result], bandwidth: float | None, devic
         "items": case.items,
         "recorded": {name: dataclasses.asdict(figure) for name, figure in recorded.items()},
         "results": [dataclasses.asdict(r) for r in results],
+        **({"details": details} if details else {}),
     }
 
 
@@ -327,16 +331,16 @@ def run(
     with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
         task = progress.add_task("", total=len(chosen))
 
-        def run_case(case: Case) -> list[Result]:
+        def run_case(case: Case) -> tuple[list[Result], dict[str, Any]]:
             if benchmark.apart:
-                return _run_apart(benchmark, case, target)
+                return _run_apart(benchmark, case, target), {}
             return _run_case(benchmark, case, target, budget, lambda text: progress.update(task, description=text))
 
         for case in chosen:
             if time.monotonic() > budget.deadline:
                 left_out.append(case.label)
             else:
-                cases.append(_described(case, run_case(case), bandwidth, target))
+                cases.append(_described(case, *run_case(case), bandwidth, target))
                 report.save(summary(), out)  # a run that is stopped loses one case
                 console.print(report.line(cases[-1]), highlight=False)
                 _free(target)

@@ -41,9 +41,7 @@ def lie_together(up: Tensor, gate: Tensor) -> bool:
 
 
 def _view(up: Tensor, gate: Tensor) -> Tensor:
-    """``[2, H, K]``: both where they lie together, without a gradient; else a copy."""
-    if not lie_together(up, gate):
-        return torch.stack([up, gate])
+    """``[2, H, K]``, of two that lie together; without a gradient."""
     return up.detach().as_strided((2, *up.shape), (up.numel(), *up.stride()))
 
 
@@ -85,7 +83,7 @@ def join(up: Tensor, gate: Tensor) -> Tensor:
 def _joined(tensors: Any) -> tuple[Any, ...]:
     x, up, gate, *rest = tensors
     with torch.no_grad():
-        return x, _view(up, gate), *rest
+        return x, _view(up, gate) if lie_together(up, gate) else torch.stack([up, gate]), *rest
 
 
 def _options(given: Any) -> tuple[Any, ...]:
