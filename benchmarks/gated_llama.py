@@ -17,8 +17,8 @@ from fastkron_py.cli.measure import peak_bytes
 STEPS = 50  # of the loss curve
 SUCCESSORS = 4  # of each token, so that there is something to learn: from log(vocabulary) down to log(4)
 LEARNING_RATE = 3e-4
-# Of the loss, at any of the steps. bfloat16 weights and activations round at 2^-8; two runs that round differently drift apart.
-TOLERANCES = {"bfloat16": 1e-2, "float32": 1e-4}
+# Of the loss, at any of the steps. Runs in bfloat16 that round differently drift apart, at width 256 by 4e-4; up and gate swapped: 7e-3.
+TOLERANCES = {"bfloat16": 5e-3, "float32": 1e-4}
 FALL = 0.9  # the last loss beside the first, at most: else there was nothing to compare
 
 
