@@ -73,7 +73,8 @@ def second_order(
     recorded = torch.is_grad_enabled()
     there = [t is not None for t in given]
     with torch.enable_grad():
-        dy, *inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in (dy, *given) if t is not None]
+        # Views, since dy can itself come from the tensors given: its own history is the caller's to follow.
+        dy, *inputs = [t.view_as(t) if recorded and t.requires_grad else t.detach().requires_grad_() for t in (dy, *given) if t is not None]
         y = forward(tuple(_in_place_of(inputs, there)), activation, layout)  # type: ignore[arg-type]
         gradients = _in_place_of(torch.autograd.grad(y, inputs, dy, create_graph=True), there)
         together = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None]

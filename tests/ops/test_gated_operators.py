@@ -78,6 +78,20 @@ def test_second_derivatives_through_the_kernels(backward: str, backend_name: str
         assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
 
 
+def test_gradient_penalty(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Where dy is itself a function of x, the gradients of gradients follow it once."""
+    x, weight = (torch.randn(s, generator=generator, dtype=torch.float64).to(device).requires_grad_() for s in ((5, 6), (2, 4, 6)))
+
+    def penalty(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+        return list(torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (x, weight)))
+
+    with fastkron_py.backend(backend_name):
+        found = penalty(gated_linear(x, weight, layout="stacked"))
+    for f, e in zip(found, penalty(expected(x, weight[0], weight[1], "silu")), strict=True):
+        torch.testing.assert_close(f, e)
+
+
 @pytest.mark.parametrize(
     ("needs", "layout"),
     [
