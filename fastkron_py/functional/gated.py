@@ -117,7 +117,7 @@ def _call(arguments: Any, activation: Any, layout: Any, backward: Any, precision
     described = (check_activation(activation), layout, precision)
     if isinstance(arguments[0], Tensor):
         return _gated_linear(arguments, backward, described)
-    given = {label: a for label, a in zip(_LABELS, arguments, strict=True) if a is not None}
+    given = {label: a for label, a in zip(_LABELS, arguments, strict=True) if a is not None or label == "x"}
     bridge = find_bridge(list(given.values()), list(given))
     with bridge.context():
         loaded = {label: bridge.load(a, label) for label, a in given.items()}

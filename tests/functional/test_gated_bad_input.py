@@ -13,6 +13,7 @@ from fastkron_py.functional import gated_mlp
 X, W, S = torch.randn(5, 3), torch.randn(8, 3), torch.randn(2, 4, 3)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "x of another kind": (lambda: gated_linear([1.0], W), TypeError, ""),
+    "no x": (lambda: gated_linear(None, W), TypeError, "x: "),
     "x of integers": (lambda: gated_linear(X.long(), W.long()), TypeError, "x: expected a dtype among float16, bfloat16, float32, float64"),
     "complex x": (
         lambda: gated_linear(X + 0j, W + 0j),
