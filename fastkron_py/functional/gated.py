@@ -10,7 +10,7 @@ from torch import Tensor
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_precision, check_tensor
-from fastkron_py.ops import gated as operator
+from fastkron_py.ops import recorded_gated
 from fastkron_py.ops.backend import requested_backend
 
 ArrayT = TypeVar("ArrayT")
@@ -111,6 +111,10 @@ _LABELS: Final = ("x", "weight", "bias", "down", "down_bias")
 
 def _call(arguments: Any, activation: Any, layout: Any, backward: Any, precision: Any) -> Any:
     """Check what is no tensor, and load what is another library's array."""
+    if not torch.compiler.is_compiling():
+        y = recorded_gated.replay(arguments, activation, layout, backward, precision)
+        if y is not None:
+            return y
     check_precision(precision)
     check_choice("layout", layout, LAYOUTS)
     check_choice("backward", backward, BACKWARDS)
@@ -190,7 +194,7 @@ def _gated_linear(tensors: Any, backward: str, described: tuple[str, str, str | 
     _check_tensors(x, weight, bias, down, down_bias, described[1])
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     chosen = "" if torch.compiler.is_compiling() else requested_backend()
-    return operator.gated_linear(tensors, backward == "save", *described, chosen)
+    return recorded_gated.gated_linear(tensors, backward, *described, chosen)
 
 
 def _autocast(t: Any, device_type: str) -> Any:

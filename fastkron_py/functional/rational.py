@@ -11,10 +11,11 @@ from torch import Tensor
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.kron import _has_autocast, autocasted
-from fastkron_py.ops import linear_rational as fused
 from fastkron_py.ops import rational as operator
 from fastkron_py.ops import rational_recorded as recorded
+from fastkron_py.ops import recorded_linear_rational as recorded_fused
 from fastkron_py.ops.backend import requested_backend
+from fastkron_py.ops.linear_rational import is_fused
 
 ArrayT = TypeVar("ArrayT")
 
@@ -176,9 +177,13 @@ def linear_rational(
         raise type_error("x", "a torch tensor", type_name(x))
     if not (version == "D" and training and noise):
         tensors = (x, weight, bias, numerator, denominator)
-        if fused.is_fused(*tensors, _autocast_dtype(x)):
+        formula = "B" if version == "D" else version
+        y = None if torch.compiler.is_compiling() else recorded_fused.replay(*tensors, formula)
+        if y is not None:
+            return y
+        if is_fused(*tensors, _autocast_dtype(x)):
             x, (weight,), bias = autocasted(x, [weight], bias)
-            return fused.linear_rational(x, weight, bias, numerator, denominator, "B" if version == "D" else version)
+            return recorded_fused.linear_rational(x, weight, bias, numerator, denominator, formula)
     z = torch.nn.functional.linear(x, weight, bias)
     return rational(z, numerator, denominator, version=version, training=training, noise=noise)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -110,18 +113,45 @@ def _operand(t: Tensor, share: int = 1) -> _Operand:
     return _Operand(_stride(t), is_describable(t), t.dtype, share)
 
 
-def _source(t: Tensor | None, operand: _Operand | None, box: Sequence[int]) -> Any:
-    """What the kernel gets for a matrix: a descriptor of boxes, or the tensor."""
-    if t is None or operand is None or not operand.described:
-        return t
+class _Watched(threading.local):
+    """Launches of this thread are written down here."""
+
+    seen: list[Launched] | None = None
+
+
+_WATCHED: Final = _Watched()
+_generations = itertools.count(1)
+_generation = 0  # of plans: another one when they are forgotten
+
+_Template = dict[str, Any]
+_new = object.__new__
+
+
+def _template(t: Tensor | None, operand: _Operand | None, box: Sequence[int] | None) -> _Template | None:
+    """What a matrix's descriptor of boxes holds besides the matrix, checked by Triton; None where the kernel gets the tensor."""
+    if t is None or operand is None or box is None or not operand.described:
+        return None
     strides = [*t.stride()[:-2], operand.stride, 1]
-    return TensorDescriptor(t, list(t.shape), strides, list(box))
+    held = vars(TensorDescriptor(t, list(t.shape), strides, list(box)))
+    return {name: value for name, value in held.items() if name != "base"}
 
 
-class _Plan:
+def _source(t: Any, template: _Template | None) -> Any:
+    """What the kernel gets for a matrix: a descriptor, equal to one that is made and checked anew, or the tensor."""
+    if template is None:
+        return t
+    made: Any = _new(TensorDescriptor)
+    made.__dict__ = {**template, "base": t}
+    return made
+
+
+class Plan:
     """A launch, ready to be repeated."""
 
     def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._generation = _generation
+        self._templates: tuple[_Template | None, ...] | None = None
         sizes = kind.sizes()
         self.tile = tile = kind.tile or tuning.gemm_tile(sizes)
         self.box_a = (tile.block_m, tile.block_k)
@@ -164,12 +194,60 @@ class _Plan:
         stages = range(tile.stages, 0, -1)
         self.launch = Launcher([Way(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 
+    def is_current(self) -> bool:
+        """Whether launches have not been forgotten since it was made."""
+        return self._generation == _generation
 
-_plan = lru_cache(maxsize=512)(_Plan)
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        others: Sequence[Tensor | None],
+        tensors: tuple[Tensor, ...],
+    ) -> None:
+        """Launch on operands of the plan's kind, on their device; others are out, pair, pair2 and side.
+
+        After the first time only addresses are read of a, b, bias and out, which may then be any views of the same memory; what has a
+        descriptor begins at a 16-byte boundary.
+        """
+        templates = self._templates
+        if templates is None:
+            operands = (self._kind.a, self._kind.b, *self._kind.others)
+            boxes = (self.box_a, self.box_b, *self.boxes)
+            found = [_template(t, o, box) for t, o, box in zip((a, b, *others), operands, boxes, strict=True)]
+            templates = self._templates = tuple(found)
+        # What is absent is never read; a pointer stands in, since None would make another kind of kernel.
+        sources = [a if t is None else _source(t, template) for t, template in zip(others, templates[2:], strict=True)]
+        self.launch(_source(a, templates[0]), _source(b, templates[1]), a if bias is None else bias, *sources, tensors or (a,))
+
+
+class Launched(NamedTuple):
+    """A launch that was made, and what it read: a, b, bias, and further tensors."""
+
+    plan: Plan
+    operands: tuple[Tensor | None, ...]
+
+
+_plan = lru_cache(maxsize=512)(Plan)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Launched]]:
+    """A list of what is launched inside the ``with`` block, in this thread."""
+    before = _WATCHED.seen
+    seen: list[Launched] = []
+    _WATCHED.seen = seen
+    try:
+        yield seen
+    finally:
+        _WATCHED.seen = before
 
 
 def forget_launches() -> None:
     """Choose every launch anew when it is next needed."""
+    global _generation
+    _generation = next(_generations)
     _plan.cache_clear()
 
 
@@ -233,7 +311,6 @@ def gemm(
             tile,
         )
         plan = _plan(kind)
-        sources = [_source(t, o, box) for t, o, box in zip(others, operands, plan.boxes, strict=True)]  # type: ignore[arg-type]
-        # What is absent is never read; a pointer stands in, since None would make another kind of kernel.
-        sources = [a if s is None else s for s in sources]
-        plan.launch(_source(a, kind.a, plan.box_a), _source(b, kind.b, plan.box_b), a if bias is None else bias, *sources, tensors or (a,))
+        plan(a, b, bias, others, tensors)
+        if _WATCHED.seen is not None:
+            _WATCHED.seen.append(Launched(plan, (a, b, bias, *tensors)))

@@ -42,7 +42,7 @@ Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 _LONGEST_SUM: Final = 512
 
 
-def _sizes(x: Tensor, weight: Tensor, down: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
+def sizes(x: Tensor, weight: Tensor, down: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
     """(rows, H, shape of the result)."""
     hidden = weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
     return x.shape[:-1].numel(), hidden, (*x.shape[:-1], hidden if down is None else down.shape[0])
@@ -69,7 +69,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """(result, pairs ``[M, 2 H]`` where they are saved)."""
     x, weight, bias, down, down_bias = tensors
-    rows, _, shape = _sizes(x, weight, down)
+    rows, _, shape = sizes(x, weight, down)
     pairs: Tensor | None
     with unseen_by_autograd(x), torch.no_grad():
         x2 = x.reshape(rows, x.shape[-1])
@@ -133,7 +133,7 @@ def _gradients(dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: Sequen
     """[dx] + [dW] + [db] + [dD] + [dc], those that are needed; in_place: pairs may be overwritten."""
     x, weight, bias, down, down_bias = tensors
     need_x, need_weight, need_bias, need_down, need_down_bias = needs
-    rows, _, _ = _sizes(x, weight, down)
+    rows, _, _ = sizes(x, weight, down)
     found: list[Tensor | None] = [None] * COUNT
     with unseen_by_autograd(x), torch.no_grad(), torch_products(x, options[2]):
         x2, dy2 = x.reshape(rows, x.shape[-1]), dy.reshape(rows, dy.shape[-1])
@@ -214,12 +214,12 @@ BACKWARD_OPERATOR = torch.ops.fastkron.gated_linear_backward
 
 @torch.library.register_fake("fastkron::gated_linear", lib=LIBRARY)
 def _(x, weight, bias, down, *rest):  # type: ignore[no-untyped-def]
-    return x.new_empty(_sizes(x, weight, down)[2])
+    return x.new_empty(sizes(x, weight, down)[2])
 
 
 @torch.library.register_fake("fastkron::gated_linear_saving", lib=LIBRARY)
 def _(x, weight, bias, down, *rest):  # type: ignore[no-untyped-def]
-    rows, hidden, shape = _sizes(x, weight, down)
+    rows, hidden, shape = sizes(x, weight, down)
     return x.new_empty(shape), x.new_empty((rows, 2 * hidden))
 
 
@@ -297,6 +297,24 @@ torch.library.register_vmap("fastkron::gated_linear_backward", _vmap_backward, l
 # ---- eager calls, with less ado than the dispatcher's wrapper ----------------------------------
 
 
+def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """Gradients of an autograd function's two constants and of the tensors, of which it saved the tensors and, or None, the pairs."""
+    *tensors, pairs = ctx.saved_tensors
+    needs = ctx.needs_input_grad[2:]
+    if not any(needs):
+        return (None,) * (2 + COUNT)
+    given = (dy, *tensors)
+    if not is_ordinary(given) or wants_gradient(given):
+        found = _Gradients.apply(needs, ctx.options, pairs, *given)  # type: ignore[no-untyped-call]
+        return None, None, *_take(found, needs)
+    # Pairs belong to this graph alone. One that is not kept for another backward pass needs them no longer.
+    in_place = pairs is not None and not torch._C._autograd._get_current_graph_task_keep_graph()
+    found = _gradients(dy, tuple(tensors), pairs, needs, in_place, *ctx.options)
+    if in_place:
+        torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
+    return None, None, *_take(found, needs)
+
+
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, saving: bool, options: tuple[Any, ...], *tensors: Any) -> Tensor:
@@ -305,22 +323,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.options = options
         return y
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        *tensors, pairs = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        if not any(needs):
-            return (None,) * (2 + COUNT)
-        given = (dy, *tensors)
-        if not is_ordinary(given) or wants_gradient(given):
-            found = _Gradients.apply(needs, ctx.options, pairs, *given)  # type: ignore[no-untyped-call]
-            return None, None, *_take(found, needs)
-        # Pairs belong to this graph alone. One that is not kept for another backward pass needs them no longer.
-        in_place = pairs is not None and not torch._C._autograd._get_current_graph_task_keep_graph()
-        found = _gradients(dy, tuple(tensors), pairs, needs, in_place, *ctx.options)
-        if in_place:
-            torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
-        return None, None, *_take(found, needs)
+    backward = staticmethod(backward)
 
 
 class _Gradients(torch.autograd.Function):

@@ -6,6 +6,7 @@ shall be derived further.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,27 @@ def _forward(
         return y.reshape(shape), None if z is None else z.reshape(shape)
 
 
+def backward(ctx: Any, dy: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Those gradients of the five tensors that are needed, of an autograd function that saved them, and the linear layer's result."""
+    x, weight, bias, a, b, z = ctx.saved_tensors
+    need_x, need_weight, need_bias, need_a, need_b = needs
+    with torch.autocast(dy.device.type, enabled=False):  # dtypes were settled before
+        if torch.is_grad_enabled():  # z as made by the kernel is a constant to autograd
+            z = linear(x, weight, bias)
+        need_z, need_coefficients = need_x or need_weight or need_bias, need_a or need_b
+        found = iter(rational_operator._gradients_by_function(dy, z, a, b, need_z, need_coefficients, ctx.version, ""))
+        dx = dweight = dbias = da = db = None
+        if need_z:
+            dz = next(found)
+            rows = dz.reshape(-1, weight.shape[0])
+            dx = dz @ weight if need_x else None
+            dweight = rows.mT @ x.reshape(-1, x.shape[-1]) if need_weight else None
+            dbias = rows.sum(0) if need_bias else None
+        if need_coefficients:
+            da, db = next(found), next(found)
+        return dx, dweight, dbias, da if need_a else None, db if need_b else None
+
+
 class _LinearRational(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, version: str) -> Tensor:
@@ -85,23 +107,7 @@ class _LinearRational(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, a, b, z = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[:5]
-        with torch.autocast(dy.device.type, enabled=False):  # dtypes were settled before
-            if torch.is_grad_enabled():  # z as made by the kernel is a constant to autograd
-                z = linear(x, weight, bias)
-            need_z, need_coefficients = need_x or need_weight or need_bias, need_a or need_b
-            found = iter(rational_operator._gradients_by_function(dy, z, a, b, need_z, need_coefficients, ctx.version, ""))
-            dx = dweight = dbias = da = db = None
-            if need_z:
-                dz = next(found)
-                rows = dz.reshape(-1, weight.shape[0])
-                dx = dz @ weight if need_x else None
-                dweight = rows.mT @ x.reshape(-1, x.shape[-1]) if need_weight else None
-                dbias = rows.sum(0) if need_bias else None
-            if need_coefficients:
-                da, db = next(found), next(found)
-            return dx, dweight, dbias, da if need_a else None, db if need_b else None, None
+        return *backward(ctx, dy, ctx.needs_input_grad[:5]), None
 
 
 def linear_rational(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, version: str) -> Tensor:

@@ -1,0 +1,115 @@
+"""What gated and rational linear layers hand to the driver on a machine without a GPU, as if it had an H100, as JSON.
+
+Triton's own launcher takes descriptors apart; what it would encode and launch is written down.
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.backends.nvidia.driver as nvidia
+from launch_without_gpu import H100, LAUNCHES, launched, plain
+from triton.runtime import driver
+
+import fastkron_py
+from fastkron_py.functional import gated_mlp
+from fastkron_py.functional.rational import linear_rational
+from fastkron_py.kernels import gemm_launch, rational_gemm_launch, rational_triton
+from fastkron_py.ops import backend, recorded_gated, recorded_linear_rational
+from fastkron_py.ops import linear_rational as rational_operator
+
+ENCODED: list[Any] = []
+SERVED: list[bool] = []  # of the calls that were looked up
+
+
+def encode(*arguments: Any) -> str:
+    """Stands for the driver's encoding of a descriptor."""
+    ENCODED.append(plain(tuple([tuple(a) if isinstance(a, list) else a for a in arguments])))
+    return "descriptor"
+
+
+class Driver(H100):
+    """With Triton's own handling of descriptors."""
+
+    class utils(H100.utils):
+        fill_tma_descriptor = staticmethod(encode)
+        fill_tma_descriptor_tiled = staticmethod(encode)
+
+    class launcher_cls:
+        def __init__(self, src: Any, metadata: Any) -> None:
+            self.launch = nvidia.wrap_handle_tensordesc(self.write_down, dict(src.signature), getattr(metadata, "tensordesc_meta", None))
+            # How many arguments come before the kernel's own, and whether those are one tuple.
+            self.ahead = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)
+
+        def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+            metadata, arguments = rest[:4], rest[4:]
+            grid = (x, y, z, stream)
+            if self.ahead is None:
+                self.launch(*grid, function, *metadata, arguments)
+            else:
+                self.launch(*grid, function, *metadata, *(None,) * (self.ahead - 9), *arguments)
+
+        def write_down(self, *given: Any) -> None:
+            arguments = given[-1] if self.ahead is None else given[self.ahead :]
+            LAUNCHES.append({"grid": given[:4], "arguments": plain(tuple(arguments)), "encoded": list(ENCODED)})
+            ENCODED.clear()
+
+
+def seen(module: Any) -> None:
+    """Write down whether a record serves a call."""
+    inner = module.replay
+
+    def replay(*arguments: Any) -> Any:
+        y = inner(*arguments)
+        SERVED.append(y is not None)
+        return y
+
+    module.replay = replay
+
+
+def ways(call: Callable[[], Any]) -> dict[str, Any]:
+    """Launches through the JIT function, the long way with the compiled kernel, and repeated."""
+    found: dict[str, Any] = {"served": []}
+    for way in ("first", "compiled", "repeated"):
+        if way != "repeated":
+            recorded_gated.RECORDS.forget()
+            recorded_linear_rational.RECORDS.forget()
+        SERVED.clear()
+        found[way] = launched(call)
+        found["served"].append(any(SERVED))
+    return found
+
+
+def main() -> None:
+    driver.set_active(Driver())  # type: ignore[no-untyped-call]
+    for module in (gemm_launch, rational_gemm_launch, rational_triton):
+        module._multiprocessors = lambda device: 132  # type: ignore[attr-defined]
+    backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
+    for module in (recorded_gated, recorded_linear_rational):
+        seen(module)
+    rational_operator.fuses = lambda *sizes: True
+    x, weight = torch.randn(2, 33, 64, dtype=torch.bfloat16), torch.randn(256, 64, dtype=torch.bfloat16)
+    bias, down = torch.randn(256, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
+    a, b = torch.randn(8, 6), torch.randn(8, 4)
+    learned = weight.clone().requires_grad_()
+    calls = {
+        "interleaved": lambda: fastkron_py.gated_linear(x, weight),
+        "interleaved, with bias": lambda: fastkron_py.gated_linear(x, weight, bias=bias),
+        "saving": lambda: fastkron_py.gated_linear(x, learned),
+        "saving, stacked": lambda: fastkron_py.gated_linear(x, learned.view(2, 128, 64), layout="stacked"),
+        "recomputing": lambda: fastkron_py.gated_linear(x, learned, backward="recompute"),
+        "whole": lambda: gated_mlp(x, weight, down),
+        "rational": lambda: linear_rational(x, weight, bias, a, b),
+        "rational, kept": lambda: linear_rational(x, learned, None, a, b),
+    }
+    given = [t.data_ptr() for t in (x, weight, bias, learned, a, b)]
+    with fastkron_py.backend("triton"):
+        print(json.dumps({"given": given, "calls": {name: ways(call) for name, call in calls.items()}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What a recognised linear layer hands to the driver, on a machine without a GPU: what the long way does, argument by argument."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("launch_without_gpu")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("launch_gemm_without_gpu.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_same_launches(found: dict[str, Any]) -> None:
+    """Through the JIT function, as a compiled kernel, and repeated: results lie elsewhere, all else is equal."""
+    assert len(found["calls"]) == 8
+    given = set(found["given"])
+    for name, ways in found["calls"].items():
+        (first,) = ways["first"]
+        assert sum(argument == "descriptor" for argument in first["arguments"]) == len(first["encoded"]) >= 3, name
+        for way in ("compiled", "repeated"):
+            (launch,) = ways[way]
+            assert launch["grid"] == first["grid"]
+            assert launch["arguments"] == first["arguments"], (name, way)
+            for a, b in zip(launch["encoded"], first["encoded"], strict=True):
+                assert a[1:] == b[1:], (name, way)  # box, sizes, strides, kind of element, padding
+                assert a[0] == b[0] or not {a[0], b[0]} & given, (name, way)
+
+
+def test_calls_differ(found: dict[str, Any]) -> None:
+    """Else the above could not fail."""
+    launches = [json.dumps(ways["first"][0]["arguments"]) for ways in found["calls"].values()]
+    assert len(set(launches)) >= 5
+
+
+def test_repeated_calls_were_recognised(found: dict[str, Any]) -> None:
+    assert all(ways["served"] == [False, False, True] for ways in found["calls"].values())
