@@ -90,27 +90,35 @@ def has_descriptors(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _stride(t: Tensor) -> int:
-    """Of rows ``[..., R, C]``; of a single row, one that a descriptor can have."""
-    return t.stride(-2) if t.shape[-2] > 1 else -(-t.shape[-1] // 8) * 8
+def _layout(t: Tensor) -> tuple[int, bool]:
+    """(stride of rows ``[..., R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
+    shape, strides, size = t.shape, t.stride(), t.element_size()
+    rows, columns = shape[-2:]
+    stride = strides[-2] if rows > 1 else -(-columns // 8) * 8
+    step = stride * size
+    described = (
+        has_descriptors(t.device)
+        and t.data_ptr() % 16 == 0
+        and columns * size >= 16
+        and stride >= columns
+        and 0 < step < _FARTHEST
+        and step % 16 == 0
+        and rows < _LONGEST
+        and columns < _LONGEST
+    )
+    if described and len(shape) > 2:
+        steps = [s * size for s, n in zip(strides[:-2], shape[:-2], strict=True) if n > 1]
+        described = all([0 < s < _FARTHEST and s % 16 == 0 for s in steps]) and all([n < _LONGEST for n in shape[:-2]])
+    return stride, described
 
 
 def is_describable(t: Tensor) -> bool:
     """Whether a matrix, or a pair of them, can have a descriptor."""
-    size = t.element_size()
-    strides = [_stride(t), *[s for s, n in zip(t.stride()[:-2], t.shape[:-2], strict=True) if n > 1]]
-    return (
-        has_descriptors(t.device)
-        and t.data_ptr() % 16 == 0
-        and t.shape[-1] * size >= 16
-        and all(s * size % 16 == 0 and 0 < s * size < _FARTHEST for s in strides)
-        and _stride(t) >= t.shape[-1]
-        and all(n < _LONGEST for n in t.shape)
-    )
+    return _layout(t)[1]
 
 
 def _operand(t: Tensor, share: int = 1) -> _Operand:
-    return _Operand(_stride(t), is_describable(t), t.dtype, share)
+    return _Operand(*_layout(t), t.dtype, share)
 
 
 class _Watched(threading.local):
