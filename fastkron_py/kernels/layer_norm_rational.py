@@ -8,7 +8,7 @@ second kernel, over programs, and by `_rational_coefficients_kernel`, over the c
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.rational_function import _appended, _denominator, _denominator_sum, _polynomial, _reciprocal, _times_sign
+from fastkron_py.kernels.rational_function import _add_coefficients, _appended, _rational, _rational_slopes
 
 _NUMBERS = ("rows", "stride_ag", "stride_ai", "stride_bg", "stride_bj")
 
@@ -79,9 +79,7 @@ def _layer_norm_rational_fwd_kernel(
         centred = tl.where(mask, x - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CHANNELS + EPS)
         h = centred * rstd[:, None] * weight + bias
-        p, _dp = _polynomial(a, h, A_COUNT)
-        s, _ds = _denominator_sum(b, h, B_COUNT, VERSION)
-        y = p * _reciprocal(_denominator(s, VERSION), APPROXIMATE)
+        y = _rational(a, b, h, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
         tl.store(y_ptr + tile, y.to(y_ptr.dtype.element_ty), mask=mask)
         tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -123,8 +121,6 @@ def _layer_norm_rational_bwd_kernel(
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
     a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, A_COUNT, DTYPE, False)
     b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
-    B_FIRST: tl.constexpr = 0 if VERSION == "C" else 1
-    POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
     sum_norm = _zero_tiles(ROWS, BLOCK, 2, DTYPE)
     sum_a = _zero_tiles(ROWS, BLOCK, A_COUNT, DTYPE)
     sum_b = _zero_tiles(ROWS, BLOCK, B_COUNT, DTYPE)
@@ -140,36 +136,11 @@ def _layer_norm_rational_bwd_kernel(
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         normal = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
         h = normal * weight + bias
-        p, dp = _polynomial(a, h, A_COUNT)
-        s, ds = _denominator_sum(b, h, B_COUNT, VERSION)
-        q = _denominator(s, VERSION)
         if VERSION == "N":
-            q = tl.where(mask, q, 1.0)  # a pole in rows that are not there would make NaN of their zeros
-        inverse = _reciprocal(q, APPROXIMATE)
-        u = dy * inverse  # of P
-        v = -u * (p * inverse)  # of Q
-        odd = v
-        even = v
-        if VERSION == "A":
-            odd = _times_sign(v, h)  # so that h^j may stand for |h|^j
-        elif VERSION != "N":
-            odd = _times_sign(v, s)
-            even = odd
-        dh = u * dp + odd * ds
+            h = tl.where(mask, h, 0.0)  # where S is zero: a pole in rows that are not there would make NaN of their zeros
+        dh, u, even, odd = _rational_slopes(a, b, h, dy, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
         sum_norm = (sum_norm[0] + dh * normal, sum_norm[1] + dh)
-        next_a = ()
-        next_b = ()
-        power = h
-        for k in tl.static_range(POWERS):
-            if k > 1:
-                power = power * h
-            if k < A_COUNT:
-                next_a = _appended(next_a, sum_a[k] + (u if k == 0 else u * power))
-            if k >= B_FIRST and k < B_FIRST + B_COUNT:
-                term = even if k % 2 == 0 else odd
-                next_b = _appended(next_b, sum_b[k - B_FIRST] + (term if k == 0 else term * power))
-        sum_a = next_a
-        sum_b = next_b
+        sum_a, sum_b = _add_coefficients(sum_a, sum_b, h, u, even, odd, A_COUNT, B_COUNT, VERSION, False)
         scaled = dh * weight
         along = tl.sum(scaled * normal, 1) / CHANNELS
         level = tl.sum(scaled, 1) / CHANNELS

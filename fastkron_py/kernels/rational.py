@@ -7,7 +7,7 @@ it keeps in registers. The arithmetic is float32, or float64 for float64 tensors
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.rational_function import _appended, _load_coefficients, _rational, _rational_slopes
+from fastkron_py.kernels.rational_function import _add_coefficients, _appended, _load_coefficients, _rational, _rational_slopes
 
 # Integers, of which a kernel compiled for special values would gain nothing: how vectors lie is spelled out.
 _NUMBERS = (
@@ -230,8 +230,6 @@ def _rational_bwd_kernel(
     offset = row * stride_x + (group * per_run + column) * VECTOR
     offset_dy = row * stride_dy + (group * per_run + column) * VECTOR
     offset_dx = row * stride_dx + (group * per_run + column) * VECTOR
-    B_FIRST: tl.constexpr = 0 if VERSION == "C" else 1
-    POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
     sum_a = _zeros(BLOCK, A_COUNT, DTYPE)
     sum_b = _zeros(BLOCK, B_COUNT, DTYPE)
     for _ in range(count):
@@ -243,19 +241,7 @@ def _rational_bwd_kernel(
         if NEED_X:
             _store(dx_ptr, tile if SAME_STRIDES else _elements(offset_dx, VECTOR), dx, valid, MASKED)
         if NEED_COEFFICIENTS:
-            next_a = ()
-            next_b = ()
-            power = x
-            for k in tl.static_range(POWERS):
-                if k > 1:
-                    power = power * x
-                if k < A_COUNT:
-                    next_a = _appended(next_a, sum_a[k] + tl.sum(u if k == 0 else u * power, 1))
-                if k >= B_FIRST and k < B_FIRST + B_COUNT:
-                    term = even if k % 2 == 0 else odd
-                    next_b = _appended(next_b, sum_b[k - B_FIRST] + tl.sum(term if k == 0 else term * power, 1))
-            sum_a = next_a
-            sum_b = next_b
+            sum_a, sum_b = _add_coefficients(sum_a, sum_b, x, u, even, odd, A_COUNT, B_COUNT, VERSION, True)
         offset, column = _advance(offset, column, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
         if not SAME_STRIDES:
             offset_dy, column_dy = _advance(offset_dy, column_dy, step, rows_per_period, per_run, stride_dy, BLOCK, VECTOR, MODE)

@@ -103,3 +103,41 @@ def _rational_slopes(a, b, x, dy, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, 
         odd = _times_sign(v, s)
         even = odd
     return u * dp + odd * ds, u, even, odd
+
+
+@triton.jit
+def _add_coefficients(
+    sum_a,
+    sum_b,
+    x,
+    u,
+    even,
+    odd,
+    A_COUNT: tl.constexpr,
+    B_COUNT: tl.constexpr,
+    VERSION: tl.constexpr,
+    ALONG: tl.constexpr,  # terms are summed along their last dimension first
+):
+    """(sum_a, sum_b) with one more term each: the coefficients' gradients, of what `_rational_slopes` gives."""
+    B_FIRST: tl.constexpr = 0 if VERSION == "C" else 1
+    POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
+    next_a = ()
+    next_b = ()
+    power = x
+    for k in tl.static_range(POWERS):
+        if k > 1:
+            power = power * x
+        if k < A_COUNT:
+            next_a = _appended(next_a, sum_a[k] + _term(u, power, k, ALONG))
+        if k >= B_FIRST and k < B_FIRST + B_COUNT:
+            next_b = _appended(next_b, sum_b[k - B_FIRST] + _term(even if k % 2 == 0 else odd, power, k, ALONG))
+    return next_a, next_b
+
+
+@triton.jit
+def _term(value, power, k: tl.constexpr, ALONG: tl.constexpr):
+    if k > 0:
+        value = value * power
+    if ALONG:
+        value = tl.sum(value, 1)
+    return value
