@@ -6,13 +6,11 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.layer_norm_rational import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
-from fastkron_py.kernels.rational import _rational_coefficients_kernel
+from fastkron_py.kernels.rational_triton import Coefficients, coefficients
 from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
 from fastkron_py.tuning.layer_norm_rational import RowWalk, walk
 
@@ -26,49 +24,26 @@ class _Kind(NamedTuple):
 
     rows: int
     channels: int
-    a_shape: tuple[int, ...]
-    a_strides: tuple[int, ...]
-    b_shape: tuple[int, ...]
-    b_strides: tuple[int, ...]
+    function: Coefficients
     eps: float
-    version: str
     dtypes: tuple[torch.dtype, ...]
-    device: torch.device
-
-    @property
-    def groups(self) -> int:
-        """Of channels."""
-        return max(self.a_shape[0], self.b_shape[0])
 
 
 def _kind(x: Tensor, others: tuple[Tensor, ...], a: Tensor, b: Tensor, eps: float, version: str) -> _Kind:
     dtypes = tuple(t.dtype for t in (x, *others, a, b))
     c = x.shape[-1]
-    return _Kind(x.numel() // c, c, tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), eps, version, dtypes, x.device)
-
-
-def _is_approximate(kind: _Kind) -> bool:
-    single = torch.float64 not in kind.dtypes
-    return single and kind.device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+    return _Kind(x.numel() // c, c, coefficients(a, b, version, dtypes), eps, dtypes)
 
 
 def _arguments(kind: _Kind, chosen: RowWalk) -> dict[str, Any]:
     return {
+        **kind.function.arguments(),
         "rows": kind.rows,
-        "stride_ag": kind.a_strides[0] if kind.a_shape[0] > 1 else 0,
-        "stride_ai": kind.a_strides[1],
-        "stride_bg": kind.b_strides[0] if kind.b_shape[0] > 1 else 0,
-        "stride_bj": kind.b_strides[1],
         "CHANNELS": kind.channels,
-        "WIDTH": kind.channels // kind.groups,
-        "A_COUNT": kind.a_shape[1],
-        "B_COUNT": kind.b_shape[1],
-        "VERSION": kind.version,
+        "WIDTH": kind.channels // max(kind.function.a_shape[0], kind.function.b_shape[0]),
         "ROWS": chosen.rows,
         "BLOCK": chosen.block,
         "STAGES": chosen.stages,
-        "APPROXIMATE": _is_approximate(kind),
-        "DTYPE": tl.float64 if torch.float64 in kind.dtypes else tl.float32,
         "num_warps": chosen.num_warps,
     }
 
@@ -77,7 +52,7 @@ class _Forward:
     """The launch of one kind of forward pass."""
 
     def __init__(self, kind: _Kind) -> None:
-        chosen = walk(kind.rows, kind.channels, _multiprocessors(kind.device), backward=False)
+        chosen = walk(kind.rows, kind.channels, _multiprocessors(kind.function.device), backward=False)
         arguments = {"EPS": kind.eps, **_arguments(kind, chosen)}
         self.launch = Launcher([Way(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
 
@@ -86,28 +61,15 @@ class _Backward:
     """The launches of one kind of backward pass."""
 
     def __init__(self, kind: _Kind) -> None:
-        chosen = walk(kind.rows, kind.channels, _multiprocessors(kind.device), backward=True)
+        chosen = walk(kind.rows, kind.channels, _multiprocessors(kind.function.device), backward=True)
         self.launch = Launcher([Way(_layer_norm_rational_bwd_kernel, (chosen.programs,), _arguments(kind, chosen))])
-        self.dtype = torch.float64 if torch.float64 in kind.dtypes else torch.float32
-        self.coefficients = kind.a_shape[1] + kind.b_shape[1]
+        self.dtype = kind.function.dtype
+        self.coefficients = kind.function.terms
         self.programs = chosen.programs
         sizes = {"programs": chosen.programs, "CHANNELS": kind.channels, "BLOCK_P": PROGRAM_BLOCK, "BLOCK_C": COLUMN_BLOCK}
         blocks = -(-kind.channels // COLUMN_BLOCK)
         self.columns = Launcher([Way(_columns_kernel, ((2 + self.coefficients) * blocks,), {**sizes, "num_warps": 4})])
-        sums = {
-            "stride_bg": kind.b_strides[0],
-            "stride_bj": kind.b_strides[1],
-            "count": kind.channels,
-            "A_GROUPS": kind.a_shape[0],
-            "B_GROUPS": kind.b_shape[0],
-            "A_COUNT": kind.a_shape[1],
-            "B_COUNT": kind.b_shape[1],
-            "VERSION": kind.version,
-            "BLOCK": GROUP_BLOCK,
-            "num_warps": 4,
-        }
-        grid = (kind.a_shape[0] * kind.a_shape[1] + kind.b_shape[0] * kind.b_shape[1],)
-        self.sum = Launcher([Way(_rational_coefficients_kernel, grid, sums)])
+        self.sum = kind.function.sums(kind.channels, GROUP_BLOCK, 4)
 
 
 _forward = lru_cache(maxsize=256)(_Forward)

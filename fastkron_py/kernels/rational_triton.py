@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -19,34 +20,80 @@ from fastkron_py.tuning.rational import BACKWARD, FORWARD, Preference, Runs, Wal
 SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
 
 
-class _Kind(NamedTuple):
-    """All that a launch depends on, but for the addresses."""
+def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
+    return dtype != torch.float64 and device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
 
-    runs: Runs
+
+class Coefficients(NamedTuple):
+    """What a launch depends on of a rational function, but for the addresses."""
+
     a_shape: tuple[int, ...]
     a_strides: tuple[int, ...]
     b_shape: tuple[int, ...]
     b_strides: tuple[int, ...]
     version: str
-    dtypes: tuple[torch.dtype, ...]
+    dtype: torch.dtype  # that it is computed in
     device: torch.device
+
+    @property
+    def terms(self) -> int:
+        """Coefficients of a group."""
+        return self.a_shape[1] + self.b_shape[1]
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel takes that evaluates the function, by name."""
+        return {
+            "stride_ag": self.a_strides[0] if self.a_shape[0] > 1 else 0,
+            "stride_ai": self.a_strides[1],
+            "stride_bg": self.b_strides[0] if self.b_shape[0] > 1 else 0,
+            "stride_bj": self.b_strides[1],
+            "A_COUNT": self.a_shape[1],
+            "B_COUNT": self.b_shape[1],
+            "VERSION": self.version,
+            "APPROXIMATE": is_approximate(self.dtype, self.device),
+            "DTYPE": tl.float64 if self.dtype == torch.float64 else tl.float32,
+        }
+
+    def sums(self, count: int, block: int, num_warps: int) -> Launcher:
+        """The second stage of the coefficients' gradients: count partial sums of each, block of them at a time."""
+        arguments = {
+            "stride_bg": self.b_strides[0],
+            "stride_bj": self.b_strides[1],
+            "count": count,
+            "A_GROUPS": self.a_shape[0],
+            "B_GROUPS": self.b_shape[0],
+            "A_COUNT": self.a_shape[1],
+            "B_COUNT": self.b_shape[1],
+            "VERSION": self.version,
+            "BLOCK": block,
+            "num_warps": num_warps,
+        }
+        grid = (self.a_shape[0] * self.a_shape[1] + self.b_shape[0] * self.b_shape[1],)
+        return Launcher([Way(_rational_coefficients_kernel, grid, arguments)])
+
+
+def coefficients(a: Tensor, b: Tensor, version: str, dtypes: Sequence[torch.dtype]) -> Coefficients:
+    """Those of a and b, computed in float64 where any operand has it."""
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return Coefficients(tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), version, dtype, a.device)
+
+
+class _Kind(NamedTuple):
+    """All that a launch depends on, but for the addresses."""
+
+    runs: Runs
+    function: Coefficients
+    dtypes: tuple[torch.dtype, ...]  # of tensors of x's shape, and of the coefficients
     need_x: bool = True
     need_coefficients: bool = True
-
-
-def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
-    return dtype != torch.float64 and device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
 
 
 def common_arguments(kind: _Kind, chosen: Walk) -> dict[str, Any]:
     """The arguments that the forward and the backward kernel share, by name."""
     step = chosen.phases * chosen.block
     return {
-        "stride_ag": kind.a_strides[0] if kind.a_shape[0] > 1 else 0,
-        "stride_ai": kind.a_strides[1],
-        "stride_bg": kind.b_strides[0] if kind.b_shape[0] > 1 else 0,
-        "stride_bj": kind.b_strides[1],
+        **kind.function.arguments(),
         "total": chosen.total,
         "per_run": chosen.per_run,
         "phases": chosen.phases,
@@ -55,22 +102,17 @@ def common_arguments(kind: _Kind, chosen: Walk) -> dict[str, Any]:
         "long_chunks": chosen.long_chunks,
         "rows_per_period": 0 if chosen.mode == "flat" else step // chosen.per_run,
         "GROUPS": kind.runs.groups,
-        "A_COUNT": kind.a_shape[1],
-        "B_COUNT": kind.b_shape[1],
-        "VERSION": kind.version,
         "VECTOR": chosen.vector,
         "BLOCK": chosen.block,
         "MODE": chosen.mode,
         "MASKED": chosen.masked,
-        "APPROXIMATE": is_approximate(torch.float64 if torch.float64 in kind.dtypes else torch.float32, kind.device),
-        "DTYPE": tl.float64 if torch.float64 in kind.dtypes else tl.float32,
         "num_warps": chosen.num_warps,
     }
 
 
 def _chosen(kind: _Kind, preference: Preference) -> Walk:
     itemsize = max(d.itemsize for d in kind.dtypes[: len(kind.runs.row_strides)])
-    return walk(kind.runs, itemsize, _multiprocessors(kind.device), preference)
+    return walk(kind.runs, itemsize, _multiprocessors(kind.function.device), preference)
 
 
 class _Forward:
@@ -104,22 +146,9 @@ class _Backward:
         groups = kind.runs.groups
         self.launch = Launcher([Way(_rational_bwd_kernel, (chosen.programs * groups,), arguments)])
         self.count = chosen.programs * groups * chosen.num_warps
-        self.dtype = torch.float64 if torch.float64 in kind.dtypes else torch.float32
-        self.size = self.count * (kind.a_shape[1] + kind.b_shape[1])
-        sums = {
-            "stride_bg": kind.b_strides[0],
-            "stride_bj": kind.b_strides[1],
-            "count": self.count,
-            "A_GROUPS": kind.a_shape[0],
-            "B_GROUPS": kind.b_shape[0],
-            "A_COUNT": kind.a_shape[1],
-            "B_COUNT": kind.b_shape[1],
-            "VERSION": kind.version,
-            "BLOCK": SUM_BLOCK,
-            "num_warps": 8,
-        }
-        grid = (kind.a_shape[0] * kind.a_shape[1] + kind.b_shape[0] * kind.b_shape[1],)
-        self.sum = Launcher([Way(_rational_coefficients_kernel, grid, sums)])
+        self.dtype = kind.function.dtype
+        self.size = self.count * kind.function.terms
+        self.sum = kind.function.sums(self.count, SUM_BLOCK, 8)
 
     def run(self, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, dx: Tensor | None, sums: tuple[Tensor, Tensor] | None) -> None:
         """Write dx and (da, db), as far as they are given."""
@@ -140,7 +169,7 @@ def _kind(tensors: list[Tensor], a: Tensor, b: Tensor, version: str, *needs: boo
     if runs is None:
         return None
     dtypes = (*[t.dtype for t in tensors], a.dtype, b.dtype)
-    return _Kind(runs, tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), version, dtypes, x.device, *needs)
+    return _Kind(runs, coefficients(a, b, version, dtypes), dtypes, *needs)
 
 
 def forward(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype) -> Tensor:

@@ -36,9 +36,10 @@ def main() -> None:
 
     jit.JITFunction.run = compile_only
     from fastkron_py.kernels import layer_norm_rational_triton as launcher
+    from fastkron_py.kernels import rational_triton
 
     launcher._multiprocessors = lambda device: 132
-    launcher._is_approximate = lambda kind: torch.float64 not in kind.dtypes
+    rational_triton.is_approximate = lambda dtype, device: dtype != torch.float64
     for problem, (dtype, of_y, rows, channels, groups, version) in PROBLEMS.items():
         current["problem"] = problem
         kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -46,8 +47,8 @@ def main() -> None:
         weight = torch.empty(channels, dtype=kind)
         # Of few elements: nothing is read here, and a launch depends on the number of rows that it is told.
         x, y, mean = torch.empty(16, dtype=dtype), torch.empty(16, dtype=of_y), torch.empty(16, dtype=kind)
-        shapes = (tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), 1e-6, version)
-        made = launcher._Kind(rows, channels, *shapes, (dtype, kind, kind, of_y, kind, kind), x.device)
+        function = rational_triton.coefficients(a, b, version, (kind,))
+        made = launcher._Kind(rows, channels, function, 1e-6, (dtype, kind, kind, of_y, kind, kind))
         launcher._Forward(made).launch(x, weight, weight, a, b, y, mean, mean)
         backward = launcher._Backward(made)
         backward.launch(x, y, mean, mean, weight, weight, a, b, x, mean)

@@ -80,10 +80,10 @@ def main() -> None:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         a, b = torch.empty(groups, m + 1, dtype=kind), torch.empty(groups, n + (version == "C"), dtype=kind)
         runs = rational_triton.find_runs(shape, [dense] * 3, groups)
-        strides = (tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), version)
-        of_forward = rational_triton._Kind(runs._replace(row_strides=runs.row_strides[:2]), *strides, (dtype, dtype, kind, kind), x.device)
+        function = rational_triton.coefficients(a, b, version, (kind,))
+        of_forward = rational_triton._Kind(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
         rational_triton._Forward(of_forward).run(x, a, b, x)
-        of_backward = rational_triton._Kind(runs, *strides, (dtype, dtype, dtype, kind, kind), x.device)
+        of_backward = rational_triton._Kind(runs, function, (dtype, dtype, dtype, kind, kind))
         rational_triton._Backward(of_backward).run(x, x, a, b, x, (a, b))
 
 
