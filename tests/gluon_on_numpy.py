@@ -277,7 +277,7 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
         "tl": language,
         "range": _range,
         "async_copy": machine,
-        "_begin_copy": machine.begin_copy,
+        "begin_copy": machine.begin_copy,
         "warpgroup_mma": machine.warpgroup_mma,
         "warpgroup_mma_wait": machine.warpgroup_mma_wait,
         "fence_async_shared": lambda: None,

@@ -12,10 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fastkron_py.kernels.fragment_multiply import _cut_off, _factor_halves, _half_a_unit_up, _low_half, _staging
 from fastkron_py.kernels.fragment_tile import _slice_base, in_order, twos
+from fastkron_py.kernels.gluon_names import barrier, begin_copy
 from fastkron_py.kernels.tiling import factor_tile, round_to_tf32, scalar
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -94,7 +92,7 @@ def _start_copy(
     offsets += p * STRIDES[1]
     # Four neighbours are consecutive, which the compiler cannot see in a sum of bits.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
-    _copy(shared, ptr + base + offsets)
+    begin_copy(shared, ptr + base + offsets)
 
 
 @gluon.jit
@@ -224,7 +222,7 @@ def _fragment_step_bwd_kernel(
     stage = 0
     for now in range(tile, num_tiles, programs):
         async_copy.wait_group(STAGES - 2)
-        _barrier()
+        barrier()
         ahead = now + (STAGES - 1) * programs
         if ahead < num_tiles:
             free = stage + (STAGES - 1)
@@ -274,7 +272,7 @@ def _fragment_step_bwd_kernel(
             total += part
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     if NEED_F:
-        _barrier()  # the sum may pass through shared memory that other warps still multiply with
+        barrier()  # the sum may pass through shared memory that other warps still multiply with
         found = gl.sum(total, 0)
         rows = _spread(gl.arange(0, SUMMED * P, gl.SliceLayout(1, gl.SliceLayout(0, SUM))), SUM_ROWS)[:, None]
         columns = _spread(gl.arange(0, SUMMED * Q, gl.SliceLayout(0, gl.SliceLayout(0, SUM))), SUM_COLUMNS)[None, :]

@@ -14,9 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import builtin
 
 from fastkron_py.kernels.fragment_tile import fetch_tile, fetched_tile, in_order, load_tile, store_tile, tile_buffer, tile_of, twos
+from fastkron_py.kernels.gluon_names import barrier
 from fastkron_py.kernels.tiling import factor_tile, round_to_tf32
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
 
 # Entries of STEPS: the fields of `tuning.fragments.FragmentStep`.
 ORDER, ROWS, START, STOP, P_SIZE, Q_SIZE, P_PAD, Q_PAD, COLUMNS = (gl.constexpr(i) for i in range(9))
@@ -310,7 +309,7 @@ def _fragment_multiply_fwd_kernel(
     h2, l2 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 2, ALONG_P, WARPS, THREE) if COUNT > 2 else (h0, l0)
     h3, l3 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 3, ALONG_P, WARPS, THREE) if COUNT > 3 else (h0, l0)
     fence_async_shared()
-    _barrier()
+    barrier()
     if LOOP:
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             first = (tile + batch) * BLOCK_S

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fastkron_py.kernels.fragment_backward import (
     _add_product,
-    _barrier,
     _item,
     _linear,
     _load_operand,
@@ -23,6 +22,7 @@ from fastkron_py.kernels.fragment_backward import (
 )
 from fastkron_py.kernels.fragment_multiply import _factor_halves, _low_half
 from fastkron_py.kernels.fragment_tile import _slice_base, in_order, twos
+from fastkron_py.kernels.gluon_names import barrier
 from fastkron_py.kernels.tiling import factor_tile, round_to_tf32, scalar
 
 
@@ -185,7 +185,7 @@ def _fragment_pair_bwd_kernel(
     stage = 0
     for now in range(tile, num_tiles, programs):
         async_copy.wait_group(STAGES - 2)
-        _barrier()
+        barrier()
         ahead = now + (STAGES - 1) * programs
         if ahead < num_tiles:
             free = stage + (STAGES - 1)
@@ -241,7 +241,7 @@ def _fragment_pair_bwd_kernel(
                 # Each warp overwrites its own slices of u, which it has multiplied.
                 u_tile.store(x)
         if NEED_X and TAIL:
-            _barrier()
+            barrier()
             i = _places(U_ROWS, U_TILE, True, LAYOUT)
             p = _places(U_ROWS, U_TILE, False, LAYOUT)
             base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)

@@ -7,9 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import builtin
 
+from fastkron_py.kernels.gluon_names import begin_copy
 from fastkron_py.kernels.tiling import padded_index, slice_index, slice_mask, slice_offsets
-
-_begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9 and 3.6
 
 
 class Tile(NamedTuple):
@@ -169,9 +168,9 @@ def fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after
     LAYOUT: gl.constexpr = _fetching(WARPS, _of(TILE, "TAIL"))
     pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
     if _of(TILE, "EVEN"):
-        _begin_copy(buffer, pointers)
+        begin_copy(buffer, pointers)
     else:
-        _begin_copy(buffer, pointers, mask=mask)
+        begin_copy(buffer, pointers, mask=mask)
     async_copy.commit_group()
 
 

@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from fastkron_py.kernels.gluon_names import barrier
 from fastkron_py.kernels.poly_kan_hopper_tiles import (
-    barrier,
     begin_product,
     copy_layout,
     fetch,

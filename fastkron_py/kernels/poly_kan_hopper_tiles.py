@@ -2,14 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from fastkron_py.kernels.gluon_names import begin_copy
 from fastkron_py.kernels.poly_kan_tiles import high_half, rounded
 from fastkron_py.kernels.tiling import round_to_tf32
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9 and 3.6
-_begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -78,6 +75,6 @@ def product_groups(count, precision):
 @gluon.jit
 def fetch(buffer, low_buffer, ptr, low_ptr, offsets, mask, stage, PRECISION: gl.constexpr):
     """Begin to copy an operand's tile, and, for "split", that of its low halves. Where the mask is false there is 0."""
-    _begin_copy(buffer.index(stage), ptr + offsets, mask=mask)
+    begin_copy(buffer.index(stage), ptr + offsets, mask=mask)
     if PRECISION == "split":
-        _begin_copy(low_buffer.index(stage), low_ptr + offsets, mask=mask)
+        begin_copy(low_buffer.index(stage), low_ptr + offsets, mask=mask)
