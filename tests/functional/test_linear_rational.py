@@ -135,7 +135,7 @@ def test_some_gradients_only(needing: str, spy: Spy, device: torch.device) -> No
     tensors = operands((6,), 20, 32, 2, device)
     leaves = [t.clone().requires_grad_(name == needing) for name, t in zip("xwbnd", tensors, strict=False)]
     linear_rational(*leaves).backward(tensors[5])
-    for name, leaf, want in zip("xwbnd", leaves, expected(tensors)[1:], strict=True):
+    for name, leaf, want in zip("xwbnd", leaves, expected(tensors, z=spy.z)[1:], strict=True):
         assert (leaf.grad is not None) == (name == needing)
         if leaf.grad is not None:
             fastkron_py.testing.assert_close(leaf.grad, want, rms_tol=3e-6, max_tol=3e-5)
@@ -144,6 +144,8 @@ def test_some_gradients_only(needing: str, spy: Spy, device: torch.device) -> No
 def test_second_derivatives(spy: Spy, device: torch.device) -> None:
     """Derived through the kept product too, which the kernel made and autograd did not."""
     tensors = operands((4,), 5, 8, 2, device)
+    for t in tensors[1:3]:
+        t /= 2  # of large products the fifth power's derivatives magnify roundings
 
     def second(function: Any, given: list[Tensor]) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in given[:5]]

@@ -21,11 +21,13 @@ LAYOUTS = ("interleaved", "stacked")
 @pytest.mark.parametrize(("depth", "hidden"), [(4096, 14336), (8192, 28672)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_llama(rows: int, depth: int, hidden: int, layout: str) -> None:
-    """On 64 of the result's columns, and 128 of its rows, spread over all; bfloat16's bound, and torch's own error above it."""
+    """On 64 of the columns (all, of few rows) and 128 of the rows, spread over all; bfloat16's bound, and torch's own error above it."""
     x = torch.randn(rows, depth, device=CUDA, dtype=torch.bfloat16)
     weight = torch.empty(2, hidden, depth, device=CUDA, dtype=torch.bfloat16).uniform_(-(depth**-0.5), depth**-0.5)
     packed = weight if layout == "stacked" else weight.transpose(0, 1).flatten(0, 1).contiguous()
-    columns, some = torch.arange(0, hidden, hidden // 64), torch.arange(0, rows, max(1, rows // 128))
+    # The bound is of a mean over many elements.
+    columns = torch.arange(0, hidden, hidden // 64 if rows > 100 else 1)
+    some = torch.arange(0, rows, max(1, rows // 128))
     reference = expected(x[some], weight[0][columns], weight[1][columns], "silu")
     y = gated_linear(x, packed, layout=layout)
     assert bool(y.isfinite().all())
@@ -62,6 +64,8 @@ def graphed(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
     return graph, found
 
 
+# Torch says so of a product that is the first thing its backward thread does.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning")
 @pytest.mark.parametrize("mode", ["save", "recompute"])
 def test_graph(mode: str, generator: torch.Generator) -> None:
     layer = GatedMLP(256, 704, backward=mode, device=CUDA, dtype=torch.bfloat16)

@@ -80,9 +80,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def assert_close_model(actual: Tensor, expected: Tensor) -> None:
-    """On a GPU other kernels multiply, and a model's later layers magnify the roundings of its first ones."""
-    tolerances = {"rms_tol": 1e-5, "max_tol": 4e-5} if actual.is_cuda else {}
-    assert_close(actual, expected, **tolerances)
+    """Other kernels may multiply, in another order, and a model's later layers magnify the roundings of its first ones."""
+    assert_close(actual, expected, rms_tol=1e-5, max_tol=4e-5)
 
 
 def assert_applied(model: Any) -> None:
@@ -140,12 +139,12 @@ def test_biases_activations_and_dtypes(options: dict[str, Any], dtype: torch.dty
     x = torch.randn(3, 5, 16, device=place, dtype=dtype)
     expected = copy.deepcopy(mlp).double()(x.double())
     assert apply_to_llama(mlp).replaced == ("",)
-    assert_close(mlp(x), expected)
+    assert_close(mlp(x), expected, steps=2)  # what is gated is rounded, and its product with down_proj
 
 
-def test_in_triton(place: torch.device) -> None:
-    mlp = mlps(tiny())[0].to(place)
-    x = torch.randn(5, 16, device=place, requires_grad=True)
+def test_in_triton(device: torch.device) -> None:
+    mlp = mlps(tiny())[0].to(device)
+    x = torch.randn(5, 16, device=device, requires_grad=True)
     double = copy.deepcopy(mlp).double()
     y = double(x.double())
     dx, *expected = torch.autograd.grad(y.sum(), [x, *double.parameters()])
