@@ -121,6 +121,15 @@ def _operand(t: Tensor, share: int = 1) -> _Operand:
     return _Operand(*_layout(t), t.dtype, share)
 
 
+def _targets(out: Tensor | None, pair: Tensor | None, pair2: Tensor | None, side: Tensor | None, width: int) -> tuple[_Operand | None, ...]:
+    """What the finisher stores and reads, by columns of the result. Both of a pair of targets have descriptors, or neither has."""
+    found = [None if t is None else _operand(t, t.shape[1] // width) for t in (out, pair, pair2, side)]
+    _, first, second, _ = found
+    if first is not None and second is not None and first.described != second.described:
+        found[1], found[2] = (o._replace(described=False) for o in (first, second))
+    return tuple(found)
+
+
 class _Watched(threading.local):
     """Launches of this thread are written down here."""
 
@@ -299,7 +308,7 @@ def gemm(
         columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
         width = columns // 2 if paired else columns
         others = [out, pair, pair2, side]
-        operands = tuple([None if t is None else _operand(t, t.shape[1] // width) for t in others])
+        operands = _targets(out, pair, pair2, side, width)
         strides = None
         if bias is not None:
             strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
