@@ -120,7 +120,7 @@ def _model(problem: GPProblem) -> Any:
         def forward(self, x: Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
-    return Model().to(problem.x.device)
+    return Model().to(problem.x)
 
 
 def training_step(problem: GPProblem) -> Callable[[], list[Tensor]]:
@@ -142,7 +142,7 @@ def prediction(problem: GPProblem) -> Callable[[], list[Tensor]]:
     """LOVE: the caches of means and variances made anew, and the prediction at some points."""
     model = _model(problem)
     rows = min(max(LOOKED_UP // 16**problem.dims, 1), TEST_ROWS)
-    points = torch.rand(rows, problem.dims, generator=torch.Generator().manual_seed(1)).to(problem.x.device)
+    points = torch.rand(rows, problem.dims, generator=torch.Generator().manual_seed(1)).to(problem.x)
 
     def predict() -> list[Tensor]:
         torch.manual_seed(0)
@@ -180,7 +180,7 @@ def work(problem: GPProblem) -> Callable[[], list[Tensor]]:
 
 
 def check(problem: GPProblem, result: list[Tensor]) -> float:
-    """Relative error of all numbers together against stock GPyTorch with dense factors, on the same probe vectors.
+    """Relative error of all numbers together against stock GPyTorch with dense factors (LOVE: in float64), on the same probe vectors.
 
     Raises:
         RuntimeError: no stock contender gave a result.
