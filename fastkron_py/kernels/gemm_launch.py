@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
-from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
 from fastkron_py.kernels.recipes import arithmetic
+from fastkron_py.kernels.replay import is_hooked, launcher_of
 from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
 from fastkron_py.tuning import gemm as tuning
-from fastkron_py.tuning.gemm import GemmSizes, GemmTile
+from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile
 
 _LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
 _FARTHEST: Final = 1 << 40  # bytes from row to row
@@ -34,6 +36,7 @@ class Gemm(NamedTuple):
     slope: Any = value_plain
     params: tuple[Any, ...] = ()
     pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
+    divisible: bool = False  # nothing passed in asks for a column's number: a launch may be of some columns
 
 
 class _Operand(NamedTuple):
@@ -121,9 +124,9 @@ def _operand(t: Tensor, share: int = 1) -> _Operand:
     return _Operand(*_layout(t), t.dtype, share)
 
 
-def _targets(out: Tensor | None, pair: Tensor | None, pair2: Tensor | None, side: Tensor | None, width: int) -> tuple[_Operand | None, ...]:
-    """What the finisher stores and reads, by columns of the result. Both of a pair of targets have descriptors, or neither has."""
-    found = [None if t is None else _operand(t, t.shape[1] // width) for t in (out, pair, pair2, side)]
+def _targets(others: Sequence[Tensor | None], width: int) -> tuple[_Operand | None, ...]:
+    """Of out, pair, pair2 and side, by columns of the result. Both of a pair of targets have descriptors, or neither has."""
+    found = [None if t is None else _operand(t, t.shape[1] // width) for t in others]
     _, first, second, _ = found
     if first is not None and second is not None and first.described != second.described:
         found[1], found[2] = (o._replace(described=False) for o in (first, second))
@@ -142,6 +145,7 @@ _generation = 0  # of plans: another one when they are forgotten
 
 _Template = dict[str, Any]
 _new = object.__new__
+_UNSHIFTED: Final = (0,) * 6  # of b, bias, out, pair, pair2 and side
 
 
 def _template(t: Tensor | None, operand: _Operand | None, box: Sequence[int] | None) -> _Template | None:
@@ -162,13 +166,38 @@ def _source(t: Any, template: _Template | None) -> Any:
     return made
 
 
+class _Place:
+    """Memory that is no tensor's first element."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """As of a tensor: all that a launch asks of a descriptor's memory."""
+        return self._address
+
+
+class _Direct(NamedTuple):
+    """A compiled kernel, launched past all that looks at arguments."""
+
+    launch: Callable[..., None]
+    grid: int
+    stream: Callable[[int], int]
+    device: int
+    more: tuple[Any, ...]  # between the stream and the kernel's arguments
+    rest: tuple[Any, ...]  # of the kernel's arguments
+
+
 class Plan:
     """A launch, ready to be repeated."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._generation = _generation
-        self._templates: tuple[_Template | None, ...] | None = None
+        self._templates: tuple[_Template | None, ...] | None = None  # of a, b, bias (which has none) and others
+        self._direct: _Direct | None = None
         sizes = kind.sizes()
         self.tile = tile = kind.tile or tuning.gemm_tile(sizes)
         self.box_a = (tile.block_m, tile.block_k)
@@ -222,31 +251,116 @@ class Plan:
         bias: Tensor | None,
         others: Sequence[Tensor | None],
         tensors: tuple[Tensor, ...],
+        shifts: Sequence[int] = _UNSHIFTED,
     ) -> None:
         """Launch on operands of the plan's kind, on their device; others are out, pair, pair2 and side.
 
         After the first time only addresses are read of a, b, bias and out, which may then be any views of the same memory; what has a
-        descriptor begins at a 16-byte boundary.
+        descriptor begins at a 16-byte boundary. shifts are bytes from where b, bias and others begin to what is meant.
         """
+        if self._direct is not None and self._again(self._direct, (a, b, bias, *others), tensors, shifts):
+            return
+        b, bias, *others = [_shifted(t, n) for t, n in zip((b, bias, *others), shifts, strict=True)]  # type: ignore[assignment]
         templates = self._templates
         if templates is None:
-            operands = (self._kind.a, self._kind.b, *self._kind.others)
-            boxes = (self.box_a, self.box_b, *self.boxes)
-            found = [_template(t, o, box) for t, o, box in zip((a, b, *others), operands, boxes, strict=True)]
+            operands = (self._kind.a, self._kind.b, None, *self._kind.others)
+            boxes = (self.box_a, self.box_b, None, *self.boxes)
+            found = [_template(t, o, box) for t, o, box in zip((a, b, bias, *others), operands, boxes, strict=True)]
             templates = self._templates = tuple(found)
         # What is absent is never read; a pointer stands in, since None would make another kind of kernel.
-        sources = [a if t is None else _source(t, template) for t, template in zip(others, templates[2:], strict=True)]
-        self.launch(_source(a, templates[0]), _source(b, templates[1]), a if bias is None else bias, *sources, tensors or (a,))
+        sources = [a if t is None else _source(t, template) for t, template in zip((a, b, bias, *others), templates, strict=True)]
+        self.launch(*sources, tensors or (a,))
+        ready = self.launch.ready()
+        if self._direct is None and ready is not None:
+            launch, more = launcher_of(ready)
+            active = driver.active
+            self._direct = _Direct(launch, ready.grid[0], active.get_current_stream, active.get_current_device(), more, ready.after)
+
+    def _again(self, direct: _Direct, operands: Sequence[Tensor | None], tensors: tuple[Tensor, ...], shifts: Sequence[int]) -> bool:
+        """Launch by addresses, of which Triton asks nothing more; False, and nothing done, if that is not possible now."""
+        if RECORDING.recorder is not None or is_hooked():
+            return False
+        first = operands[0].data_ptr()  # type: ignore[union-attr]
+        sources: list[Any] = []
+        addresses = [t.data_ptr() for t in tensors] or [first]
+        unaligned = 0
+        for address in addresses:
+            unaligned |= address
+        for t, template, shift in zip(operands, self._templates or (), (0, *shifts), strict=True):
+            if t is None or template is None:
+                address = first if t is None else t.data_ptr() + shift
+                unaligned |= address
+                sources.append(address)
+            else:
+                sources.append(_source(_Place(t.data_ptr() + shift) if shift else t, template))
+        if unaligned & 15:  # compiled for pointers on a 16-byte boundary
+            return False
+        direct.launch(direct.grid, 1, 1, direct.stream(direct.device), *direct.more, *sources, tuple(addresses), *direct.rest)
+        return True
+
+
+class DividedPlan:
+    """Launches of some of the columns each, one after another, to be repeated like one."""
+
+    def __init__(self, kind: Kind, spans: Sequence[GemmSpan]) -> None:
+        self._kind, self._spans = kind, spans
+        self._generation = _generation
+        self._parts: list[tuple[Plan, list[int]]] = []
+
+    def is_current(self) -> bool:
+        """See `Plan`."""
+        return self._generation == _generation
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        others: Sequence[Tensor | None],
+        tensors: tuple[Tensor, ...],
+    ) -> None:
+        """See `Plan`."""
+        if not self._parts:
+            self._parts = [self._launched(span, a, b, bias, others, tensors) for span in self._spans]
+            return
+        for plan, shifts in self._parts:
+            plan(a, b, bias, others, tensors, shifts)
+
+    def _launched(
+        self, span: GemmSpan, a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], tensors: tuple[Tensor, ...]
+    ) -> tuple[Plan, list[int]]:
+        """Launch on a span for the first time: its plan, and how many bytes after b, bias and others its operands begin."""
+        kind = self._kind
+        each = 2 if kind.gemm.pairs else 1
+        half = slice(span.start // each, span.stop // each)
+        part_b = b[:, half] if b.ndim == 3 else b[span.start : span.stop]
+        part_bias = bias
+        if bias is not None:
+            part_bias = bias[:, half] if bias.ndim == 2 else bias[span.start : span.stop]
+        shares = [1 if o is None else o.share for o in kind.others]
+        parts = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(others, shares, strict=True)]
+        plan = Plan(_kind(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile))
+        plan(a, part_b, part_bias, parts, tensors)
+        pairs = zip((b, bias, *others), (part_b, part_bias, *parts), strict=True)
+        return plan, [0 if t is None or part is None else part.data_ptr() - t.data_ptr() for t, part in pairs]
+
+
+def _shifted(t: Tensor | None, shift: int) -> Tensor | None:
+    """What begins so many bytes after t: of a plan's operands only addresses are read."""
+    return t if t is None or not shift else t.as_strided((1,), (1,), t.storage_offset() + shift // t.element_size())
 
 
 class Launched(NamedTuple):
-    """A launch that was made, and what it read: a, b, bias, and further tensors."""
+    """Launches that were made, and what they read: a, b, bias, and further tensors."""
 
-    plan: Plan
+    plan: Plan | DividedPlan
     operands: tuple[Tensor | None, ...]
 
 
-_plan = lru_cache(maxsize=512)(Plan)
+@lru_cache(maxsize=512)
+def _plan(kind: Kind) -> Plan | DividedPlan:
+    spans = tuning.gemm_spans(kind.sizes()) if kind.gemm.divisible and kind.tile is None else ()
+    return DividedPlan(kind, spans) if spans else Plan(kind)
 
 
 @contextlib.contextmanager
@@ -271,6 +385,30 @@ def forget_launches() -> None:
 def rowwise(t: Tensor) -> Tensor:
     """A matrix, or a pair of them, whose rows are runs of memory."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _kind(
+    a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], call: Gemm, precision: str, tile: GemmTile | None
+) -> Kind:
+    columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
+    width = columns // 2 if call.pairs else columns
+    strides = None
+    if bias is not None:
+        strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
+    return Kind(
+        a.shape[0],
+        columns,
+        a.shape[1],
+        _operand(a),
+        _operand(b),
+        b.stride(0) if b.ndim == 3 else 0,
+        strides,
+        _targets(others, width),
+        call,
+        precision,
+        a.device,
+        tile,
+    )
 
 
 def gemm(
@@ -304,30 +442,8 @@ def gemm(
     """
     with on_device(a):
         a, b = rowwise(a), rowwise(b)
-        paired = call.pairs != ""
-        columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
-        width = columns // 2 if paired else columns
         others = [out, pair, pair2, side]
-        operands = _targets(out, pair, pair2, side, width)
-        strides = None
-        if bias is not None:
-            strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
-        half = b.stride(0) if b.ndim == 3 else 0
-        kind = Kind(
-            a.shape[0],
-            columns,
-            a.shape[1],
-            _operand(a),
-            _operand(b),
-            half,
-            strides,
-            operands,
-            call,
-            precision,
-            a.device,
-            tile,
-        )
-        plan = _plan(kind)
+        plan = _plan(_kind(a, b, bias, others, call, precision, tile))
         plan(a, b, bias, others, tensors)
         if _WATCHED.seen is not None:
             _WATCHED.seen.append(Launched(plan, (a, b, bias, *tensors)))

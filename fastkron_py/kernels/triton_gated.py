@@ -40,7 +40,7 @@ class Gated(NamedTuple):
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout
-        return Gemm(finish, value=found.value, slope=found.derivative, params=(interleaved,), pairs=pairs)
+        return Gemm(finish, value=found.value, slope=found.derivative, params=(interleaved,), pairs=pairs, divisible=True)
 
     def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as the main loop takes them, views: ``[2, H, K]`` and ``[2, H]``, or as they are."""

@@ -39,6 +39,14 @@ class GemmTile(NamedTuple):
     programs: int = 1  # on a multiprocessor
 
 
+class GemmSpan(NamedTuple):
+    """Columns ``start:stop`` of the product, pairs not taken apart, and the tile of their launch."""
+
+    start: int
+    stop: int
+    tile: GemmTile
+
+
 def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
     """Bytes of a program, about: blocks in flight, and what passes through when a part is finished."""
     blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
@@ -85,6 +93,9 @@ _BY_POINTERS: Final[_Known] = (
 _THREE_PASSES_BY_POINTERS: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3, programs=2), 1.0),)  # larger ones spill
 # For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
 _FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
+# From the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times their depth.
+_BETWEEN_LAUNCHES: Final = 128 * 256 * 512
+_LEAST_GAIN: Final = 0.99  # that a second launch has to bring
 
 
 def _ceil(n: int, block: int) -> int:
@@ -115,19 +126,53 @@ def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
     return tile._replace(stages=1, parts=most_parts)
 
 
+def _known(sizes: GemmSizes) -> _Known:
+    if not sizes.described:
+        return _BY_POINTERS if sizes.passes == 1 else _THREE_PASSES_BY_POINTERS
+    if sizes.itemsize == 2:
+        return _HALF
+    return _TF32 if sizes.passes == 1 else _THREE_PASSES
+
+
+def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:
+    """Time of a launch: its waves of programs, in sums for each multiprocessor."""
+    tile, rate = known
+    return _ceil(tiles(tile, sizes), sizes.multiprocessors) * tile.block_m * tile.block_n / rate
+
+
+def _is_short(sizes: GemmSizes) -> bool:
+    """Whether a product has so few rows that it waits for the weight."""
+    return sizes.rows <= _FEW_ROWS.block_m and sizes.described and sizes.passes == 1
+
+
 def gemm_tile(sizes: GemmSizes) -> GemmTile:
     """The tile whose waves of programs take least time."""
-    if sizes.rows <= _FEW_ROWS.block_m and sizes.described and sizes.passes == 1:
+    if _is_short(sizes):
         return _fitted(_FEW_ROWS._replace(block_k=128 // sizes.itemsize), sizes)
-    if not sizes.described:
-        known = _BY_POINTERS if sizes.passes == 1 else _THREE_PASSES_BY_POINTERS
-    elif sizes.itemsize == 2:
-        known = _HALF
-    else:
-        known = _TF32 if sizes.passes == 1 else _THREE_PASSES
+    return _fitted(min(_known(sizes), key=lambda each: _seconds(each, sizes))[0], sizes)
 
-    def seconds(candidate: tuple[GemmTile, float]) -> float:
-        tile, rate = candidate
-        return _ceil(tiles(tile, sizes), sizes.multiprocessors) * tile.block_m * tile.block_n / rate
 
-    return _fitted(min(known, key=seconds)[0], sizes)
+def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
+    """The columns of two launches, where they take less time than one: full waves of a tile, then what is left in tiles that fit it better.
+
+    Empty where one launch is as good.
+    """
+    if _is_short(sizes):
+        return ()
+    known = _known(sizes)
+    best = _LEAST_GAIN * min([_seconds(each, sizes) for each in known])
+    between = _BETWEEN_LAUNCHES / sizes.depth
+    found: tuple[GemmSpan, ...] = ()
+    for each in known:
+        tile = each[0]
+        waves = tiles(tile, sizes) // sizes.multiprocessors
+        cut = waves * sizes.multiprocessors // _ceil(sizes.rows, tile.block_m) * tile.block_n
+        if not 0 < cut < sizes.columns:
+            continue
+        first, last = sizes._replace(columns=cut), sizes._replace(columns=sizes.columns - cut)
+        for other in known:
+            seconds = _seconds(each, first) + _seconds(other, last) + between
+            if seconds < best:
+                best = seconds
+                found = (GemmSpan(0, cut, _fitted(tile, first)), GemmSpan(cut, sizes.columns, _fitted(other[0], last)))
+    return found
