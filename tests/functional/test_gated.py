@@ -17,7 +17,7 @@ from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import gemm as tuning
-from fastkron_py.tuning.gemm import GemmSizes, GemmTile
+from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile
 
 # rows, hidden, in: ones, sizes that divide blocks, primes, and several tiles each way under `small_tiles`.
 SHAPES = [(1, 1, 1), (5, 16, 8), (37, 29, 43), (70, 40, 24)]
@@ -36,6 +36,28 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(tuning, "gemm_tile", chosen)
     gemm_launch.forget_launches()
+    yield
+    gemm_launch.forget_launches()
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, cut: int, again: int) -> None:
+    """Two launches, of the columns of the product before ``cut`` and from ``again`` on, in tiles of two sizes."""
+    from fastkron_py.kernels import gemm_launch
+
+    def spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
+        large, small = GemmTile(32, 64, 16, 4, 2, parts=2, group=2), GemmTile(16, 32, 16, 4, 2)
+        return GemmSpan(0, cut, large), GemmSpan(again, sizes.columns, small)
+
+    monkeypatch.setattr(tuning, "gemm_spans", spans)
+    gemm_launch.forget_launches()
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every layer in two launches, its first 64 pairs and the others."""
+    from fastkron_py.kernels import gemm_launch
+
+    divide(monkeypatch, 128, 128)
     yield
     gemm_launch.forget_launches()
 
@@ -85,6 +107,69 @@ def test_several_tiles(layout: str, backward: str, small_tiles: None, device: to
     with fastkron_py.backend("triton"):
         actual = gradients(*given, layout, backward=backward, precision="highest")
     assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("hidden", [72, 77])
+@pytest.mark.parametrize("described", [True, False])
+def test_two_launches(
+    described: bool,
+    hidden: int,
+    layout: str,
+    divided: None,
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Values and gradients, with a bias; 77: without descriptors of results. Twice: later by what was kept."""
+    from fastkron_py.kernels import gemm_launch
+
+    if not described:
+        monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+    x, up, gate, dy = problem(37, hidden, 24, torch.float32, device, generator)
+    biases = torch.randn(2, hidden, generator=generator).to(device)
+    bias = pack(*biases, layout)
+    wide = [t.double().requires_grad_() for t in (x, up, gate, *biases)]
+    y = expected(*wide[:3], "silu", (wide[3], wide[4]))
+    reference = [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
+    for backward in ("save", "recompute", "save"):
+        given = [t.clone().requires_grad_() for t in (x, pack(up, gate, layout), bias)]
+        with fastkron_py.backend("triton"), gemm_launch.watching() as seen:
+            y = gated_linear(given[0], given[1], bias=given[2], layout=layout, backward=backward, precision="highest")
+            dx, dw, db = torch.autograd.grad(y, given, dy)
+        assert all(isinstance(launched.plan, gemm_launch.DividedPlan) for launched in seen)
+        parts = [t for d in (dw, db) for t in (d.unbind() if layout == "stacked" else (d[0::2], d[1::2]))]
+        for a, e in zip((y.detach(), dx, *parts), reference, strict=True):
+            assert_close(a, e, rms_tol=2e-6, max_tol=2e-5)
+
+
+def test_two_launches_of_rows_in_turn(
+    divided: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interleaved weight and its bias read as they lie."""
+    from fastkron_py.kernels import triton_gated
+
+    monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
+    x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
+    biases = torch.randn(2, 72, generator=generator).to(device)
+    with fastkron_py.backend("triton"):
+        y = gated_linear(x, pack(up, gate, "interleaved"), bias=pack(*biases, "interleaved"), precision="highest")
+    assert_close(y, expected(x, up, gate, "silu", (biases[0], biases[1])), rms_tol=2e-6, max_tol=2e-5)
+
+
+def test_launches_that_do_not_meet(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above could not fail: columns that no launch writes stay what the poisoned memory held."""
+    from fastkron_py.kernels import gemm_launch
+
+    divide(monkeypatch, 64, 128)
+    x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        y = gated_linear(x, pack(up, gate, "stacked"), layout="stacked", precision="highest")
+    gemm_launch.forget_launches()
+    assert bool(y[:, 32:64].isnan().all())
+    right = expected(x, up, gate, "silu")
+    for columns in (slice(0, 32), slice(64, 72)):
+        assert_close(y[:, columns], right[:, columns], rms_tol=2e-6, max_tol=2e-5)
 
 
 def test_rows_in_turn(small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

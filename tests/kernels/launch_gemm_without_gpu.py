@@ -96,17 +96,22 @@ def main() -> None:
     bias, down = torch.randn(256, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
     a, b = torch.randn(8, 6), torch.randn(8, 4)
     learned = weight.clone().requires_grad_()
+    long_x, long_weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
+    rest = long_weight[25344:]  # what the second launch does, by the closed form
     calls = {
         "interleaved": lambda: fastkron_py.gated_linear(x, weight),
         "interleaved, with bias": lambda: fastkron_py.gated_linear(x, weight, bias=bias),
         "saving": lambda: fastkron_py.gated_linear(x, learned),
         "saving, stacked": lambda: fastkron_py.gated_linear(x, learned.view(2, 128, 64), layout="stacked"),
         "recomputing": lambda: fastkron_py.gated_linear(x, learned, backward="recompute"),
+        "two launches": lambda: fastkron_py.gated_linear(long_x, long_weight),
+        "two launches, stacked": lambda: fastkron_py.gated_linear(long_x, long_weight.view(2, 14336, 4096), layout="stacked"),
         "whole": lambda: gated_mlp(x, weight, down),
         "rational": lambda: linear_rational(x, weight, bias, a, b),
         "rational, kept": lambda: linear_rational(x, learned, None, a, b),
     }
-    given = [t.data_ptr() for t in (x, weight, bias, learned, a, b)]
+    stacked_rest = long_weight[25344 // 2 :]
+    given = [t.data_ptr() for t in (x, weight, bias, learned, a, b, long_x, long_weight, rest, stacked_rest)]
     with fastkron_py.backend("triton"):
         print(json.dumps({"given": given, "calls": {name: ways(call) for name, call in calls.items()}}))
 

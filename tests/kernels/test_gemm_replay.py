@@ -27,18 +27,29 @@ def found() -> dict[str, Any]:
 
 def test_the_same_launches(found: dict[str, Any]) -> None:
     """Through the JIT function, as a compiled kernel, and repeated: results lie elsewhere, all else is equal."""
-    assert len(found["calls"]) == 8
+    assert len(found["calls"]) == 10
     given = set(found["given"])
     for name, ways in found["calls"].items():
-        (first,) = ways["first"]
-        assert sum(argument == "descriptor" for argument in first["arguments"]) == len(first["encoded"]) >= 3, name
+        assert len(ways["first"]) == (2 if "two launches" in name else 1)
         for way in ("compiled", "repeated"):
-            (launch,) = ways[way]
-            assert launch["grid"] == first["grid"]
-            assert launch["arguments"] == first["arguments"], (name, way)
-            for a, b in zip(launch["encoded"], first["encoded"], strict=True):
-                assert a[1:] == b[1:], (name, way)  # box, sizes, strides, kind of element, padding
-                assert a[0] == b[0] or not {a[0], b[0]} & given, (name, way)
+            for launch, first in zip(ways[way], ways["first"], strict=True):
+                assert sum(argument == "descriptor" for argument in first["arguments"]) == len(first["encoded"]) >= 3, name
+                assert launch["grid"] == first["grid"]
+                assert launch["arguments"] == first["arguments"], (name, way)
+                for a, b in zip(launch["encoded"], first["encoded"], strict=True):
+                    assert a[1:] == b[1:], (name, way)  # box, sizes, strides, kind of element, padding
+                    assert a[0] == b[0] or not {a[0], b[0]} & given, (name, way)
+
+
+def test_two_launches(found: dict[str, Any]) -> None:
+    """The second one's weight begins where the first one's ends, and its result a row of the first one's width to the right."""
+    x, weight, rest, stacked_rest = found["given"][-4:]
+    for name, begin in (("two launches", rest), ("two launches, stacked", stacked_rest)):
+        for way in ("first", "compiled", "repeated"):
+            first, second = (launch["encoded"] for launch in found["calls"][name][way])
+            assert [e[0] for e in first[:2]] == [x, weight]
+            assert [e[0] for e in second[:2]] == [x, begin]
+            assert second[2][0] - first[2][0] == 25344 // 2 * 2
 
 
 def test_calls_differ(found: dict[str, Any]) -> None:

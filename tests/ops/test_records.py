@@ -17,8 +17,11 @@ import fastkron_py
 from fastkron_py import gated_linear, reference
 from fastkron_py.functional import gated_mlp
 from fastkron_py.functional.rational import linear_rational
+from fastkron_py.kernels import gemm_launch
 from fastkron_py.ops import guards, recorded_gated, recorded_linear_rational, records
 from fastkron_py.ops import linear_rational as rational_operator
+from fastkron_py.tuning import gemm as tuning
+from fastkron_py.tuning.gemm import GemmSpan, GemmTile
 
 ROWS, HIDDEN, DEPTH, GROUPS = 5, 16, 24, 2
 MODULES = (recorded_gated, recorded_linear_rational)
@@ -104,6 +107,35 @@ def test_gated_repeats_bit_for_bit(layout: str, backward: str, spy: Spy, generat
     forget()
     assert all(torch.equal(f, again) for f, again in zip(found, step(), strict=True))
     assert spy.take() == 0
+
+
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_launches_repeat_bit_for_bit(
+    layout: str, backward: str, spy: Spy, generator: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose columns are divided between two launches, on other memory each time."""
+    small = GemmTile(16, 32, 16, 4, 2)
+    monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 64, small), GemmSpan(64, sizes.columns, small)))
+    gemm_launch.forget_launches()
+    hidden = 40
+    for turn in range(3):
+        x, up, gate, dy = problem(ROWS, hidden, DEPTH, torch.float32, device, generator)
+        leaves = [x.requires_grad_(), pack(up, gate, layout).requires_grad_(), torch.randn(2 * hidden, generator=generator).to(device)]
+        bias = leaves[2] = leaves[2] if layout == "interleaved" else leaves[2].view(2, hidden)
+        y = gated_linear(*leaves[:2], bias=bias, layout=layout, backward=backward)
+        assert spy.take() == (turn > 0)
+        biases = (bias[0::2], bias[1::2]) if layout == "interleaved" else (bias[0], bias[1])
+        wide = [t.detach().double().requires_grad_() for t in (x, up, gate)]
+        right = expected(*wide, "silu", biases)
+        dx, dw = torch.autograd.grad(y, leaves[:2], dy)
+        halves = dw if layout == "stacked" else (dw[0::2], dw[1::2])
+        for f, e in zip((y, dx, *halves), (right.detach(), *torch.autograd.grad(right, wide, dy.double())), strict=True):
+            assert relative(f, e) < 4e-6
+    forget()
+    assert torch.equal(y, gated_linear(*leaves[:2], bias=bias, layout=layout, backward=backward))
+    assert spy.take() == 0
+    gemm_launch.forget_launches()
 
 
 def test_mlp_with_biases(spy: Spy, generator: torch.Generator, device: torch.device) -> None:

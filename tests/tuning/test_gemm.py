@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastkron_py.tuning.gemm import GemmSizes, GemmTile, gemm_tile, is_valid, tiles
+from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile, gemm_spans, gemm_tile, is_valid, tiles
 
 SIZES = [
     GemmSizes(rows, columns, depth, itemsize, passes, stored, paired, 132, described)
@@ -22,6 +22,37 @@ def test_every_choice_is_valid() -> None:
         stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2)
         tile = gemm_tile(stored)
         assert is_valid(tile, stored), (tile, stored)
+
+
+def test_spans_are_all_columns() -> None:
+    """Two launches are valid each, meet at a border of the first one's tiles, and leave the first one's last wave almost full."""
+    divided = 0
+    for sizes in SIZES:
+        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2)
+        spans = gemm_spans(stored)
+        if not spans:
+            continue
+        first, last = spans
+        divided += 1
+        assert (first.start, first.stop, last.stop) == (0, last.start, sizes.columns)
+        assert first.stop % first.tile.block_n == 0
+        assert first.stop // 2 * sizes.itemsize % 16 == 0  # where descriptors can begin
+        parts = [stored._replace(columns=span.stop - span.start) for span in spans]
+        assert all(is_valid(span.tile, part) for span, part in zip(spans, parts, strict=True))
+        waves = tiles(first.tile, parts[0]) / 132
+        assert -(-waves // 1) - waves < -(-sizes.rows // first.tile.block_m) / 132
+    assert divided >= 5
+
+
+def test_llama_in_two_launches() -> None:
+    """3.4 waves are three full ones, and one of half the length; 6.8 and 12.6 waves stay."""
+    llamas = [
+        GemmSizes(512, 2 * hidden, depth, 2, 1, 1, True, 132, True) for depth, hidden in ((4096, 14336), (8192, 28672), (16384, 53248))
+    ]
+    large, small = GemmTile(128, 256, 64, 8, 3, 2, 16), GemmTile(128, 128, 64, 8, 4)
+    assert [gemm_spans(sizes) for sizes in llamas] == [(GemmSpan(0, 25344, large), GemmSpan(25344, 28672, small)), (), ()]
+    shallow = llamas[0]._replace(depth=256)  # a second launch would take longer than the wave that it saves
+    assert gemm_spans(shallow) == ()
 
 
 @pytest.mark.parametrize("rows", [512, 4096, 16384])
