@@ -210,7 +210,7 @@ class Replay:
         compiled = self._compiled
         if compiled is None or compiled[0] != pattern:
             compiled = self._compiled_for(pattern)
-        if compiled is None or unaligned & 15 or _is_hooked():
+        if compiled is None or unaligned & 15 or is_hooked():
             return self._with_tensors(given, pattern)
         stream = self._get_stream(self._device)
         like = given[0]
@@ -238,7 +238,7 @@ class Replay:
             ready = move.launch.ready()
             if ready is None:
                 return None
-            launch, more = _launcher_of(ready)
+            launch, more = launcher_of(ready)
             rest = (*ready.between, *_with_alpha(move.rest, pattern), *ready.after)
             found.append(move._replace(launch=launch, grid=ready.grid[0], compiled=more, rest=rest))
         self._compiled = (pattern, tuple(found))
@@ -265,7 +265,7 @@ def _with_alpha(scalars: tuple[Any, ...], pattern: int) -> tuple[int, ...]:
     return tuple([pattern if scalar is ALPHA else scalar for scalar in scalars])
 
 
-def _launcher_of(ready: Ready) -> tuple[Callable[..., None], tuple[Any, ...]]:
+def launcher_of(ready: Ready) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """What launches a compiled kernel when it is given the grid, the stream, these, and the kernel's arguments."""
     kernel = ready.kernel
     if _HAS_LAUNCHER:  # launched as its JIT function does it, but without hooks, and without what they would be told
@@ -274,7 +274,7 @@ def _launcher_of(ready: Ready) -> tuple[Callable[..., None], tuple[Any, ...]]:
     return lambda x, y, z, stream, *arguments: runner(*arguments, stream=stream), ()
 
 
-def _is_hooked() -> bool:
+def is_hooked() -> bool:
     """Whether somebody wants to be told of launches: a profiler."""
     runtime = knobs.runtime
     return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))

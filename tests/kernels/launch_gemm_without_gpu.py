@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton.backends.nvidia.driver as nvidia
 from launch_without_gpu import H100, LAUNCHES, launched, plain
+from triton import knobs
 from triton.runtime import driver
 
 import fastkron_py
@@ -84,6 +85,43 @@ def ways(call: Callable[[], Any]) -> dict[str, Any]:
     return found
 
 
+def direct() -> dict[str, int]:
+    """How many launches go past Triton's front door: of repeated ones, and where that must not be."""
+    x, weight = torch.randn(33, 64, dtype=torch.bfloat16), torch.randn(256, 64, dtype=torch.bfloat16)
+    biases = torch.randn(260, dtype=torch.bfloat16)
+    count = [0]
+    inner = gemm_launch.Plan._again
+
+    def again(*arguments: Any) -> bool:
+        done = inner(*arguments)
+        count[0] += done
+        return done
+
+    def counted(first: int) -> int:
+        count[0] = 0
+        LAUNCHES.clear()
+        fastkron_py.gated_linear(x, weight, bias=biases[first : first + 256])
+        assert len(LAUNCHES) == 1
+        return count[0]
+
+    gemm_launch.Plan._again = again  # type: ignore[method-assign]
+    try:
+        counted(0)
+        found = {"repeated": counted(0), "unaligned bias": counted(1)}
+        hook = knobs.runtime.launch_enter_hook
+        if hasattr(hook, "add"):
+            hook.add(print_nothing)
+            found["watched"] = counted(0)
+            hook.remove(print_nothing)
+        return found | {"repeated again": counted(0)}
+    finally:
+        gemm_launch.Plan._again = inner  # type: ignore[method-assign]
+
+
+def print_nothing(metadata: Any) -> None:
+    """A profiler."""
+
+
 def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
     for module in (gemm_launch, rational_gemm_launch, rational_triton):
@@ -113,7 +151,8 @@ def main() -> None:
     stacked_rest = long_weight[25344 // 2 :]
     given = [t.data_ptr() for t in (x, weight, bias, learned, a, b, long_x, long_weight, rest, stacked_rest)]
     with fastkron_py.backend("triton"):
-        print(json.dumps({"given": given, "calls": {name: ways(call) for name, call in calls.items()}}))
+        found = {name: ways(call) for name, call in calls.items()}
+        print(json.dumps({"given": given, "calls": found, "direct": direct()}))
 
 
 if __name__ == "__main__":

@@ -60,3 +60,8 @@ def test_calls_differ(found: dict[str, Any]) -> None:
 
 def test_repeated_calls_were_recognised(found: dict[str, Any]) -> None:
     assert all(ways["served"] == [False, False, True] for ways in found["calls"].values())
+
+
+def test_what_is_launched_directly(found: dict[str, Any]) -> None:
+    """Not for pointers that the kernel was not compiled for, nor where a profiler wants to be told."""
+    assert found["direct"] == {"repeated": 1, "unaligned bias": 0, "watched": 0, "repeated again": 1}
