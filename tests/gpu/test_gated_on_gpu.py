@@ -10,7 +10,10 @@ from gated_cases import expected, expected_gradients, pack, problem, relative
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
+from fastkron_py.kernels import gemm_launch
 from fastkron_py.nn import GatedMLP
+from fastkron_py.tuning import gemm as tuning
+from fastkron_py.tuning.gemm import GemmSpan, GemmTile
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -81,6 +84,36 @@ def test_graph(mode: str, generator: torch.Generator) -> None:
         t.detach().fill_(torch.nan)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graph_of_two_launches(layout: str, generator: torch.Generator) -> None:
+    """Divided by hand, so that the device does not matter."""
+    spans = (GemmSpan(0, 8448, GemmTile(128, 256, 64, 8, 3, 2, 16)), GemmSpan(8448, 11520, GemmTile(128, 128, 64, 8, 4)))
+    x, up, gate, dy = problem(1000, 5760, 512, torch.bfloat16, CUDA, generator)
+    weight = pack(up, gate, layout).requires_grad_()
+    expected_y, _, *expected_dw = expected_gradients(x, up, gate, dy, "silu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
+        gemm_launch.forget_launches()
+        for mode in ("save", "recompute"):
+
+            def call(mode: str = mode) -> list[Tensor]:
+                with gemm_launch.watching() as seen:
+                    y = gated_linear(x, weight, layout=layout, backward=mode)
+                assert all(isinstance(launched.plan, gemm_launch.DividedPlan) for launched in seen)
+                return [y.detach(), *torch.autograd.grad(y, weight, dy)]
+
+            reference = [t.clone() for t in call()]
+            halves = reference[1] if layout == "stacked" else (reference[1][0::2], reference[1][1::2])
+            assert relative(reference[0], expected_y) < 2e-3
+            assert max(relative(a, e) for a, e in zip(halves, expected_dw, strict=True)) < 8e-3
+            graph, found = graphed(call)
+            for t in found:
+                t.fill_(torch.nan)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    gemm_launch.forget_launches()
 
 
 def test_side_stream() -> None:
