@@ -132,11 +132,18 @@ class Exchange:
                 found.append(Rectangle(row, row_stop, column, column_stop))
         return tuple(found)
 
-    @lru_cache(maxsize=4096)  # noqa: B019  # of few exchanges, which plans keep anyway
+    @cached_property
+    def _sizes(self) -> dict[tuple[int, bool], tuple[int, ...]]:
+        return {}
+
     def sizes(self, rank: int, sends: bool) -> tuple[int, ...]:
         """Elements that a rank sends each rank, or gets from each, for each row of x."""
-        peers = range(self.ranks)
-        return tuple(self.size(rank, peer) for peer in peers) if sends else tuple(self.size(peer, rank) for peer in peers)
+        found = self._sizes.get((rank, sends))
+        if found is None:
+            peers = range(self.ranks)
+            found = tuple(self.size(rank, peer) if sends else self.size(peer, rank) for peer in peers)
+            self._sizes[rank, sends] = found
+        return found
 
     @cached_property
     def uniform(self) -> bool:
@@ -156,7 +163,21 @@ class Exchange:
 
         And every rank has some, since all have to take part in a group's first messages.
         """
-        return self.straight and min(widths(self.target)) > 0 and min(widths(self.source)) * itemsize >= MESSAGE_BYTES
+        return self._shortest_run * itemsize >= MESSAGE_BYTES
+
+    @cached_property
+    def _shortest_run(self) -> int:
+        return min(widths(self.source)) if self.straight and min(widths(self.target)) > 0 else 0
+
+    @cached_property
+    def source_widths(self) -> list[int]:
+        """How many columns each rank holds before."""
+        return widths(self.source)
+
+    @cached_property
+    def target_rows(self) -> tuple[int, ...]:
+        """Offsets in rows, of a straight exchange."""
+        return tuple(o // self.columns for o in self.target)
 
     @cached_property
     def idle(self) -> bool:

@@ -26,6 +26,7 @@ from fastkron_py.distributed.grid import ProcessGrid
 ALIGNMENT: Final = 256
 # Runs of memory from this size on are copied one by one, which leaves the multiprocessors to multiplies.
 RUN_BYTES: Final = 1 << 18
+VIEWS: Final = 1024  # of slots, that are kept
 
 
 class Direct:
@@ -49,6 +50,7 @@ class Direct:
         self._timeout = int(group_timeout().total_seconds() * 1000)
         self._taken = [False] * SLOTS
         self._next = 0
+        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     def take(self, size: int) -> int | None:
         """A slot for a transfer of at most so many bytes a rank; None if there is none. The same answer on every rank."""
@@ -60,8 +62,13 @@ class Direct:
 
     def block(self, slot: int, peer: int, elements: int, dtype: torch.dtype) -> Tensor:
         """The first elements of a peer's slot."""
-        start = slot * self.slot_bytes // dtype.itemsize
-        found: Tensor = self._handle.get_buffer(peer, (elements,), dtype, start)
+        key = slot, peer, elements, dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            found = self._handle.get_buffer(peer, (elements,), dtype, slot * self.slot_bytes // dtype.itemsize)
+            self._views[key] = found
         return found
 
     def store(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from fastkron_py.distributed.blocks import Exchange, Rectangle, widths
 from fastkron_py.distributed.direct import Direct, beside, copy_runs
 from fastkron_py.distributed.failures import rank_text, stage
-from fastkron_py.distributed.messages import Works, begin_messages, plain
+from fastkron_py.distributed.messages import Works, begin_messages, cut_at_source, cut_at_target, plain
 from fastkron_py.distributed.watch import note
 
 
@@ -35,10 +35,10 @@ class Line:
     position: int  # of this rank
     direct: Direct | None = None  # where peers can store into each other's memory
 
-    @property
-    def ranks(self) -> list[int]:
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
         """Their ranks in the default group."""
-        return dist.get_process_group_ranks(self.group)
+        return tuple(dist.get_process_group_ranks(self.group))
 
 
 @dataclass
@@ -174,24 +174,12 @@ class Transfer:
         """Begin to send runs of memory from where they are to where they belong."""
         self.parcel = local
         self.arrived = local.new_empty(self.size) if self.into is None else self.into
-        messages = []
-        for peer in range(self.line.size):
-            going, coming = self._runs(local, peer, outgoing=True), self._runs(self.arrived, peer, outgoing=False)
-            if peer == self.line.position:
-                kept = list(zip(coming, going, strict=True))
-            else:
-                messages.append((peer, going, coming))
-        with stage(self._text(local), self.line.group):
-            copied = beside(local.device, lambda: [to.copy_(of) for to, of in kept])
-            self.work = Works(begin_messages(self.line.group, local.device, messages), copied)
-
-    def _runs(self, block: Tensor, peer: int, outgoing: bool) -> list[Tensor]:
-        """What goes to a peer or comes from one, as runs of memory in this rank's block."""
+        before, after = (cut_at_target, cut_at_source) if self.back else (cut_at_source, cut_at_target)
         exchange, me = self.exchange, self.line.position
-        at_source = outgoing != self.back
-        rectangles = exchange.rectangles(me, peer) if at_source else exchange.rectangles(peer, me)
-        view = _at_source if at_source else _at_target
-        return [run for r in rectangles for run in view(exchange, block, 1, me, r)[0].unbind()]
+        going, coming = before(exchange, local, me), after(exchange, self.arrived, me)
+        with stage(self._text(local), self.line.group):
+            copied = beside(local.device, lambda: coming.own.copy_(going.own))
+            self.work = Works(begin_messages(self.line.group, local.device, going.runs, coming.runs), copied)
 
     @property
     def most(self) -> int:
@@ -270,7 +258,7 @@ class Transfer:
         if not self.text:
             sizes = self.sizes(outgoing=True)
             size = self.rows * (sum(sizes) - sizes[self.line.position]) * like.element_size()
-            self.text = _stage_text(self.label, size, tuple(self.line.ranks))
+            self.text = _stage_text(self.label, size, self.line.ranks)
         return self.text
 
 
@@ -327,15 +315,8 @@ class _Start(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: tuple[Sequence[Transfer], Tensor | None], *tokens: Tensor) -> Tensor:
-        ctx.transfers = transfers = given[0]
-        out = given[1]
-        if len(transfers) == 1 and out is None:
-            return transfers[0].receive()
-        sizes = [t.size for t in transfers]
-        out = tokens[0].new_empty(sum(sizes)) if out is None else out
-        for transfer, part in zip(transfers, out.split(sizes), strict=True):
-            transfer.receive(part)
-        return out
+        ctx.transfers, out = given
+        return _receive(ctx.transfers, tokens[0], out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -343,6 +324,16 @@ class _Finish(torch.autograd.Function):
         # The last first: the backward pass waits for the chunks in that order.
         tokens = [start(block, t.reverse()) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
         return None, *reversed(tokens)
+
+
+def _receive(transfers: Sequence[Transfer], like: Tensor, out: Tensor | None) -> Tensor:
+    if len(transfers) == 1 and out is None:
+        return transfers[0].receive()
+    sizes = [t.size for t in transfers]
+    out = like.new_empty(sum(sizes)) if out is None else out
+    for transfer, part in zip(transfers, out.split(sizes), strict=True):
+        transfer.receive(part)
+    return out
 
 
 def start(local: Tensor, transfer: Transfer) -> Tensor:
@@ -358,6 +349,9 @@ def start(local: Tensor, transfer: Transfer) -> Tensor:
     Raises:
         CollectiveError: the exchange cannot begin; names the stage.
     """
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        transfer.send(local)
+        return local.new_empty(0)
     token: Tensor = _Start.apply(local, transfer)  # type: ignore[no-untyped-call]
     return token
 
@@ -376,5 +370,7 @@ def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor 
     Raises:
         CollectiveError: an exchange failed; names the stage.
     """
+    if not (torch.is_grad_enabled() and any([t.requires_grad for t in tokens])):
+        return _receive(transfers, tokens[0], out)
     block: Tensor = _Finish.apply((transfers, out), *tokens)  # type: ignore[no-untyped-call]
     return block

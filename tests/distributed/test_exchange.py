@@ -30,17 +30,50 @@ class Copied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Gathering:
+    """A group whose backend gathers calls, as NCCL's does, made of one whose backend does not."""
+
+    supports_coalescing = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.works, self.started = group, [], False
+
+    def _get_backend(self, device: torch.device) -> Gathering:
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.started = True
+
+    def alltoall(self, received: list[torch.Tensor], sent: list[torch.Tensor], options: object) -> None:
+        assert self.started
+        assert options.asyncOp  # type: ignore[attr-defined]
+        assert len(received) == len(sent) == self.group.size()
+        assert all(t.is_contiguous() and t.dtype == sent[0].dtype for t in (*received, *sent))
+        assert received[self.group.rank()].numel() == sent[self.group.rank()].numel() == 0
+        self.works += [self.group.send([t], peer, 0) for peer, t in enumerate(sent) if t.numel()]
+        self.works += [self.group.recv([t], peer, 0) for peer, t in enumerate(received) if t.numel()]
+
+    def _end_coalescing(self, device: torch.device) -> Gathering:
+        self.started = False
+        return self
+
+    def wait(self) -> None:
+        assert not self.started
+        for work in self.works:
+            work.wait()
+
+
 @contextmanager
-def audited(message_bytes: int) -> Iterator[tuple[Copied, Counter, list[int]]]:
+def audited(message_bytes: int, gathered: bool = False) -> Iterator[tuple[Copied, Counter, list[int]]]:
     """Counts of copies in exchanges, of bytes sent in messages to each rank, and of messages in each transfer."""
     copied, sent, messages = Copied(), Counter(), []
     plain, send, receive = exchange.begin_messages, Transfer.send, Transfer.receive
 
-    def count(group, device, given):
+    def count(group, device, going, coming):
         ranks = dist.get_process_group_ranks(group)
-        sent.update({ranks[peer]: sum(run.nbytes for run in going) for peer, going, _ in given})
-        messages.append(sum(len(going) + len(coming) for _, going, coming in given))
-        return plain(group, device, given)
+        sent.update({rank: sum(run.nbytes for run in runs) for rank, runs in zip(ranks, going, strict=True)})
+        messages.append(sum(map(len, (*going, *coming))))
+        return plain(Gathering(group) if gathered else group, device, going, coming)
 
     def inside(function):
         def call(*args):
@@ -58,7 +91,7 @@ def audited(message_bytes: int) -> Iterator[tuple[Copied, Counter, list[int]]]:
         yield copied, sent, messages
 
 
-def in_messages(shape, left):
+def in_messages(shape, left, gathered):
     """All problems by rows, in runs: right, and with the plan's bytes in messages."""
     if (grid := grid_for(shape)) is None:
         return None
@@ -68,7 +101,7 @@ def in_messages(shape, left):
         expected = block(single(x, factors, left), grid)
         for chunks in (1, 3):
             how = planned(m, sizes, shape, "rows", chunks, left)
-            with audited(1) as (_, sent, _):
+            with audited(1, gathered) as (_, sent, _):
                 found = multiply(block(x, grid), [f.to(grid.device) for f in factors], left, grid=grid, plan=how)
                 line, position = how.place(grid.rank)
                 legs = [leg for chunk in how.legs(line) for leg in chunk] if how.by_rows else []
@@ -84,7 +117,29 @@ def in_messages(shape, left):
 @pytest.mark.parametrize("left", [False, True])
 def test_runs_of_memory_are_messages(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
     lines = grid_shape[0 if left else 1]
-    assert all((n > 10) == (lines > 1) for n in ranks.run(in_messages, grid_shape, left) if n is not None)
+    assert all((n > 10) == (lines > 1) for n in ranks.run(in_messages, grid_shape, left, False) if n is not None)
+
+
+def test_runs_of_all_peers_in_one_call(ranks: RankPool) -> None:
+    """What a backend that gathers calls is asked for: rows do not divide, so that peers have different numbers of runs."""
+    if ranks.backend == "gloo":
+        assert all(n > 10 for n in ranks.run(in_messages, (1, ranks.world_size), False, True))
+
+
+def complex_in_messages():
+    grid = grid_for((1, dist.get_world_size()))
+    m, sizes = 6, ((4, 4), (3, 2), (2, 4))
+    x, factors, _ = make(m, sizes, torch.complex128)
+    how = planned(m, sizes, grid.shape, "rows", 1, False, torch.complex128)
+    for gathered in (False, True)[: 2 if dist.get_backend() == "gloo" else 1]:
+        with audited(1, gathered) as (_, sent, _):
+            found = kron_matmul(block(x * (1 + 2j), grid), [f.to(grid.device) for f in factors], grid=grid, plan=how)
+        assert torch.equal(found, block(single(x * (1 + 2j), factors), grid))
+        assert sent.total() > 0
+
+
+def test_complex_numbers_in_messages(ranks: RankPool) -> None:
+    ranks.run(complex_in_messages)
 
 
 def gradients_in_messages(chunks):
