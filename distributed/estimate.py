@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
@@ -36,6 +36,7 @@ class Step:
         bytes_to_hosts: of these, to ranks of other hosts.
         messages: to other ranks, of each chunk.
         messages_to_hosts: of these, to ranks of other hosts.
+        calls: rounds of messages that the processor begins, of all rows, or runs that it has stored directly; none where parts are packed.
     """
 
     factors: tuple[int, int] | None
@@ -47,6 +48,7 @@ class Step:
     bytes_to_hosts: int
     messages: int
     messages_to_hosts: int
+    calls: int = 0
 
 
 def stage_steps(problem: Problem, way: Way, rows: int, stride: int, links: Links) -> Iterator[Step]:
@@ -69,14 +71,16 @@ def stage_steps(problem: Problem, way: Way, rows: int, stride: int, links: Links
         yield _step(problem, (stage.start, stage.stop), leg, seconds, STAGE_COPIES, stride, links)
 
 
-def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links) -> Iterator[Step]:
+def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links, direct: bool) -> Iterator[Step]:
     """The steps of a product by whole rows: an exchange to rows, the product, an exchange back. Arguments as in `stage_steps`."""
     there, back = by_rows(rows, math.prod(problem.inner), math.prod(problem.outer), parts)
     most = max(widths(even_offsets(rows, parts)))
     seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
     for exchange, factors, spent, is_back in ((there, None, 0.0, False), (back, (0, len(problem.ps)), seconds, True)):
-        copies = 0.0 if exchange.in_messages(problem.dtype.itemsize) else 1.0  # what a rank keeps is copied beside the multiplies
-        yield _step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links)
+        runs = exchange.in_messages(problem.dtype.itemsize)
+        copies = 0.0 if runs else 1.0  # what a rank keeps is copied beside the multiplies
+        calls = rows if direct else most if runs else 0
+        yield replace(_step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links), calls=calls)
 
 
 def _step(
@@ -146,8 +150,17 @@ def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chun
     return (total + factors) * problem.dtype.itemsize
 
 
+def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
+    """What the processor needs to begin all multiplies and exchanges. Arguments as in `seconds_needed`."""
+    exchanges = sum(s.leg is not None for s in steps)
+    each = links.cpu_chunk + exchanges * links.cpu_exchange
+    return links.cpu_call + chunks * each + sum(s.calls for s in steps) * links.cpu_message
+
+
 def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
-    """With one chunk the sum; with more the longer of GPU's and links' work, and the last chunk's share of the other.
+    """What GPU and links need, or what the processor needs to begin their work: the longer.
+
+    GPU and links: with one chunk the sum; with more the longer of the two, and the last chunk's share of the other.
 
     Args:
         steps: of all rows.
@@ -157,8 +170,9 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
     multiply = sum(s.multiply_seconds + s.copy_seconds for s in steps)
     exchange = sum(s.exchange_seconds for s in steps)
     chunks, rows = len(sizes), sum(sizes)
+    begun = cpu_seconds(steps, chunks, links)
     if chunks == 1 or rows == 0:
-        return multiply + exchange
+        return max(begun, multiply + exchange)
     again = sum(links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
     exchange += (chunks - 1) * again
-    return max(multiply, exchange) + min(multiply, exchange) * max(sizes[0], sizes[-1]) / rows
+    return max(begun, max(multiply, exchange) + min(multiply, exchange) * max(sizes[0], sizes[-1]) / rows)

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.cost import NVLINK, Links, copy_seconds, multiply_seconds
-from fastkron_py.distributed.estimate import SLOTS, STAGE_COPIES, Step, memory_needed, row_steps, seconds_needed, stage_steps
+from fastkron_py.distributed.estimate import SLOTS, STAGE_COPIES, Step, cpu_seconds, memory_needed, row_steps, seconds_needed, stage_steps
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
@@ -32,7 +32,7 @@ class Plan:
         links: what the times are modelled with.
         steps: an exchange to whole slices or to rows where one is needed, then the stages.
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients what is saved.
-        seconds: modelled time of the forward product.
+        seconds: modelled time of the forward product, of GPUs and links or of the processor.
         direct: GPUs of one host store into each other's memory, in place of an all-to-all; where they cannot, the all-to-all
             is used all the same.
     """
@@ -137,6 +137,12 @@ class Plan:
     def flop_rate(self) -> float:
         """Modelled floating-point operations a second of all ranks together."""
         return self.problem.flops / self.seconds if self.seconds else 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Modelled: of these, what the processor needs to begin all of it."""
+        sizes = self.chunk_rows(self.rows(0))
+        return cpu_seconds(self.steps, len(sizes), self.links.stored() if self.direct else self.links)
 
     @property
     def efficiency(self) -> float:
@@ -257,7 +263,7 @@ def _plans(
     for cuts in ways:
         details = way(problem.inner, problem.outer, cuts, parts) if cuts else None
         if details is None:
-            steps = tuple(row_steps(problem, rows, parts, stride, paid))
+            steps = tuple(row_steps(problem, rows, parts, stride, paid, direct))
         else:
             steps = tuple(stage_steps(problem, details, rows, stride, paid))
         most = max(1, rows if cuts else -(-rows // parts))

@@ -49,7 +49,8 @@ def table(plan: Plan) -> str:
         f"{form} = {p.m}, {factors_text(p.ps, p.qs)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}",
         *("  " + "  ".join(text.ljust(size) for text, size in zip(row, sizes, strict=True)).rstrip() for row in rows),
         f"  sent by all ranks {amount(plan.bytes_total, 'B')}; peak memory per rank {amount(plan.peak_memory, 'B')}",
-        f"  modelled {duration(plan.seconds)}, {amount(plan.flop_rate, 'FLOP/s')}, efficiency {plan.efficiency:.0%}",
+        f"  modelled {duration(plan.seconds)}, {amount(plan.flop_rate, 'FLOP/s')}, efficiency {plan.efficiency:.0%}; "
+        f"processor {duration(plan.cpu_seconds)}",
     ]
     return "\n".join(lines)
 

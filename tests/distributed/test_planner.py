@@ -23,9 +23,11 @@ def test_enough_rows_need_no_exchange() -> None:
 
 
 def test_fewer_rows_than_ranks_spread_columns() -> None:
-    found = plan(replace(SIXTY_FOURS, m=1), world_size=8)
+    found = plan(Problem(1, (64,) * 5, (64,) * 5), world_size=8)
     assert found.grid == (1, 8)
     assert len(found.cuts) == 2
+    small = plan(replace(SIXTY_FOURS, m=1), world_size=8)
+    assert small.grid == (8, 1)  # exchanges would keep the processor busy for longer than one GPU needs for all
 
 
 @pytest.mark.parametrize("stages", [None, "rows", (2, 2)])
@@ -155,6 +157,44 @@ def test_the_model_of_exchanges_agrees_with_what_was_measured() -> None:
     assert NVLINK.exchange_seconds(0, 0, 0, 0) == 0
 
 
+HUNDREDS = Problem(128, (128,) * 3, (128,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("grid", "chunks", "direct", "seconds"),
+    [
+        ((2, 2), 8, False, 3.26e-3),
+        ((2, 2), 16, False, 5.96e-3),
+        ((1, 4), 8, False, 2.98e-3),
+        ((2, 2), 8, True, 5.04e-3),
+        ((2, 2), 16, True, 8.15e-3),
+        ((1, 4), 4, True, 3.87e-3),
+        ((1, 4), 8, True, 5.74e-3),
+    ],
+)
+def test_the_model_of_the_processor_agrees_with_what_was_measured(grid: tuple, chunks: int, direct: bool, seconds: float) -> None:
+    """On four H200 that waited for their processor: 128^3, so many chunks of rows."""
+    found = plan(HUNDREDS, grid, stages="rows", chunks=chunks, direct=direct)
+    assert found.seconds == found.cpu_seconds == pytest.approx(seconds, rel=0.1)
+    free = Links(cpu_call=0, cpu_chunk=0, cpu_exchange=0, cpu_message=0, cpu_direct_exchange=0, cpu_store=0)
+    assert plan(HUNDREDS, grid, stages="rows", chunks=chunks, direct=direct, links=free).seconds < seconds / 1.5
+
+
+def test_a_small_product_is_cut_in_few_chunks() -> None:
+    assert plan(HUNDREDS, (2, 2)).chunks == 2
+    large = plan(SIXTY_FOURS, (2, 2))
+    assert large.chunks == 8
+    assert large.cpu_seconds < large.seconds  # eight messages a chunk and exchange; links take longer
+    messages = Links(cpu_message=1e-3)
+    assert plan(SIXTY_FOURS, (2, 2), stages="rows", chunks=8, links=messages).cpu_seconds == pytest.approx(64e-3, rel=0.1)
+
+
+def test_an_exchange_of_two_ranks_has_its_own_bandwidth() -> None:
+    """28 ms for 8.59 GB between two of four H200."""
+    assert 2 * NVLINK.exchange_seconds(8.59e9 / 2, 0, 1, 0) == pytest.approx(28e-3, rel=0.02)
+    assert Links(bandwidth=1e9).exchange_seconds(1e9, 0, 1, 0) > 1
+
+
 def test_the_model_of_multiplies_follows_the_local_plan() -> None:
     one = multiply_seconds(1 << 20, (64,), (64,), 4, NVLINK)
     assert one == pytest.approx(1.1 * 2 * 64 * 4 * (1 << 20) / NVLINK.memory, rel=0.1)
@@ -210,6 +250,7 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
         (lambda: Problem(1, (4, 0), (4, 1)), ValueError, "ps: expected one positive size for each factor"),
         (lambda: Links(bandwidth=0), ValueError, "bandwidth: expected a positive number; got 0"),
         (lambda: Links(latency=math.nan), ValueError, "latency: expected a number of seconds"),
+        (lambda: Links(cpu_message=-1.0), ValueError, "cpu_message: expected a number of seconds, not negative; got -1"),
     ],
 )
 def test_refusals(make: object, kind: type[Exception], message: str) -> None:
