@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.blocks import even_offsets
 from fastkron_py.distributed.check import agree
-from fastkron_py.distributed.functional import PLACEMENTS, grid_of, kron_matmul, kron_matmul_left
+from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.operands import agree_on_solve, checked_factors, grid_for
 from fastkron_py.distributed.replicated import replicate, total
 from fastkron_py.distributed.solvers import Solution, System, kron_range, solve, symmetric_eigh
-from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.errors import type_error, type_name
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
-from fastkron_py.functional.checks import check_integer, check_scalar, check_scalar_fits, factor_list
 from fastkron_py.functional.kronecker_algebra import SlogDet
 
 _Float = float  # inside the class, float is a method
@@ -54,7 +52,7 @@ class KroneckerProduct:
         self._grid = ProcessGrid() if grid is None else grid
         description: dict[str, Any] | Exception
         try:
-            self._local = _checked(factors, self._grid)
+            self._local = checked_factors(factors, self._grid)
             shapes = [list(f.shape) for f in self._local.factors]
             description = {"call": "KroneckerProduct", "shapes of factors": shapes, "dtype of factors": str(self._local.dtype)}
         except (TypeError, ValueError) as error:
@@ -180,10 +178,10 @@ class KroneckerProduct:
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, KroneckerProduct):
             return self._like(self._local @ other._local)
-        return kron_matmul_left(self.factors, other, grid=self._where(other))
+        return kron_matmul_left(self.factors, other, grid=grid_for(other, self._grid))
 
     def __rmatmul__(self, other: Any) -> Any:
-        return kron_matmul(other, self.factors, grid=self._where(other))
+        return kron_matmul(other, self.factors, grid=grid_for(other, self._grid))
 
     def __mul__(self, scalar: Any) -> KroneckerProduct:
         return self._like(self._local * scalar)
@@ -229,7 +227,7 @@ class KroneckerProduct:
         """
         if shift is None:
             return self._local.logdet()
-        self._agree_on(None, shift=shift, call="logdet")
+        agree_on_solve(self._local, self._grid, None, shift=shift, call="logdet")
         grid, shared = self._grid, [*self.factors, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
         *factors, spread = replicate(shared, grid.group, grid.device)
         parts = [values for values, _ in symmetric_eigh(factors)]
@@ -260,7 +258,7 @@ class KroneckerProduct:
         """
         if shift is None:
             return self.inverse() @ b
-        block = self._agree_on(b, shift=shift, call="solve")
+        block = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve")
         return self._solve(b, block, shift, None, 0.0, 0, direct=True, preconditioner=True)[0]
 
     def conjugate_gradients(
@@ -297,70 +295,11 @@ class KroneckerProduct:
                 ``K + shift * I`` turns out not to be positive definite. Raised on every rank alike.
         """
         options = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner}
-        block = self._agree_on(b, shift=shift, mask=mask, call="conjugate_gradients", **options)
+        block = agree_on_solve(self._local, self._grid, b, shift=shift, mask=mask, call="conjugate_gradients", **options)
         x, system = self._solve(b, block, shift, mask, tolerance, max_iter, direct=False, preconditioner=preconditioner)
         return Solution(x, system.iterations, system.residual)
 
     # ---- how it is done -----------------------------------------------------------------------
-
-    def _where(self, operand: Any) -> ProcessGrid | None:
-        """The grid for a block; a DTensor brings its own, which has to be of the same ranks."""
-        if isinstance(operand, DTensor):
-            mesh = self._grid.mesh
-            if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
-                raise value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist())
-            return grid_of(operand.device_mesh)
-        return self._grid
-
-    def _agree_on(self, b: Any, *, shift: Any, call: str, mask: Tensor | None = None, **options: Any) -> Any:
-        """All ranks go on with the same options, or raise the same error. Returns this rank's block of b."""
-        description: dict[str, Any] | Exception
-        block = None
-        try:
-            shift = check_scalar("shift", shift)
-            check_scalar_fits("shift", shift, self.factors[0], "factors[0]")
-            if self.dtype not in (torch.float32, torch.float64):
-                raise type_error("factors", "float32 or float64 for a solve with a shift", self.dtype)
-            if self.shape[0] != self.shape[1]:
-                raise value_error("factors", "square matrices for a solve with a shift", f"shape {self.shape}")
-            if mask is not None:
-                self._check_mask(mask)
-            block = None if b is None else self._block(b)
-            needs = torch.is_grad_enabled() and (self.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
-            shown = "a tensor" if isinstance(shift, Tensor) else shift
-            description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
-        except (TypeError, ValueError) as error:
-            description = error
-        agree(self._grid, description)
-        return block
-
-    def _block(self, b: Any) -> Tensor:
-        """This rank's block of a right-hand side."""
-        if isinstance(b, DTensor) and tuple(b.placements) != PLACEMENTS:
-            raise value_error("b", "a matrix placed [Shard(0), Shard(1)]", f"{b.placements}")
-        local = b.to_local() if isinstance(b, DTensor) else b
-        if not isinstance(local, Tensor):
-            raise type_error("b", "a torch tensor", type_name(local))
-        if local.dtype != self.dtype:
-            raise type_error("b", f"the factors' dtype {self.dtype}", local.dtype)
-        if local.device != self.device:
-            raise value_error("b", f"a tensor on the grid's device {self.device}", local.device)
-        low, high = self._rows()
-        if local.ndim != 2 or local.shape[0] != high - low:
-            expected = f"a matrix with {high - low} rows, block {self._grid.row} of {self._grid.shape[0]}"
-            raise value_error("b", expected, f"shape {tuple(local.shape)}")
-        return local
-
-    def _check_mask(self, mask: Any) -> None:
-        low, high = self._rows()
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise type_error("mask", "a tensor of bool", mask.dtype if isinstance(mask, Tensor) else type_name(mask))
-        if tuple(mask.shape) != (high - low,) or mask.device != self.device:
-            raise value_error("mask", f"shape ({high - low},), this rank's rows, on {self.device}", f"{tuple(mask.shape)} on {mask.device}")
-
-    def _rows(self) -> tuple[int, int]:
-        rows = self._grid.block((self.shape[0], 1))[0]
-        return rows.start, rows.stop
 
     def _solve(
         self,
@@ -382,39 +321,7 @@ class KroneckerProduct:
         return x, system
 
 
-def _checked(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
-    listed = factor_list(factors)
-    for i, f in enumerate(listed):
-        if not isinstance(f, Tensor):
-            raise type_error(f"factors[{i}]", "a torch tensor", type_name(f))
-        if isinstance(f, DTensor):
-            raise type_error(f"factors[{i}]", "a plain tensor that is the same on every rank", "a DTensor")
-    made = LocalKroneckerProduct(listed)
-    if made.ndim != 2:
-        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
-    if made.device != grid.device:
-        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
-    return made
-
-
 def _local_of(other: Any) -> LocalKroneckerProduct:
     if not isinstance(other, KroneckerProduct):
         raise type_error("other", "a distributed KroneckerProduct", type_name(other))
     return other._local
-
-
-def _option_texts(**options: Any) -> dict[str, Any]:
-    """Options of conjugate gradients, checked, as they are compared between ranks."""
-    if not options:
-        return {}
-    tolerance, max_iter, preconditioner = (options[name] for name in ("tolerance", "max_iter", "preconditioner"))
-    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
-        raise type_error("tolerance", "a number", type_name(tolerance))
-    if not 0 <= float(tolerance) < math.inf:
-        raise value_error("tolerance", "a finite number, 0 or more", tolerance)
-    if check_integer("max_iter", max_iter) < 0:
-        raise value_error("max_iter", "a number of iterations", max_iter)
-    if not callable(preconditioner) and not isinstance(preconditioner, bool):
-        raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
-    kind = "a function" if callable(preconditioner) else preconditioner
-    return {"tolerance": float(tolerance), "max_iter": int(max_iter), "preconditioner": kind}
