@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from types import TracebackType
 from typing import Final, TypedDict
 
 import torch
@@ -47,8 +47,7 @@ class CollectiveError(RuntimeError):
         self.seconds = seconds
 
 
-@contextmanager
-def stage(name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> Iterator[None]:
+class stage:  # noqa: N801  # used as a function is; a generator would take several times as long, for every exchange of every chunk
     """Give what fails inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
 
     Args:
@@ -58,25 +57,31 @@ def stage(name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> 
     Raises:
         CollectiveError: from any RuntimeError but those of memory, which pass as they are.
     """
-    start = time.perf_counter()
-    try:
-        yield
-    except (torch.OutOfMemoryError, CollectiveError):
-        raise
-    except RuntimeError as error:
-        seconds = time.perf_counter() - start
-        ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group
+
+    __slots__ = ("_group", "_name", "_start")
+
+    def __init__(self, name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> None:
+        self._name, self._group = name, group
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, CollectiveError)):
+            return
+        seconds = time.perf_counter() - self._start
+        ranks = dist.get_process_group_ranks(self._group) if isinstance(self._group, dist.ProcessGroup) else self._group
         peers = "" if ranks is None else f" among {rank_text(ranks)}"
         reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
         reason += "".join([detail() for detail in _details])
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        failure = CollectiveError(name, rank, seconds, reason)
+        failure = CollectiveError(self._name, rank, seconds, reason)
         for function in _after_failure:
             function(failure)
         try:
             raise failure from error
         finally:
-            del failure  # else this frame and the error would keep each other, and through the stack the group
+            del failure, error, trace  # else this frame and the error would keep each other, and through the stack the group
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.blocks import Exchange, Stage, by_rows, chunk_offsets, even_offsets, widths
+from fastkron_py.distributed.blocks import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.exchange import Line, Transfer, finish, start
 from fastkron_py.distributed.planner import Plan
 from fastkron_py.functional import kron_matmul as local_kron_matmul
@@ -42,6 +42,11 @@ class Pipeline:
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None  # when x is there
     _recorded: bool = False  # by autograd, which shall see one result, and may keep operands
+    _inner: int = field(init=False)  # columns of x
+    _outer: int = field(init=False)  # and of the result
+
+    def __post_init__(self) -> None:
+        self._inner, self._outer = math.prod(self.plan.problem.inner), math.prod(self.plan.problem.outer)
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply this rank's block ``x [m, columns]``; the result is its block ``[m, columns of the result]``.
@@ -51,7 +56,7 @@ class Pipeline:
         """
         m, me = x.shape[0], self.line.position
         sizes = self.plan.chunk_rows(m)
-        width = widths(chunk_offsets(math.prod(self.plan.problem.outer), self.line.size))[me]
+        width = widths(chunk_offsets(self._outer, self.line.size))[me]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
@@ -93,15 +98,13 @@ class Pipeline:
 
     def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """The same by whole rows, a share of them on each rank."""
-        problem, parts = self.plan.problem, self.line.size
-        there, back = by_rows(x.shape[0], math.prod(problem.inner), math.prod(problem.outer), parts)
-        own = widths(even_offsets(x.shape[0], parts))[self.line.position]
+        there, back = by_rows(x.shape[0], self._inner, self._outer, self.line.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
         # What arrives first need not wait for multiplies that have been queued since x was there.
         arriving.lent, arriving.ready = not self._recorded, self._ready if x.is_contiguous() else None
         block = start(x.reshape(-1), arriving)
         yield
-        block = self._multiply(finish([arriving], [block]).view(own, math.prod(problem.inner)), self.factors, self.alpha).view(-1)
+        block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
         arriving.give_back()
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
         transfer.into = out
