@@ -146,18 +146,21 @@ def show(found: dict[str, Any]) -> list[str]:
     lines = []
     products = found.get("scaling", {}).get("products", [])
     if products:
-        lines.append(f"{'product':48} {'grid':6} {'how':18} {'ms':>8} {'model':>8} {'TFLOP/s':>8} {'eff.':>5} {'sent GB':>8} {'hidden':>6}")
+        names = " ".join(f"{name:>8}" for name in ("ms", "model", "begun", "model", "TFLOP/s"))
+        lines.append(f"{'product':48} {'grid':6} {'how':18} {names} {'eff.':>5} {'sent GB':>8} {'hidden':>6}")
     for product in products:
         lines.append(f"{product['name']:48} alone  {'':18} {product['alone'] * 1e3:8.3f}")
         for g in product["grids"]:
             how = f"{g['stages']}".replace(" ", "") + f" /{g['chunks']}" + (" direct" if g["direct"] else "")
             hidden = f"{g['hidden']:6.0%}" if "hidden" in g else ""
             lines.append(
-                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f} {g['modelled'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
+                f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f} {g['modelled'] * 1e3:8.3f}"
+                f" {g['begun'] * 1e3:8.3f} {g['modelled_begun'] * 1e3:8.3f} {g['flops'] / 1e12:8.1f}"
                 f" {g['efficiency']:5.0%} {g['bytes'] / 1e9:8.2f} {hidden}"
             )
             if len(g["also"]) > 1:
-                each = [f"{a['stages']} /{a['chunks']}{' direct' if a['direct'] else ''} {a['seconds'] * 1e3:.2f}" for a in g["also"]]
+                ways = [(a, " direct" if a["direct"] else "") for a in g["also"]]
+                each = [f"{a['stages']} /{a['chunks']}{way} {a['seconds'] * 1e3:.2f} ({a['begun'] * 1e3:.2f})" for a, way in ways]
                 lines.append(f"{'':56}{'; '.join(each)}")
             if "exchanges" in g:
                 lines.append(f"{'':56}exchanges alone {g['exchanges'] * 1e3:.3f}, multiplies alone {g['multiplies'] * 1e3:.3f}")

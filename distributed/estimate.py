@@ -153,6 +153,7 @@ def memory_needed(problem: Problem, way: Way | None, rows: int, parts: int, chun
 def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
     """What the processor needs to begin all multiplies and exchanges. Arguments as in `seconds_needed`."""
     exchanges = sum(s.leg is not None for s in steps)
+    chunks = chunks if exchanges else 1  # one column needs no chunks
     each = links.cpu_chunk + exchanges * links.cpu_exchange
     return links.cpu_call + chunks * each + sum(s.calls for s in steps) * links.cpu_message
 
