@@ -11,13 +11,16 @@ launches; `tuning/gemm.py` chooses blocks. What an operator passes in:
     stores what becomes of float32 sums (bias added) ``[BLOCK_M, width]`` with `store_tile`. place is (first row, first column, rows,
     columns), of the piece and of the whole result; targets are (out, pair, pair2, side), of which it may read side with `load_tile`;
     strides those of the rows of out, pair and side.
+``BEGIN(row, tile_n, tensors, strides, rows, BLOCK_M, BLOCK_N, PARAMS)``
+    what is to be under way before a tile's sums, such as fetching what FINISH will read into a cache; it returns nothing.
 
 PAIRS says whether rows of b belong together in twos: "" (no: second is first), "stacked" (b is ``[2, N / 2, K]``, in any strides) or
 "interleaved" (rows 2 i and 2 i + 1). Then first and second are the two sums of each pair, and columns is N / 2. A tile is finished in PARTS
 pieces one beside the other, which bounds registers and the shared memory that stores pass through.
 
-tensors is a tuple of tensors that MAKE and FINISH may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for FINISH. With
-`finish_plain` VALUE is ``VALUE(sums, column, columns, tensors, PARAMS)``, so a linear layer with a function of its own after it is
+tensors is a tuple of tensors that MAKE and FINISH may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for FINISH, which
+finds further ones, `functions`, behind the tensors. With `finish_plain` VALUE is ``VALUE(sums, column, columns, tensors, PARAMS)``, so
+a linear layer with a function of its own after it is
 
     gemm(x, weight, bias, Gemm(finish_plain, value=my_function, params=(3,)), y, tensors=(coefficients,))
 
@@ -144,10 +147,12 @@ def _gemm_kernel(
     bias_step,
     bias_half,
     strides,
+    functions,
     MAKE: tl.constexpr,
     FINISH: tl.constexpr,
     VALUE: tl.constexpr,
     SLOPE: tl.constexpr,
+    BEGIN: tl.constexpr,
     PARAMS: tl.constexpr,
     PAIRS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -168,6 +173,7 @@ def _gemm_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * BLOCK_M
+        BEGIN(row, tile_n, tensors, strides, M, BLOCK_M, BLOCK_N, PARAMS)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
             k = step * BLOCK_K
@@ -183,7 +189,12 @@ def _gemm_kernel(
         place = (row, tile_n * (BLOCK_N // PAIRED), M, N // PAIRED)
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)
-        _finish(first, second, place, biases, targets, tensors, strides, FINISH, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, PARTS)
+        _finish(first, second, place, biases, targets, tensors + functions, strides, FINISH, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, PARTS)
+
+
+@triton.jit
+def begin_nothing(row, tile_n, tensors, strides, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARAMS: tl.constexpr):
+    """Nothing is fetched for the finisher."""
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
+from fastkron_py.kernels.gemm import _gemm_kernel, begin_nothing, make_plain, value_plain
 from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import is_hooked, launcher_of
@@ -37,6 +37,14 @@ class Gemm(NamedTuple):
     params: tuple[Any, ...] = ()
     pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
     divisible: bool = False  # nothing passed in asks for a column's number: a launch may be of some columns
+    functions: tuple[Any, ...] = ()  # further jit functions for finish
+    begin: Any = begin_nothing
+    sums: int = 1  # of the product, that the finisher makes one column of the result of; pairs are two
+
+    @property
+    def fan(self) -> int:
+        """Columns of the product for each of the result."""
+        return 2 if self.pairs else self.sums
 
 
 class _Operand(NamedTuple):
@@ -67,10 +75,9 @@ class Kind(NamedTuple):
     def sizes(self) -> GemmSizes:
         """What the closed form chooses by."""
         passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
-        paired = self.gemm.pairs != ""
         # Descriptors' stores go through shared memory, pointers' too, to be turned into runs.
         stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
-        stored = -(-stored // 2) if paired else stored
+        stored = -(-stored // self.gemm.fan)
         itemsize = self.a.dtype.itemsize
         return GemmSizes(
             self.rows,
@@ -79,7 +86,7 @@ class Kind(NamedTuple):
             itemsize,
             passes,
             stored,
-            paired,
+            self.gemm.pairs != "",
             _multiprocessors(self.device),
             self.a.described and self.b.described,
         )
@@ -126,7 +133,7 @@ def _operand(t: Tensor, share: int = 1) -> _Operand:
 
 def _targets(others: Sequence[Tensor | None], width: int) -> tuple[_Operand | None, ...]:
     """Of out, pair, pair2 and side, by columns of the result. Both of a pair of targets have descriptors, or neither has."""
-    found = [None if t is None else _operand(t, t.shape[1] // width) for t in others]
+    found = [None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]
     _, first, second, _ = found
     if first is not None and second is not None and first.described != second.described:
         found[1], found[2] = (o._replace(described=False) for o in (first, second))
@@ -203,7 +210,7 @@ class Plan:
         self.box_a = (tile.block_m, tile.block_k)
         stacked = kind.gemm.pairs == "stacked"
         self.box_b = (2, tile.block_n // 2, tile.block_k) if stacked else (tile.block_n, tile.block_k)
-        width = tile.block_n // (2 if sizes.paired else 1) // tile.parts
+        width = tile.block_n // kind.gemm.fan // tile.parts
         self.boxes = [None if o is None else (tile.block_m, width * o.share) for o in kind.others]
         compute, _, precision = arithmetic(kind.a.dtype, kind.precision, True)
         out, pair, _, side = kind.others
@@ -217,10 +224,12 @@ class Plan:
             "bias_step": 1 if kind.bias is None else kind.bias[0],
             "bias_half": 1 if kind.bias is None else kind.bias[1],
             "strides": tuple([1 if o is None else o.stride for o in (out, pair, side)]),
+            "functions": kind.gemm.functions or (value_plain,),
             "MAKE": kind.gemm.make,
             "FINISH": kind.gemm.finish,
             "VALUE": kind.gemm.value,
             "SLOPE": kind.gemm.slope,
+            "BEGIN": kind.gemm.begin,
             "PARAMS": kind.gemm.params,
             "PAIRS": kind.gemm.pairs,
             "HAS_BIAS": kind.bias is not None,
@@ -391,7 +400,6 @@ def _kind(
     a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], call: Gemm, precision: str, tile: GemmTile | None
 ) -> Kind:
     columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
-    width = columns // 2 if call.pairs else columns
     strides = None
     if bias is not None:
         strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
@@ -403,7 +411,7 @@ def _kind(
         _operand(b),
         b.stride(0) if b.ndim == 3 else 0,
         strides,
-        _targets(others, width),
+        _targets(others, columns // call.fan),
         call,
         precision,
         a.device,
