@@ -117,6 +117,7 @@ def _add_degrees(
     parts,  # [BLOCK_M, COUNT * BLOCK_N], of COUNT neighbouring degrees
     table_ptr,
     COUNT: tl.constexpr,
+    LIVE: tl.constexpr,  # beyond so many, parts are not looked at
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TERMS: tl.constexpr,
@@ -125,7 +126,9 @@ def _add_degrees(
     VALUE: tl.constexpr,
 ):
     """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
-    if COUNT == 1:
+    if LIVE <= 0:
+        return acc, state
+    elif COUNT == 1:
         # Beyond the last degree parts are zero, a table has nothing to read, and the last stands in.
         acc += VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * parts
         return acc, STEP(state, d, TERMS, PARAMS)
@@ -133,8 +136,8 @@ def _add_degrees(
         HALF: tl.constexpr = COUNT // 2
         halves = tl.permute(tl.reshape(parts, (BLOCK_M, 2, HALF * BLOCK_N)), (0, 2, 1))
         first, second = tl.split(halves)
-        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
-        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, LIVE, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, LIVE - HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
 
 
 @triton.jit
@@ -229,7 +232,7 @@ def _poly_kan_dx_kernel(
             if PRECISION == "split":
                 low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
             parts = product(g.to(COMPUTE), b.to(COMPUTE), low, parts, PRECISION, False)
-        acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+        acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
     acc *= SLOPE(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
     out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
     tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=mask_m & mask_n)

@@ -89,8 +89,22 @@ def turned(t: Tensor, with_low: bool, rounds: bool, with_sums: bool = False) -> 
     sums = torch.empty((*t.shape[:-2], parts, columns), dtype=t.dtype, device=t.device) if with_sums else out
     grid = (batches * parts * -(-columns // _TURNED),)
     strides = (t.stride(0) if t.ndim == 3 else 0, t.stride(-2))
-    _turn_kernel[grid](t, out, low, sums, rows, columns, *strides, LOW=with_low, ROUND=rounds, SUMS=with_sums, BLOCK=_TURNED, num_warps=8)
+    flags = {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums, "WIDTH": 0, "BATCHES": 0}
+    _turn_kernel[grid](t, out, low, sums, rows, columns, *strides, **flags, BLOCK=_TURNED, num_warps=8)
     return Turned(out, low, sums)
+
+
+def turned_in_blocks(t: Tensor, width: int, batches: int, rounds: bool) -> Tensor:
+    """Of ``[B, M, N]``, in one pass, ``[blocks * batches * width, M]``: blocks of width columns, of each all matrices, transposed.
+
+    Nothing is written where there is no column, or, from B up to batches, no matrix.
+    """
+    rows, columns = t.shape[1:]
+    out = torch.empty((-(-columns // width) * batches * width, rows), dtype=t.dtype, device=t.device)
+    grid = (t.shape[0] * -(-rows // _TURNED) * -(-columns // _TURNED),)
+    flags = {"LOW": False, "ROUND": rounds, "SUMS": False, "WIDTH": width, "BATCHES": batches}
+    _turn_kernel[grid](t, out, out, out, rows, columns, t.stride(0), t.stride(1), **flags, BLOCK=_TURNED, num_warps=8)
+    return out
 
 
 def aligned(t: Tensor) -> Tensor:

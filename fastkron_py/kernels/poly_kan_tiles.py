@@ -64,8 +64,8 @@ def _low_halves_kernel(
 
 @triton.jit
 def _turn_kernel(
-    x_ptr,  # [B, M, N], float32, in these strides
-    turned_ptr,  # [B, N, M]
+    x_ptr,  # [B, M, N], in these strides; float32 for LOW and ROUND
+    turned_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up and BATCHES at least B
     low_ptr,  # likewise, for LOW
     sums_ptr,  # [B, tiles of rows, N], for SUMS
     rows,
@@ -75,9 +75,11 @@ def _turn_kernel(
     LOW: tl.constexpr,  # also write low halves
     ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
     SUMS: tl.constexpr,  # also sum up each tile's columns
+    WIDTH: tl.constexpr,
+    BATCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Matrices transposed, as operands of a tensor core in TF32."""
+    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
     tiles_m = tl.cdiv(rows, BLOCK)
     tiles_n = tl.cdiv(columns, BLOCK)
     batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
@@ -85,7 +87,10 @@ def _turn_kernel(
     n = tl.program_id(0) % tiles_n * BLOCK + tl.arange(0, BLOCK)
     x_tile = x_ptr + (batch * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
     x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
-    at = batch * columns * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
+    if WIDTH > 0:
+        at = ((n // WIDTH * BATCHES + batch) * WIDTH + n % WIDTH)[:, None] * rows + m[None, :]
+    else:
+        at = batch * columns * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
     mask = (n < columns)[:, None] & (m < rows)[None, :]
     tl.store(turned_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
     if LOW:

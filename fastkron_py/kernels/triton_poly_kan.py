@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkron_py.kernels import staged_poly_kan
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.poly_kan import _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
+from fastkron_py.kernels.poly_kan_gemm_launch import GemmInputGradient
 from fastkron_py.kernels.poly_kan_kind import ALIGNED, Kind, Sum, aligned, low_halves, turned
 from fastkron_py.kernels.poly_kan_spec import Spec
 from fastkron_py.kernels.recipes import arithmetic
@@ -170,6 +171,9 @@ def _forward(kind: Kind) -> Any:
 
 @lru_cache(maxsize=512)
 def _input_gradient(kind: Kind) -> Any:
+    by_gemm = GemmInputGradient(kind)
+    if by_gemm.is_possible:
+        return by_gemm
     staged = staged_poly_kan.StagedInputGradient(kind) if staged_poly_kan.takes(kind) else None
     return staged if staged is not None and staged.is_possible else _InputGradient(kind)
 
@@ -235,6 +239,8 @@ def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, prec
         if dy.dtype == torch.float32:
             dy = dy.contiguous()  # as its low halves are
         plan = _input_gradient(_kind(x, coefficients, dy, False, spec, precision))
+        if isinstance(plan, GemmInputGradient):
+            return plan(dy, x, coefficients, _table(x, spec))
         if plan.turned:
             coefficients, low, _ = turned(coefficients, plan.needs_low, plan.rounds)
         else:

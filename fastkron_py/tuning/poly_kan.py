@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from fastkron_py.tuning.gemm import GemmTile
 from fastkron_py.tuning.sizes import next_power_of_two
 
 LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
@@ -69,6 +70,13 @@ _COEFFICIENTS: Final = {
 
 # Of large products in three passes, whose sums of one step and of all steps are both in registers.
 _THREE_PASSES: Final = {"forward": Tile(128, 64, 32, 8, 4), "input": Tile(128, 32, 32, 8, 2, 4), "coefficients": Tile(128, 64, 32, 8, 3, 2)}
+
+
+# Of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A degree's sums of an input are in the thread that has
+# its others where there are 8 inputs at least; with more than 64, x and dx would take the shared memory of a stage.
+_INPUT_GEMM: Final = {2: GemmTile(128, 256, 64, 8, 3, group=16), 4: GemmTile(128, 256, 32, 8, 3)}
+_SIDE_BY_SIDE: Final = (4, 8, 16, 32)  # degrees
+_LEAST_FILLED: Final = 2 / 3  # of what the multiprocessors do, below which another kernel's smaller tiles cost less
 
 
 def is_large(sizes: Sizes) -> bool:
@@ -159,6 +167,17 @@ def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     tiles = [_with_degrees(tile, sizes) for tile in _tiles_of("input", _INPUT, sizes)]
     tile = _chosen(tiles, 1, *shape, sizes)
     return tile, _split(tile, 1, *shape, sizes.terms, sizes)
+
+
+def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
+    """Of dx by the linear layers' main loop, and how many degrees a tile has side by side; None where too much would be empty."""
+    degrees = next_power_of_two(sizes.terms)
+    if sizes.itemsize == 8 or sizes.passes != 1 or degrees not in _SIDE_BY_SIDE or not is_large(sizes):
+        return None
+    tile = _INPUT_GEMM[sizes.itemsize]
+    tiles = -(-sizes.rows // tile.block_m) * -(-sizes.num_in * degrees // tile.block_n)
+    done = -(-tiles // sizes.multiprocessors) * sizes.multiprocessors * tile.block_m * tile.block_n
+    return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= _LEAST_FILLED * done else None
 
 
 def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
