@@ -35,6 +35,11 @@ def gradient_kernels() -> Any:
     return None if step is None or pair is None else (step, pair)
 
 
+def has_approximations(device: torch.device) -> bool:
+    """Whether functions can be approximated in one of PTX's instructions each, on float32, with errors of some units in the last place."""
+    return device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+
+
 @lru_cache(maxsize=64)
 def has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fragment kernel, which is written for Hopper's tensor cores, can multiply here."""

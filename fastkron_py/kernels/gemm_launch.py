@@ -109,7 +109,7 @@ def _layout(t: Tensor) -> tuple[int, bool]:
     described = (
         has_descriptors(t.device)
         and t.data_ptr() % 16 == 0
-        and columns * size >= 16
+        and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
         and stride >= columns
         and 0 < step < _FARTHEST
         and step % 16 == 0
@@ -129,15 +129,6 @@ def is_describable(t: Tensor) -> bool:
 
 def _operand(t: Tensor, share: int = 1) -> _Operand:
     return _Operand(*_layout(t), t.dtype, share)
-
-
-def _targets(others: Sequence[Tensor | None], width: int) -> tuple[_Operand | None, ...]:
-    """Of out, pair, pair2 and side, by columns of the result. Both of a pair of targets have descriptors, or neither has."""
-    found = [None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]
-    _, first, second, _ = found
-    if first is not None and second is not None and first.described != second.described:
-        found[1], found[2] = (o._replace(described=False) for o in (first, second))
-    return tuple(found)
 
 
 class _Watched(threading.local):
@@ -400,6 +391,7 @@ def _kind(
     a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], call: Gemm, precision: str, tile: GemmTile | None
 ) -> Kind:
     columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
+    width = columns // call.fan
     strides = None
     if bias is not None:
         strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
@@ -411,7 +403,7 @@ def _kind(
         _operand(b),
         b.stride(0) if b.ndim == 3 else 0,
         strides,
-        _targets(others, columns // call.fan),
+        tuple([None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]),
         call,
         precision,
         a.device,

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from fastkron_py.kernels.devices import has_approximations
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.rational import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.kernels.replay import Replay, Tape
@@ -22,7 +22,7 @@ SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads
 
 def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
-    return dtype != torch.float64 and device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+    return dtype != torch.float64 and has_approximations(device)
 
 
 class Coefficients(NamedTuple):

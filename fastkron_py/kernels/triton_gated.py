@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.kernels.devices import has_approximations
 from fastkron_py.kernels.gated import (
     _gate_gradients_kernel,
     finish_gate,
@@ -34,13 +35,13 @@ class Gated(NamedTuple):
     tile: GemmTile | None = None  # None: by the closed form
     as_halves: bool = True  # an interleaved weight is read as two matrices, each of every other row
 
-    def gemm(self, finish: Any) -> Gemm:
-        """The main loop's parameters with one of the finishers."""
-        found = find_activation(self.activation)
+    def gemm(self, finish: Any, like: Tensor) -> Gemm:
+        """The main loop's parameters with one of the finishers, for results like a tensor."""
+        value, slope = find_activation(self.activation).device_functions(like.dtype.itemsize == 2 and has_approximations(like.device))
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout
-        return Gemm(finish, value=found.value, slope=found.derivative, params=(interleaved,), pairs=pairs, divisible=True)
+        return Gemm(finish, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True)
 
     def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as the main loop takes them, views: ``[2, H, K]`` and ``[2, H]``, or as they are."""
@@ -69,10 +70,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving
     weight, bias = gated.operands(weight, bias)
     y = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
     if not saving:
-        gemm(x, weight, bias, gated.gemm(finish_gate), y, precision=gated.precision, tile=gated.tile)
+        gemm(x, weight, bias, gated.gemm(finish_gate, x), y, precision=gated.precision, tile=gated.tile)
         return y, None
     pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
-    call = gated.gemm(finish_gate_and_pair)
+    call = gated.gemm(finish_gate_and_pair, x)
     gemm(x, weight, bias, call, y, **gated.pair_targets(pairs), precision=gated.precision, tile=gated.tile)  # type: ignore[arg-type]
     return y, pairs
 
@@ -87,7 +88,7 @@ def recomputed_gradients(
     dy = rowwise(dy)
     y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
     d = torch.empty((x.shape[0], 2 * hidden_size(weight)), dtype=x.dtype, device=x.device)
-    call = gated.gemm(finish_gradients_and_gate if again else finish_gradients)
+    call = gated.gemm(finish_gradients_and_gate if again else finish_gradients, x)
     targets: dict[str, Any] = gated.pair_targets(d)
     weight, bias = gated.operands(weight, bias)
     gemm(x, weight, bias, call, y, side=dy, **targets, precision=gated.precision, tile=gated.tile)

@@ -99,3 +99,19 @@ def test_half_types_of_another_result(device: torch.device) -> None:
     out = torch.empty(20, 20, device=device)
     gemm(x, weight, None, Gemm(finish_plain), out)
     assert torch.equal(out, (x.float() @ weight.float().mT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows begin on boundaries of 16 bytes and do not end there: a GPU's copy engine would read, and write, the next columns too."""
+    wide, result = (torch.full((20, 32), torch.nan, dtype=dtype, device=device) for _ in range(2))
+    x, y = wide[:, 8:14], result[:, 16:22]
+    x.copy_(torch.randn(20, 6))
+    weight = torch.full((6, 16), torch.nan, dtype=dtype, device=device)[:, :6]
+    weight.copy_(torch.randn(6, 6))
+    gemm(x, weight, None, Gemm(finish_plain), y)
+    # The interpreter cuts bfloat16 off.
+    assert_close(y, x.double() @ weight.double().mT, **({"rms_tol": 8e-3, "max_tol": 3e-2} if dtype == torch.bfloat16 else {}))
+    y.fill_(torch.nan)
+    assert bool(result.isnan().all())
+    assert not gemm_launch.is_describable(y)
