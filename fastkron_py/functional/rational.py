@@ -12,8 +12,8 @@ from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.kron import _has_autocast, autocasted
 from fastkron_py.ops import rational as operator
-from fastkron_py.ops import rational_recorded as recorded
 from fastkron_py.ops import recorded_linear_rational as recorded_fused
+from fastkron_py.ops import recorded_rational as recorded
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.linear_rational import is_fused
 

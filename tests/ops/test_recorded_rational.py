@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py import rational, reference
-from fastkron_py.ops import guards, rational_recorded
+from fastkron_py.ops import guards, recorded_rational
 
 SHAPE = (2, 3, 8)
 
@@ -24,14 +24,14 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forward = self.backward = self.asked = 0
-        inner, gradients = rational_recorded.replay, rational_recorded.Call.gradients
+        inner, gradients = recorded_rational.replay, recorded_rational.Call.gradients
 
         def replay(*arguments: Any) -> Tensor | None:
             y = inner(*arguments)
             self.forward += y is not None
             return y
 
-        def counted(call: rational_recorded.Call, *arguments: Any) -> Any:
+        def counted(call: recorded_rational.Call, *arguments: Any) -> Any:
             long_way = call._long_way
             self.backward += 1
 
@@ -45,8 +45,8 @@ class Spy:
             finally:
                 call._long_way = long_way
 
-        monkeypatch.setattr(rational_recorded, "replay", replay)
-        monkeypatch.setattr(rational_recorded.Call, "gradients", counted)
+        monkeypatch.setattr(recorded_rational, "replay", replay)
+        monkeypatch.setattr(recorded_rational.Call, "gradients", counted)
 
     def take(self) -> tuple[int, int]:
         """(forward, backward) since the last time."""
@@ -56,10 +56,10 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    rational_recorded.forget()
+    recorded_rational.forget()
     with fastkron_py.backend("triton"):
         yield Spy(monkeypatch)
-    rational_recorded.forget()
+    recorded_rational.forget()
 
 
 def warm(spy: Spy, device: torch.device, **options: Any) -> Problem:
@@ -82,7 +82,7 @@ def test_the_third_call_is_served(version: str, dtype: torch.dtype, spy: Spy, de
         assert_right(found, p, version)
         served.append(spy.take())
     assert served == [(0, 0), (1, 0), (1, 1)]
-    rational_recorded.forget()
+    recorded_rational.forget()
     for f, again in zip(found, ours(p, version), strict=True):
         assert torch.equal(f, again)  # bit for bit what the long way gives
     assert spy.take() == (0, 0)
@@ -232,14 +232,14 @@ def test_the_result_can_be_changed_in_place_and_x_cannot(spy: Spy, device: torch
 
 
 def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rational_recorded, "MOST_KEYS", 2)
-    monkeypatch.setattr(rational_recorded, "MOST_TRIES", 1)
+    monkeypatch.setattr(recorded_rational, "MOST_KEYS", 2)
+    monkeypatch.setattr(recorded_rational, "MOST_TRIES", 1)
     a, b = torch.randn(1, 3, device=device), torch.randn(1, 2, device=device)
     for rows in range(1, 6):
         rational(torch.randn(rows, 4, device=device), a, b)
-        assert len(rational_recorded._slots) <= 2
+        assert len(recorded_rational._slots) <= 2
     rational(torch.randn(5, 8, device=device)[:, ::2], a, b)
-    assert all(len(slot.calls) <= 1 for slot in rational_recorded._slots.values())
+    assert all(len(slot.calls) <= 1 for slot in recorded_rational._slots.values())
 
 
 def test_without_torchs_guards(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
