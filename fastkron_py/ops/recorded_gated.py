@@ -16,17 +16,16 @@ from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import gated as operator
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
-from fastkron_py.ops.plain import wants_gradient
-from fastkron_py.ops.records import KINDS, Records, may_be_triton, only_launch, undecorated
+from fastkron_py.ops.records import KINDS, Guarded, Records, is_here, is_recordable, may_be_triton, only_launch, undecorated
 
 
-class _Layer:
+class _Layer(Guarded):
     """A recorded layer."""
 
     def __init__(self, tensors: operator.Tensors, plan: Any, saving: bool, options: tuple[Any, ...]) -> None:
+        super().__init__([t for t in tensors if t is not None])
         x, weight, _, down, _ = tensors
         self.plan, self.options = plan, options
-        self.with_gradient = wants_gradient(tensors)
         self._rows, self._hidden, self._shape = operator.sizes(x, weight, down)
         self._saving = saving and self.with_gradient
         self._stacked = options[1] == "stacked"
@@ -95,8 +94,11 @@ def replay(tensors: Sequence[Any], activation: Any, layout: Any, backward: Any, 
         precision: likewise.
     """
     key = _key(tensors, activation, layout, backward, precision)
-    layer = None if key is None else RECORDS.find(key, [t for t in tensors if t is not None])
-    if layer is None or not layer.plan.is_current():
+    if key is None:
+        return None
+    given = [t for t in tensors if t is not None]
+    layer = RECORDS.find(key, given)
+    if layer is None or not is_here(given) or not layer.plan.is_current():
         return None
     y: Tensor = _apply(layer, layer.options, *tensors) if layer.with_gradient else layer(*tensors)[0]
     return y
@@ -113,7 +115,9 @@ def gated_linear(tensors: operator.Tensors, backward: str, *options: Any) -> Ten
     given = [t for t in tensors if t is not None]
     # Torch's products in a precision of their own are left to the long way, which sets and resets it.
     is_set = down is not None and precision is not None and x.dtype == torch.float32
-    if key is None or is_set or not RECORDS.has_room(key, given):
+    is_wanted = key is not None and not is_set and is_recordable(given) and is_here(given)
+    slot = RECORDS.grant(key) if is_wanted else None
+    if slot is None:
         return operator.gated_linear(tensors, saving, *options)
     from fastkron_py.kernels.gemm_launch import watching
 
@@ -121,5 +125,5 @@ def gated_linear(tensors: operator.Tensors, backward: str, *options: Any) -> Ten
         y = operator.gated_linear(tensors, saving, *options)
     plan = only_launch(seen, (x, weight) if bias is None else (x, weight, bias))
     if plan is not None:
-        RECORDS.add(key, given, _Layer(tensors, plan, saving, options))
+        slot.records.append(_Layer(tensors, plan, saving, options))
     return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import linear_rational as operator
 from fastkron_py.ops.backend import requested_backend
-from fastkron_py.ops.plain import wants_gradient
-from fastkron_py.ops.records import KINDS, Records, only_launch, undecorated
+from fastkron_py.ops.records import KINDS, Guarded, Records, is_here, is_recordable, only_launch, undecorated
 
 
-class _Layer:
+class _Layer(Guarded):
     """A recorded layer."""
 
-    def __init__(self, tensors: tuple[Tensor | None, ...], plan: Any, shape: torch.Size) -> None:
+    def __init__(self, tensors: Sequence[Tensor], plan: Any, shape: torch.Size) -> None:
+        super().__init__(tensors)
         self.plan, self._shape = plan, shape
-        self.with_gradient = wants_gradient(tensors)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor | None]:
         """The result, and the linear layer's, which is kept where gradients are wanted."""
@@ -79,8 +78,9 @@ def replay(x: Any, weight: Any, bias: Any, a: Any, b: Any, version: str) -> Tens
     key = _key(x, weight, bias, a, b, version)
     if key is None:
         return None
-    layer = RECORDS.find(key, (x, weight, a, b) if bias is None else (x, weight, bias, a, b))
-    if layer is None or not layer.plan.is_current():
+    given = (x, weight, a, b) if bias is None else (x, weight, bias, a, b)
+    layer = RECORDS.find(key, given)
+    if layer is None or not is_here(given) or not layer.plan.is_current():
         return None
     y: Tensor = _apply(layer, version, x, weight, bias, a, b) if layer.with_gradient else layer(x, weight, bias, a, b)[0]
     return y
@@ -91,7 +91,8 @@ def linear_rational(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b
     tensors = (x, weight, bias, a, b)
     given = [t for t in tensors if t is not None]
     key = _key(*tensors, version)
-    if key is None or not RECORDS.has_room(key, given):
+    slot = RECORDS.grant(key) if key is not None and is_recordable(given) and is_here(given) else None
+    if slot is None:
         return operator.linear_rational(*tensors, version)
     from fastkron_py.kernels.gemm_launch import watching
 
@@ -99,5 +100,5 @@ def linear_rational(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b
         y = operator.linear_rational(*tensors, version)
     plan = only_launch(seen, given)
     if plan is not None:
-        RECORDS.add(key, given, _Layer(tensors, plan, y.shape))
+        slot.records.append(_Layer(given, plan, y.shape))
     return y

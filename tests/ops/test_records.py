@@ -347,7 +347,7 @@ def test_not_without_guards_nor_elsewhere(spy: Spy, given: tuple[Tensor, Tensor]
             stacked(*given)
     assert spy.take() == 0
     warm(spy, *given)
-    monkeypatch.setattr(records, "_is_here", lambda tensors: False)
+    monkeypatch.setattr(recorded_gated, "is_here", lambda tensors: False)
     assert_right(stacked(*given), *given)
     assert spy.take() == 0
 
