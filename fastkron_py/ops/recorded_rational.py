@@ -1,7 +1,6 @@
-"""Rational calls like one that was made before, and their backward passes: launched again, with nothing found out anew.
+"""Rational calls that were made before, and their backward passes, recognised in the fewest steps: see `records`.
 
-As `recorded` does it for Kronecker products: guards say whether tensors are of the kind of those that a record was made for, and whatever
-differs goes the long way, where every check is made and every error raised. A backward pass is recorded when it is first asked for.
+A backward pass is recorded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ from torch import Tensor
 
 from fastkron_py.ops import guards
 from fastkron_py.ops.backend import choose_backend, requested_backend
-from fastkron_py.ops.plain import is_ordinary, transforms_active
-from fastkron_py.ops.recorded import MOST_KEYS, MOST_TRIES
-from fastkron_py.ops.recorded_gradient import _is_watched
+from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward, undecorated
 
 # Gradients (dx, da, db), by operations that can be derived further; arguments as of the operator `rational_backward`.
 Gradients = Callable[..., Sequence[Tensor]]
-
-_KINDS: Final = (Tensor, torch.nn.Parameter)
 
 
 class _Pass(NamedTuple):
@@ -32,27 +27,19 @@ class _Pass(NamedTuple):
     replay: Any
 
 
-class Call:
+class Call(Guarded):
     """A recorded forward pass, and the backward passes after it."""
 
     def __init__(self, tensors: Sequence[Tensor], replay: Any, version: str, backend: str, gradients: Gradients) -> None:
+        super().__init__(tensors)
         self.replay = replay
-        # Guards know which tensors require a gradient, but not whether gradients are recorded.
-        self._indifferent = not any([t.requires_grad for t in tensors])
-        self._enabled = torch.is_grad_enabled()
-        self.with_gradient = self._enabled and not self._indifferent
-        self._check = guards.guard(tensors)
         self._version, self._backend, self._long_way = version, backend, gradients
         self._passes: list[_Pass] = []
         self._tries = 0
 
-    def fits(self, x: Tensor, a: Tensor, b: Tensor) -> bool:
-        """Whether the call would do with these tensors what it did when it was recorded."""
-        return self._check(x, a, b) and (self._indifferent or self._enabled == torch.is_grad_enabled())
-
     def gradients(self, dy: Tensor, operands: Sequence[Tensor], need_x: bool, need_coefficients: bool) -> Sequence[Tensor]:
         """[dx] + [da, db], those that are needed."""
-        if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_watched()):
+        if may_repeat_backward():
             for one in self._passes:
                 if one.needs == (need_x, need_coefficients) and one.check(dy, *operands):
                     if not one.replay.is_here():
@@ -65,7 +52,7 @@ class Call:
 
     def _record(self, tensors: tuple[Tensor, ...], need_x: bool, need_coefficients: bool) -> None:
         """Record the pass that is about to go the long way, if it can be repeated."""
-        if self._tries >= MOST_TRIES or transforms_active() or not is_ordinary(tensors):
+        if self._tries >= MOST_TRIES or not is_recordable(tensors, in_autocast=True):
             return
         self._tries += 1
         from fastkron_py.kernels import rational_triton
@@ -95,24 +82,14 @@ class _Recorded(torch.autograd.Function):
         return None, dx, da if need_a else None, db if need_b else None
 
 
-# `apply` without what torch.autograd.Function adds for torch.func's transforms, in which nothing is replayed.
-_differentiable: Any = super(torch.autograd.Function, _Recorded).apply
+_differentiable: Any = undecorated(_Recorded)
 
-
-class _Slot:
-    """Calls of one key, and how many attempts to record one there were."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.tries = 0
-
-
-_slots: dict[tuple[Any, ...], _Slot] = {}
+RECORDS: Final[Records[Call]] = Records()
 
 
 def forget() -> None:
     """Forget every call."""
-    _slots.clear()
+    RECORDS.forget()
 
 
 def replay(x: Any, a: Any, b: Any, version: str, autocast: torch.dtype | None) -> Tensor | None:
@@ -125,43 +102,31 @@ def replay(x: Any, a: Any, b: Any, version: str, autocast: torch.dtype | None) -
         version: "A", "B", "C" or "N".
         autocast: its dtype, where it is on.
     """
-    if type(x) not in _KINDS or type(a) not in _KINDS or type(b) not in _KINDS:
+    if type(x) not in KINDS or type(a) not in KINDS or type(b) not in KINDS:
         return None
     try:
         shape = x.shape
     except RuntimeError:  # of a nested tensor
         return None
-    slot = _slots.get((shape, version, autocast, requested_backend()))
-    if slot is None or _is_watched():
+    tensors = (x, a, b)
+    call = RECORDS.find((shape, version, autocast, requested_backend()), tensors)
+    if call is None or not call.replay.is_here():
         return None
-    for call in slot.calls:
-        if call.fits(x, a, b):
-            if not call.replay.is_here():
-                return None
-            y: Tensor = _differentiable(call, x, a, b) if call.with_gradient else call.replay((x, a, b), 1.0)[0]
-            return y
-    return None
+    y: Tensor = _differentiable(call, *tensors) if call.with_gradient else call.replay(tensors, 1.0)[0]
+    return y
 
 
 def record(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, autocast: torch.dtype | None, gradients: Gradients) -> None:
     """Record a call that has just returned a result of this dtype, if it can be repeated as it is."""
-    requested = requested_backend()
-    if guards.GUARDS is None or not (requested == "triton" or (requested == "auto" and x.is_cuda)):
-        return
     tensors = (x, a, b)
-    if transforms_active() or not is_ordinary(tensors) or x.numel() == 0 or choose_backend("", x) != "triton":
+    if not may_be_triton(x) or not is_recordable(tensors, in_autocast=True) or x.numel() == 0 or choose_backend("", x) != "triton":
         return
-    key = (x.shape, version, autocast, requested)
-    slot = _slots.get(key)
+    requested = requested_backend()
+    slot = RECORDS.grant((x.shape, version, autocast, requested))
     if slot is None:
-        if len(_slots) >= MOST_KEYS:
-            forget()
-        slot = _slots[key] = _Slot()
-    if slot.tries >= MOST_TRIES:
         return
-    slot.tries += 1
     from fastkron_py.kernels import rational_triton
 
     found = rational_triton.replay(x, a, b, version, dtype)
     if found is not None:
-        slot.calls.append(Call(tensors, found, version, requested, gradients))
+        slot.records.append(Call(tensors, found, version, requested, gradients))

@@ -98,6 +98,11 @@ def is_watched() -> bool:
     return _watching_functions() > 0 or forward_ad._current_level >= 0 or logger.isEnabledFor(DEBUG)
 
 
+def may_repeat_backward() -> bool:
+    """Whether a backward pass may be one that was recorded: nothing watches it, and its gradients are not derived further."""
+    return not (torch.compiler.is_compiling() or _is_grad_enabled() or is_watched())
+
+
 def is_recordable(tensors: Sequence[Tensor], in_autocast: bool = False) -> bool:
     """Whether guards tell of all that a call on these tensors, which were checked, depends on.
 

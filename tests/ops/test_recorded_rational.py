@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py import rational, reference
-from fastkron_py.ops import guards, recorded_rational
+from fastkron_py.ops import guards, recorded_rational, records
 
 SHAPE = (2, 3, 8)
 
@@ -232,14 +232,14 @@ def test_the_result_can_be_changed_in_place_and_x_cannot(spy: Spy, device: torch
 
 
 def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_rational, "MOST_KEYS", 2)
-    monkeypatch.setattr(recorded_rational, "MOST_TRIES", 1)
+    monkeypatch.setattr(records, "MOST_KEYS", 2)
+    monkeypatch.setattr(records, "MOST_TRIES", 1)
     a, b = torch.randn(1, 3, device=device), torch.randn(1, 2, device=device)
     for rows in range(1, 6):
         rational(torch.randn(rows, 4, device=device), a, b)
-        assert len(recorded_rational._slots) <= 2
+        assert len(recorded_rational.RECORDS._slots) <= 2
     rational(torch.randn(5, 8, device=device)[:, ::2], a, b)
-    assert all(len(slot.calls) <= 1 for slot in recorded_rational._slots.values())
+    assert all(len(slot.records) <= 1 for slot in recorded_rational.RECORDS._slots.values())
 
 
 def test_without_torchs_guards(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
