@@ -7,20 +7,17 @@ ordinary, go the long way.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import derivatives, functions, guards
-from fastkron_py.ops.backend import logger
 from fastkron_py.ops.canonical import canonical
 from fastkron_py.ops.implementation import given_back, unseen_by_autograd
-from fastkron_py.ops.plain import is_ordinary, transforms_active
+from fastkron_py.ops.records import Guarded, is_recordable, may_repeat_backward, undecorated
 
 MOST_TRIES: Final = 8  # backward passes recorded, or failures to, that a multiply is granted
 
@@ -42,10 +39,11 @@ class _Pass(NamedTuple):
         return [t.mT.contiguous() if turned else t for t, turned in zip(found, self.turned, strict=True)]
 
 
-class Multiply:
+class Multiply(Guarded):
     """A recorded multiply without z."""
 
-    def __init__(self, replay: Any, left: bool, backend: str) -> None:
+    def __init__(self, tensors: Sequence[Tensor], replay: Any, left: bool, backend: str) -> None:
+        super().__init__(tensors)
         self.replay = replay
         self.left, self.backend = left, backend
         self._passes: list[_Pass] = []
@@ -56,7 +54,7 @@ class Multiply:
     ) -> Sequence[Tensor | None]:
         """Gradients of x and of the factors, which are the operands; those that are needed."""
         found = None
-        if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_watched()):
+        if may_repeat_backward():
             found = self._replayed(dy, operands, needs, alpha, resolved(precision))
         if found is None:
             return self._differentiable(dy, operands, needs, alpha, precision)
@@ -70,9 +68,7 @@ class Multiply:
             if one.precision == precision and one.check(dy, *operands):
                 return one.run(dy, operands, alpha) if one.replay.is_here() else None
         tensors = (dy, *operands)
-        if guards.GUARDS is None or self._tries >= MOST_TRIES or transforms_active() or not is_ordinary(tensors):
-            return None
-        if torch.is_autocast_enabled(dy.device.type):
+        if self._tries >= MOST_TRIES or not is_recordable(tensors):
             return None
         self._tries += 1
         return self._record(dy, operands, needs, alpha, precision)
@@ -124,11 +120,6 @@ class Multiply:
         return [None if dx is None else dx.reshape(x.shape), *dfs]
 
 
-def _is_watched() -> bool:
-    """Whether something in this thread that guards do not tell of wants to see every call."""
-    return bool(torch._C._len_torch_function_stack()) or forward_ad._current_level >= 0 or logger.isEnabledFor(logging.DEBUG)
-
-
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, with copies instead of those that begin where another one does, as a factor that comes twice."""
     seen: set[int] = set()
@@ -155,5 +146,4 @@ class _Recorded(torch.autograd.Function):
         return None, None, None, *multiply.gradients(dy, ctx.saved_tensors, ctx.needs_input_grad[3:], alpha, precision)
 
 
-# `apply` without what torch.autograd.Function adds for torch.func's transforms, in which nothing is replayed.
-differentiable: Any = super(torch.autograd.Function, _Recorded).apply
+differentiable: Any = undecorated(_Recorded)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py import kron_matmul
-from fastkron_py.ops import guards, recorded
+from fastkron_py.ops import guards, recorded, records
 
 SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 
@@ -273,16 +273,16 @@ def test_wrong_arguments_are_refused_as_before(spy: Spy, device: torch.device) -
 
 
 def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_KEYS", 3)
-    monkeypatch.setattr(recorded, "MOST_TRIES", 2)
+    monkeypatch.setattr(records, "MOST_KEYS", 3)
+    monkeypatch.setattr(records, "MOST_TRIES", 2)
     factors = [torch.randn(2, 2, device=device)]
     for rows in range(1, 8):
         kron_matmul(torch.randn(rows, 2, device=device), factors)
-        assert len(recorded._slots) <= 3
+        assert len(recorded.RECORDS._slots) <= 3
     for stride in range(2, 8):
         x = torch.randn(3, stride, device=device)[:, :2]
         assert_near(kron_matmul(x, factors), expected(x, factors))
-    assert all(len(slot.records) <= 2 for slot in recorded._slots.values())
+    assert all(len(slot.records) <= 2 for slot in recorded.RECORDS._slots.values())
 
 
 def test_threads(spy: Spy, device: torch.device) -> None:
