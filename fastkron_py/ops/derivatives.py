@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastkron_py.ops.autograd import take
+
 Options = tuple[float, str | None, str, bool]  # alpha, precision, backend, left
 
 
@@ -47,8 +49,8 @@ def _gradients(
     """The wanted of (dx, [dF_1, ..., dF_N]) without conjugates, None for the others."""
     if not need_x and not any(need_factors):
         return None, [None] * len(factors)
-    found = iter(calls.gradients(dy, x, list(factors), need_x, list(need_factors), *options))
-    return (next(found) if need_x else None), [next(found) if need else None for need in need_factors]
+    dx, *dfs = take(calls.gradients(dy, x, list(factors), need_x, list(need_factors), *options), (need_x, *need_factors))
+    return dx, dfs
 
 
 def reverse(
@@ -90,9 +92,7 @@ def reverse_of_gradients(
     """
     alpha, precision, backend, left = options
     need_dy, need_x, need_factors = needs
-    given = iter(cotangents)
-    cx = next(given) if wanted[0] else None
-    cfactors = [next(given) if there else None for there in wanted[1]]
+    cx, *cfactors = take(cotangents, (wanted[0], *wanted[1]))
     dy_c, x_c, factors_c = _conj(dy), _conj(x), [_conj(f) for f in factors]
     sum_dy, sum_x, sums = _Sum(), _Sum(), [_Sum() for _ in factors]
 

@@ -6,7 +6,6 @@ these do. In ordinary eager calls, too, they take gradients with less ado than t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import batching, derivatives, implementation
+from fastkron_py.ops.autograd import sign
 from fastkron_py.ops.derivatives import Calls
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -99,9 +99,7 @@ class _Gradients(torch.autograd.Function):
         return tuple(results), tuple(out_dims)
 
 
-for _function in (_Multiply, _Gradients):
-    # Else torch works it out at every call, which takes longer than a small kernel.
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
+sign(_Multiply, _Gradients)
 
 
 def _multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, *options: Any) -> Tensor:

@@ -11,7 +11,6 @@ transforms and forward mode, are torch's own, of the same layer written in torch
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved, torch_products
+from fastkron_py.ops.autograd import column_sums, sign, take
 from fastkron_py.ops.backend import choose_backend, requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
@@ -138,7 +138,7 @@ def _gradients(dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: Sequen
     with unseen_by_autograd(x), torch.no_grad(), torch_products(x, options[2]):
         x2, dy2 = x.reshape(rows, x.shape[-1]), dy.reshape(rows, dy.shape[-1])
         if need_down_bias and down_bias is not None:
-            found[4] = _column_sums(dy2)
+            found[4] = column_sums(dy2)
         wide = (x2, weight, bias, None, None)
         again = need_down and down is not None
         if again and not any(needs[:3]):
@@ -156,12 +156,8 @@ def _gradients(dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: Sequen
             if need_weight:
                 found[1] = (d.mT @ x2).reshape(weight.shape)
             if need_bias and bias is not None:
-                found[2] = _column_sums(d).reshape(bias.shape)
+                found[2] = column_sums(d).reshape(bias.shape)
         return [t for t in found if t is not None]
-
-
-def _column_sums(t: Tensor) -> Tensor:
-    return t.sum(0, dtype=torch.float64 if t.dtype == torch.float64 else torch.float32).to(t.dtype)
 
 
 def gradients(dy: Tensor, *arguments: Any) -> list[Tensor]:
@@ -181,12 +177,6 @@ def in_torch(tensors: Tensors, activation: str, layout: str, precision: str | No
 
     with torch_products(tensors[0], precision):
         return torch_gated.forward(tensors, activation, layout)
-
-
-def _take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """Each result in its argument's place, None for those that were not asked for."""
-    given = iter(found)
-    return [next(given) if need else None for need in needs]
 
 
 def _second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -243,7 +233,7 @@ def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[:COUNT]
     found = BACKWARD_OPERATOR(dy, *ctx.saved_tensors, *needs, *ctx.options) if any(needs) else []
-    return *_take(found, needs), *_NO_GRADIENTS
+    return *take(found, needs), *_NO_GRADIENTS
 
 
 def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -252,7 +242,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return *_second(ctx, _take(cotangents, ctx.needs)), None, *(None,) * COUNT, *_NO_GRADIENTS
+    return *_second(ctx, take(cotangents, ctx.needs)), None, *(None,) * COUNT, *_NO_GRADIENTS
 
 
 torch.library.register_autograd("fastkron::gated_linear", _backward, setup_context=_setup, lib=LIBRARY)
@@ -306,13 +296,13 @@ def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     given = (dy, *tensors)
     if not is_ordinary(given) or wants_gradient(given):
         found = _Gradients.apply(needs, ctx.options, pairs, *given)  # type: ignore[no-untyped-call]
-        return None, None, *_take(found, needs)
+        return None, None, *take(found, needs)
     # Pairs belong to this graph alone. One that is not kept for another backward pass needs them no longer.
     in_place = pairs is not None and not torch._C._autograd._get_current_graph_task_keep_graph()
     found = _gradients(dy, tuple(tensors), pairs, needs, in_place, *ctx.options)
     if in_place:
         torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
-    return None, None, *_take(found, needs)
+    return None, None, *take(found, needs)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -338,12 +328,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_second(ctx, _take(cotangents, ctx.needs))
+        return None, None, None, *_second(ctx, take(cotangents, ctx.needs))
 
 
-for _function in (_GatedLinear, _Gradients):
-    # Else torch works it out at every call, which takes longer than a small kernel.
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
+sign(_GatedLinear, _Gradients)
 
 
 def gated_linear(tensors: Tensors, saving: bool, *options: Any) -> Tensor:

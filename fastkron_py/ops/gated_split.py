@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import gated
+from fastkron_py.ops.autograd import take
 from fastkron_py.ops.plain import is_ordinary, wants_gradient
 
 LIBRARY = torch.library.Library("fastkron", "FRAGMENT")
@@ -144,8 +145,8 @@ def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     need_x, need_up, need_gate, *rest = ctx.needs_input_grad[:COUNT]
     needs = (need_x, need_up or need_gate, *rest)
-    found = iter(torch.ops.fastkron.gated_split_backward(dy, *ctx.saved_tensors, *needs, *ctx.options) if any(needs) else [])
-    dx, dweight, *others = [next(found) if need else None for need in needs]
+    found = torch.ops.fastkron.gated_split_backward(dy, *ctx.saved_tensors, *needs, *ctx.options) if any(needs) else []
+    dx, dweight, *others = take(found, needs)
     dup, dgate = (None, None) if dweight is None else (dweight[0], dweight[1])
     return dx, dup if need_up else None, dgate if need_gate else None, *others, None, None, None
 

@@ -9,7 +9,6 @@ and forward mode, are torch's own, of the same sum written in torch.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved, torch_products
+from fastkron_py.ops.autograd import column_sums, sign, take
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
@@ -145,28 +145,22 @@ def in_torch(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any
 # ---- derivatives -----------------------------------------------------------------------------
 
 
-def take(found: Sequence[Tensor], need_x: bool, need_coefficients: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dC) of the list of those that are needed."""
-    given = iter(found)
-    return (next(given) if need_x else None), (next(given) if need_coefficients else None)
-
-
 def bias_gradient(dy: Tensor) -> Tensor:
     """The sum of dy's rows."""
-    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
-    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
+    return column_sums(dy.reshape(-1, dy.shape[-1]))
 
 
-def _second(ctx: Any, cotangents: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Cotangents of dy, x and the coefficients, of the backward operator."""
+def _second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cotangents of dy, x and the coefficients, of the backward operator; those given are of the results that were wanted."""
     from fastkron_py.kernels import torch_poly_kan
 
     dy, x, coefficients = ctx.saved_tensors
-    if cotangents[0] is None and cotangents[1] is None:
+    cx, cc = take(cotangents, ctx.wanted)
+    if cx is None and cc is None:
         return None, None, None
     *described, precision, _ = ctx.options
     with torch_products(x, precision):
-        return torch_poly_kan.second_order(dy, x, coefficients, cotangents, spec_of(coefficients, *described))
+        return torch_poly_kan.second_order(dy, x, coefficients, (cx, cc), spec_of(coefficients, *described))
 
 
 # ---- the operators ---------------------------------------------------------------------------
@@ -197,7 +191,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     dx = dc = None
     if need_x or need_coefficients:
         found = torch.ops.fastkron.poly_kan_backward(dy, x, coefficients, need_x, need_coefficients, *ctx.options)
-        dx, dc = take(found, need_x, need_coefficients)
+        dx, dc = take(found, (need_x, need_coefficients))
     return dx, dc, bias_gradient(dy) if need_bias else None, *_NO_GRADIENTS
 
 
@@ -209,7 +203,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    ddy, dx, dc = _second(ctx, take(cotangents, *ctx.wanted))  # type: ignore[arg-type]
+    ddy, dx, dc = _second(ctx, cotangents)
     return ddy, dx, dc, None, None, *_NO_GRADIENTS
 
 
@@ -259,7 +253,8 @@ class _PolyKan(torch.autograd.Function):
         need_x, need_coefficients, need_bias = ctx.needs_input_grad[:3]
         dx = dc = None
         if need_x or need_coefficients:
-            dx, dc = take(differentiable_gradients(dy, x, coefficients, need_x, need_coefficients, ctx.options), need_x, need_coefficients)
+            found = differentiable_gradients(dy, x, coefficients, need_x, need_coefficients, ctx.options)
+            dx, dc = take(found, (need_x, need_coefficients))
         return dx, dc, bias_gradient(dy) if need_bias else None, None
 
 
@@ -275,12 +270,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return *_second(ctx, take(cotangents, *ctx.wanted)), None, None
+        return *_second(ctx, cotangents), None, None
 
 
-for _function in (_PolyKan, _Gradients):
-    # Else torch works it out at every call, which takes longer than a small kernel.
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
+sign(_PolyKan, _Gradients)
 
 
 def differentiable_gradients(

@@ -9,7 +9,6 @@ First derivatives come from one pass over x and dy. Those of the second operator
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fastkron_py.kernels import rational_torch
 from fastkron_py.ops import rational_derivatives as derivatives
+from fastkron_py.ops.autograd import sign
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.kron_matmul import LIBRARY
@@ -97,10 +97,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _reverse(ctx: Any, dy: Tensor, call: Any) -> tuple[Any, ...]:
     need_x, need_a, need_b = ctx.needs_input_grad[:3]
-    found = iter(call(dy, *ctx.saved_tensors, need_x, need_a or need_b, ctx.version, ctx.backend))
-    dx = next(found) if need_x else None
-    da, db = (next(found), next(found)) if need_a or need_b else (None, None)
-    return dx, da if need_a else None, db if need_b else None, None, None, None
+    found = call(dy, *ctx.saved_tensors, need_x, need_a or need_b, ctx.version, ctx.backend)
+    return *derivatives.taken(found, need_x, need_a, need_b), None, None, None
 
 
 def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -194,9 +192,7 @@ class _RationalGradients(torch.autograd.Function):
         return tuple(results), tuple(dims)
 
 
-for _function in (_Rational, _RationalGradients):
-    # Else torch works it out at every call, which takes longer than a small kernel.
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
+sign(_Rational, _RationalGradients)
 
 
 def _call_function(*arguments: Any) -> Tensor:

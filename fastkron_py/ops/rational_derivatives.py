@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels import rational_torch
+from fastkron_py.ops.autograd import take
+
+
+def taken(found: Sequence[Tensor], need_x: bool, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, da, db), those that are needed, of a list in which da and db come together."""
+    need_coefficients = need_a or need_b
+    dx, da, db = take(found, (need_x, need_coefficients, need_coefficients))
+    return dx, da if need_a else None, db if need_b else None
 
 
 def reverse_of_gradients(
@@ -36,9 +44,7 @@ def reverse_of_gradients(
         needs: for dy, x, a and b.
         version: of the denominator.
     """
-    given = iter(cotangents)
-    cx = next(given) if wanted[0] else None
-    ca, cb = (next(given), next(given)) if wanted[1] else (None, None)
+    cx, ca, cb = take(cotangents, (wanted[0], wanted[1], wanted[1]))
     if cx is None and ca is None and cb is None:
         return None, None, None, None
 

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from fastkron_py.ops import rational as rational_operator
 from fastkron_py.ops.kron_matmul import LIBRARY
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
+from fastkron_py.ops.rational_derivatives import taken
 
 LIBRARY.define(
     "rational_linear(Tensor x, Tensor numerator, Tensor denominator, Tensor weight, Tensor? bias, str version, ScalarType dtype, "
@@ -62,11 +63,10 @@ def _reverse(ctx: Any, dz: Tensor, call: Any) -> tuple[Tensor | None, ...]:
             dweight = rows.mT @ y.reshape(-1, weight.shape[1])
             del y
         if need_x or need_a or need_b:
-            found = iter(call(dz @ weight, x, a, b, need_x, need_a or need_b, version, backend))
-            dx = next(found) if need_x else None
-            da, db = (next(found), next(found)) if need_a or need_b else (None, None)
+            found = call(dz @ weight, x, a, b, need_x, need_a or need_b, version, backend)
+            dx, da, db = taken(found, need_x, need_a, need_b)
         dbias = rows.sum(0) if need_bias else None
-    return dx, da if need_a else None, db if need_b else None, dweight, dbias, None, None, None
+    return dx, da, db, dweight, dbias, None, None, None
 
 
 OPERATOR = torch.ops.fastkron.rational_linear

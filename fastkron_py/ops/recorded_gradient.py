@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import derivatives, functions, guards
+from fastkron_py.ops.autograd import take, undecorated
 from fastkron_py.ops.canonical import canonical
 from fastkron_py.ops.implementation import given_back, unseen_by_autograd
-from fastkron_py.ops.records import Guarded, is_recordable, may_repeat_backward, undecorated
+from fastkron_py.ops.records import Guarded, is_recordable, may_repeat_backward
 
 MOST_TRIES: Final = 8  # backward passes recorded, or failures to, that a multiply is granted
 
@@ -58,10 +59,7 @@ class Multiply(Guarded):
             found = self._replayed(dy, operands, needs, alpha, resolved(precision))
         if found is None:
             return self._differentiable(dy, operands, needs, alpha, precision)
-        if False not in needs:
-            return found
-        given = iter(found)
-        return [next(given) if need else None for need in needs]
+        return take(found, needs) if False in needs else found
 
     def _replayed(self, dy: Tensor, operands: Sequence[Tensor], needs: Sequence[bool], alpha: float, precision: str) -> list[Tensor] | None:
         for one in self._passes:

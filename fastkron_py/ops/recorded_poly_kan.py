@@ -14,9 +14,10 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import guards
 from fastkron_py.ops import poly_kan as operator
+from fastkron_py.ops.autograd import take, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
-from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward, undecorated
+from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
 from fastkron_py.tuning.poly_kan import LARGE_PRODUCTS
 
 
@@ -143,7 +144,8 @@ class _Recorded(torch.autograd.Function):
         _, need_x, need_coefficients, *need_bias = ctx.needs_input_grad
         dx = dc = None
         if need_x or need_coefficients:
-            dx, dc = operator.take(ctx.layer.gradients(dy, x, coefficients, (need_x, need_coefficients)), need_x, need_coefficients)
+            needs = (need_x, need_coefficients)
+            dx, dc = take(ctx.layer.gradients(dy, x, coefficients, needs), needs)
         return None, dx, dc, *[operator.bias_gradient(dy) if need else None for need in need_bias]
 
 

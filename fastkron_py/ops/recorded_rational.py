@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import guards
+from fastkron_py.ops.autograd import undecorated
 from fastkron_py.ops.backend import choose_backend, requested_backend
-from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward, undecorated
+from fastkron_py.ops.rational_derivatives import taken
+from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
 
 # Gradients (dx, da, db), by operations that can be derived further; arguments as of the operator `rational_backward`.
 Gradients = Callable[..., Sequence[Tensor]]
@@ -76,10 +78,8 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         _, need_x, need_a, need_b = ctx.needs_input_grad
-        found = iter(ctx.call.gradients(dy, ctx.saved_tensors, need_x, need_a or need_b))
-        dx = next(found) if need_x else None
-        da, db = (next(found), next(found)) if need_a or need_b else (None, None)
-        return None, dx, da if need_a else None, db if need_b else None
+        found = ctx.call.gradients(dy, ctx.saved_tensors, need_x, need_a or need_b)
+        return None, *taken(found, need_x, need_a, need_b)
 
 
 _differentiable: Any = undecorated(_Recorded)

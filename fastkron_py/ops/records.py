@@ -7,7 +7,7 @@ goes the long way, where every check is made and every error raised. Each operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from logging import DEBUG
 from typing import Any, Final, Generic, TypeVar
 
@@ -138,9 +138,3 @@ def only_launch(seen: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
         return None
     read = [t.data_ptr() for t in seen[0].operands if t is not None]
     return seen[0].plan if read == [t.data_ptr() for t in tensors] else None
-
-
-def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``apply`` without what torch.autograd.Function adds for torch.func's transforms, in which nothing is replayed."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
