@@ -1,10 +1,11 @@
-"""vmap rules of the two Kronecker operators: a vmapped dimension becomes one more batch dimension."""
+"""vmap rules: a vmapped dimension is one more batch dimension of the Kronecker operators; others are called for each sample."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastkron_py.ops.derivatives import Calls
@@ -69,3 +70,15 @@ def vmap_gradients(
 
     results = calls.gradients(dy, per_sample(x), [per_sample(f) for f in factors], *options)
     return [r.reshape(batch_size, *shape) for r, shape in zip(results, shapes, strict=True)], [0] * len(results)
+
+
+def each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], options: Sequence[Any]) -> list[Any]:
+    """The results of one call for each sample."""
+    samples = [[t] * size if t is None or dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
+    return [call(*sample, *options) for sample in zip(*samples, strict=True)]
+
+
+def stacked(found: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:
+    """(results, their vmapped dimensions), of the lists of results of `each`."""
+    results = [torch.stack(list(sample)) for sample in zip(*found, strict=True)]
+    return results, [0] * len(results)

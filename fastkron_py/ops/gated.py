@@ -20,6 +20,7 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved, torch_products
 from fastkron_py.ops.autograd import column_sums, sign, take
 from fastkron_py.ops.backend import choose_backend, requested_backend
+from fastkron_py.ops.batching import each, stacked
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -219,15 +220,22 @@ def _(dy, *arguments):  # type: ignore[no-untyped-def]
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need and t is not None]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:COUNT], None)
-    ctx.options = inputs[COUNT:]
+def contexts(count: int) -> tuple[Any, Any]:
+    """What the two operators keep for the backward pass, of inputs that begin with so many tensors: without pairs, and with them."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:count], None)
+        ctx.options = inputs[count:]
+
+    def setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:count], output[1])
+        ctx.options = inputs[count:]
+
+    return setup, setup_saving
 
 
-def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:COUNT], output[1])
-    ctx.options = inputs[COUNT:]
+_setup, _setup_saving = contexts(COUNT)
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -250,33 +258,22 @@ torch.library.register_autograd("fastkron::gated_linear_saving", _backward, setu
 torch.library.register_autograd("fastkron::gated_linear_backward", _backward_second, setup_context=_setup_second, lib=LIBRARY)
 
 
-def _each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], rest: Sequence[Any]) -> list[Any]:
-    """One call for each sample."""
-    samples = [[t] * size if t is None or dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
-    return [call(*sample, *rest) for sample in zip(*samples, strict=True)]
-
-
-def _stacked(found: Sequence[Sequence[Tensor]]) -> Any:
-    results = [torch.stack(list(sample)) for sample in zip(*found, strict=True)]
-    return results, [0] * len(results)
-
-
 def _vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
     if all(dim is None for dim in in_dims[1:COUNT]):  # samples are rows
         return OPERATOR(x.movedim(in_dims[0], 0), *arguments), 0
     given = (x, *arguments)
-    return torch.stack(_each(OPERATOR, info.batch_size, given[:COUNT], in_dims[:COUNT], given[COUNT:])), 0
+    return torch.stack(each(OPERATOR, info.batch_size, given[:COUNT], in_dims[:COUNT], given[COUNT:])), 0
 
 
 def _vmap_saving(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    found = _each(SAVING_OPERATOR, info.batch_size, arguments[:COUNT], in_dims[:COUNT], arguments[COUNT:])
-    results, dims = _stacked(found)
+    found = each(SAVING_OPERATOR, info.batch_size, arguments[:COUNT], in_dims[:COUNT], arguments[COUNT:])
+    results, dims = stacked(found)
     return tuple(results), tuple(dims)
 
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     tensors = COUNT + 2  # dy and pairs too
-    return _stacked(_each(BACKWARD_OPERATOR, info.batch_size, arguments[:tensors], in_dims[:tensors], arguments[tensors:]))
+    return stacked(each(BACKWARD_OPERATOR, info.batch_size, arguments[:tensors], in_dims[:tensors], arguments[tensors:]))
 
 
 torch.library.register_vmap("fastkron::gated_linear", _vmap, lib=LIBRARY)

@@ -131,15 +131,7 @@ def _(dy, x, up, gate, bias, down, down_bias, pairs, *rest):  # type: ignore[no-
     return [x.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need and shape is not None]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:COUNT], None)
-    ctx.options = inputs[COUNT:]
-
-
-def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:COUNT], output[1])
-    ctx.options = inputs[COUNT:]
+_setup, _setup_saving = gated.contexts(COUNT)
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved, torch_products
 from fastkron_py.ops.autograd import column_sums, sign, take
 from fastkron_py.ops.backend import choose_backend
+from fastkron_py.ops.batching import each, stacked
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -211,23 +212,15 @@ torch.library.register_autograd("fastkron::poly_kan", _backward, setup_context=_
 torch.library.register_autograd("fastkron::poly_kan_backward", _backward_second, setup_context=_setup_second, lib=LIBRARY)
 
 
-def _each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], options: Sequence[Any]) -> list[Any]:
-    """One call for each sample."""
-    samples = [[t] * size if t is None or dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
-    return [call(*sample, *options) for sample in zip(*samples, strict=True)]
-
-
 def _vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, int]:
     call = torch.ops.fastkron.poly_kan
     if in_dims[1] is None and in_dims[2] is None:  # samples are rows
         return call(x.movedim(in_dims[0], 0), coefficients, bias, *options), 0
-    return torch.stack(_each(call, info.batch_size, (x, coefficients, bias), in_dims[:3], options)), 0
+    return torch.stack(each(call, info.batch_size, (x, coefficients, bias), in_dims[:3], options)), 0
 
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], dy: Tensor, x: Tensor, coefficients: Tensor, *options: Any) -> Any:
-    found = _each(torch.ops.fastkron.poly_kan_backward, info.batch_size, (dy, x, coefficients), in_dims[:3], options)
-    results = [torch.stack(list(sample)) for sample in zip(*found, strict=True)]
-    return results, [0] * len(results)
+    return stacked(each(torch.ops.fastkron.poly_kan_backward, info.batch_size, (dy, x, coefficients), in_dims[:3], options))
 
 
 torch.library.register_vmap("fastkron::poly_kan", _vmap, lib=LIBRARY)
