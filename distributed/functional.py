@@ -28,8 +28,8 @@ from fastkron_py.distributed.replicated import replicate
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
+from fastkron_py.functional.autocast import autocasted
 from fastkron_py.functional.checks import check_precision, check_scalar, check_scalar_fits, check_tensors, factor_list
-from fastkron_py.functional.kron import autocasted
 from fastkron_py.shapes import check_factor_shapes
 
 PLACEMENTS = (Shard(0), Shard(1))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.autocast import cast
 from fastkron_py.functional.checks import check_precision, check_tensor
 from fastkron_py.ops import recorded_gated
 from fastkron_py.ops.backend import requested_backend
@@ -189,17 +190,13 @@ def check_activation(name: Any) -> str:
 def _gated_linear(tensors: Any, backward: str, described: tuple[str, str, str | None]) -> Tensor:
     device_type = tensors[0].device.type
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        tensors = tuple([_autocast(t, device_type) for t in tensors])
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = tuple([cast(t, dtype) for t in tensors])
     x, weight, bias, down, down_bias = tensors
     _check_tensors(x, weight, bias, down, down_bias, described[1])
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     chosen = "" if torch.compiler.is_compiling() else requested_backend()
     return recorded_gated.gated_linear(tensors, backward, *described, chosen)
-
-
-def _autocast(t: Any, device_type: str) -> Any:
-    eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-    return t.to(torch.get_autocast_dtype(device_type)) if eligible else t
 
 
 def _check_tensors(x: Tensor, weight: Any, bias: Any, down: Any, down_bias: Any, layout: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error
+from fastkron_py.functional.autocast import autocasted
 from fastkron_py.functional.checks import (
     check_precision,
     check_problem,
@@ -199,21 +200,3 @@ def _multiply(
         y = alpha * op(x, factors, None, 1.0, 0.0, precision, backend, left)
         y = y if z is None else y + beta * z
     return y if y.shape == shape else y.reshape(shape)  # a reshaped result is a view, even of the same shape
-
-
-def _has_autocast(device_type: str) -> bool:
-    """Torch 2.11 cannot trace its own question, hence the names of those that are asked about most."""
-    return device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
-
-
-def autocasted(x: Tensor, factors: list[Tensor], z: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """What autocast, if it is on, does for matmul: floating-point tensors but float64 go to its dtype."""
-    if not (_has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type)):
-        return x, factors, z
-    dtype = torch.get_autocast_dtype(x.device.type)
-
-    def cast(t: Any) -> Any:
-        eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(dtype) if eligible else t
-
-    return cast(x), [cast(f) for f in factors], cast(z)

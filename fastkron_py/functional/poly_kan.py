@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.autocast import cast
 from fastkron_py.functional.checks import check_integer, check_precision, check_tensor
 from fastkron_py.ops import poly_kan as operator
 from fastkron_py.ops import recorded_poly_kan as recorded
@@ -181,7 +182,8 @@ def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _
     """(y, the operator's options)."""
     device_type = x.device.type
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        x, coefficients, bias = (_autocast(t, device_type) for t in (x, coefficients, bias))
+        dtype = torch.get_autocast_dtype(device_type)
+        x, coefficients, bias = (cast(t, dtype) for t in (x, coefficients, bias))
     _check_shapes(x, coefficients, bias, described)
     normalization = described.normalization
     if normalization == "minmax":
@@ -192,11 +194,6 @@ def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     options = (described.description, _ELEMENTWISE[normalization], described.table_size, precision, backend)
     return operator.poly_kan(x, coefficients, bias, *options), options
-
-
-def _autocast(t: Any, device_type: str) -> Any:
-    eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-    return t.to(torch.get_autocast_dtype(device_type)) if eligible else t
 
 
 def _check_shapes(x: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.kron import _has_autocast, autocasted
+from fastkron_py.functional.autocast import autocast_dtype, autocasted
 from fastkron_py.ops import rational as operator
 from fastkron_py.ops import recorded_linear_rational as recorded_fused
 from fastkron_py.ops import recorded_rational as recorded
@@ -98,23 +98,21 @@ def prepare(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, tra
     check_noise(noise)
     _check_tensors(x, numerator, denominator)
     _check_shapes(x, numerator, denominator, version)
-    kind = x.device.type
-    is_autocast = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_autocast else x.dtype
+    autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
     if version == "D":
         version = "B"
         if training and noise:
             numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    return Prepared(numerator, version, dtype, is_autocast, backend)
+    return Prepared(numerator, version, x.dtype if autocast is None else autocast, autocast is not None, backend)
 
 
 def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
     check_version(version)
     check_noise(noise)
     is_noisy = version == "D" and training and noise != 0
-    autocast = _autocast_dtype(x)
+    autocast = autocast_dtype(x)
     repeatable = not (is_noisy or torch.compiler.is_compiling())
     y = recorded.replay(x, numerator, denominator, "B" if version == "D" else version, autocast) if repeatable else None
     if y is not None:
@@ -124,13 +122,6 @@ def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, trai
     if repeatable:
         recorded.record(x, numerator, denominator, made.version, made.dtype, autocast, operator._gradients_by_function)
     return y
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    device_type = x.device.type
-    if not (_has_autocast(device_type) and torch.is_autocast_enabled(device_type)):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def linear_rational(
@@ -181,7 +172,7 @@ def linear_rational(
         y = None if torch.compiler.is_compiling() else recorded_fused.replay(*tensors, formula)
         if y is not None:
             return y
-        if is_fused(*tensors, _autocast_dtype(x)):
+        if is_fused(*tensors, autocast_dtype(x)):
             x, (weight,), bias = autocasted(x, [weight], bias)
             return recorded_fused.linear_rational(x, weight, bias, numerator, denominator, formula)
     z = torch.nn.functional.linear(x, weight, bias)
