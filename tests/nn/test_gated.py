@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any
 
 import pytest
 import torch
 from gated_cases import LAYOUTS, act, pack
+from refusals import Refusal, assert_refused
 from torch import Tensor, nn
 
 import fastkron_py
@@ -216,7 +216,7 @@ def test_autocast(device: torch.device) -> None:
     assert layer.up_gate_weight.grad.dtype == torch.float32
 
 
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
+BAD: dict[str, Refusal] = {
     "in_features": (lambda: GatedMLP(0, 2), ValueError, "in_features: expected at least 1; got 0"),
     "hidden_features": (lambda: GatedMLP(2, 2.5), TypeError, "hidden_features: expected an integer; got float"),  # type: ignore[arg-type]
     "out_features": (lambda: GatedMLP(2, 2, 0), ValueError, "out_features: expected at least 1; got 0"),
@@ -255,10 +255,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_refused(*BAD[name])
 
 
 def test_is_found_in_the_package() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from poly_kan_cases import BASES
+from refusals import Refusal, assert_refused
 
 import fastkron_py
 from fastkron_py import poly_kan
@@ -117,7 +118,7 @@ def test_plot() -> None:
         PolyKANLinear(3, 2, 5, normalization="layer_norm").plot()
 
 
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
+BAD: dict[str, Refusal] = {
     "in_features": (lambda: PolyKANLinear(0, 2, 3), ValueError, "in_features: expected at least 1; got 0"),
     "out_features": (lambda: PolyKANLinear(2, 2.5, 3), TypeError, "out_features: expected an integer; got float"),  # type: ignore[arg-type]
     "degree": (lambda: PolyKANLinear(2, 2, 0), ValueError, "degree: expected 1 to 64; got 0"),
@@ -140,10 +141,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_refused(*BAD[name])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Refusal, assert_refused
 from torch import Tensor
 
 import fastkron_py
@@ -102,7 +103,7 @@ def test_a_wrong_kernel_is_seen() -> None:
         assert_close(layer(x).detach(), y)
 
 
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
+BAD: dict[str, Refusal] = {
     "kernel": (lambda: PolyKANConv2d(2, 2, (3, 3, 3), 3), ValueError, "kernel_size: expected an integer or a pair of them; got 3 numbers"),  # type: ignore[arg-type]
     "no kernel": (lambda: PolyKANConv2d(2, 2, 0, 3), ValueError, "kernel_size: expected at least 1; got 0"),
     "stride": (lambda: PolyKANConv2d(2, 2, 3, 3, stride=1.5), TypeError, "stride: expected an integer; got float"),  # type: ignore[arg-type]
@@ -137,10 +138,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_refused(*BAD[name])
 
 
 def test_is_found_in_the_package() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Refusal, assert_refused
 from torch import Tensor, nn
 
 from fastkron_py.nn import PolyKANLinear, SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
@@ -158,7 +159,7 @@ def spoiled(name: str, value: Tensor | None) -> dict[str, Tensor]:
 
 
 GRID = torch.linspace(-1, 1, 12).expand(3, -1)
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
+BAD: dict[str, Refusal] = {
     "no coefficients": (lambda: from_chebykan({}), TypeError, "source: expected ChebyKAN's cheby_coeffs; got nothing"),
     "no state": (lambda: from_chebykan(3), TypeError, "source: expected a layer of ChebyKAN or its state_dict; got int"),  # type: ignore[arg-type]
     "two dimensions": (
@@ -230,7 +231,4 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_refused(*BAD[name])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from refusals import Refusal, assert_refused
 
 from fastkron_py.nn import KAN, PolyKANLinear, SplineKANLinear, smooth_init_
 
@@ -40,7 +39,7 @@ def test_deviations_fall_with_the_degree(basis: str, ratio: float) -> None:
     assert float(deviations[0] / deviations[1]) == pytest.approx(1, rel=0.03)
 
 
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
+BAD: dict[str, Refusal] = {
     "power": (lambda: smooth_init_(KAN([2, 1], 3), -1), ValueError, "power: expected a finite number of at least 0; got -1"),
     "power's kind": (lambda: smooth_init_(KAN([2, 1], 3), "2"), TypeError, "power: expected a number; got str"),  # type: ignore[arg-type]
     "no layer": (
@@ -58,7 +57,4 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_refused(*BAD[name])

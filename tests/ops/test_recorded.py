@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from modes import Functions, Operators
 from shapes_list import assert_near, call, expected
 from torch import Tensor
 from torch.func import jvp, vmap
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py import kron_matmul
@@ -184,26 +183,6 @@ def test_transforms(spy: Spy, device: torch.device) -> None:
     assert spy.served == 1
 
 
-class _Functions(TorchFunctionMode):
-    seen = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        type(self).seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Operators(TorchDispatchMode):
-    names: list[str]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class _Subclass(Tensor):
     pass
 
@@ -212,10 +191,10 @@ def test_modes_and_subclasses_see_the_call(spy: Spy, device: torch.device) -> No
     x, factors = draw(device)
     for _ in range(2):
         kron_matmul(x, factors)
-    with _Functions():
+    with Functions() as functions:
         kron_matmul(x, factors)
-    assert _Functions.seen > 0
-    with _Operators() as operators:
+    assert functions.seen > 0
+    with Operators() as operators:
         kron_matmul(x, factors)
     assert "fastkron.kron_matmul.default" in operators.names
     assert type(kron_matmul(x.as_subclass(_Subclass), factors)) is _Subclass

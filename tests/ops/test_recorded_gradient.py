@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from modes import Operators
 from shapes_list import assert_near, call
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastkron_py
@@ -478,28 +478,18 @@ def test_autocast(spy: Spy, device: torch.device) -> None:
     assert spy.take() == (1, 0, 0)
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_modes_see_the_operators(spy: Spy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     y = multiply(tensors)
     dy = torch.randn_like(y)
-    with _Operators() as operators:
+    with Operators() as operators:
         y.backward(dy)
     if device.type == "cpu":  # elsewhere autograd's thread has no modes of this one in torch 2.11
         assert "fastkron.kron_matmul_backward.default" in operators.names
         assert spy.take() == (1, 0, 0)
     assert_gradients(tensors, dy)
-    with _Operators() as operators:
+    with Operators() as operators:
         multiply(draw(device))
     assert "fastkron.kron_matmul.default" in operators.names
 

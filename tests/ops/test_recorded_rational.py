@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from modes import Operators
 from rational_cases import Problem, assert_right, ours, problem, step
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py import rational, reference
@@ -163,16 +163,6 @@ def test_second_derivatives_go_the_long_way(spy: Spy, device: torch.device) -> N
     assert spy.take() == (1, 0)
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in forward mode
 def test_transforms_and_modes_see_the_call(spy: Spy, device: torch.device) -> None:
     x, a, b, dy = warm(spy, device)
@@ -182,7 +172,7 @@ def test_transforms_and_modes_see_the_call(spy: Spy, device: torch.device) -> No
     _, tangent = torch.func.jvp(lambda t: rational(t, a, b), (x,), (dy,))
     of_reference = torch.func.jvp(lambda t: reference.rational(t, a, b), (x,), (dy,))[1]
     torch.testing.assert_close(tangent, of_reference)
-    with _Operators() as operators:
+    with Operators() as operators:
         rational(x, a, b)
     assert "fastkron.rational.default" in operators.names
     assert rational(*(t.to("meta") for t in (x, a, b))).is_meta

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gated_cases import LAYOUTS, expected, expected_gradients, pack, problem, relative
+from modes import Functions, Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py import gated_linear, reference
@@ -243,21 +243,10 @@ def test_other_options_go_the_long_way(spy: Spy, given: tuple[Tensor, Tensor]) -
 def test_what_watches_sees_every_call(spy: Spy, given: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture) -> None:
     x, weight = given
     warm(spy, x, weight)
-    seen: list[str] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Function(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
+    with Operators() as operators:
         stacked(x, weight)
-    assert any("gated_linear" in name for name in seen)
-    with Function():
+    assert any("gated_linear" in name for name in operators.names)
+    with Functions():
         stacked(x, weight)
     with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
         stacked(x, weight)

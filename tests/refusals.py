@@ -1,0 +1,20 @@
+"""Calls that are to be refused, and what the error says.
+
+Helper of several test files: no tests here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+Refusal = tuple[Callable[[], object], type[Exception], str]
+"""A call, the error that it raises, and the error's text."""
+
+
+def assert_refused(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    """The call raises this error, and its text is this one."""
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
