@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_KINDS = (Tensor, torch.nn.Parameter)
+KINDS: Final = (Tensor, torch.nn.Parameter)  # of tensors that are ordinary; a subclass may want to see every call
 _keys: dict[tuple[str, bool], int] = {}
 
 
@@ -63,4 +64,4 @@ def is_ordinary(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
         return False
-    return all([t is None or (type(t) in _KINDS and _keys_of(t) == _plain_keys(t.device, inference)) for t in tensors])
+    return all([t is None or (type(t) in KINDS and _keys_of(t) == _plain_keys(t.device, inference)) for t in tensors])

@@ -11,8 +11,9 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops.backend import choose_backend, requested_backend
 from fastkron_py.ops.canonical import canonical
+from fastkron_py.ops.plain import KINDS
 from fastkron_py.ops.recorded_gradient import Multiply, differentiable
-from fastkron_py.ops.records import KINDS, Records, is_recordable, may_be_triton
+from fastkron_py.ops.records import Records, is_recordable, may_be_triton
 
 _ADDS_NOTHING: Final = (float, int)
 

@@ -17,7 +17,8 @@ from fastkron_py.ops import gated as operator
 from fastkron_py.ops.autograd import undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
-from fastkron_py.ops.records import KINDS, Guarded, Records, is_here, is_recordable, may_be_triton, only_launch
+from fastkron_py.ops.plain import KINDS
+from fastkron_py.ops.records import Guarded, Records, is_here, is_recordable, may_be_triton, only_launch
 
 
 class _Layer(Guarded):

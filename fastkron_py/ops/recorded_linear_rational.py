@@ -12,7 +12,8 @@ from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import linear_rational as operator
 from fastkron_py.ops.autograd import undecorated
 from fastkron_py.ops.backend import requested_backend
-from fastkron_py.ops.records import KINDS, Guarded, Records, is_here, is_recordable, only_launch
+from fastkron_py.ops.plain import KINDS
+from fastkron_py.ops.records import Guarded, Records, is_here, is_recordable, only_launch
 
 
 class _Layer(Guarded):

@@ -17,7 +17,8 @@ from fastkron_py.ops import poly_kan as operator
 from fastkron_py.ops.autograd import take, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
-from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
+from fastkron_py.ops.plain import KINDS
+from fastkron_py.ops.records import MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
 from fastkron_py.tuning.poly_kan import LARGE_PRODUCTS
 
 

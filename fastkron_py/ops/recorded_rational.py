@@ -14,8 +14,9 @@ from torch import Tensor
 from fastkron_py.ops import guards
 from fastkron_py.ops.autograd import undecorated
 from fastkron_py.ops.backend import choose_backend, requested_backend
+from fastkron_py.ops.plain import KINDS
 from fastkron_py.ops.rational_derivatives import taken
-from fastkron_py.ops.records import KINDS, MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
+from fastkron_py.ops.records import MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
 
 # Gradients (dx, da, db), by operations that can be derived further; arguments as of the operator `rational_backward`.
 Gradients = Callable[..., Sequence[Tensor]]

@@ -22,7 +22,6 @@ from fastkron_py.ops.plain import is_ordinary, transforms_active
 MOST_KEYS: Final = 1024  # of calls of one operator that differ in more than strides; beyond, all are forgotten
 MOST_TRIES: Final = 16  # records, or failures to make one, that a key is granted
 
-KINDS: Final = (Tensor, torch.nn.Parameter)
 _ALIGNED: Final = 15  # bits of an address that are zero, as descriptors want it
 
 # Asked at every call: by one name, since each dot of a longer one takes its time.
