@@ -10,7 +10,7 @@ from torch import Tensor
 
 def has_autocast(device_type: str) -> bool:
     """Torch 2.11 cannot trace its own question, hence the names of those that are asked about most."""
-    return device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return device_type in ("cpu", "cuda") or (device_type != "meta" and torch.amp.is_autocast_available(device_type))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -73,6 +73,14 @@ def test_every_public_form(device: torch.device, generator: torch.Generator) -> 
         assert_same(g, w)
 
 
+def test_tensors_without_memory() -> None:
+    """Of the meta device, which models are made on before they are filled; torch 2.11 cannot trace whether it has autocast."""
+    x, factors = torch.ones(3, 8, device="meta"), [torch.ones(2, 3, device="meta"), torch.ones(4, 4, device="meta")]
+    y = compiled(kron_matmul)(x, factors)
+    assert y.is_meta
+    assert y.shape == (3, 12)
+
+
 def test_no_graph_breaks(device: torch.device, generator: torch.Generator) -> None:
     x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
     report = torch._dynamo.explain(lambda x, fs: kron_matmul(x.relu(), fs, alpha=2.0).sum())(x, factors)
