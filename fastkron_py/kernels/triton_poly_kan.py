@@ -16,6 +16,7 @@ from fastkron_py.kernels.poly_kan_gemm_launch import GemmInputGradient
 from fastkron_py.kernels.poly_kan_kind import ALIGNED, Kind, Sum, aligned, low_halves, turned
 from fastkron_py.kernels.poly_kan_spec import Spec
 from fastkron_py.kernels.recipes import arithmetic
+from fastkron_py.kernels.reductions import column_sums
 from fastkron_py.kernels.triton_backend import on_device
 from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning.poly_kan import GROUP, Split, Tile
@@ -265,5 +266,5 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
             given, low, parts = dy, low_halves(dy) if plan.needs_low else dy, dy
         _launched(plan, (given, low, x, _table(x, spec)), dcoef)
         if plan.first:
-            dcoef[0] = parts.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)[:, None]
+            dcoef[0] = column_sums(parts)[:, None]
         return dcoef

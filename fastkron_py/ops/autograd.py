@@ -7,18 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     """Each result in its argument's place, None for those that were not asked for."""
     given = iter(found)
     return [next(given) if need else None for need in needs]
-
-
-def column_sums(t: Tensor) -> Tensor:
-    """``[N]`` of t ``[M, N]``, added up in float32 at least: the gradient of what was added to each row."""
-    return t.sum(0, dtype=torch.float64 if t.dtype == torch.float64 else torch.float32).to(t.dtype)
 
 
 def sign(*functions: type[torch.autograd.Function]) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved, torch_products
-from fastkron_py.ops.autograd import column_sums, sign, take
+from fastkron_py.kernels.reductions import column_sums
+from fastkron_py.ops.autograd import sign, take
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.batching import each, stacked
 from fastkron_py.ops.implementation import unseen_by_autograd
