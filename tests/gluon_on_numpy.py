@@ -3,7 +3,8 @@
 Layouts mean nothing here: this shows that addresses, masks, buffers and sums are right, not that an element sits in a certain thread.
 What the hardware does on its own time is done as late as the kernel allows: a copy when it is waited for, a product likewise, from
 what its operands' memory holds by then. So a buffer that is filled too early, or a wait for too little, gives a wrong result. Memory
-begins as NaN. Products read TF32 operands cut off, and cut off their sums too, as an H100's tensor cores do.
+begins as NaN, and so does what a thread stores for tensor cores, until its fence. Products read TF32 operands cut off, and cut off their
+sums too, as an H100's tensor cores do. Partitions of warps: see `gluon_partitions`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gluon_partitions import Barrier, Barriers, Partition, run_partitions
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -84,7 +86,7 @@ def _operator(name: str) -> Callable[[Any, Any], Any]:
     return call
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "rshift", "lshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "rshift", "lshift"):
     setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(Tile, f"__r{_name}__", _operator(f"__r{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -106,33 +108,125 @@ class Pointer:
         return Pointer(self.memory, self.dtype.element_ty, self.at + _number(other))
 
 
+class Described:
+    """A matrix, copied in boxes; beyond its end there is 0."""
+
+    def __init__(self, memory: np.ndarray, descriptor: Any) -> None:
+        rows, columns = descriptor.shape
+        self.a = memory[: rows * columns].reshape(rows, columns)
+        assert list(descriptor.strides) == [columns, 1]
+        self.dtype = _OF_TORCH[descriptor.base.dtype]
+        self.box = descriptor.block_shape
+        size = descriptor.base.element_size()
+        assert columns * size % 16 == 0
+        self.block_type = types.SimpleNamespace(nbytes=self.box[0] * self.box[1] * size)
+
+    def part(self, row: int, column: int) -> np.ndarray:
+        """A box."""
+        found = np.zeros(self.box, np.float32)
+        inside = self.a[row : row + self.box[0], column : column + self.box[1]]
+        found[: inside.shape[0], : inside.shape[1]] = inside
+        return found
+
+
 class Shared:
     """Shared memory, or a view of it."""
 
-    def __init__(self, a: np.ndarray, dtype: Any) -> None:
-        self.a, self.dtype = a, dtype
+    def __init__(self, a: np.ndarray, dtype: Any, machine: Machine) -> None:
+        self.a, self.dtype, self._machine = a, dtype, machine
 
     def index(self, i: Any) -> Shared:
         """One of several buffers."""
-        return Shared(self.a[int(_number(i))], self.dtype)
+        return Shared(self.a[int(_number(i))], self.dtype, self._machine)
+
+    def slice(self, start: int, length: int) -> Shared:
+        """Some of its rows."""
+        return Shared(self.a[start : start + length], self.dtype, self._machine)
 
     def permute(self, order: Sequence[int]) -> Shared:
         """Dimensions in another order."""
-        return Shared(self.a.transpose(order), self.dtype)
+        return Shared(self.a.transpose(order), self.dtype, self._machine)
 
     def store(self, value: Tile) -> None:
-        """Write all of it."""
-        self.a[...] = value.a
+        """Write all of it, for tensor cores to see after a fence."""
+        self.a[...] = np.nan
+        self._machine.warps.stores.append((self.a, value.a))
 
 
-class Machine:
-    """One program: what is under way."""
+class _Warps:
+    """What is under way of a program's warps, or of a partition of them."""
 
-    def __init__(self, program: int, programs: int) -> None:
-        self.program, self.programs = program, programs
+    def __init__(self, partition: Partition | None = None) -> None:
+        self.partition = partition
         self.copies: deque[list[Callable[[], None]]] = deque()
         self.copying: list[Callable[[], None]] = []
         self.products: deque[Callable[[], None]] = deque()
+        self.stores: list[tuple[np.ndarray, np.ndarray]] = []
+
+
+class Machine:
+    """One program."""
+
+    def __init__(self, program: int, programs: int) -> None:
+        self.program, self.programs = program, programs
+        self.warps = self._all_warps = _Warps()
+
+    def warp_specialize(self, functions: Sequence[Any], warps: Sequence[int], registers: Any) -> None:
+        """Each function in warps of its own."""
+        assert len(functions) == len(warps) + 1 == len(registers) + 1
+
+        def chosen(partition: Partition | None) -> None:
+            if partition is None:
+                self.warps = self._all_warps
+                return
+            partition.state = partition.state or _Warps(partition)
+            self.warps = partition.state
+
+        run_partitions([lambda f=f, args=args: f(*args) for f, args in functions], self.program, chosen)
+
+    def fence_async_shared(self) -> None:
+        """What these warps stored is there."""
+        for a, value in self.warps.stores:
+            a[...] = value
+        self.warps.stores.clear()
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        """Begin a barrier's first phase."""
+        barrier.begin(count)
+
+    def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
+        """Tell it so; others may run now."""
+        if bool(_number(pred)):
+            barrier.arrive(count)
+            self.pause()
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        """Arrive, and announce bytes."""
+        barrier.arrive(1, size)
+        self.pause()
+
+    def wait(self, barrier: Barrier, parity: Any) -> None:
+        """Until its phase of this parity has ended."""
+        parity = int(_number(parity))
+        self.pause(lambda: barrier.has_ended(parity))
+
+    def pause(self, until: Callable[[], bool] = lambda: True) -> None:
+        """Let other partitions run."""
+        if self.warps.partition is not None:
+            self.warps.partition.pass_on(until)
+        else:
+            assert until(), "nobody else is there to wait for"
+
+    def begin_described_copy(self, source: Described, at: Sequence[Any], barrier: Barrier, shared: Shared) -> None:
+        """A box to shared memory."""
+        row, column = (int(_number(i)) for i in at)
+        assert shared.a.shape == tuple(source.box)
+        shared.a[...] = np.nan
+
+        def copy() -> None:
+            shared.a[...] = source.part(row, column)
+
+        barrier.copy(source.block_type.nbytes, copy)
 
     def begin_copy(self, shared: Shared, pointer: Pointer, mask: Any = None) -> None:
         """To shared memory; 0 where the mask is false."""
@@ -142,17 +236,17 @@ class Machine:
             inside = np.broadcast_to(_number(mask), shared.a.shape)
             shared.a[...] = np.where(inside, pointer.memory[np.where(inside, pointer.at, 0)], 0)
 
-        self.copying.append(copy)
+        self.warps.copying.append(copy)
 
     def commit_group(self) -> None:
         """What was begun since the last one is a group."""
-        self.copies.append(self.copying)
-        self.copying = []
+        self.warps.copies.append(self.warps.copying)
+        self.warps.copying = []
 
     def wait_group(self, left: int) -> None:
         """Until so many groups are left."""
-        while len(self.copies) > left:
-            for copy in self.copies.popleft():
+        while len(self.warps.copies) > left:
+            for copy in self.warps.copies.popleft():
                 copy()
 
     def warpgroup_mma(self, a: Shared, b: Shared, acc: Tile, use_acc: Any = True, is_async: bool = False) -> Tile:
@@ -169,14 +263,24 @@ class Machine:
                 total = _toward_zero(total + part)
             result.a[...] = total
 
-        self.products.append(multiply)
+        self.warps.products.append(multiply)
         return result
 
     def warpgroup_mma_wait(self, left: int, deps: Sequence[Tile]) -> Tile:
         """Until so many products are left."""
-        while len(self.products) > left:
-            self.products.popleft()()
+        while len(self.warps.products) > left:
+            self.warps.products.popleft()()
         return deps[0]
+
+
+class _MBarrier:
+    """As much of `mbarrier` as the kernels use."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.init, self.arrive, self.expect, self.wait = machine.init, machine.arrive, machine.expect, machine.wait
+
+    def MBarrierLayout(self) -> None:
+        """Means nothing here."""
 
 
 class _Language:
@@ -231,8 +335,13 @@ class _Language:
         assert np.isnan(pointer.memory[np.broadcast_to(pointer.at, value.a.shape)[inside]]).all(), "written twice"
         pointer.memory[np.broadcast_to(pointer.at, value.a.shape)[inside]] = value.a[inside]
 
-    def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-        return Shared(np.full(shape, np.nan, np.float32), dtype)
+    def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+        if dtype == gl.int64:
+            return Barriers(shape[0])
+        return Shared(np.full(shape, np.nan, np.float32), dtype, self._machine)
+
+    def warp_specialize(self, functions: Sequence[Any], warps: Sequence[int], registers: Any) -> None:
+        self._machine.warp_specialize(functions, warps, registers)
 
     def reshape(self, x: Tile, shape: Sequence[int]) -> Tile:
         return Tile(x.a.reshape(shape), x.dtype)
@@ -280,7 +389,9 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
         "begin_copy": machine.begin_copy,
         "warpgroup_mma": machine.warpgroup_mma,
         "warpgroup_mma_wait": machine.warpgroup_mma_wait,
-        "fence_async_shared": lambda: None,
+        "fence_async_shared": machine.fence_async_shared,
+        "begin_described_copy": machine.begin_described_copy,
+        "mbarrier": _MBarrier(machine),
         "barrier": lambda: None,
     }
     made: dict[Any, Any] = {}
@@ -304,17 +415,24 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
     return convert
 
 
-def launch(kernel: Any, programs: int, tensors: Sequence[Tensor], arguments: dict[str, Any]) -> None:
-    """Run all programs of a kernel on tensors that are contiguous; the last is the one that is written, and begins as NaN."""
+def _base(t: Any) -> Tensor:
+    return t if isinstance(t, Tensor) else t.base
+
+
+def launch(kernel: Any, programs: int, tensors: Sequence[Any], arguments: dict[str, Any]) -> None:
+    """Run all programs of a kernel on contiguous tensors, or descriptors; the last is the one that is written, and begins as NaN."""
     held: dict[int, np.ndarray] = {}
-    for t in tensors:
+    for t in map(_base, tensors):
         held.setdefault(t.data_ptr(), t.detach().float().numpy().reshape(-1).copy())
     held[tensors[-1].data_ptr()][...] = np.nan
     names = [n for n in kernel.arg_names[len(tensors) :]]
     for program in range(programs):
         convert = _on(Machine(program, programs))
-        pointers = [Pointer(held[t.data_ptr()], _OF_TORCH[t.dtype]) for t in tensors]
+        operands = [
+            Pointer(held[t.data_ptr()], _OF_TORCH[t.dtype]) if isinstance(t, Tensor) else Described(held[t.base.data_ptr()], t)
+            for t in tensors
+        ]
         values = [arguments[name] for name in names]
         numbers = [Tile(v) if not name.isupper() else convert(v) for name, v in zip(names, values, strict=True)]
-        convert(kernel)(*pointers, *numbers)
+        convert(kernel)(*operands, *numbers)
     tensors[-1].copy_(torch.from_numpy(held[tensors[-1].data_ptr()]).reshape(tensors[-1].shape))

@@ -1,67 +1,208 @@
-"""Large products of polynomial KAN layers on Hopper GPUs: the same three sums as `poly_kan`, in Triton's lower-level dialect.
+"""Large products of polynomial KAN layers on Hopper GPUs: the same sum as `poly_kan`'s forward, in Triton's lower-level dialect.
 
 Plain Triton keeps a left operand that was made by a program in registers, and waits for every product before it makes the next one.
-Here the basis goes to shared memory, in two buffers: one is filled while the tensor cores read the other. Each step of a loop is
+Here warpgroups have one trade each. One makes basis tiles, stores them into a ring of buffers, and has the copy engine bring the
+coefficients that belong to them. Two, with 64 rows each, do nothing but products of what lies ready. Each buffer has two barriers in
+shared memory: products wait for "full", the maker for "empty"; nobody waits for all others. Programs take tile after tile, and the next
+one's operands are made while sums are stored. There is no fourth trade, for copies: each thread of 16 warps would begin with 128
+registers, which a sum of 64 x 256 alone takes.
 
-    make the next values, store them, wait for the copies of the other operand      then a barrier
-    begin this step's product; wait for the one before it                           then a barrier
-    begin the copy of an operand some steps ahead
+Float32-class products sum up a few steps at a time: tensor cores cut their sums off instead of rounding, so what they have is added to a
+sum in float32 before it grows long.
 
-so that a product is under way whenever values are made. Float32-class products sum up a few steps at a time: tensor cores cut their
-sums off instead of rounding, so what they have is added to a sum in float32 before it grows long.
-
-Gluon has no interpreter: `poly_kan` holds the same sums in plain Triton, for every other device and for tests.
+Gluon has no interpreter: `poly_kan` holds the same sum in plain Triton, for every other device and for tests.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from fastkron_py.kernels.gluon_names import barrier
 from fastkron_py.kernels.poly_kan_hopper_tiles import (
+    allocate_ring,
     begin_product,
-    copy_layout,
-    fetch,
+    bring_operand,
     made_layout,
     product_groups,
-    shared_layout,
+    store_layout,
     store_made,
     sums_layout,
 )
 from fastkron_py.kernels.poly_kan_tiles import known, tile_of
 
+_STORED = gl.constexpr(64)  # columns of a result that are stored at a time
+
 
 @gluon.jit
-def _coefficients_of(
-    step,
-    steps,
-    first_block,
-    size,
-    num_in,
-    num_out,
-    n,
-    k,
-    NUM: gl.constexpr,
+def _part_of(item, sizes, BLOCKS: gl.constexpr):
+    """(row and column of the item's tile; its split; that split's first block of inputs, and how many it has)."""
+    BLOCK_M: gl.constexpr = BLOCKS[0]
+    BLOCK_N: gl.constexpr = BLOCKS[1]
+    BLOCK_K: gl.constexpr = BLOCKS[2]
+    GROUP: gl.constexpr = BLOCKS[3]
+    rows, num_in, num_out, blocks_per_split, _items = sizes
+    tiles_m = gl.cdiv(rows, BLOCK_M)
+    tiles_n = gl.cdiv(num_out, BLOCK_N)
+    split = item // (tiles_m * tiles_n)
+    row, column = tile_of(item % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    first = split * blocks_per_split
+    return row, column, split, first, gl.minimum(blocks_per_split, gl.cdiv(num_in, BLOCK_K) - first)
+
+
+@gluon.jit
+def _make(
+    x_ptr,
+    coef_desc,
+    low_desc,
+    table_ptr,
+    ring,
+    sizes,
+    stride_xm,
+    TERMS: gl.constexpr,
     FIRST: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    EVEN_N: gl.constexpr,
+    PARAMS: gl.constexpr,
+    START: gl.constexpr,
+    STEP: gl.constexpr,
+    VALUE: gl.constexpr,
+    NORM: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALIGN_IN: gl.constexpr,
 ):
-    """(offsets, mask) of a step's coefficients ``[n, k]``; beyond the last step nothing is read."""
-    first = (first_block + step // NUM) * BLOCK_K
-    offsets = (step % NUM + FIRST) * size + first + (n.to(gl.int64)[:, None] * num_in + k[None, :])
-    # One comparison for both ends.
-    mask = (k < (num_in - first) * (step < steps).to(gl.int32))[None, :]
-    if not EVEN_N:
-        mask = mask & (n < num_out)[:, None]
-    return offsets, mask
+    """One warpgroup: values of the basis and copies of coefficients, step by step."""
+    BLOCK_M: gl.constexpr = BLOCKS[0]
+    BLOCK_N: gl.constexpr = BLOCKS[1]
+    BLOCK_K: gl.constexpr = BLOCKS[2]
+    left, left_low, right, right_low, full, empty = ring
+    NUM: gl.constexpr = TERMS - FIRST
+    # The state's tiles then change places without moves.
+    UNROLL: gl.constexpr = 4 if NUM % 4 == 0 else 2 if NUM % 2 == 0 else 1
+    MADE: gl.constexpr = made_layout(BLOCK_K, left.dtype, 4)
+    rows = sizes[0]
+    num_in = known(sizes[1], ALIGN_IN)
+    j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, MADE))
+    step = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
+        row, column, _, first, blocks = _part_of(item, sizes, BLOCKS)
+        m = row * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MADE))
+        x_tile = x_ptr + (m.to(gl.int64)[:, None] * known(stride_xm, ALIGN_IN) + j[None, :])
+        mask_m = (m < rows)[:, None]
+        ahead = gl.load(x_tile + first * BLOCK_K, mask=mask_m & (first * BLOCK_K + j < num_in)[None, :], other=0.0)
+        for block in range(first, first + blocks):
+            state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
+            # x, a block of inputs ahead.
+            at = (block + 1) * BLOCK_K
+            ahead = gl.load(x_tile + at, mask=mask_m & (at + j < num_in)[None, :], other=0.0)
+            for skipped in gl.static_range(FIRST):
+                state = STEP(state, item * 0 + skipped, TERMS, PARAMS)
+            for several in range(FIRST, TERMS, UNROLL):
+                for u in gl.static_range(UNROLL):
+                    s = step % STAGES
+                    d = several + u
+                    mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
+                    store_made(left.index(s), left_low.index(s), VALUE(state, d, table_ptr, TERMS, PARAMS), PRECISION)
+                    fence_async_shared()
+                    # Rows beyond the last of a degree are the next one's: they are summed up where nothing is stored.
+                    at_n = d * sizes[2] + column * BLOCK_N
+                    bring_operand(coef_desc, low_desc, at_n, block * BLOCK_K, right.index(s), right_low.index(s), full.index(s), PRECISION)
+                    state = STEP(state, d, TERMS, PARAMS)
+                    step += 1
+
+
+@gluon.jit
+def _multiply(
+    bias_ptr,
+    y_ptr,
+    ring,
+    sizes,
+    NUM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALIGN_OUT: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """One warpgroup, with one half of each tile's rows: products of what lies in the ring."""
+    left, left_low, right, right_low, full, empty = ring
+    rows, _num_in, num_out, _blocks_per_split, items = sizes
+    BLOCK_M: gl.constexpr = BLOCKS[0]
+    BLOCK_N: gl.constexpr = BLOCKS[1]
+    ROWS: gl.constexpr = BLOCK_M // 2
+    SUMS: gl.constexpr = sums_layout(BLOCK_N, left.dtype, 4)
+    step = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, column, split, _, blocks = _part_of(item, sizes, BLOCKS)
+        end = step + blocks * NUM
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, SUMS)
+        total = acc
+        length = blocks * NUM if FLUSH == 0 else item * 0 + FLUSH
+        for begin in range(step, end, length):
+            for i in range(begin, gl.minimum(begin + length, end)):
+                s = i % STAGES
+                mbarrier.wait(full.index(s), i // STAGES & 1)
+                a = left.index(s).slice(HALF * ROWS, ROWS)
+                a_low = left_low.index(s).slice(HALF * ROWS, ROWS)
+                b = right.index(s).permute((1, 0))
+                b_low = right_low.index(s).permute((1, 0))
+                acc = begin_product(a, a_low, b, b_low, acc, FLUSH == 0 or i > begin, PRECISION)
+                # The product before it is done with its buffers.
+                acc = warpgroup_mma_wait(product_groups(1, PRECISION), deps=(acc,))
+                mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > begin)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((gl.minimum(begin + length, end) + STAGES - 1) % STAGES), count=1)
+            if FLUSH > 0:
+                total += acc
+        if FLUSH == 0:
+            total = acc
+        step = end
+        first_m = row * BLOCK_M + HALF * ROWS
+        num_known = known(num_out, ALIGN_OUT)
+        _store_sums(total, bias_ptr, y_ptr, split, first_m, column * BLOCK_N, rows, num_known, HAS_BIAS, BLOCK_N, ROWS, left.dtype)
+
+
+@gluon.jit
+def _store_sums(
+    sums,
+    bias_ptr,
+    y_ptr,
+    split,
+    first_m,
+    first_n,
+    rows,
+    num_out,
+    HAS_BIAS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """A tile of y, a few columns at a time, for which there are registers; the bias is added to the first split alone."""
+    if WIDTH > _STORED:
+        HALF: gl.constexpr = WIDTH // 2
+        here, beyond = gl.split(gl.permute(gl.reshape(sums, [ROWS, 2, HALF]), (0, 2, 1)))
+        _store_sums(here, bias_ptr, y_ptr, split, first_m, first_n, rows, num_out, HAS_BIAS, HALF, ROWS, DTYPE)
+        _store_sums(beyond, bias_ptr, y_ptr, split, first_m, first_n + HALF, rows, num_out, HAS_BIAS, HALF, ROWS, DTYPE)
+    else:
+        SUMS: gl.constexpr = sums_layout(WIDTH, DTYPE, 4)
+        STORE: gl.constexpr = store_layout(WIDTH, SUMS, y_ptr.dtype.element_ty)
+        sums = gl.convert_layout(sums, SUMS, assert_trivial=True)
+        if HAS_BIAS:
+            n = first_n + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
+            bias = gl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
+            sums += bias.to(gl.float32)[None, :]
+        y = gl.convert_layout(sums.to(y_ptr.dtype.element_ty), STORE)
+        m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+        n = first_n + gl.arange(0, WIDTH, gl.SliceLayout(0, STORE))
+        out = y_ptr + ((split.to(gl.int64) * rows + m.to(gl.int64))[:, None] * num_out + n[None, :])
+        gl.store(out, y, mask=(m < rows)[:, None] & (n < num_out)[None, :])
 
 
 @gluon.jit
 def _poly_kan_staged_fwd_kernel(
     x_ptr,  # [M, I]
-    coef_ptr,  # [TERMS, O, I]
-    low_ptr,
+    coef_desc,  # [TERMS * O, I] in boxes [BLOCK_N, BLOCK_K]
+    low_desc,  # its low halves
     table_ptr,
     bias_ptr,  # [O]
     y_ptr,  # [splits, M, O]
@@ -70,6 +211,7 @@ def _poly_kan_staged_fwd_kernel(
     num_out,
     stride_xm,
     blocks_per_split,
+    items,  # tiles of all splits
     TERMS: gl.constexpr,
     FIRST: gl.constexpr,
     PARAMS: gl.constexpr,
@@ -83,121 +225,45 @@ def _poly_kan_staged_fwd_kernel(
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    DEPTH: gl.constexpr,  # steps whose products may be under way while the next step's values are made
     FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all
     PRECISION: gl.constexpr,
-    EVEN_N: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread of either warpgroup with sums; of the maker's
     ALIGN_IN: gl.constexpr,
     ALIGN_OUT: gl.constexpr,
 ):
-    """One tile of one split's sum, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
-    DTYPE: gl.constexpr = coef_ptr.dtype.element_ty
+    """Tiles of splits' sums, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
     NUM: gl.constexpr = TERMS - FIRST
-    # The state's tiles then change places without moves.
-    UNROLL: gl.constexpr = 4 if NUM % 4 == 0 and FLUSH == 0 else 2 if NUM % 2 == 0 and FLUSH % 2 == 0 else 1
-    SUMS: gl.constexpr = sums_layout(BLOCK_N, DTYPE)
-    MADE: gl.constexpr = made_layout(BLOCK_K, DTYPE)
-    COPY: gl.constexpr = copy_layout(BLOCK_K, DTYPE)
-    RIGHT: gl.constexpr = shared_layout(BLOCK_N, BLOCK_K, DTYPE)
-    LEFT: gl.constexpr = shared_layout(BLOCK_M, BLOCK_K, DTYPE)
-    num_in = known(num_in, ALIGN_IN)
-    stride_xm = known(stride_xm, ALIGN_IN)
-    num_out = known(num_out, ALIGN_OUT)
-    tiles_m = gl.cdiv(rows, BLOCK_M)
-    tiles_n = gl.cdiv(num_out, BLOCK_N)
-    split = gl.program_id(0) // (tiles_m * tiles_n)
-    row, column = tile_of(gl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-    size = num_out.to(gl.int64) * num_in
-    first = split * blocks_per_split
-    steps = gl.minimum(blocks_per_split, gl.cdiv(num_in, BLOCK_K) - first) * NUM
-    n = column * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
-    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))
-    coefs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], RIGHT)
-    values = gl.allocate_shared_memory(DTYPE, [DEPTH + 1, BLOCK_M, BLOCK_K], LEFT)
-    low_coefs = coefs
-    low_values = values
-    if PRECISION == "split":
-        low_coefs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], RIGHT)
-        low_values = gl.allocate_shared_memory(DTYPE, [DEPTH + 1, BLOCK_M, BLOCK_K], LEFT)
-    for s in gl.static_range(STAGES - DEPTH):
-        offsets, mask = _coefficients_of(split * 0 + s, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K, EVEN_N)
-        fetch(coefs, low_coefs, coef_ptr, low_ptr, offsets, mask, s, PRECISION)
-        async_copy.commit_group()
-    # x, a block of inputs ahead.
-    m = row * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MADE))
-    j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, MADE))
-    x_tile = x_ptr + (m.to(gl.int64)[:, None] * stride_xm + j[None, :])
-    mask_m = (m < rows)[:, None]
-    ahead = gl.load(x_tile + first * BLOCK_K, mask=mask_m & (first * BLOCK_K + j < num_in)[None, :], other=0.0)
-    state = START(gl.zeros([BLOCK_M, BLOCK_K], gl.float32, MADE), TERMS, PARAMS)
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SUMS)
-    total = acc
-    length = steps if FLUSH == 0 else split * 0 + FLUSH
-    for begin in range(0, steps, length):
-        for several in range(begin, gl.minimum(begin + length, steps), UNROLL):
-            for u in gl.static_range(UNROLL):
-                i = several + u
-                d = i % NUM + FIRST
-                if u == 0 and i % NUM == 0:
-                    state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
-                    at = (first + i // NUM + 1) * BLOCK_K
-                    ahead = gl.load(x_tile + at, mask=mask_m & (at + j < num_in)[None, :], other=0.0)
-                    for skipped in gl.static_range(FIRST):
-                        state = STEP(state, split * 0 + skipped, TERMS, PARAMS)
-                left = values.index(i % (DEPTH + 1))
-                left_low = low_values.index(i % (DEPTH + 1))
-                store_made(left, left_low, VALUE(state, d, table_ptr, TERMS, PARAMS), PRECISION)
-                fence_async_shared()
-                async_copy.wait_group(STAGES - DEPTH - 1)
-                barrier()
-                right = coefs.index(i % STAGES).permute((1, 0))
-                right_low = low_coefs.index(i % STAGES).permute((1, 0))
-                acc = begin_product(left, left_low, right, right_low, acc, i > begin, PRECISION)
-                state = STEP(state, d, TERMS, PARAMS)
-                acc = warpgroup_mma_wait(product_groups(DEPTH, PRECISION), deps=(acc,))
-                barrier()
-                step = i + STAGES - DEPTH
-                offsets, mask = _coefficients_of(step, steps, first, size, num_in, num_out, n, k, NUM, FIRST, BLOCK_K, EVEN_N)
-                fetch(coefs, low_coefs, coef_ptr, low_ptr, offsets, mask, step % STAGES, PRECISION)
-                async_copy.commit_group()
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        if FLUSH > 0:
-            total += acc
-    if FLUSH == 0:
-        total = acc
-    # Copies of nothing, begun beyond the last step, still write zeros; the store may need their memory.
-    async_copy.wait_group(0)
-    barrier()
-    _store_sums(total, bias_ptr, y_ptr, split, row * BLOCK_M, column * BLOCK_N, rows, num_out, HAS_BIAS, BLOCK_M, BLOCK_N, SUMS)
-
-
-@gluon.jit
-def _store_sums(
-    total,
-    bias_ptr,
-    y_ptr,
-    split,
-    first_m,
-    first_n,
-    rows,
-    num_out,
-    HAS_BIAS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SUMS: gl.constexpr,
-):
-    """A tile of y; the bias is added to the first split alone."""
-    HALF: gl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
-    # Sums of float32 fill sectors as they lie; others would fill halves.
-    STORE: gl.constexpr = copy_layout(BLOCK_N, y_ptr.dtype.element_ty) if HALF else SUMS
-    if HAS_BIAS:
-        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SUMS))
-        bias = gl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
-        total += bias.to(gl.float32)[None, :]
-    y = total.to(y_ptr.dtype.element_ty)
-    if HALF:
-        y = gl.convert_layout(y, STORE)
-    m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, STORE))
-    n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, STORE))
-    out = y_ptr + ((split.to(gl.int64) * rows + m.to(gl.int64))[:, None] * num_out + n[None, :])
-    gl.store(out, y, mask=(m < rows)[:, None] & (n < num_out)[None, :])
+    ring = allocate_ring(coef_desc.dtype, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION)
+    sizes = (rows, num_in, num_out, blocks_per_split, items)
+    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+    gl.warp_specialize(
+        [
+            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, STAGES, FLUSH, PRECISION, ALIGN_OUT, 0)),
+            (_multiply, (bias_ptr, y_ptr, ring, sizes, NUM, HAS_BIAS, BLOCKS, STAGES, FLUSH, PRECISION, ALIGN_OUT, 1)),
+            (
+                _make,
+                (
+                    x_ptr,
+                    coef_desc,
+                    low_desc,
+                    table_ptr,
+                    ring,
+                    sizes,
+                    stride_xm,
+                    TERMS,
+                    FIRST,
+                    PARAMS,
+                    START,
+                    STEP,
+                    VALUE,
+                    NORM,
+                    BLOCKS,
+                    STAGES,
+                    PRECISION,
+                    ALIGN_IN,
+                ),
+            ),
+        ],
+        [4, 4],
+        REGISTERS,
+    )

@@ -2,17 +2,31 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from fastkron_py.kernels.gluon_names import begin_copy
+from fastkron_py.kernels.gluon_names import begin_copy, begin_described_copy
 from fastkron_py.kernels.poly_kan_tiles import high_half, rounded
 from fastkron_py.kernels.tiling import round_to_tf32
 
 
 @gluon.constexpr_function
-def sums_layout(width, dtype):
-    """Of an accumulator ``[128, width]`` of two warpgroups, one above the other."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, width, 256 // dtype.primitive_bitwidth])
+def sums_layout(width, dtype, warps=8):
+    """Of an accumulator ``[16 * warps, width]`` of one warpgroup, or two, one above the other."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.constexpr_function
+def store_layout(width, sums, dtype):
+    """For a result ``[64, width]`` of one warpgroup: of 16-bit numbers, which would fill half sectors, 16 bytes a thread.
+
+    A thread changes places with three neighbours, which takes no shared memory.
+    """
+    if dtype.primitive_bitwidth != 16:
+        return sums
+    columns = [[0, n] for n in (1, 2, 4, *(1 << bit for bit in range(5, width.bit_length() - 1)))]
+    return gl.DistributedLinearLayout(
+        [*columns[:3], [8, 0], *columns[3:]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width]
+    )
 
 
 @gluon.constexpr_function
@@ -24,11 +38,11 @@ def copy_layout(width, dtype):
 
 
 @gluon.constexpr_function
-def made_layout(width, dtype):
+def made_layout(width, dtype, warps=8):
     """For values that become rows of a left operand: 16 bytes a thread, and 16 neighbouring rows a warp, as its products read them."""
     vector = 128 // dtype.primitive_bitwidth
     lanes = width // vector
-    return gl.BlockedLayout([16 * lanes // 32, vector], [32 // lanes, lanes], [8, 1], [1, 0])
+    return gl.BlockedLayout([16 * lanes // 32, vector], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -78,3 +92,39 @@ def fetch(buffer, low_buffer, ptr, low_ptr, offsets, mask, stage, PRECISION: gl.
     begin_copy(buffer.index(stage), ptr + offsets, mask=mask)
     if PRECISION == "split":
         begin_copy(low_buffer.index(stage), low_ptr + offsets, mask=mask)
+
+
+@gluon.jit
+def allocate_ring(
+    DTYPE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr
+):
+    """(left and right operands ``[STAGES, ..., BLOCK_K]`` and, for "split", their low halves; barriers, where they are full and empty)."""
+    LEFT: gl.constexpr = shared_layout(HEIGHT, BLOCK_K, DTYPE)
+    RIGHT: gl.constexpr = shared_layout(WIDTH, BLOCK_K, DTYPE)
+    left = gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, BLOCK_K], LEFT)
+    right = gl.allocate_shared_memory(DTYPE, [STAGES, WIDTH, BLOCK_K], RIGHT)
+    left_low = left
+    right_low = right
+    if PRECISION == "split":
+        left_low = gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, BLOCK_K], LEFT)
+        right_low = gl.allocate_shared_memory(DTYPE, [STAGES, WIDTH, BLOCK_K], RIGHT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)  # the maker of one operand, who has the other copied
+        mbarrier.init(empty.index(s), count=2)  # two warpgroups
+    return left, left_low, right, right_low, full, empty
+
+
+@gluon.jit
+def bring_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
+    """Have an operand's tile copied, and, for "split", that of its low halves; beyond the last row and column there is 0.
+
+    The barrier is told of the copies' bytes, and that what this warpgroup stored is ready.
+    """
+    if PRECISION == "split":
+        mbarrier.expect(full, 2 * desc.block_type.nbytes)
+        begin_described_copy(low_desc, [row, column], full, low_buffer)
+    else:
+        mbarrier.expect(full, desc.block_type.nbytes)
+    begin_described_copy(desc, [row, column], full, buffer)

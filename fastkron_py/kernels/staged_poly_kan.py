@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kernels import devices
-from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
 from fastkron_py.kernels.poly_kan_kind import ALIGNED, Kind, Sum
 from fastkron_py.kernels.poly_kan_tiles import _sum_segments_kernel
 from fastkron_py.tuning import poly_kan_hopper as tuning
@@ -79,6 +79,33 @@ class _Staged:
         }
 
 
+class _Described:
+    """A launch whose operands at some places are given as descriptors of matrices with rows of a given size, in boxes."""
+
+    def __init__(self, way: Way, places: tuple[int, ...], columns: int, box: list[int], dtype: torch.dtype) -> None:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        self._descriptor = TensorDescriptor
+        self._launch = Launcher([way])
+        self._places, self._columns, self._box = places, columns, box
+        self._layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(dtype).removeprefix("torch.")))
+
+    def __call__(self, *given: Any) -> None:
+        """Launch."""
+        if RECORDING.recorder is not None:
+            RECORDING.recorder.launch(self, given)
+            return
+        self._launch(*[self._described(g) if i in self._places else g for i, g in enumerate(given)])
+
+    def _described(self, t: Tensor) -> Any:
+        shape = [t.numel() // self._columns, self._columns]
+        return self._descriptor(t, shape, [self._columns, 1], self._box, self._layout)
+
+    def ready(self) -> None:
+        """None: a descriptor is made for each launch."""
+
+
 class StagedForward(_Staged):
     """y of x, ready to be launched."""
 
@@ -89,12 +116,14 @@ class StagedForward(_Staged):
         arguments = {
             **self.constants(kind, choice, False),
             "blocks_per_split": choice.blocks,
+            "items": choice.items,
             "HAS_BIAS": kind.has_bias or self.first == 1,
             "GROUP": GROUP,
-            "DEPTH": choice.depth,
-            "EVEN_N": kind.num_out % choice.block_n == 0,
+            "REGISTERS": choice.registers,
+            "num_warps": 4,
         }
-        self.launch = Launcher([Way(kernel, (choice.programs,), arguments)])
+        box = [choice.block_n, choice.block_k]
+        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (1, 2), kind.num_in, box, kind.dtype)
         if choice.splits > 1:
             self.partial = (choice.splits, kind.rows, kind.num_out)
             self.sum = Sum(choice.splits, kind.rows * kind.num_out)

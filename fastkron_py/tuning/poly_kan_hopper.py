@@ -14,6 +14,7 @@ FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut s
 _PEAK: Final = {2: 7e14, 4: 3.5e14}  # operations a second, by an operand's bytes
 _BANDWIDTH: Final = 3e12
 _MOST_SEGMENTS: Final = 16
+_RING: Final = 196_608  # bytes of a ring of operands
 _NARROW: Final = 0.92  # speed of a product half as wide
 
 
@@ -29,6 +30,8 @@ class Staged(NamedTuple):
     programs: int
     splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
+    items: int = 0  # tiles of all splits
+    registers: tuple[int, int] = (160, 184)  # of a thread that holds sums; of one that makes values
 
 
 def takes(sizes: Sizes) -> bool:
@@ -70,11 +73,11 @@ def forward(sizes: Sizes) -> Staged:
     _, width, splits = min(candidates())
     each = -(-blocks // splits)
     splits = -(-blocks // each)
-    programs = _tiles(sizes.rows, sizes.num_out, width) * splits
-    if sizes.passes == 3:
-        return Staged(width, block_k, 4, 1, FLUSH_TERMS // block_k, 1, programs, splits, each)
-    stages = 4 if sizes.itemsize == 4 and width == WIDEST else 6
-    return Staged(width, block_k, stages, 2, 0, 1, programs, splits, each)
+    items = _tiles(sizes.rows, sizes.num_out, width) * splits
+    stage = (BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1)
+    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
+    programs = min(items, sizes.multiprocessors)
+    return Staged(width, block_k, _RING // stage, 1, flush, 1, programs, splits, each, items)
 
 
 def _side_by_side(sizes: Sizes) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gluon_on_numpy
+import gluon_partitions
 import pytest
 import torch
 from gluon_on_numpy import launch
@@ -92,14 +93,37 @@ def test_other_bases(basis: str, staged: list[str], generator: torch.Generator) 
     assert len(staged) == 3
 
 
-@pytest.mark.parametrize("name", ["wait_group", "warpgroup_mma_wait"])
-def test_a_wait_for_too_little_is_seen(name: str, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: copies and products that end one step later than they are waited for."""
-    wait = getattr(gluon_on_numpy.Machine, name)
-    monkeypatch.setattr(gluon_on_numpy.Machine, name, lambda self, left, **deps: wait(self, left + 1, **deps))
+def too_little(wait: Any) -> Any:
+    """A wait that ends while one more than it should leave is under way."""
+    return lambda self, left, **deps: wait(self, left + 1, **deps)
+
+
+# What is done wrongly, how, and which of y, dx and dC show it.
+FAULTS = {
+    "copies": ("wait_group", too_little, "dx dC"),
+    "products": ("warpgroup_mma_wait", too_little, "y dx dC"),
+    "stores": ("fence_async_shared", lambda fence: lambda self: None, "y dC"),
+    "barriers": ("wait", lambda wait: lambda self, barrier, parity: self.pause(), "y"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_for_too_little_is_seen(fault: str, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: what is not waited for is not there."""
+    name, change, wrong = FAULTS[fault]
+    monkeypatch.setattr(gluon_on_numpy.Machine, name, change(getattr(gluon_on_numpy.Machine, name)))
     x, c, dy = problem(200, 72, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
-    for wrong in results(x, c, dy, spec_of("chebyshev", 4), "highest"):
-        assert bool(wrong.isnan().any())
+    found = results(x, c, dy, spec_of("chebyshev", 4), "highest")
+    for result, t in zip(("y", "dx", "dC"), found, strict=True):
+        assert bool(t.isnan().any()) == (result in wrong.split()), result
+
+
+def test_waiting_for_ever_is_seen(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of partitions that nobody tells of empty buffers: an error, not a hang."""
+    monkeypatch.setattr(gluon_on_numpy.Machine, "arrive", lambda self, barrier, **given: None)
+    x, c, _ = problem(200, 288, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
+    with pytest.raises(gluon_partitions.Deadlock, match="3 of 3"):
+        triton_poly_kan.forward(x, c, None, spec_of("chebyshev", 4), "highest")
 
 
 def test_long_sums_are_flushed(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +162,7 @@ def test_choices_cover_every_tile() -> None:
             )
             assert dx is not None
             assert forward.splits * forward.blocks * forward.block_k >= num_in
+            assert forward.programs <= forward.items
             assert dx.degrees * dx.block_n == dc.degrees * dc.block_n == (128 if passes == 3 else 256)
             assert 1 <= dx.programs <= 132
             assert dc.programs >= 100
