@@ -112,13 +112,13 @@ class Described:
     """A matrix, copied in boxes; beyond its end there is 0."""
 
     def __init__(self, memory: np.ndarray, descriptor: Any) -> None:
-        rows, columns = descriptor.shape
-        self.a = memory[: rows * columns].reshape(rows, columns)
-        assert list(descriptor.strides) == [columns, 1]
+        size = descriptor.base.element_size()
+        assert list(descriptor.strides) == list(descriptor.base.stride())
+        assert descriptor.strides[1] == 1
+        assert descriptor.strides[0] * size % 16 == 0
+        self.a = memory.reshape(descriptor.shape)
         self.dtype = _OF_TORCH[descriptor.base.dtype]
         self.box = descriptor.block_shape
-        size = descriptor.base.element_size()
-        assert columns * size % 16 == 0
         self.block_type = types.SimpleNamespace(nbytes=self.box[0] * self.box[1] * size)
 
     def part(self, row: int, column: int) -> np.ndarray:
@@ -139,9 +139,12 @@ class Shared:
         """One of several buffers."""
         return Shared(self.a[int(_number(i))], self.dtype, self._machine)
 
-    def slice(self, start: int, length: int) -> Shared:
-        """Some of its rows."""
-        return Shared(self.a[start : start + length], self.dtype, self._machine)
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        """Some of its rows, or columns."""
+        start, length = int(_number(start)), int(_number(length))
+        part = self.a[start : start + length] if dim == 0 else self.a[:, start : start + length]
+        assert part.shape[dim] == length
+        return Shared(part, self.dtype, self._machine)
 
     def permute(self, order: Sequence[int]) -> Shared:
         """Dimensions in another order."""
@@ -397,6 +400,8 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
     made: dict[Any, Any] = {}
 
     def convert(value: Any) -> Any:
+        if isinstance(value, gl.constexpr):
+            return value.value
         function = getattr(value, "fn", None)
         if not isinstance(function, types.FunctionType):
             return value
@@ -420,7 +425,7 @@ def _base(t: Any) -> Tensor:
 
 
 def launch(kernel: Any, programs: int, tensors: Sequence[Any], arguments: dict[str, Any]) -> None:
-    """Run all programs of a kernel on contiguous tensors, or descriptors; the last is the one that is written, and begins as NaN."""
+    """Run all programs of a kernel on contiguous tensors, or descriptors of any; the last is the one that is written, and begins as NaN."""
     held: dict[int, np.ndarray] = {}
     for t in map(_base, tensors):
         held.setdefault(t.data_ptr(), t.detach().float().numpy().reshape(-1).copy())

@@ -1,11 +1,8 @@
 """Large products of polynomial KAN layers on Hopper GPUs: the same sum as `poly_kan`'s forward, in Triton's lower-level dialect.
 
 Plain Triton keeps a left operand that was made by a program in registers, and waits for every product before it makes the next one.
-Here warpgroups have one trade each. One makes basis tiles, stores them into a ring of buffers, and has the copy engine bring the
-coefficients that belong to them. Two, with 64 rows each, do nothing but products of what lies ready. Each buffer has two barriers in
-shared memory: products wait for "full", the maker for "empty"; nobody waits for all others. Programs take tile after tile, and the next
-one's operands are made while sums are stored. There is no fourth trade, for copies: each thread of 16 warps would begin with 128
-registers, which a sum of 64 x 256 alone takes.
+Here warpgroups have one trade each (`poly_kan_hopper_ring`): one makes basis tiles and has coefficients copied, two multiply. Programs take
+tile after tile, and the next one's operands are made while sums are stored.
 
 Float32-class products sum up a few steps at a time: tensor cores cut their sums off instead of rounding, so what they have is added to a
 sum in float32 before it grows long.
@@ -15,21 +12,11 @@ Gluon has no interpreter: `poly_kan` holds the same sum in plain Triton, for eve
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.kernels.poly_kan_hopper_tiles import (
-    allocate_ring,
-    begin_product,
-    bring_operand,
-    made_layout,
-    product_groups,
-    store_layout,
-    store_made,
-    sums_layout,
-)
+from fastkron_py.kernels.poly_kan_hopper_ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
+from fastkron_py.kernels.poly_kan_hopper_tiles import made_layout, store_layout, store_made
 from fastkron_py.kernels.poly_kan_tiles import known, tile_of
-
-_STORED = gl.constexpr(64)  # columns of a result that are stored at a time
 
 
 @gluon.jit
@@ -77,7 +64,7 @@ def _make(
     NUM: gl.constexpr = TERMS - FIRST
     # The state's tiles then change places without moves.
     UNROLL: gl.constexpr = 4 if NUM % 4 == 0 else 2 if NUM % 2 == 0 else 1
-    MADE: gl.constexpr = made_layout(BLOCK_K, left.dtype, 4)
+    MADE: gl.constexpr = made_layout(BLOCK_K, left.dtype)
     rows = sizes[0]
     num_in = known(sizes[1], ALIGN_IN)
     j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, MADE))
@@ -125,77 +112,30 @@ def _multiply(
     HALF: gl.constexpr,
 ):
     """One warpgroup, with one half of each tile's rows: products of what lies in the ring."""
-    left, left_low, right, right_low, full, empty = ring
     rows, _num_in, num_out, _blocks_per_split, items = sizes
-    BLOCK_M: gl.constexpr = BLOCKS[0]
     BLOCK_N: gl.constexpr = BLOCKS[1]
-    ROWS: gl.constexpr = BLOCK_M // 2
-    SUMS: gl.constexpr = sums_layout(BLOCK_N, left.dtype, 4)
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, column, split, _, blocks = _part_of(item, sizes, BLOCKS)
-        end = step + blocks * NUM
-        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, SUMS)
-        total = acc
-        length = blocks * NUM if FLUSH == 0 else item * 0 + FLUSH
-        for begin in range(step, end, length):
-            for i in range(begin, gl.minimum(begin + length, end)):
-                s = i % STAGES
-                mbarrier.wait(full.index(s), i // STAGES & 1)
-                a = left.index(s).slice(HALF * ROWS, ROWS)
-                a_low = left_low.index(s).slice(HALF * ROWS, ROWS)
-                b = right.index(s).permute((1, 0))
-                b_low = right_low.index(s).permute((1, 0))
-                acc = begin_product(a, a_low, b, b_low, acc, FLUSH == 0 or i > begin, PRECISION)
-                # The product before it is done with its buffers.
-                acc = warpgroup_mma_wait(product_groups(1, PRECISION), deps=(acc,))
-                mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > begin)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((gl.minimum(begin + length, end) + STAGES - 1) % STAGES), count=1)
-            if FLUSH > 0:
-                total += acc
-        if FLUSH == 0:
-            total = acc
-        step = end
-        first_m = row * BLOCK_M + HALF * ROWS
-        num_known = known(num_out, ALIGN_OUT)
-        _store_sums(total, bias_ptr, y_ptr, split, first_m, column * BLOCK_N, rows, num_known, HAS_BIAS, BLOCK_N, ROWS, left.dtype)
+        sums, step = sum_steps(ring, step, blocks * NUM, BLOCK_N, STAGES, FLUSH, PRECISION, True, HALF)
+        place = (bias_ptr, y_ptr, split, row * BLOCKS[0] + HALF * ROWS, rows, known(num_out, ALIGN_OUT))
+        store_sums(sums, column * BLOCK_N, place, _store_y, HAS_BIAS, BLOCK_N, ring[0].dtype)
 
 
 @gluon.jit
-def _store_sums(
-    sums,
-    bias_ptr,
-    y_ptr,
-    split,
-    first_m,
-    first_n,
-    rows,
-    num_out,
-    HAS_BIAS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    ROWS: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """A tile of y, a few columns at a time, for which there are registers; the bias is added to the first split alone."""
-    if WIDTH > _STORED:
-        HALF: gl.constexpr = WIDTH // 2
-        here, beyond = gl.split(gl.permute(gl.reshape(sums, [ROWS, 2, HALF]), (0, 2, 1)))
-        _store_sums(here, bias_ptr, y_ptr, split, first_m, first_n, rows, num_out, HAS_BIAS, HALF, ROWS, DTYPE)
-        _store_sums(beyond, bias_ptr, y_ptr, split, first_m, first_n + HALF, rows, num_out, HAS_BIAS, HALF, ROWS, DTYPE)
-    else:
-        SUMS: gl.constexpr = sums_layout(WIDTH, DTYPE, 4)
-        STORE: gl.constexpr = store_layout(WIDTH, SUMS, y_ptr.dtype.element_ty)
-        sums = gl.convert_layout(sums, SUMS, assert_trivial=True)
-        if HAS_BIAS:
-            n = first_n + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
-            bias = gl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
-            sums += bias.to(gl.float32)[None, :]
-        y = gl.convert_layout(sums.to(y_ptr.dtype.element_ty), STORE)
-        m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-        n = first_n + gl.arange(0, WIDTH, gl.SliceLayout(0, STORE))
-        out = y_ptr + ((split.to(gl.int64) * rows + m.to(gl.int64))[:, None] * num_out + n[None, :])
-        gl.store(out, y, mask=(m < rows)[:, None] & (n < num_out)[None, :])
+def _store_y(sums, first_n, place, HAS_BIAS: gl.constexpr, SUMS: gl.constexpr, WIDTH: gl.constexpr):
+    """Some columns of y; the bias is added to the first split alone."""
+    bias_ptr, y_ptr, split, first_m, rows, num_out = place
+    STORE: gl.constexpr = store_layout(WIDTH, SUMS, y_ptr.dtype.element_ty)
+    if HAS_BIAS:
+        n = first_n + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
+        bias = gl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
+        sums += bias.to(gl.float32)[None, :]
+    y = gl.convert_layout(sums.to(y_ptr.dtype.element_ty), STORE)
+    m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+    n = first_n + gl.arange(0, WIDTH, gl.SliceLayout(0, STORE))
+    out = y_ptr + ((split.to(gl.int64) * rows + m.to(gl.int64))[:, None] * num_out + n[None, :])
+    gl.store(out, y, mask=(m < rows)[:, None] & (n < num_out)[None, :])
 
 
 @gluon.jit
@@ -233,7 +173,7 @@ def _poly_kan_staged_fwd_kernel(
 ):
     """Tiles of splits' sums, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
     NUM: gl.constexpr = TERMS - FIRST
-    ring = allocate_ring(coef_desc.dtype, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION)
+    ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True)
     sizes = (rows, num_in, num_out, blocks_per_split, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
     gl.warp_specialize(

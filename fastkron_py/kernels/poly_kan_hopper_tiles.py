@@ -2,9 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from fastkron_py.kernels.gluon_names import begin_copy, begin_described_copy
+from fastkron_py.kernels.gluon_names import begin_copy
 from fastkron_py.kernels.poly_kan_tiles import high_half, rounded
 from fastkron_py.kernels.tiling import round_to_tf32
 
@@ -38,17 +38,31 @@ def copy_layout(width, dtype):
 
 
 @gluon.constexpr_function
-def made_layout(width, dtype, warps=8):
-    """For values that become rows of a left operand: 16 bytes a thread, and 16 neighbouring rows a warp, as its products read them."""
+def made_layout(width, dtype):
+    """For values that a warpgroup makes, rows of a left operand: 16 bytes a thread, 16 neighbouring rows a warp, as products read them."""
     vector = 128 // dtype.primitive_bitwidth
     lanes = width // vector
-    return gl.BlockedLayout([16 * lanes // 32, vector], [32 // lanes, lanes], [warps, 1], [1, 0])
+    return gl.BlockedLayout([16 * lanes // 32, vector], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def turned_layout(dtype):
-    """For values ``[j, m]``, whose vectors of 16 bytes run along m, while lanes run along j, as x does."""
-    return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [1, 8], [1, 0])
+    """For values ``[j, m]`` that a warpgroup makes, whose vectors of 16 bytes run along m, while lanes run along j, as x does."""
+    return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [1, 4], [1, 0])
+
+
+@gluon.constexpr_function
+def upright_layout(width):
+    """For 16-bit values ``[m, j]``, 64 by width, that a warpgroup makes: 16 bytes along j a thread, as x has them.
+
+    Eight neighbouring lanes store into all of shared memory's banks: in a row of 64 columns at once; of 32, in halves of rows m and m + 4,
+    which the operand's layout keeps apart.
+    """
+    rows = [[1 << bit, 0] for bit in range(6)]
+    columns = [[0, 1 << bit] for bit in range(3, width.bit_length() - 1)]
+    first = columns[:3] if width >= 64 else [*columns, rows.pop(2)]
+    lanes = [*first, *rows[:2]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *rows[4:], *columns[3:]], lanes, rows[2:4], [], [64, width])
 
 
 @gluon.constexpr_function
@@ -92,39 +106,3 @@ def fetch(buffer, low_buffer, ptr, low_ptr, offsets, mask, stage, PRECISION: gl.
     begin_copy(buffer.index(stage), ptr + offsets, mask=mask)
     if PRECISION == "split":
         begin_copy(low_buffer.index(stage), low_ptr + offsets, mask=mask)
-
-
-@gluon.jit
-def allocate_ring(
-    DTYPE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr
-):
-    """(left and right operands ``[STAGES, ..., BLOCK_K]`` and, for "split", their low halves; barriers, where they are full and empty)."""
-    LEFT: gl.constexpr = shared_layout(HEIGHT, BLOCK_K, DTYPE)
-    RIGHT: gl.constexpr = shared_layout(WIDTH, BLOCK_K, DTYPE)
-    left = gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, BLOCK_K], LEFT)
-    right = gl.allocate_shared_memory(DTYPE, [STAGES, WIDTH, BLOCK_K], RIGHT)
-    left_low = left
-    right_low = right
-    if PRECISION == "split":
-        left_low = gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, BLOCK_K], LEFT)
-        right_low = gl.allocate_shared_memory(DTYPE, [STAGES, WIDTH, BLOCK_K], RIGHT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)  # the maker of one operand, who has the other copied
-        mbarrier.init(empty.index(s), count=2)  # two warpgroups
-    return left, left_low, right, right_low, full, empty
-
-
-@gluon.jit
-def bring_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
-    """Have an operand's tile copied, and, for "split", that of its low halves; beyond the last row and column there is 0.
-
-    The barrier is told of the copies' bytes, and that what this warpgroup stored is ready.
-    """
-    if PRECISION == "split":
-        mbarrier.expect(full, 2 * desc.block_type.nbytes)
-        begin_described_copy(low_desc, [row, column], full, low_buffer)
-    else:
-        mbarrier.expect(full, desc.block_type.nbytes)
-    begin_described_copy(desc, [row, column], full, buffer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastkron_py.kernels import devices
 from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
@@ -67,28 +68,26 @@ class _Staged:
             "STEP": step,
             "VALUE": value,
             "NORM": normalizer.quick_value or normalizer.value,
-            "BLOCK_M": tuning.BLOCK_M,
             "BLOCK_N": choice.block_n,
             "BLOCK_K": choice.block_k,
             "STAGES": choice.stages,
             "FLUSH": choice.flush,
             "PRECISION": _precision(kind),
             "ALIGN_IN": math.gcd(kind.num_in, kind.stride_x, ALIGNED),
-            "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
-            "num_warps": 8,
+            "num_warps": 4 if choice.registers else 8,
         }
 
 
 class _Described:
-    """A launch whose operands at some places are given as descriptors of matrices with rows of a given size, in boxes."""
+    """A launch whose operands at some places are given as descriptors of matrices, in boxes, for the copy engine."""
 
-    def __init__(self, way: Way, places: tuple[int, ...], columns: int, box: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, way: Way, places: tuple[int, ...], box: list[int], dtype: torch.dtype) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         self._descriptor = TensorDescriptor
         self._launch = Launcher([way])
-        self._places, self._columns, self._box = places, columns, box
+        self._places, self._box = places, box
         self._layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(dtype).removeprefix("torch.")))
 
     def __call__(self, *given: Any) -> None:
@@ -99,8 +98,13 @@ class _Described:
         self._launch(*[self._described(g) if i in self._places else g for i, g in enumerate(given)])
 
     def _described(self, t: Tensor) -> Any:
-        shape = [t.numel() // self._columns, self._columns]
-        return self._descriptor(t, shape, [self._columns, 1], self._box, self._layout)
+        """Of a matrix with any stride of rows, or of contiguous matrices, one below the other."""
+        t = t.reshape(-1, t.shape[-1])
+        vector = 16 // t.dtype.itemsize
+        if t.stride(0) % vector:
+            # Every row has to begin on a boundary of 16 bytes. Only dy, turned, of a number of rows that is no multiple of four comes here.
+            t = pad(t, (0, -t.shape[1] % vector))[:, : t.shape[1]]
+        return self._descriptor(t, list(t.shape), [t.stride(0), 1], self._box, self._layout)
 
     def ready(self) -> None:
         """None: a descriptor is made for each launch."""
@@ -118,12 +122,12 @@ class StagedForward(_Staged):
             "blocks_per_split": choice.blocks,
             "items": choice.items,
             "HAS_BIAS": kind.has_bias or self.first == 1,
+            "BLOCK_M": tuning.BLOCK_M,
             "GROUP": GROUP,
             "REGISTERS": choice.registers,
-            "num_warps": 4,
+            "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
         }
-        box = [choice.block_n, choice.block_k]
-        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (1, 2), kind.num_in, box, kind.dtype)
+        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (1, 2), [choice.block_n, choice.block_k], kind.dtype)
         if choice.splits > 1:
             self.partial = (choice.splits, kind.rows, kind.num_out)
             self.sum = Sum(choice.splits, kind.rows * kind.num_out)
@@ -147,7 +151,9 @@ class StagedInputGradient(_Staged):
             "stride_ci": kind.num_out if self.turned else 1,
             "SLOPE": kind.spec.normalizer.quick_derivative or kind.spec.normalizer.derivative,
             "DEGREES": choice.degrees,
+            "BLOCK_M": tuning.BLOCK_M,
             "GROUP": GROUP,
+            "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
             "ALIGN_GM": math.gcd(kind.stride_g, ALIGNED),
             "ALIGN_CO": 1 if self.turned else math.gcd(kind.num_in, ALIGNED),
             "ALIGN_CI": math.gcd(kind.num_out, ALIGNED) if self.turned else 1,
@@ -166,17 +172,15 @@ class StagedCoefficientGradient(_Staged):
         blocks = -(-kind.rows // choice.block_k)
         arguments = {
             **self.constants(kind, choice, False),
-            "stride_gm": 1 if self.turned else kind.stride_g,
-            "stride_go": kind.rows if self.turned else 1,
             "blocks": blocks,
+            "parts": choice.items,
             "DEGREES": choice.degrees,
-            "DEPTH": choice.depth,
-            "ALIGN_GM": 1 if self.turned else math.gcd(kind.stride_g, ALIGNED),
-            "ALIGN_GO": math.gcd(kind.rows, ALIGNED) if self.turned else 1,
+            "REGISTERS": choice.registers,
         }
-        self.launch = Launcher([Way(kernel, (choice.programs,), arguments)])
+        box = [tuning.BLOCK_M, choice.block_k] if self.turned else [choice.block_k, tuning.BLOCK_M]
+        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (0, 1), box, kind.dtype)
         tiles = -(-kind.num_out // tuning.BLOCK_M) * -(-kind.num_in // choice.block_n) * -(-sizes.terms // choice.degrees)
-        segments = tuning.segments_of(tiles, blocks, choice.programs)
+        segments = tuning.segments_of(tiles, blocks, choice.items)
         if segments > 1:
             self.partial = (segments, kind.spec.terms, kind.num_out, kind.num_in)
             self.sum = _SegmentSum(kind, choice, self.first, blocks, segments)
@@ -190,7 +194,7 @@ class _SegmentSum:
             "num_in": kind.num_in,
             "num_out": kind.num_out,
             "blocks": blocks,
-            "programs": choice.programs,
+            "programs": choice.items,
             "segments": segments,
             "TERMS": kind.spec.terms,
             "FIRST": first,

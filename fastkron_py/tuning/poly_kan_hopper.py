@@ -16,6 +16,7 @@ _BANDWIDTH: Final = 3e12
 _MOST_SEGMENTS: Final = 16
 _RING: Final = 196_608  # bytes of a ring of operands
 _NARROW: Final = 0.92  # speed of a product half as wide
+_REGISTERS: Final = (160, 184)
 
 
 class Staged(NamedTuple):
@@ -24,14 +25,13 @@ class Staged(NamedTuple):
     block_n: int
     block_k: int
     stages: int  # copies under way, and the operands in use
-    depth: int  # steps whose products are under way while the next values are made
     flush: int  # steps between two additions to the float32 sum; 0: one at the end
     degrees: int
     programs: int
     splits: int = 1  # of the forward reduction
     blocks: int = 0  # of each split
-    items: int = 0  # tiles of all splits
-    registers: tuple[int, int] = (160, 184)  # of a thread that holds sums; of one that makes values
+    items: int = 0  # tiles of all splits, or parts of the work, that programs take one after the other
+    registers: tuple[int, int] | None = None  # of a thread that holds sums; of one that makes values
 
 
 def takes(sizes: Sizes) -> bool:
@@ -56,6 +56,11 @@ def _widths(sizes: Sizes) -> tuple[int, ...]:
     return (WIDEST // 2,) if sizes.passes == 3 else (WIDEST, WIDEST // 2)
 
 
+def _stages(width: int, block_k: int, sizes: Sizes) -> int:
+    """How many steps' operands a ring holds."""
+    return _RING // ((BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1))
+
+
 def forward(sizes: Sizes) -> Staged:
     """Of y [rows, num_out], reduced over num_in and degrees."""
     block_k = 32
@@ -74,10 +79,9 @@ def forward(sizes: Sizes) -> Staged:
     each = -(-blocks // splits)
     splits = -(-blocks // each)
     items = _tiles(sizes.rows, sizes.num_out, width) * splits
-    stage = (BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1)
     flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
     programs = min(items, sizes.multiprocessors)
-    return Staged(width, block_k, _RING // stage, 1, flush, 1, programs, splits, each, items)
+    return Staged(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, items, _REGISTERS)
 
 
 def _side_by_side(sizes: Sizes) -> int:
@@ -105,15 +109,15 @@ def input_gradient(sizes: Sizes) -> Staged | None:
         return None
     block_k = 128 // sizes.itemsize
     stages, flush = (3, FLUSH_TERMS // block_k) if sizes.passes == 3 else (4, 0)
-    return Staged(width, block_k, stages, 1, flush, degrees, min(tiles, sizes.multiprocessors))
+    return Staged(width, block_k, stages, flush, degrees, min(tiles, sizes.multiprocessors))
 
 
-def segments_of(tiles: int, blocks: int, programs: int) -> int:
-    """On how many programs' parts a tile lies at most, where tiles of so many blocks are dealt out in one row."""
+def segments_of(tiles: int, blocks: int, parts: int) -> int:
+    """On how many parts a tile lies at most, where tiles of so many blocks are dealt out in one row."""
     units = tiles * blocks
 
     def owner(unit: int) -> int:
-        return ((unit + 1) * programs - 1) // units
+        return ((unit + 1) * parts - 1) // units
 
     return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
 
@@ -127,16 +131,17 @@ def coefficient_gradient(sizes: Sizes) -> Staged:
     blocks = -(-sizes.rows // block_k)
     results = sizes.terms * sizes.num_in * sizes.num_out * 4
 
-    def seconds(programs: int, segments: int) -> float:
-        busiest = -(-tiles * blocks // programs) * -(-programs // sizes.multiprocessors)
+    def seconds(parts: int, segments: int) -> float:
+        busiest = -(-tiles * blocks // parts) * -(-parts // sizes.multiprocessors)
         partial = (2 * segments + 1) * results / _BANDWIDTH if segments > 1 else 0.0
         return _work(sizes) * busiest * sizes.multiprocessors / (tiles * blocks) + partial
 
-    # Whole tiles; tiles in equal parts, which run through the same rows together; or, of many tiles, the same share for each program.
+    # Whole tiles; tiles in equal parts, which run through the same rows together; or, of many tiles, a share for each multiprocessor.
     choices = [(tiles * splits, splits) for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1)]
     if tiles > sizes.multiprocessors:
         choices.append((sizes.multiprocessors, 2))
-    programs, _ = min(choices, key=lambda choice: seconds(*choice))
-    if sizes.passes == 3:
-        return Staged(width, block_k, 4, 1, FLUSH_TERMS // block_k, degrees, programs)
-    return Staged(width, block_k, 5 if sizes.itemsize == 4 else 6, 2, 0, degrees, programs)
+    parts, _ = min(choices, key=lambda choice: seconds(*choice))
+    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
+    programs = min(parts, sizes.multiprocessors)
+    stages = _stages(degrees * width, block_k, sizes)
+    return Staged(width, block_k, stages, flush, degrees, programs, items=parts, registers=_REGISTERS)

@@ -6,6 +6,7 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -55,6 +56,12 @@ def is_serialised(ptx: str) -> bool:
         return "serialized" in done.stderr
 
 
+def copies_follow_stores(ptx: str) -> bool:
+    """Whether a warpgroup's stores are fenced, and all its warps have come so far, before one has a tile copied."""
+    stores = [ptx[: copy.start()].rpartition("st.shared")[2] for copy in re.finditer("cp.async.bulk.tensor", ptx)]
+    return all(re.search(r"fence\.proxy\.async.*bar\.sync", between, re.DOTALL) for between in stores)
+
+
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
@@ -68,6 +75,9 @@ def main() -> None:
             "kernel": self.__name__,
             "shared": compiled.metadata.shared,
             "serialised": serialised,
+            "copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+            "ordered": copies_follow_stores(compiled.asm["ptx"]),
+            "ordered without barriers": copies_follow_stores(compiled.asm["ptx"].replace("bar.sync", "")),
             **resources(compiled.asm["cubin"]),
         }
         print(json.dumps(found), flush=True)
