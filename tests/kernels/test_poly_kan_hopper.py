@@ -106,6 +106,18 @@ def test_rows_of_any_number_and_stride(kind: str, basis: str, staged: list[str],
     assert staged == ["_poly_kan_staged_dcoef_kernel"]
 
 
+@pytest.mark.parametrize("parts", [1, 4, 7])
+def test_work_is_dealt_out_in_any_number_of_parts(
+    parts: int, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six tiles, four blocks each: several tiles a part, parts that begin and end inside of tiles, several parts a program."""
+    choose = poly_kan_hopper.coefficient_gradient
+    monkeypatch.setattr(poly_kan_hopper, "coefficient_gradient", lambda sizes: choose(sizes)._replace(items=parts, programs=min(parts, 3)))
+    x, c, dy = problem(250, 72, 136, 8, torch.bfloat16, torch.device("cpu"), generator)
+    actual = triton_poly_kan.coefficient_gradient(dy, x, c, spec_of("chebyshev", 8), "highest")
+    assert_close(actual, layer_gradients(x, c, dy, "chebyshev")[2], rms_tol=1e-2, max_tol=8e-2)
+
+
 def too_little(wait: Any) -> Any:
     """A wait that ends while one more than it should leave is under way."""
     return lambda self, left, **deps: wait(self, left + 1, **deps)
