@@ -21,7 +21,7 @@ def _needs_cuda(device: torch.device) -> str | None:
 
 def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: bool) -> Call:
     """A forward pass with this tile; not reordered: coefficients are given as [in, out, degree + 1] and are copied by every call."""
-    from fastkron_py.kernels import triton_poly_kan as launchers
+    from fastkron_py.kernels.poly_kan import triton_poly_kan as launchers
     from fastkron_py.tuning import poly_kan as tuning
 
     def choose(sizes: Sizes) -> tuple[Tile, Split]:

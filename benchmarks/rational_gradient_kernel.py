@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkron_py.kernels.devices import on_device
 from fastkron_py.kernels.gemm import load_tile, store_tile
 from fastkron_py.kernels.gemm_launch import Gemm, gemm
-from fastkron_py.kernels.rational import _rational_coefficients_kernel
-from fastkron_py.kernels.rational_function import _load_coefficients, _rational_slopes
-from fastkron_py.kernels.rational_gemm_launch import params
-from fastkron_py.kernels.rational_triton import SUM_BLOCK
-from fastkron_py.kernels.triton_backend import on_device
+from fastkron_py.kernels.rational.function import _load_coefficients, _rational_slopes
+from fastkron_py.kernels.rational.gemm_launch import params
+from fastkron_py.kernels.rational.kernels import _rational_coefficients_kernel
+from fastkron_py.kernels.rational.triton_rational import SUM_BLOCK
 from fastkron_py.tuning.gemm import GemmTile
 
 TILE = GemmTile(128, 64, 64, 8, 3, parts=2, programs=2)

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear
 import fastkron_py
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 from fastkron_py import reference
-from fastkron_py.kernels import rational_torch
+from fastkron_py.kernels.rational import torch_rational
 
 CHECKED_ROWS = 1024
 GROUPS = 8
@@ -81,7 +81,7 @@ def check(problem: LayerProblem, result: Any) -> float:
 
 
 def _one_kernel(problem: LayerProblem) -> Call:
-    from fastkron_py.kernels.rational_gemm_launch import linear_rational
+    from fastkron_py.kernels.rational.gemm_launch import linear_rational
 
     p = problem
     if p.keep:
@@ -128,7 +128,7 @@ class BackwardProblem:
         a, b, weight = self.a.double(), self.b.double(), self.weight.double()
 
         def of(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return rational_torch.backward(dy.double() @ weight, z.double(), a, b, "B")
+            return torch_rational.backward(dy.double() @ weight, z.double(), a, b, "B")
 
         dz = of(self.dy[::step], self.z[::step])[0]
         parts = [of(dy, z)[1:] for dy, z in zip(self.dy.split(CHECKED_ROWS), self.z.split(CHECKED_ROWS), strict=True)]

@@ -79,7 +79,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     def forget() -> None:
         table.forget()
-        backend = sys.modules.get("fastkron_py.kernels.triton_backend")
+        backend = sys.modules.get("fastkron_py.kernels.kron.triton_backend")
         if backend is not None:
             backend.forget_programs()
         recorded.forget()

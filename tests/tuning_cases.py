@@ -59,7 +59,7 @@ def expected(x, factors):
 
 
 def kind(x, factors, precision="highest"):
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     return triton_backend.kind_of(x, factors, 0, len(factors), tuple(f.shape[1] for f in factors), precision, False)
 

@@ -182,7 +182,7 @@ def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 def check_activation(name: Any) -> str:
     """Accept the name of an activation."""
-    from fastkron_py.kernels.gated_activations import find_activation
+    from fastkron_py.kernels.gated.activations import find_activation
 
     return find_activation(name).name
 

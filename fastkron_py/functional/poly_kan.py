@@ -125,8 +125,8 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Described:
-    from fastkron_py.kernels.poly_kan_bases import find_basis
-    from fastkron_py.kernels.poly_kan_spec import describe
+    from fastkron_py.kernels.poly_kan.bases import find_basis
+    from fastkron_py.kernels.poly_kan.spec import describe
 
     found = find_basis(basis)
     _one_of("normalization", normalization, NORMALIZATIONS)
@@ -153,7 +153,7 @@ def check_described(basis: Any, parameters: Any, normalization: Any, evaluation:
 
 
 def _check_terms(terms: int, described: _Described) -> None:
-    from fastkron_py.kernels.poly_kan_bases import MOST_DEGREE
+    from fastkron_py.kernels.poly_kan.bases import MOST_DEGREE
 
     if not 2 <= terms <= MOST_DEGREE + 1:
         raise value_error("degree", f"1 to {MOST_DEGREE}", terms - 1)

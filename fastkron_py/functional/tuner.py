@@ -94,7 +94,7 @@ def tune(
 
 def compilers(device: torch.device) -> Compilers:
     """Processes that compile for a device, to be used for several `run`s."""
-    from fastkron_py.kernels import search
+    from fastkron_py.kernels.kron import search
 
     return search.compilers(device)
 
@@ -103,7 +103,7 @@ def run(
     x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: float, report: Report, save: bool, compiling: Compilers
 ) -> TuningResult:
     """Tune for checked operands in canonical form (see `example`)."""
-    from fastkron_py.kernels import search
+    from fastkron_py.kernels.kron import search
 
     result = search.search(x4, matrices, precision, float(budget), compiling, report)
     path = cache.cache_file() if save else None

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from triton import knobs
 
 logger = logging.getLogger("fastkron_py")
+
+# Programs to start where there are no multiprocessors: Triton's interpreter.
+_INTERPRETED_PROGRAMS: Final = 2
+
+
+@lru_cache(maxsize=64)
+def multiprocessor_count(device: torch.device) -> int:
+    """How many programs a device runs at a time, one on each multiprocessor."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device; make it the tensor's."""
+    if t.device.type != "cuda" or t.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(t.device)
 
 
 @lru_cache(maxsize=4)
@@ -25,13 +45,13 @@ def _gluon_kernel(module: str, name: str) -> Any:
 
 def fragment_kernel() -> Any:
     """The fragment kernel, or None where this Triton cannot compile it."""
-    return _gluon_kernel("fragment_multiply", "_fragment_multiply_fwd_kernel")
+    return _gluon_kernel("kron.fragment_multiply", "_fragment_multiply_fwd_kernel")
 
 
 def gradient_kernels() -> Any:
     """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
-    step = _gluon_kernel("fragment_backward", "_fragment_step_bwd_kernel")
-    pair = _gluon_kernel("fragment_pair_backward", "_fragment_pair_bwd_kernel")
+    step = _gluon_kernel("kron.fragment_backward", "_fragment_step_bwd_kernel")
+    pair = _gluon_kernel("kron.fragment_pair_backward", "_fragment_pair_bwd_kernel")
     return None if step is None or pair is None else (step, pair)
 
 
@@ -57,9 +77,9 @@ def has_gradient_fragments(device: torch.device, dtype: torch.dtype) -> bool:
 def staged_kernels() -> Any:
     """(forward, dx, dC) of polynomial KAN layers for Hopper GPUs, or None where this Triton lacks a part of Gluon that they need."""
     try:
-        from fastkron_py.kernels.poly_kan_hopper import _poly_kan_staged_fwd_kernel
-        from fastkron_py.kernels.poly_kan_hopper_dcoef import _poly_kan_staged_dcoef_kernel
-        from fastkron_py.kernels.poly_kan_hopper_dx import _poly_kan_staged_dx_kernel
+        from fastkron_py.kernels.poly_kan.hopper import _poly_kan_staged_fwd_kernel
+        from fastkron_py.kernels.poly_kan.hopper_dcoef import _poly_kan_staged_dcoef_kernel
+        from fastkron_py.kernels.poly_kan.hopper_dx import _poly_kan_staged_dx_kernel
     except (ImportError, AttributeError) as error:
         logger.warning("this version of Triton has no Gluon as the polynomial KAN kernels for Hopper GPUs need it (%s)", error)
         return None

@@ -30,7 +30,7 @@ and one of a function of x is ``Gemm(finish_plain, make=my_maker)``.
 import triton
 import triton.language as tl
 
-from fastkron_py.kernels.poly_kan_tiles import product, tile_of
+from fastkron_py.kernels.products import product, tile_of
 
 
 @triton.jit

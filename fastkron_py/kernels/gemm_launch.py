@@ -15,11 +15,11 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastkron_py.kernels.devices import multiprocessor_count, on_device
 from fastkron_py.kernels.gemm import _gemm_kernel, begin_nothing, make_plain, value_plain
 from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import is_hooked, launcher_of
-from fastkron_py.kernels.triton_backend import _multiprocessors, on_device
 from fastkron_py.tuning import gemm as tuning
 from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile
 
@@ -87,7 +87,7 @@ class Kind(NamedTuple):
             passes,
             stored,
             self.gemm.pairs != "",
-            _multiprocessors(self.device),
+            multiprocessor_count(self.device),
             self.a.described and self.b.described,
         )
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton import knobs
 
 from fastkron_py.kernels import devices
-from fastkron_py.kernels.sliced_multiply import (
+from fastkron_py.kernels.kron.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
     finish_axpby,

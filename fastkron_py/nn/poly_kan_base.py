@@ -77,7 +77,7 @@ class EdgeFunctions(nn.Module):
 
     def _mean_square(self) -> float:
         """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
-        from fastkron_py.kernels.poly_kan_bases import NORMALIZERS, find_basis
+        from fastkron_py.kernels.poly_kan.bases import NORMALIZERS, find_basis
 
         uniform = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
         if self.normalization in ("minmax", "none"):

@@ -55,7 +55,7 @@ def sizes(x: Tensor, weight: Tensor, down: Tensor | None) -> tuple[int, int, tup
 
 def _by_triton(x: Tensor, weight: Tensor, activation: str, precision: str | None, backend: str) -> bool:
     """Whether Triton is to multiply: not what is empty or float64, nor, unless it was asked for, float32 sums too long for it."""
-    from fastkron_py.kernels.gated_activations import find_activation
+    from fastkron_py.kernels.gated.activations import find_activation
 
     chosen = choose_backend(backend, x)
     if chosen == "torch" or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
@@ -76,11 +76,11 @@ def _forward(
     with unseen_by_autograd(x), torch.no_grad():
         x2 = x.reshape(rows, x.shape[-1])
         if _by_triton(x, weight, activation, precision, backend):
-            from fastkron_py.kernels import triton_gated
+            from fastkron_py.kernels.gated import triton_gated
 
             y, pairs = triton_gated.forward(x2, weight, bias, triton_gated.Gated(activation, layout, resolved(precision)), saving)
         else:
-            from fastkron_py.kernels import torch_gated
+            from fastkron_py.kernels.gated import torch_gated
 
             with torch_products(x, precision):
                 pairs = torch_gated.pairs_of(x2, weight, bias)
@@ -117,13 +117,13 @@ def _pair_gradients(
     """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, which may be written over dy), for matrices x and dy."""
     x, weight, bias = tensors[:3]
     if _by_triton(x, weight, activation, precision, backend):
-        from fastkron_py.kernels import triton_gated
+        from fastkron_py.kernels.gated import triton_gated
 
         gated = triton_gated.Gated(activation, layout, resolved(precision))
         if pairs is None:
             return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, again)
         return triton_gated.stored_gradients(dy, pairs, gated, in_place, again)
-    from fastkron_py.kernels import torch_gated
+    from fastkron_py.kernels.gated import torch_gated
 
     with torch_products(x, precision):
         pairs = torch_gated.pairs_of(x, weight, bias) if pairs is None else pairs
@@ -175,7 +175,7 @@ def _taken_apart(arguments: Sequence[Any]) -> tuple[Any, Any, tuple[bool, ...], 
 
 def in_torch(tensors: Tensors, activation: str, layout: str, precision: str | None, _: str) -> Tensor:
     """The same result by torch's own operations, which every transform of torch knows."""
-    from fastkron_py.kernels import torch_gated
+    from fastkron_py.kernels.gated import torch_gated
 
     with torch_products(tensors[0], precision):
         return torch_gated.forward(tensors, activation, layout)
@@ -183,7 +183,7 @@ def in_torch(tensors: Tensors, activation: str, layout: str, precision: str | No
 
 def _second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Cotangents of dy and of the tensors, of the backward operator."""
-    from fastkron_py.kernels import torch_gated
+    from fastkron_py.kernels.gated import torch_gated
 
     dy, *tensors = ctx.saved_tensors
     if all(c is None for c in cotangents):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels import torch_backend
+from fastkron_py.kernels.kron import torch_backend
 from fastkron_py.kernels.precision import torch_products
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.canonical import Canonical, canonical
@@ -56,7 +56,7 @@ def multiply(
         problem = canonical(x, factors, left)
         z4 = None if z is None else problem.pack(z.expand(shape))
         if choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import triton_backend
+            from fastkron_py.kernels.kron import triton_backend
 
             y4 = triton_backend.multiply(problem.x, problem.factors, z4, alpha, beta, precision)
         else:
@@ -88,7 +88,7 @@ def gradients(
         problem = canonical(x, factors, left)
         dy4 = problem.pack(dy)
         if choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import triton_backward
+            from fastkron_py.kernels.kron import triton_backward
 
             dx4, dfs = triton_backward.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
         else:

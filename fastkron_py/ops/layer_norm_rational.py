@@ -53,9 +53,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with unseen_by_autograd(x):
         if x.numel() and _is_fused(x, a, b, backend):
-            from fastkron_py.kernels import layer_norm_rational_triton
+            from fastkron_py.kernels.rational import layer_norm_launch
 
-            return layer_norm_rational_triton.forward(x, weight, bias, a, b, eps, version, dtype)
+            return layer_norm_launch.forward(x, weight, bias, a, b, eps, version, dtype)
         y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         y.copy_(composed(x, weight, bias, a, b, eps, version, dtype, backend))
         # What a row's mean is kept in, unused here: the composition's gradients make it again.
@@ -84,9 +84,9 @@ def _gradients(
     tensors = (x, weight, bias, a, b)
     with unseen_by_autograd(x):
         if x.numel() and _is_fused(x, a, b, backend):
-            from fastkron_py.kernels import layer_norm_rational_triton
+            from fastkron_py.kernels.rational import layer_norm_launch
 
-            return layer_norm_rational_triton.backward(dy, x, mean, rstd, weight, bias, a, b, eps, version)
+            return layer_norm_launch.backward(dy, x, mean, rstd, weight, bias, a, b, eps, version)
     found = _by_composition(dy, tensors, eps, version, backend, create_graph=False)
     return [f.clone(memory_format=torch.contiguous_format) for f in found]
 

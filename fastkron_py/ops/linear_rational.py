@@ -68,10 +68,10 @@ def _is_hopper(device: torch.device) -> bool:
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, version: str, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    from fastkron_py.kernels import rational_gemm_launch
+    from fastkron_py.kernels.rational import gemm_launch
 
     with unseen_by_autograd(x):
-        y, z = rational_gemm_launch.linear_rational(x.reshape(-1, x.shape[-1]), weight, bias, a, b, version, "highest", keep)
+        y, z = gemm_launch.linear_rational(x.reshape(-1, x.shape[-1]), weight, bias, a, b, version, "highest", keep)
         shape = (*x.shape[:-1], weight.shape[0])
         return y.reshape(shape), None if z is None else z.reshape(shape)
 

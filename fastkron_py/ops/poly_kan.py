@@ -40,9 +40,9 @@ _NO_GRADIENTS = (None,) * 5  # of the options
 
 def spec_of(coefficients: Tensor, basis: str, normalization: str, table_size: int) -> Any:
     """What the kernels ask for."""
-    from fastkron_py.kernels import poly_kan_spec
+    from fastkron_py.kernels.poly_kan.spec import spec_of
 
-    return poly_kan_spec.spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
+    return spec_of(basis, int(coefficients.shape[0]), normalization, table_size)
 
 
 def backend_of(backend: str, x: Tensor, spec: Any) -> str:
@@ -72,7 +72,7 @@ def multiply(
         if backend_of(backend, x, spec) == "triton":
             y = launched(x2, coefficients, bias, spec, precision)
         else:
-            from fastkron_py.kernels import torch_poly_kan
+            from fastkron_py.kernels.poly_kan import torch_poly_kan
 
             with torch_products(x, precision):
                 y = torch_poly_kan.forward(x2, coefficients, bias, spec)
@@ -81,7 +81,7 @@ def multiply(
 
 def launched(x2: Tensor, coefficients: Tensor, bias: Tensor | None, spec: Any, precision: str | None) -> Tensor:
     """``[rows, out]`` by Triton, of x as a matrix."""
-    from fastkron_py.kernels import triton_poly_kan
+    from fastkron_py.kernels.poly_kan import triton_poly_kan
 
     return triton_poly_kan.forward(x2, coefficients.contiguous(), bias, spec, resolved(precision))
 
@@ -90,7 +90,7 @@ def launched_gradients(
     dy2: Tensor, x2: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, spec: Any, precision: str | None
 ) -> list[Tensor]:
     """[dx, as a matrix] + [dC] by Triton."""
-    from fastkron_py.kernels import triton_poly_kan
+    from fastkron_py.kernels.poly_kan import triton_poly_kan
 
     c, precision = coefficients.contiguous(), resolved(precision)
     found = [triton_poly_kan.input_gradient(dy2, x2, c, spec, precision)] if need_x else []
@@ -119,7 +119,7 @@ def gradients(
             found = launched_gradients(dy2, x2, coefficients, need_x, need_coefficients, spec, precision)
             return [found[0].reshape(x.shape), *found[1:]] if need_x else found
         results = []
-        from fastkron_py.kernels import torch_poly_kan
+        from fastkron_py.kernels.poly_kan import torch_poly_kan
 
         with torch_products(x, precision):
             if need_x:
@@ -135,7 +135,7 @@ def _wanted(x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bo
 
 def in_torch(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """The same result by torch's own operations, which every transform of torch knows."""
-    from fastkron_py.kernels import torch_poly_kan
+    from fastkron_py.kernels.poly_kan import torch_poly_kan
 
     *described, precision, _ = options
     spec = spec_of(coefficients, *described)
@@ -154,7 +154,7 @@ def bias_gradient(dy: Tensor) -> Tensor:
 
 def _second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Cotangents of dy, x and the coefficients, of the backward operator; those given are of the results that were wanted."""
-    from fastkron_py.kernels import torch_poly_kan
+    from fastkron_py.kernels.poly_kan import torch_poly_kan
 
     dy, x, coefficients = ctx.saved_tensors
     cx, cc = take(cotangents, ctx.wanted)

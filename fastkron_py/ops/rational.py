@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels import rational_torch
+from fastkron_py.kernels.rational import torch_rational
 from fastkron_py.ops import rational_derivatives as derivatives
 from fastkron_py.ops.autograd import sign
 from fastkron_py.ops.backend import choose_backend
@@ -38,11 +38,11 @@ def _forward(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, 
         if x.numel() == 0:
             return torch.empty_like(x, dtype=dtype)
         if choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import rational_triton
+            from fastkron_py.kernels.rational import triton_rational
 
-            return rational_triton.forward(x, a, b, version, dtype)
+            return triton_rational.forward(x, a, b, version, dtype)
         y = torch.empty_like(x, dtype=dtype)
-        return y.copy_(rational_torch.forward(x, a, b, version, dtype))
+        return y.copy_(torch_rational.forward(x, a, b, version, dtype))
 
 
 def _gradients(
@@ -57,11 +57,11 @@ def _gradients(
         if x.numel() == 0:
             dx, da, db = torch.empty_like(x), torch.zeros_like(a), torch.zeros_like(b)
         elif choose_backend(backend, x) == "triton":
-            from fastkron_py.kernels import rational_triton
+            from fastkron_py.kernels.rational import triton_rational
 
-            dx, da, db = rational_triton.backward(dy, x, a, b, version, need_x, need_coefficients)
+            dx, da, db = triton_rational.backward(dy, x, a, b, version, need_x, need_coefficients)
         else:
-            found = rational_torch.backward(dy, x, a, b, version)
+            found = torch_rational.backward(dy, x, a, b, version)
             dx, da, db = torch.empty_like(x).copy_(found[0]), *found[1:]
         results = [dx] if need_x else []
         results += [da, db] if need_coefficients else []
@@ -160,7 +160,7 @@ class _Rational(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, ta: Tensor | None, tb: Tensor | None, *_: None) -> Tensor:
         x, a, b = ctx.saved_tensors
-        return rational_torch.tangent(x, a, b, tx, ta, tb, ctx.version).to(ctx.dtype)
+        return torch_rational.tangent(x, a, b, tx, ta, tb, ctx.version).to(ctx.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels import rational_torch
+from fastkron_py.kernels.rational import torch_rational
 from fastkron_py.ops.autograd import take
 
 
@@ -49,7 +49,7 @@ def reverse_of_gradients(
         return None, None, None, None
 
     def tangent(x_: Tensor, a_: Tensor, b_: Tensor) -> Tensor:
-        return rational_torch.tangent(x_, a_, b_, cx, ca, cb, version)
+        return torch_rational.tangent(x_, a_, b_, cx, ca, cb, version)
 
     if not any(needs[1:]):
         return tangent(x, a, b).to(dy.dtype), None, None, None
@@ -67,7 +67,7 @@ def forward_of_gradients(
     full = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(points, tangents, strict=True))
 
     def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return rational_torch.backward(dy, x, a, b, version)
+        return torch_rational.backward(dy, x, a, b, version)
 
     found: tuple[Tensor, ...] = torch.func.jvp(backward, points, full)[1]
     return (found[:1] if wanted[0] else ()) + (found[1:] if wanted[1] else ())

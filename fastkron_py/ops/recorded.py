@@ -69,7 +69,7 @@ def record(x: Any, factors: Any, alpha: Any, beta: Any, precision: Any, left: bo
 
 def _prepare(x: Tensor, factors: Sequence[Tensor], alpha: float, precision: str, left: bool, shape: Sequence[int]) -> Any:
     """What repeats the call on the operands as they come; None where their canonical form is a copy."""
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     matrix = x if x.ndim > 1 else x.unsqueeze(-1 if left else 0)
     problem = canonical(matrix, factors, left)

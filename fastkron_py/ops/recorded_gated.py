@@ -74,7 +74,7 @@ def _key(tensors: Sequence[Any], activation: Any, layout: Any, backward: Any, pr
             return None
     if not (type(activation) is type(layout) is type(backward) is str and (precision is None or type(precision) is str)):
         return None
-    from fastkron_py.kernels.gated_activations import known_activation
+    from fastkron_py.kernels.gated.activations import known_activation
 
     try:
         shape = tensors[0].shape

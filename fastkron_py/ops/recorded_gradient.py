@@ -73,7 +73,8 @@ class Multiply(Guarded):
 
     def _record(self, dy: Tensor, operands: Sequence[Tensor], needs: Sequence[bool], alpha: float, precision: str) -> list[Tensor] | None:
         """Run a backward pass and keep it, where it can be repeated; None where it was not run."""
-        from fastkron_py.kernels import triton_backend, triton_backward
+        from fastkron_py.kernels.devices import on_device
+        from fastkron_py.kernels.kron import triton_backend, triton_backward
         from fastkron_py.kernels.recorder import Recorder
 
         check = guards.guard((dy, *operands))
@@ -89,7 +90,7 @@ class Multiply(Guarded):
             given, used = (dy, x, *factors), (dy4, problem.x, *problem.factors)
             if any([a.data_ptr() != b.data_ptr() for a, b in zip(given, used, strict=True)]):
                 return None
-            with triton_backend.on_device(x):
+            with on_device(x):
                 with Recorder(used, alpha) as recorder:
                     dx4, dfs = triton_backward.backward(dy4, problem.x, problem.factors, alpha, need_x, need_factors, precision)
                 made = [t for t in (dx4, *dfs) if t is not None]

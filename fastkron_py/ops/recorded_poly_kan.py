@@ -47,8 +47,8 @@ class _Layer(Guarded):
 
     def _record(self, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool]) -> list[Tensor]:
         """Run a backward pass and keep it, where it can be repeated."""
+        from fastkron_py.kernels.devices import on_device
         from fastkron_py.kernels.recorder import Recorder
-        from fastkron_py.kernels.triton_backend import on_device
 
         tensors = (dy, x, coefficients)
         if len({t.data_ptr() for t in tensors}) < len(tensors):
@@ -81,7 +81,7 @@ def _key(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], preci
         return None
     if not (precision is None or type(precision) is str) or not all([type(d) in (str, int) for d in described]):
         return None
-    from fastkron_py.kernels.poly_kan_bases import find_basis
+    from fastkron_py.kernels.poly_kan.bases import find_basis
 
     try:
         return (x.shape, coefficients.shape, bias is None, find_basis(described[0]), described, resolved(precision), requested_backend())
@@ -116,8 +116,8 @@ def record(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], pre
     slot = RECORDS.grant(key) if len({t.data_ptr() for t in tensors}) == len(tensors) else None
     if slot is None:
         return
+    from fastkron_py.kernels.devices import on_device
     from fastkron_py.kernels.recorder import Recorder
-    from fastkron_py.kernels.triton_backend import on_device
 
     with unseen_by_autograd(x), on_device(x), torch.no_grad(), Recorder(tensors, 1.0) as recorder:
         matrix = x.reshape(-1, x.shape[-1])

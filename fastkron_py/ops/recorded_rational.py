@@ -58,10 +58,10 @@ class Call(Guarded):
         if self._tries >= MOST_TRIES or not is_recordable(tensors, in_autocast=True):
             return
         self._tries += 1
-        from fastkron_py.kernels import rational_triton
+        from fastkron_py.kernels.rational import triton_rational
 
         dy, x, a, b = tensors
-        replay = rational_triton.replay_backward(dy, x, a, b, self._version, need_x, need_coefficients)
+        replay = triton_rational.replay_backward(dy, x, a, b, self._version, need_x, need_coefficients)
         if replay is not None:
             self._passes.append(_Pass(guards.guard(tensors), (need_x, need_coefficients), replay))
 
@@ -126,8 +126,8 @@ def record(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype, au
     slot = RECORDS.grant((x.shape, version, autocast, requested))
     if slot is None:
         return
-    from fastkron_py.kernels import rational_triton
+    from fastkron_py.kernels.rational import triton_rational
 
-    found = rational_triton.replay(x, a, b, version, dtype)
+    found = triton_rational.replay(x, a, b, version, dtype)
     if found is not None:
         slot.records.append(Call(tensors, found, version, requested, gradients))

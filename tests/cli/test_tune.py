@@ -25,7 +25,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastkron_py.kernels import search
+    from fastkron_py.kernels.kron import search
 
     monkeypatch.setattr(search, "TRIALS_MOST", 3)
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
@@ -162,7 +162,7 @@ def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
 
 
 def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
-    from fastkron_py.kernels import search
+    from fastkron_py.kernels.kron import search
 
     def refuse(self, compiled):
         raise search.DroppedError("asks for too much")

@@ -147,7 +147,7 @@ def test_two_launches_of_rows_in_turn(
     divided: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interleaved weight and its bias read as they lie."""
-    from fastkron_py.kernels import triton_gated
+    from fastkron_py.kernels.gated import triton_gated
 
     monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
     x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
@@ -174,7 +174,7 @@ def test_launches_that_do_not_meet(device: torch.device, generator: torch.Genera
 
 def test_rows_in_turn(small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interleaved weight read as it lies, not as two matrices."""
-    from fastkron_py.kernels import triton_gated
+    from fastkron_py.kernels.gated import triton_gated
 
     monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
     assert not triton_gated.Gated("silu", "interleaved", "highest").as_halves

@@ -16,7 +16,7 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.functional.poly_kan import own_bounds
-from fastkron_py.kernels.poly_kan_table import table_error_bound
+from fastkron_py.kernels.poly_kan.table import table_error_bound
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
 
@@ -49,7 +49,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take every product for a large one: degree 0 apart, operands turned."""
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
-    from fastkron_py.kernels import triton_poly_kan
+    from fastkron_py.kernels.poly_kan import triton_poly_kan
     from fastkron_py.ops import recorded_poly_kan
 
     for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):

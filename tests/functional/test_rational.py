@@ -44,14 +44,14 @@ def test_kan_sizes(version: str, backend_name: str, device: torch.device) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_largest_interpreted(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A KAT-B's input. The interpreter takes its time by the tile: these are 16 times as large, and otherwise walk as any do."""
-    from fastkron_py.kernels import rational_triton
+    from fastkron_py.kernels.rational import triton_rational
 
     for name, launches, chosen in (
-        ("_forward", rational_triton._Forward, rational_triton.FORWARD),
-        ("_backward", rational_triton._Backward, rational_triton.BACKWARD),
+        ("_forward", triton_rational._Forward, triton_rational.FORWARD),
+        ("_backward", triton_rational._Backward, triton_rational.BACKWARD),
     ):
         larger = replace(chosen, vectors=chosen.vectors * (16 if device.type == "cpu" else 1))
-        monkeypatch.setattr(rational_triton, name, lambda kind, launches=launches, larger=larger: launches(kind, larger))
+        monkeypatch.setattr(triton_rational, name, lambda kind, launches=launches, larger=larger: launches(kind, larger))
     p = problem((8, 197, 768), 8, dtype=dtype, device=device)
     with fastkron_py.backend("triton"):
         assert_right(ours(p), p)

@@ -8,7 +8,7 @@ from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem
 from torch import Tensor
 
 from fastkron_py import poly_kan
-from fastkron_py.kernels.poly_kan_table import table_error_bound
+from fastkron_py.kernels.poly_kan.table import table_error_bound
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu

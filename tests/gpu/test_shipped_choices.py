@@ -27,7 +27,7 @@ def shipped() -> list[Entry]:
 
 def test_shipped_choices_are_right() -> None:
     """One test for all, since a table may be empty."""
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     for entry in shipped():
         p = entry.problem

@@ -110,7 +110,8 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import devices, triton_backend, triton_backward
+    from fastkron_py.kernels import devices
+    from fastkron_py.kernels.kron import triton_backend, triton_backward
 
     devices.has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():

@@ -49,11 +49,12 @@ def main() -> None:
         print(json.dumps({**found, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import gemm_launch, triton_gated
+    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels.gated import triton_gated
     from fastkron_py.kernels.gemm import finish_plain
     from fastkron_py.kernels.gemm_launch import Gemm, gemm
 
-    gemm_launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    gemm_launch.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
     triton_gated.has_approximations = lambda device: True
     for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
         current = name

@@ -35,11 +35,11 @@ def main() -> None:
         print(json.dumps({**line, **resources(cubin), **loads_and_stores(cubin)}), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import layer_norm_rational_triton as launcher
-    from fastkron_py.kernels import rational_triton
+    from fastkron_py.kernels.rational import layer_norm_launch as launcher
+    from fastkron_py.kernels.rational import triton_rational
 
-    launcher._multiprocessors = lambda device: 132
-    rational_triton.is_approximate = lambda dtype, device: dtype != torch.float64
+    launcher.multiprocessor_count = lambda device: 132
+    triton_rational.is_approximate = lambda dtype, device: dtype != torch.float64
     for problem, (dtype, of_y, rows, channels, groups, version) in PROBLEMS.items():
         current["problem"] = problem
         kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -47,7 +47,7 @@ def main() -> None:
         weight = torch.empty(channels, dtype=kind)
         # Of few elements: nothing is read here, and a launch depends on the number of rows that it is told.
         x, y, mean = torch.empty(16, dtype=dtype), torch.empty(16, dtype=of_y), torch.empty(16, dtype=kind)
-        function = rational_triton.coefficients(a, b, version, (kind,))
+        function = triton_rational.coefficients(a, b, version, (kind,))
         made = launcher._Kind(rows, channels, function, 1e-6, (dtype, kind, kind, of_y, kind, kind))
         launcher._Forward(made).launch(x, weight, weight, a, b, y, mean, mean)
         backward = launcher._Backward(made)

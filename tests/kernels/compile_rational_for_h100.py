@@ -43,10 +43,11 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
 
 def fused(current: dict[str, str]) -> None:
     """KAT's first linear layers with the function on their result, the result's argument kept and not."""
-    from fastkron_py.kernels import gemm_launch, rational_gemm_launch
+    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels.rational import gemm_launch as rational_gemm_launch
 
     rational_gemm_launch.is_approximate = lambda dtype, device: True
-    gemm_launch._multiprocessors = rational_gemm_launch._multiprocessors = lambda device: 132
+    gemm_launch.multiprocessor_count = rational_gemm_launch.multiprocessor_count = lambda device: 132
     for name, width in (("KAT-T", 192), ("KAT-B", 768)):
         x, weight, bias = (torch.empty(s, dtype=torch.bfloat16) for s in ((2048, width), (4 * width, width), (4 * width,)))
         a, b = torch.empty(1, 6), torch.empty(8, 4)
@@ -67,10 +68,10 @@ def main() -> None:
         print(json.dumps({**line, **resources(cubin), **loads_and_stores(cubin)}), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import rational_triton
+    from fastkron_py.kernels.rational import triton_rational
 
-    rational_triton._multiprocessors = lambda device: 132
-    rational_triton.is_approximate = lambda dtype, device: dtype != torch.float64
+    triton_rational.multiprocessor_count = lambda device: 132
+    triton_rational.is_approximate = lambda dtype, device: dtype != torch.float64
     fused(current)
     for problem, (dtype, shape, groups, (m, n), version) in PROBLEMS.items():
         current["problem"] = problem
@@ -79,12 +80,12 @@ def main() -> None:
         dense = torch.empty(shape, device="meta").stride()
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         a, b = torch.empty(groups, m + 1, dtype=kind), torch.empty(groups, n + (version == "C"), dtype=kind)
-        runs = rational_triton.find_runs(shape, [dense] * 3, groups)
-        function = rational_triton.coefficients(a, b, version, (kind,))
-        of_forward = rational_triton._Kind(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
-        rational_triton._Forward(of_forward).run(x, a, b, x)
-        of_backward = rational_triton._Kind(runs, function, (dtype, dtype, dtype, kind, kind))
-        rational_triton._Backward(of_backward).run(x, x, a, b, x, (a, b))
+        runs = triton_rational.find_runs(shape, [dense] * 3, groups)
+        function = triton_rational.coefficients(a, b, version, (kind,))
+        of_forward = triton_rational._Kind(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
+        triton_rational._Forward(of_forward).run(x, a, b, x)
+        of_backward = triton_rational._Kind(runs, function, (dtype, dtype, dtype, kind, kind))
+        triton_rational._Backward(of_backward).run(x, x, a, b, x, (a, b))
 
 
 if __name__ == "__main__":

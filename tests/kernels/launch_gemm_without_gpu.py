@@ -19,7 +19,9 @@ from triton.runtime import driver
 import fastkron_py
 from fastkron_py.functional import gated_mlp
 from fastkron_py.functional.rational import linear_rational
-from fastkron_py.kernels import gemm_launch, rational_gemm_launch, rational_triton
+from fastkron_py.kernels import gemm_launch
+from fastkron_py.kernels.rational import gemm_launch as rational_gemm_launch
+from fastkron_py.kernels.rational import triton_rational
 from fastkron_py.ops import backend, recorded_gated, recorded_linear_rational
 from fastkron_py.ops import linear_rational as rational_operator
 
@@ -124,8 +126,8 @@ def print_nothing(metadata: Any) -> None:
 
 def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
-    for module in (gemm_launch, rational_gemm_launch, rational_triton):
-        module._multiprocessors = lambda device: 132  # type: ignore[attr-defined]
+    for module in (gemm_launch, rational_gemm_launch, triton_rational):
+        module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for module in (recorded_gated, recorded_linear_rational):
         seen(module)

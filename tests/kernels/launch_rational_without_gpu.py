@@ -14,13 +14,13 @@ from launch_without_gpu import H100, launched
 from triton.runtime import driver
 
 import fastkron_py
-from fastkron_py.kernels import rational_triton
+from fastkron_py.kernels.rational import triton_rational
 from fastkron_py.ops import backend
 
 
 def main() -> None:
     driver.set_active(H100())
-    rational_triton._multiprocessors = lambda device: 132
+    triton_rational.multiprocessor_count = lambda device: 132
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     x, dy = torch.randn(4, 33, 192, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 33, 192, dtype=torch.bfloat16)
     act = fastkron_py.nn.GroupRational(192)

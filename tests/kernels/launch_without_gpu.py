@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import fastkron_py
-from fastkron_py.kernels import triton_backend
+from fastkron_py.kernels import devices
 from fastkron_py.ops import backend, recorded
 
 LAUNCHES: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ def launched(call: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     driver.set_active(H100())
-    triton_backend._multiprocessors = lambda device: 132
+    devices.multiprocessor_count = lambda device: 132
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     x, factors = torch.randn(1, 32**4), [torch.randn(32, 32) for _ in range(4)]
     operands = [x.data_ptr(), *(f.data_ptr() for f in factors)]

@@ -55,7 +55,7 @@ def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], 
 def test_a_triton_without_gluon_gets_the_plain_kernels(
     capability: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delitem(sys.modules, "fastkron_py.kernels.fragment_multiply", raising=False)
+    monkeypatch.delitem(sys.modules, "fastkron_py.kernels.kron.fragment_multiply", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     with caplog.at_level(logging.WARNING, "fastkron_py"):
         assert not devices.has_fragments(HOPPER, torch.float32)

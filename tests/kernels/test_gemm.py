@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kernels import gemm_launch
-from fastkron_py.kernels.gated import finish_gate
-from fastkron_py.kernels.gated_activations import find_activation
+from fastkron_py.kernels.gated.activations import find_activation
+from fastkron_py.kernels.gated.finishers import finish_gate
 from fastkron_py.kernels.gemm import finish_plain
 from fastkron_py.kernels.gemm_launch import Gemm, gemm
 from fastkron_py.testing import assert_close

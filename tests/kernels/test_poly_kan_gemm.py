@@ -10,9 +10,12 @@ import torch
 from poly_kan_cases import BASES, layer_gradients, parameters_of, problem
 from torch import Tensor
 
-from fastkron_py.kernels import devices, gemm_launch, poly_kan_gemm_launch, poly_kan_kind, triton_poly_kan
-from fastkron_py.kernels.poly_kan_gemm_launch import GemmInputGradient
-from fastkron_py.kernels.poly_kan_spec import Spec
+from fastkron_py.kernels import devices, gemm_launch
+from fastkron_py.kernels.poly_kan import dx_gemm_launch as poly_kan_gemm_launch
+from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
+from fastkron_py.kernels.poly_kan import triton_poly_kan
+from fastkron_py.kernels.poly_kan.dx_gemm_launch import GemmInputGradient
+from fastkron_py.kernels.poly_kan.spec import Spec
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning.gemm import GemmTile
@@ -38,7 +41,7 @@ def by_gemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     tile = GemmTile(32, 256, 32, 4, 2, group=2)
     monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
     for module in (poly_kan_kind, gemm_launch):
-        monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
+        monkeypatch.setattr(module, "multiprocessor_count", lambda device: 3)
     monkeypatch.setattr(devices, "has_fragments", lambda device, dtype: dtype != torch.float64)
     monkeypatch.setattr(devices, "has_staged", lambda device, dtype: False)
     triton_poly_kan.forget_launches()

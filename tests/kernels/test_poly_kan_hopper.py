@@ -12,9 +12,11 @@ from gluon_on_numpy import launch
 from poly_kan_cases import layer_gradients, parameters_of, problem
 from torch import Tensor
 
-from fastkron_py.kernels import devices, poly_kan_kind, staged_poly_kan, triton_poly_kan
+from fastkron_py.kernels import devices
 from fastkron_py.kernels.launcher import Launcher
-from fastkron_py.kernels.poly_kan_spec import Spec
+from fastkron_py.kernels.poly_kan import hopper_launch, triton_poly_kan
+from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
+from fastkron_py.kernels.poly_kan.spec import Spec
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning import poly_kan_hopper
@@ -29,7 +31,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
     monkeypatch.setattr(poly_kan_hopper, "INPUT_GRADIENT_PASSES", (1, 3))
-    monkeypatch.setattr(poly_kan_kind, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(poly_kan_kind, "multiprocessor_count", lambda device: 3)
     monkeypatch.setattr(devices, "has_staged", lambda device, dtype: dtype != torch.float64)
     plain = Launcher.__call__
 
@@ -175,7 +177,7 @@ def test_what_plain_triton_keeps(staged: list[str], generator: torch.Generator) 
     for dtype, width in ((torch.float32, 41), (torch.bfloat16, 44), (torch.float64, 40)):
         x, c, dy = problem(20, width, 16, 3, dtype, torch.device("cpu"), generator)
         kind = triton_poly_kan._kind(x, c, dy, False, spec_of("chebyshev", 3), "highest")
-        assert not staged_poly_kan.takes(kind)
+        assert not hopper_launch.takes(kind)
 
 
 def test_choices_cover_every_tile() -> None:

@@ -7,7 +7,7 @@ import torch
 from rational_cases import Problem, assert_right, problem
 from torch import Tensor
 
-from fastkron_py.kernels import rational_torch, rational_triton
+from fastkron_py.kernels.rational import torch_rational, triton_rational
 from fastkron_py.tuning import rational as tuning
 from fastkron_py.tuning.rational import Preference
 
@@ -33,8 +33,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     p = problem(shape, groups)
     preference = Preference(vectors, warps, iterations, tapers=True)
     monkeypatch.setattr(tuning, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-    for name, launches in (("_forward", rational_triton._Forward), ("_backward", rational_triton._Backward)):
-        monkeypatch.setattr(rational_triton, name, lambda kind, launches=launches: launches(kind, preference))
+    for name, launches in (("_forward", triton_rational._Forward), ("_backward", triton_rational._Backward)):
+        monkeypatch.setattr(triton_rational, name, lambda kind, launches=launches: launches(kind, preference))
     runs = tuning.find_runs(p.x.shape, [p.x.stride()], groups)
     assert runs is not None
     return p, {"mode": mode, "masked": masked, "walk": tuning.walk(runs, 4, 2, preference)}
@@ -46,8 +46,8 @@ def test_walks(way: tuple[Problem, dict[str, object]], device: torch.device) -> 
     assert isinstance(walk, tuning.Walk)
     assert (walk.mode, walk.masked) == (about["mode"], about["masked"])
     p = Problem(*(t.to(device) for t in p))
-    y = rational_triton.forward(p.x, p.a, p.b, "B", torch.float32)
-    dx, da, db = rational_triton.backward(p.dy, p.x, p.a, p.b, "B", True, True)
+    y = triton_rational.forward(p.x, p.a, p.b, "B", torch.float32)
+    dx, da, db = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", True, True)
     found = [t for t in (y, dx, da, db) if t is not None]
     assert_right(found, p)
 
@@ -56,9 +56,9 @@ def test_walks(way: tuple[Problem, dict[str, object]], device: torch.device) -> 
 def test_only_what_is_needed(needs: tuple[bool, bool], device: torch.device) -> None:
     """The same bits as where everything is, and nothing written into x."""
     p = problem((40, 48), 2, device=device)
-    every = rational_triton.backward(p.dy, p.x, p.a, p.b, "B", True, True)
+    every = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", True, True)
     before = p.x.clone()
-    dx, da, db = rational_triton.backward(p.dy, p.x, p.a, p.b, "B", *needs)
+    dx, da, db = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", *needs)
     assert torch.equal(p.x, before)
     assert [t is not None for t in (dx, da, db)] == [needs[0], needs[1], needs[1]]
     for found, want in zip((dx, da, db), every, strict=True):
@@ -68,12 +68,12 @@ def test_only_what_is_needed(needs: tuple[bool, bool], device: torch.device) -> 
 def test_sums_of_many_programs_are_float64_s(device: torch.device) -> None:
     """Coefficients' gradients over 30 000 elements: as good as float32 sums in pairs, or better."""
     p = problem((640, 48), 1, device=device)
-    _, da, db = rational_triton.backward(p.dy, p.x, p.a, p.b, "B", False, True)
+    _, da, db = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", False, True)
 
     def wide() -> tuple[Tensor, ...]:
-        return rational_torch.backward(p.dy.double(), p.x.double(), p.a.double(), p.b.double(), "B")[1:]
+        return torch_rational.backward(p.dy.double(), p.x.double(), p.a.double(), p.b.double(), "B")[1:]
 
-    plain = rational_torch.backward(p.dy, p.x, p.a, p.b, "B")[1:]
+    plain = torch_rational.backward(p.dy, p.x, p.a, p.b, "B")[1:]
     for found, other, want in zip((da, db), plain, wide(), strict=True):
         assert found is not None
         assert float((found - want).abs().mean()) <= 2 * float((other - want).abs().mean()) + 1e-7 * float(want.abs().mean())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastkron_py import reference
-from fastkron_py.kernels import chunks, torch_backend
+from fastkron_py.kernels.kron import chunks, torch_backend
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import torch_plan
 

@@ -14,7 +14,7 @@ from fastkron_py.tuning import plan as planning
 @pytest.fixture(scope="module")
 def backend():
     """Imported here: it imports Triton, which reads TRITON_INTERPRET."""
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     return triton_backend
 

@@ -16,7 +16,7 @@ from fastkron_py.tuning import gradient as planning
 @pytest.fixture(scope="module")
 def backend():
     """Imported here: it imports Triton, which reads TRITON_INTERPRET."""
-    from fastkron_py.kernels import triton_backward
+    from fastkron_py.kernels.kron import triton_backward
 
     return triton_backward
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
-from fastkron_py.kernels.poly_kan_spec import describe
+from fastkron_py.kernels.poly_kan.spec import describe
 from fastkron_py.testing import assert_close
 
 # Torch's own, in forward mode and where it first compiles.

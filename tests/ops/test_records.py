@@ -304,15 +304,15 @@ def test_errors_are_raised_as_before(spy: Spy, given: tuple[Tensor, Tensor]) -> 
 
 
 def test_another_activation_of_the_same_name(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
-    from fastkron_py.kernels import gated_activations
+    from fastkron_py.kernels.gated import activations
 
     results = []
     for like in ("relu", "silu"):
-        gated_activations.register_activation(dataclasses.replace(gated_activations.find_activation(like), name="tried"))
+        activations.register_activation(dataclasses.replace(activations.find_activation(like), name="tried"))
         try:
             results += [stacked(*given, activation="tried") for _ in range(2)]
         finally:
-            gated_activations.unregister_activation("tried")
+            activations.unregister_activation("tried")
     assert spy.take() == 2
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[2], results[3])

@@ -92,7 +92,7 @@ def test_a_file_where_the_folder_should_be(tables):
 
 
 def test_a_tuned_choice_is_taken(tables):
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     write(tables, good(entry()))
     assert table.lookup(problem()) == UNMERGED
@@ -115,7 +115,7 @@ def test_tables_can_be_turned_off(tables, monkeypatch):
 
 def test_an_invalid_choice_is_refused_not_run(tables):
     """The control: run all the same, it gives a wrong result, so that the refusal is what saves the caller."""
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     square = problem([(3, 3), (3, 3)])
     wrong = choice(single(0), single(0))  # one factor twice, the other never

@@ -142,7 +142,7 @@ def anything(draw):
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(case=anything().filter(lambda case: is_valid(case[1], case[0])))
 def test_whatever_is_valid_computes_the_product(case):
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     p, c = case
     x, factors = operands(p)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def quick(monkeypatch):
     """Few trials, and few calls behind a time. The module of the search."""
-    from fastkron_py.kernels import search
+    from fastkron_py.kernels.kron import search
 
     monkeypatch.setattr(search, "TRIALS_MOST", 4)
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
@@ -89,7 +89,7 @@ def test_results_are_right_before_and_after(tables, quick, dtype, left):
 
 
 def test_a_faster_choice_is_saved_and_taken_at_once(tables, quick, monkeypatch):
-    from fastkron_py.kernels import triton_backend
+    from fastkron_py.kernels.kron import triton_backend
 
     product()
     one = kind(*operands(problem()))
@@ -123,7 +123,7 @@ def test_another_process_takes_it(tables):
 import sys
 sys.path.insert(0, sys.argv[1])
 from tuning_cases import kernels, kind, operands, problem
-from fastkron_py.kernels import triton_backend
+from fastkron_py.kernels.kron import triton_backend
 print(len(triton_backend._program(kind(*operands(problem())))), len(triton_backend._program(kind(*operands(problem(rows=64))))))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}

@@ -1,0 +1,134 @@
+"""Launchers of gated linear layers: forward, and the gradients of both of every pair."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kernels.devices import has_approximations, on_device
+from fastkron_py.kernels.gated.activations import find_activation
+from fastkron_py.kernels.gated.finishers import (
+    _gate_gradients_kernel,
+    finish_gate,
+    finish_gate_and_pair,
+    finish_gradients,
+    finish_gradients_and_gate,
+)
+from fastkron_py.kernels.gemm_launch import Gemm, gemm, is_describable, rowwise
+from fastkron_py.kernels.launcher import Launcher, Way
+from fastkron_py.kernels.recipes import arithmetic
+from fastkron_py.tuning.gemm import GemmTile
+
+_ELEMENTWISE_BLOCK: Final = (16, 128)
+
+
+class Gated(NamedTuple):
+    """What a layer computes besides its tensors."""
+
+    activation: str
+    layout: str
+    precision: str  # "highest" or less
+    tile: GemmTile | None = None  # None: by the closed form
+    as_halves: bool = True  # an interleaved weight is read as two matrices, each of every other row
+
+    def gemm(self, finish: Any, like: Tensor) -> Gemm:
+        """The main loop's parameters with one of the finishers, for results like a tensor."""
+        value, slope = find_activation(self.activation).device_functions(like.dtype.itemsize == 2 and has_approximations(like.device))
+        interleaved = self.layout == "interleaved"
+        # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
+        pairs = "stacked" if self.as_halves else self.layout
+        return Gemm(finish, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True)
+
+    def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as the main loop takes them, views: ``[2, H, K]`` and ``[2, H]``, or as they are."""
+        if self.layout == "stacked" or not self.as_halves:
+            return weight, bias
+        weight = rowwise(weight)
+        weight = weight.unflatten(0, (-1, 2)).transpose(0, 1)
+        return weight, None if bias is None else bias.unflatten(0, (-1, 2)).mT
+
+    def pair_targets(self, pairs: Tensor) -> dict[str, Tensor]:
+        """Where finishers store pairs ``[M, 2 H]``."""
+        if self.layout == "interleaved":
+            return {"pair": pairs}
+        up, gate = pairs.chunk(2, 1)
+        return {"pair": up, "pair2": gate}
+
+
+def hidden_size(weight: Tensor) -> int:
+    """H of a weight ``[2 H, K]`` or ``[2, H, K]``."""
+    return weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving: bool = False) -> tuple[Tensor, Tensor | None]:
+    """``y [M, H]`` of ``x [M, K]``, none of them empty, and, saving, the pairs ``[M, 2 H]``."""
+    hidden = hidden_size(weight)
+    weight, bias = gated.operands(weight, bias)
+    y = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
+    if not saving:
+        gemm(x, weight, bias, gated.gemm(finish_gate, x), y, precision=gated.precision, tile=gated.tile)
+        return y, None
+    pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
+    call = gated.gemm(finish_gate_and_pair, x)
+    gemm(x, weight, bias, call, y, **gated.pair_targets(pairs), precision=gated.precision, tile=gated.tile)  # type: ignore[arg-type]
+    return y, pairs
+
+
+def recomputed_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, again: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(gradients of the pairs ``[M, 2 H]``, the result ``[M, H]`` again) from ``dy [M, H]``.
+
+    The product once more, with their making as its finish. The result is written over dy if possible.
+    """
+    dy = rowwise(dy)
+    y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
+    d = torch.empty((x.shape[0], 2 * hidden_size(weight)), dtype=x.dtype, device=x.device)
+    call = gated.gemm(finish_gradients_and_gate if again else finish_gradients, x)
+    targets: dict[str, Any] = gated.pair_targets(d)
+    weight, bias = gated.operands(weight, bias)
+    gemm(x, weight, bias, call, y, side=dy, **targets, precision=gated.precision, tile=gated.tile)
+    return d, y
+
+
+@lru_cache(maxsize=512)
+def _gradients_launch(
+    rows: int, columns: int, stride: int, value: Any, slope: Any, layout: str, gate: bool, dtype: torch.dtype
+) -> Launcher:
+    block_m, block_n = _ELEMENTWISE_BLOCK
+    arguments = {
+        "M": rows,
+        "columns": columns,
+        "stride_dy": stride,
+        "VALUE": value,
+        "SLOPE": slope,
+        "INTERLEAVED": layout == "interleaved",
+        "GATE": gate,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "ACC": arithmetic(dtype, "highest", True).acc,
+        "num_warps": 4,
+    }
+    return Launcher([Way(_gate_gradients_kernel, (-(-rows // block_m) * -(-columns // block_n),), arguments)])
+
+
+def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, again: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(gradients of pairs ``[M, 2 H]`` that were stored (contiguous), the result ``[M, H]`` again), from ``dy [M, H]``.
+
+    In place over the pairs, if so; the result over dy, which is contiguous then.
+    """
+    with on_device(dy):
+        dy = rowwise(dy)
+        d = pairs if in_place else torch.empty_like(pairs)
+        found = find_activation(gated.activation)
+        launch = _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, again, dy.dtype)
+        launch(dy, pairs, d, dy if again else d)
+        return d, dy if again else None
+
+
+def forget_launches() -> None:
+    """Choose every launch anew when it is next needed."""
+    _gradients_launch.cache_clear()

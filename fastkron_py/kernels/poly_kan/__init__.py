@@ -1,0 +1,1 @@
+"""Polynomial KAN layers: bases, kernels, launchers, and the same in torch."""
