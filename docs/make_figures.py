@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from fastkron_py.distributed import Problem, plan
 from fastkron_py.tuning.fragments import fragment_config, fragments
-from fastkron_py.tuning.plan import Step
+from fastkron_py.tuning.steps import Step
 
 INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
 IN_COLOURS = ("#5b93c7", "#8fb6de", "#c3daf0")  # one for each p

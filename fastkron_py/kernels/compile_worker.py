@@ -21,7 +21,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fastkron_py.kernels.kron.triton_backend import Kind, Prepared, program_of
+from fastkron_py.kernels.kron.forward_kind import Kind
+from fastkron_py.kernels.kron.triton_backend import Prepared, program_of
 from fastkron_py.kernels.recipes import Rows
 from fastkron_py.tuning.choice import Choice
 from fastkron_py.tuning.entry import choice_from_json, choice_to_json

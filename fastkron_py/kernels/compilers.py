@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fastkron_py.kernels.compile_worker import task_to_json
-from fastkron_py.kernels.kron.triton_backend import Kind
+from fastkron_py.kernels.kron.forward_kind import Kind
 from fastkron_py.tuning.choice import Choice
 
 START_SECONDS: Final = 120.0  # importing torch and Triton from a slow disk

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from fastkron_py.tuning.fragments import FragmentConfig, fits_fragments
 from fastkron_py.tuning.launch import ChainConfig, Config, SingleConfig
-from fastkron_py.tuning.plan import CHAIN_STEPS, CHAIN_TILE, DOT_SIDE, MERGE_WIDTH, Launch, Step, is_chain, padded
+from fastkron_py.tuning.plan import CHAIN_STEPS, CHAIN_TILE, MERGE_WIDTH, Launch, is_chain
+from fastkron_py.tuning.steps import DOT_SIDE, Step, padded
 
 # Raised when a kernel or the meaning of a configuration changes so that older timings say nothing any more. Not the library's
 # version: most releases leave the kernels alone, and a table shall outlive them.

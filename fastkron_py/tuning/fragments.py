@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
-
-if TYPE_CHECKING:
-    from fastkron_py.tuning.plan import Step
+from fastkron_py.tuning.steps import Step
 
 MOST_STEPS: Final = 4
 # Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from fastkron_py.tuning.plan import DOT_SIDE, padded
 from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.tuning.steps import DOT_SIDE, padded
 
 # Widest step of a fused kernel, and of a chain: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64

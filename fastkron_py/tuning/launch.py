@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from fastkron_py.tuning.fragments import FragmentConfig
-from fastkron_py.tuning.plan import CHAIN_TILE, DOT_SIDE, Launch, padded
+from fastkron_py.tuning.plan import CHAIN_TILE, Launch
 from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.tuning.steps import DOT_SIDE, padded
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.tuning.fragments import MOST_STEPS, WARP_TILE, fragment_config, fragment_cost, run_sectors
-from fastkron_py.tuning.sizes import SECTOR_BYTES, next_power_of_two
+from fastkron_py.tuning.sizes import SECTOR_BYTES
+from fastkron_py.tuning.steps import Step
 
 # Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64
@@ -23,28 +24,6 @@ CHAIN_WIDTH: Final = 64
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Elements of a chained tile, by bytes of an element; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
-# The smallest side of a tensor-core product in Triton.
-DOT_SIDE: Final = 16
-
-
-@dataclass(frozen=True)
-class Step:
-    """One mode: factors start to stop multiplied out, P x Q in all, held in P_pad x Q_pad."""
-
-    start: int
-    stop: int
-    p: int
-    q: int
-
-    @property
-    def p_pad(self) -> int:
-        """P as held on chip: a power of two that a dot takes."""
-        return padded(self.p)
-
-    @property
-    def q_pad(self) -> int:
-        """Q as held on chip."""
-        return padded(self.q)
 
 
 @dataclass(frozen=True)
@@ -87,11 +66,6 @@ class Launch:
             width = width // s.p_pad * s.q_pad
             widest = max(widest, width)
         return widest
-
-
-def padded(size: int) -> int:
-    """The next power of two, at least `DOT_SIDE`."""
-    return max(DOT_SIDE, next_power_of_two(size))
 
 
 def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int) -> tuple[Step, ...]:

@@ -25,8 +25,9 @@ from fastkron_py.tuning.fragments import (
     fragments,
     run_sectors,
 )
-from fastkron_py.tuning.plan import Launch, Setting, Step, plan
+from fastkron_py.tuning.plan import Launch, Setting, plan
 from fastkron_py.tuning.sizes import SECTOR_BYTES
+from fastkron_py.tuning.steps import Step
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
 

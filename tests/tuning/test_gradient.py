@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkron_py.tuning import gradient
-from fastkron_py.tuning.plan import DOT_SIDE
+from fastkron_py.tuning.steps import DOT_SIDE
 
 SHAPES = [
     ((8, 8),) * 5,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkron_py.tuning.launch import chain_configs, single_configs
-from fastkron_py.tuning.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, Setting, Step, is_chain, padded, plan
+from fastkron_py.tuning.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, Setting, is_chain, plan
+from fastkron_py.tuning.steps import Step, padded
 
 SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
 

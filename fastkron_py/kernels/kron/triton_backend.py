@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kernels import devices
+from fastkron_py.kernels.kron.forward_kind import Kind
 from fastkron_py.kernels.kron.tuned import tuned
 from fastkron_py.kernels.launcher import RECORDING, Ready
 from fastkron_py.kernels.precision import resolved
@@ -102,23 +103,6 @@ class Prepared:
         self.rest = tuple(arguments[name] for name in names[scalars + 2 :])
         self.compiled = compiled[(*grid, 1, 1)]
         self._ready = Ready(compiled, grid, self.strides, self.rest)
-
-
-class Kind(NamedTuple):
-    """Everything that a program depends on, as plain values."""
-
-    shape: tuple[int, ...]  # of x, [B, L, K, R]
-    x: Rows
-    z: Rows | None
-    factor_shapes: tuple[tuple[int, ...], ...]
-    factor_strides: tuple[tuple[int, ...], ...]
-    start: int  # factors start to stop are multiplied
-    stop: int
-    sizes: tuple[int, ...]  # current width of every mode
-    scaled: bool  # alpha is not 1
-    precision: str
-    dtype: torch.dtype
-    device: torch.device
 
 
 @lru_cache(maxsize=1024)

@@ -28,8 +28,8 @@ from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import bits
 from fastkron_py.tuning.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
-from fastkron_py.tuning.plan import padded
 from fastkron_py.tuning.sizes import next_power_of_two
+from fastkron_py.tuning.steps import padded
 
 # Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
 _KEPT: Final = 2

@@ -13,7 +13,7 @@ from fastkron_py.tuning.choice import FACTORS_MOST, INTERPRETER, ITEMSIZE, Choic
 from fastkron_py.tuning.table import lookup
 
 if TYPE_CHECKING:
-    from fastkron_py.kernels.kron.triton_backend import Kind
+    from fastkron_py.kernels.kron.forward_kind import Kind
 
 
 @lru_cache(maxsize=64)
