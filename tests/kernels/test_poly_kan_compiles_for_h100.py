@@ -45,8 +45,8 @@ def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
     assert [k for k in quick if k["kernel"] == "_poly_kan_staged_dcoef_kernel" and k["stack"] > 0] == []
     # Eight splines of sixteen numbers, once for a tile. Of Fourier's four tiles, 20 numbers by the assembler that comes with Triton 3.9.
     assert [k for k in quick if k["stack"] > (400 if k["kernel"] in PLAIN else 80) and k["problem"] != "large bspline"] == []
-    # A table's places and both ends of its lines: 30 numbers in the forward product, by the same assembler.
-    assert [k for k in large if k["stack"] > (400 if k["kernel"] in PLAIN else 120) and k["problem"] != "large bspline"] == []
+    # A table's places and both ends of its lines: 34 numbers in the forward product, by the same assembler; by Triton 3.6's none.
+    assert [k for k in large if k["stack"] > (400 if k["kernel"] in PLAIN else 136) and k["problem"] != "large bspline"] == []
 
 
 def test_copies_wait_for_stores(kernels: list[dict[str, Any]]) -> None:
