@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fastkron_py.kernels.devices import on_device
 from fastkron_py.kernels.gemm import load_tile, store_tile
-from fastkron_py.kernels.gemm_launch import Gemm, gemm
+from fastkron_py.kernels.gemm_kind import Gemm
+from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.kernels.rational.function import _load_coefficients, _rational_slopes
 from fastkron_py.kernels.rational.gemm_launch import params
 from fastkron_py.kernels.rational.kernels import _rational_coefficients_kernel

@@ -1,4 +1,4 @@
-"""Launching the linear layers' main loop (`kernels/gemm.py`): descriptors where they are possible, pointers where not."""
+"""Launching the linear layers' main loop (`kernels/gemm.py`), once or on spans of columns, and again at little cost."""
 
 from __future__ import annotations
 
@@ -9,126 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastkron_py.kernels.devices import multiprocessor_count, on_device
-from fastkron_py.kernels.gemm import _gemm_kernel, begin_nothing, make_plain, value_plain
+from fastkron_py.kernels.devices import on_device
+from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
+from fastkron_py.kernels.gemm_kind import Gemm, Kind, Operand, kind_of, rowwise
 from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.kernels.replay import is_hooked, launcher_of
 from fastkron_py.tuning import gemm as tuning
-from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile
-
-_LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
-_FARTHEST: Final = 1 << 40  # bytes from row to row
-
-
-class Gemm(NamedTuple):
-    """What an operator passes to the main loop: see `kernels/gemm.py`."""
-
-    finish: Any
-    make: Any = make_plain
-    value: Any = value_plain
-    slope: Any = value_plain
-    params: tuple[Any, ...] = ()
-    pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
-    divisible: bool = False  # nothing passed in asks for a column's number: a launch may be of some columns
-    functions: tuple[Any, ...] = ()  # further jit functions for finish
-    begin: Any = begin_nothing
-    sums: int = 1  # of the product, that the finisher makes one column of the result of; pairs are two
-
-    @property
-    def fan(self) -> int:
-        """Columns of the product for each of the result."""
-        return 2 if self.pairs else self.sums
-
-
-class _Operand(NamedTuple):
-    """A matrix, as far as a launch depends on it."""
-
-    stride: int  # of rows
-    described: bool
-    dtype: torch.dtype
-    share: int = 1  # columns for each column of the result
-
-
-class Kind(NamedTuple):
-    """Everything that a launch depends on, as plain values."""
-
-    rows: int
-    columns: int
-    depth: int
-    a: _Operand
-    b: _Operand
-    half: int  # stride between the two of a pair of b's rows
-    bias: tuple[int, int] | None  # strides of a column, and between the two of a pair
-    others: tuple[_Operand | None, ...]  # out, pair, pair2, side
-    gemm: Gemm
-    precision: str
-    device: torch.device
-    tile: GemmTile | None
-
-    def sizes(self) -> GemmSizes:
-        """What the closed form chooses by."""
-        passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
-        # Descriptors' stores go through shared memory, pointers' too, to be turned into runs.
-        stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
-        stored = -(-stored // self.gemm.fan)
-        itemsize = self.a.dtype.itemsize
-        return GemmSizes(
-            self.rows,
-            self.columns,
-            self.depth,
-            itemsize,
-            passes,
-            stored,
-            self.gemm.pairs != "",
-            multiprocessor_count(self.device),
-            self.a.described and self.b.described,
-        )
-
-
-@lru_cache(maxsize=64)
-def has_descriptors(device: torch.device) -> bool:
-    """Whether a device's copy engine takes tensor descriptors; the interpreter plays one."""
-    if device.type != "cuda":
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _layout(t: Tensor) -> tuple[int, bool]:
-    """(stride of rows ``[..., R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
-    shape, strides, size = t.shape, t.stride(), t.element_size()
-    rows, columns = shape[-2:]
-    stride = strides[-2] if rows > 1 else -(-columns // 8) * 8
-    step = stride * size
-    described = (
-        has_descriptors(t.device)
-        and t.data_ptr() % 16 == 0
-        and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
-        and stride >= columns
-        and 0 < step < _FARTHEST
-        and step % 16 == 0
-        and rows < _LONGEST
-        and columns < _LONGEST
-    )
-    if described and len(shape) > 2:
-        steps = [s * size for s, n in zip(strides[:-2], shape[:-2], strict=True) if n > 1]
-        described = all([0 < s < _FARTHEST and s % 16 == 0 for s in steps]) and all([n < _LONGEST for n in shape[:-2]])
-    return stride, described
-
-
-def is_describable(t: Tensor) -> bool:
-    """Whether a matrix, or a pair of them, can have a descriptor."""
-    return _layout(t)[1]
-
-
-def _operand(t: Tensor, share: int = 1) -> _Operand:
-    return _Operand(*_layout(t), t.dtype, share)
+from fastkron_py.tuning.gemm import GemmSpan, GemmTile
 
 
 class _Watched(threading.local):
@@ -146,7 +39,7 @@ _new = object.__new__
 _UNSHIFTED: Final = (0,) * 6  # of b, bias, out, pair, pair2 and side
 
 
-def _template(t: Tensor | None, operand: _Operand | None, box: Sequence[int] | None) -> _Template | None:
+def _template(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> _Template | None:
     """What a matrix's descriptor of boxes holds besides the matrix, checked by Triton; None where the kernel gets the tensor."""
     if t is None or operand is None or box is None or not operand.described:
         return None
@@ -339,7 +232,7 @@ class DividedPlan:
             part_bias = bias[:, half] if bias.ndim == 2 else bias[span.start : span.stop]
         shares = [1 if o is None else o.share for o in kind.others]
         parts = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(others, shares, strict=True)]
-        plan = Plan(_kind(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile))
+        plan = Plan(kind_of(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile))
         plan(a, part_b, part_bias, parts, tensors)
         pairs = zip((b, bias, *others), (part_b, part_bias, *parts), strict=True)
         return plan, [0 if t is None or part is None else part.data_ptr() - t.data_ptr() for t, part in pairs]
@@ -382,35 +275,6 @@ def forget_launches() -> None:
     _plan.cache_clear()
 
 
-def rowwise(t: Tensor) -> Tensor:
-    """A matrix, or a pair of them, whose rows are runs of memory."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _kind(
-    a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], call: Gemm, precision: str, tile: GemmTile | None
-) -> Kind:
-    columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
-    width = columns // call.fan
-    strides = None
-    if bias is not None:
-        strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
-    return Kind(
-        a.shape[0],
-        columns,
-        a.shape[1],
-        _operand(a),
-        _operand(b),
-        b.stride(0) if b.ndim == 3 else 0,
-        strides,
-        tuple([None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]),
-        call,
-        precision,
-        a.device,
-        tile,
-    )
-
-
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -443,7 +307,7 @@ def gemm(
     with on_device(a):
         a, b = rowwise(a), rowwise(b)
         others = [out, pair, pair2, side]
-        plan = _plan(_kind(a, b, bias, others, call, precision, tile))
+        plan = _plan(kind_of(a, b, bias, others, call, precision, tile))
         plan(a, b, bias, others, tensors)
         if _WATCHED.seen is not None:
             _WATCHED.seen.append(Launched(plan, (a, b, bias, *tensors)))

@@ -122,10 +122,10 @@ def test_two_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values and gradients, with a bias; 77: without descriptors of results. Twice: later by what was kept."""
-    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels import gemm_kind, gemm_launch
 
     if not described:
-        monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
     x, up, gate, dy = problem(37, hidden, 24, torch.float32, device, generator)
     biases = torch.randn(2, hidden, generator=generator).to(device)
     bias = pack(*biases, layout)
@@ -190,9 +190,9 @@ def test_pointers(
     layout: str, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What GPUs before Hopper run: nothing has a descriptor."""
-    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels import gemm_kind
 
-    monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+    monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
     given = problem(70, 72, 40, torch.float32, device, generator)
     with fastkron_py.backend("triton"):
         for backward in BACKWARDS:
@@ -205,10 +205,10 @@ def test_a_whole_mlp(
     described: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gated result, which the gradient of the down projection takes, is made again in backward."""
-    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels import gemm_kind
 
     if not described:
-        monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
     x, up, gate, _ = problem(70, 72, 40, torch.float32, device, generator)
     down, dy = torch.randn(24, 72, device=device) / 8, torch.randn(70, 24, device=device)
     wide = [t.double().requires_grad_() for t in (x, up, gate, down)]

@@ -49,16 +49,17 @@ def main() -> None:
         print(json.dumps({**found, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels import gemm_kind, gemm_launch
     from fastkron_py.kernels.gated import triton_gated
     from fastkron_py.kernels.gemm import finish_plain
-    from fastkron_py.kernels.gemm_launch import Gemm, gemm
+    from fastkron_py.kernels.gemm_kind import Gemm
+    from fastkron_py.kernels.gemm_launch import gemm
 
-    gemm_launch.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
+    gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
     triton_gated.has_approximations = lambda device: True
     for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
         current = name
-        gemm_launch.has_descriptors = lambda device, answer=descriptors: answer  # type: ignore[assignment, misc]
+        gemm_kind.has_descriptors = lambda device, answer=descriptors: answer  # type: ignore[assignment, misc]
         gemm_launch.forget_launches()
         x, dy = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
         weight = torch.empty(2 * hidden, depth, dtype=dtype)

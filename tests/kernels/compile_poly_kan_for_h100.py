@@ -83,13 +83,13 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kernels import devices, gemm_launch
+    from fastkron_py.kernels import devices, gemm_kind
     from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
     from fastkron_py.kernels.poly_kan import triton_poly_kan
     from fastkron_py.kernels.poly_kan.bases import find_basis
     from fastkron_py.kernels.poly_kan.spec import Spec
 
-    poly_kan_kind.multiprocessor_count = gemm_launch.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
+    poly_kan_kind.multiprocessor_count = gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
     for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
         current = name
         has_hopper = not name.endswith("in plain Triton")

@@ -43,11 +43,11 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
 
 def fused(current: dict[str, str]) -> None:
     """KAT's first linear layers with the function on their result, the result's argument kept and not."""
-    from fastkron_py.kernels import gemm_launch
+    from fastkron_py.kernels import gemm_kind
     from fastkron_py.kernels.rational import gemm_launch as rational_gemm_launch
 
     rational_gemm_launch.is_approximate = lambda dtype, device: True
-    gemm_launch.multiprocessor_count = rational_gemm_launch.multiprocessor_count = lambda device: 132
+    gemm_kind.multiprocessor_count = rational_gemm_launch.multiprocessor_count = lambda device: 132
     for name, width in (("KAT-T", 192), ("KAT-B", 768)):
         x, weight, bias = (torch.empty(s, dtype=torch.bfloat16) for s in ((2048, width), (4 * width, width), (4 * width,)))
         a, b = torch.empty(1, 6), torch.empty(8, 4)

@@ -19,7 +19,7 @@ from triton.runtime import driver
 import fastkron_py
 from fastkron_py.functional import gated_mlp
 from fastkron_py.functional.rational import linear_rational
-from fastkron_py.kernels import gemm_launch
+from fastkron_py.kernels import gemm_kind, gemm_launch
 from fastkron_py.kernels.rational import gemm_launch as rational_gemm_launch
 from fastkron_py.kernels.rational import triton_rational
 from fastkron_py.ops import backend, recorded_gated, recorded_linear_rational
@@ -126,7 +126,7 @@ def print_nothing(metadata: Any) -> None:
 
 def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
-    for module in (gemm_launch, rational_gemm_launch, triton_rational):
+    for module in (gemm_kind, rational_gemm_launch, triton_rational):
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for module in (recorded_gated, recorded_linear_rational):

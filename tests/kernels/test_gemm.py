@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kernels import gemm_launch
+from fastkron_py.kernels import gemm_kind, gemm_launch
 from fastkron_py.kernels.gated.activations import find_activation
 from fastkron_py.kernels.gated.finishers import finish_gate
 from fastkron_py.kernels.gemm import finish_plain
-from fastkron_py.kernels.gemm_launch import Gemm, gemm
+from fastkron_py.kernels.gemm_kind import Gemm
+from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning.gemm import GemmTile
 
@@ -25,7 +26,7 @@ TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2
 def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Both ways to reach memory, as far as the device has them."""
     if not request.param:
-        monkeypatch.setattr(gemm_launch, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
     gemm_launch.forget_launches()
     yield request.param
     gemm_launch.forget_launches()
@@ -114,4 +115,4 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     assert_close(y, x.double() @ weight.double().mT, **({"rms_tol": 8e-3, "max_tol": 3e-2} if dtype == torch.bfloat16 else {}))
     y.fill_(torch.nan)
     assert bool(result.isnan().all())
-    assert not gemm_launch.is_describable(y)
+    assert not gemm_kind.is_describable(y)

@@ -10,7 +10,7 @@ import torch
 from poly_kan_cases import BASES, layer_gradients, parameters_of, problem
 from torch import Tensor
 
-from fastkron_py.kernels import devices, gemm_launch
+from fastkron_py.kernels import devices, gemm_kind
 from fastkron_py.kernels.poly_kan import dx_gemm_launch as poly_kan_gemm_launch
 from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
 from fastkron_py.kernels.poly_kan import triton_poly_kan
@@ -40,7 +40,7 @@ def by_gemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(tuning, "_LEAST_FILLED", 0.0)
     tile = GemmTile(32, 256, 32, 4, 2, group=2)
     monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
-    for module in (poly_kan_kind, gemm_launch):
+    for module in (poly_kan_kind, gemm_kind):
         monkeypatch.setattr(module, "multiprocessor_count", lambda device: 3)
     monkeypatch.setattr(devices, "has_fragments", lambda device, dtype: dtype != torch.float64)
     monkeypatch.setattr(devices, "has_staged", lambda device, dtype: False)

@@ -17,7 +17,8 @@ from fastkron_py.kernels.gated.finishers import (
     finish_gradients,
     finish_gradients_and_gate,
 )
-from fastkron_py.kernels.gemm_launch import Gemm, gemm, is_describable, rowwise
+from fastkron_py.kernels.gemm_kind import Gemm, is_describable, rowwise
+from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.tuning.gemm import GemmTile

@@ -8,7 +8,8 @@ from triton import knobs
 
 from fastkron_py.kernels import devices
 from fastkron_py.kernels.gemm import begin_nothing
-from fastkron_py.kernels.gemm_launch import Gemm, gemm
+from fastkron_py.kernels.gemm_kind import Gemm
+from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.kernels.poly_kan.dx_gemm import fetch_input, finish_input_gradient
 from fastkron_py.kernels.poly_kan.kind import Kind, turned_in_blocks
 from fastkron_py.tuning import poly_kan as tuning

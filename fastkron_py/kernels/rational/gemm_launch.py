@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastkron_py.kernels.devices import multiprocessor_count
 from fastkron_py.kernels.gemm import finish_plain
-from fastkron_py.kernels.gemm_launch import Gemm, gemm, is_describable, rowwise
+from fastkron_py.kernels.gemm_kind import Gemm, is_describable, rowwise
+from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.kernels.rational.gemm_finish import finish_rational, value_rational
 from fastkron_py.kernels.rational.triton_rational import is_approximate
 from fastkron_py.tuning.gemm import GemmSizes, GemmTile
