@@ -48,42 +48,31 @@ def _add_degrees(
 @gluon.jit
 def _fetch_for_dx(
     step,
-    steps,
-    blocks,
-    dy_ptr,
-    low_dy_ptr,
-    coef_ptr,
-    low_ptr,
-    left,
-    low_left,
-    right,
-    low_right,
-    rows,
-    num_in,
-    num_out,
-    stride_gm,
-    stride_co,
-    stride_ci,
-    size,
-    m,  # these four in the shapes that make tiles
-    k_left,
-    wide,
-    k_right,
+    operands,  # dy, its low halves, the coefficients, theirs
+    buffers,  # for each of them
+    sizes,  # rows, inputs, outputs, steps, blocks of a step's depth
+    strides,  # of dy's rows, of the coefficients' o and j
+    places,  # m and k of the left operand, (d, j) and k of the right, in the shapes that make tiles
     TERMS: gl.constexpr,
     FIRST: gl.constexpr,
-    DEGREES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
     PRECISION: gl.constexpr,
 ):
     """Begin to copy both operands of a step, counted over all of a program's tiles."""
-    tiles_m = gl.cdiv(rows, BLOCK_M)
+    rows, num_in, num_out, steps, blocks = sizes
+    stride_gm, stride_co, stride_ci = strides
+    dy_ptr, low_dy_ptr, coef_ptr, low_ptr = operands
+    left, low_left, right, low_right = buffers
+    m, k_left, wide, k_right = places
+    BLOCK_M: gl.constexpr = BLOCKS[0]
+    BLOCK_N: gl.constexpr = BLOCKS[1]
+    BLOCK_K: gl.constexpr = BLOCKS[2]
+    GROUP: gl.constexpr = BLOCKS[3]
+    DEGREES: gl.constexpr = BLOCKS[4]
+    STAGES: gl.constexpr = BLOCKS[5]
+    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
     tile = gl.program_id(0) + step // (blocks * GROUPS) * gl.num_programs(0)
-    row, column = tile_of(tile, tiles_m, gl.cdiv(num_in, BLOCK_N), GROUP)
+    row, column = tile_of(tile, gl.cdiv(rows, BLOCK_M), gl.cdiv(num_in, BLOCK_N), GROUP)
     first_k = step % blocks * BLOCK_K
     m = row * BLOCK_M + m
     k_left = first_k + k_left
@@ -93,6 +82,7 @@ def _fetch_for_dx(
     j = column * BLOCK_N + wide % BLOCK_N
     k_right = first_k + k_right
     mask = (d < TERMS) & (j < num_in) & (k_right < num_out) & (step < steps)
+    size = num_out.to(gl.int64) * num_in
     offsets = d * size + j.to(gl.int64) * stride_ci + k_right.to(gl.int64) * stride_co
     fetch(right, low_right, coef_ptr, low_ptr, offsets, mask, step % STAGES, PRECISION)
     async_copy.commit_group()
@@ -178,42 +168,14 @@ def _poly_kan_staged_dx_kernel(
     mine = (tiles_m * tiles_n - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     blocks = gl.cdiv(num_out, BLOCK_K)
     steps = mine * GROUPS * blocks
-    size = num_out.to(gl.int64) * num_in
+    operands = (dy_ptr, low_dy_ptr, coef_ptr, low_ptr)
+    buffers = (left, low_left, right, low_right)
+    sizes = (rows, num_in, num_out, steps, blocks)
+    strides = (stride_gm, stride_co, stride_ci)
+    places = (m_copied, k_left, wide, k_right)
+    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, DEGREES, STAGES)
     for s in gl.static_range(STAGES - 1):
-        _fetch_for_dx(
-            steps * 0 + s,
-            steps,
-            blocks,
-            dy_ptr,
-            low_dy_ptr,
-            coef_ptr,
-            low_ptr,
-            left,
-            low_left,
-            right,
-            low_right,
-            rows,
-            num_in,
-            num_out,
-            stride_gm,
-            stride_co,
-            stride_ci,
-            size,
-            m_copied,
-            k_left,
-            wide,
-            k_right,
-            TERMS,
-            FIRST,
-            DEGREES,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            GROUP,
-            GROUPS,
-            STAGES,
-            PRECISION,
-        )
+        _fetch_for_dx(steps * 0 + s, operands, buffers, sizes, strides, places, TERMS, FIRST, BLOCKS, PRECISION)
     step = steps * 0
     length = blocks if FLUSH == 0 else steps * 0 + FLUSH
     for tile in range(0, mine):
@@ -241,40 +203,7 @@ def _poly_kan_staged_dx_kernel(
                     parts = begin_product(a, a_low, b, b_low, parts, i > begin, PRECISION)
                     parts = warpgroup_mma_wait(product_groups(1, PRECISION), deps=(parts,))
                     barrier()
-                    _fetch_for_dx(
-                        step + STAGES - 1,
-                        steps,
-                        blocks,
-                        dy_ptr,
-                        low_dy_ptr,
-                        coef_ptr,
-                        low_ptr,
-                        left,
-                        low_left,
-                        right,
-                        low_right,
-                        rows,
-                        num_in,
-                        num_out,
-                        stride_gm,
-                        stride_co,
-                        stride_ci,
-                        size,
-                        m_copied,
-                        k_left,
-                        wide,
-                        k_right,
-                        TERMS,
-                        FIRST,
-                        DEGREES,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        GROUP,
-                        GROUPS,
-                        STAGES,
-                        PRECISION,
-                    )
+                    _fetch_for_dx(step + STAGES - 1, operands, buffers, sizes, strides, places, TERMS, FIRST, BLOCKS, PRECISION)
                     step += 1
                 parts = warpgroup_mma_wait(0, deps=(parts,))
                 if FLUSH > 0:
