@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from gated_cases import expected, expected_gradients, pack, problem, relative
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
 from fastkron_py.kernels import gemm_launch
+from fastkron_py.kernels.gated.activations import find_activation
 from fastkron_py.nn import GatedMLP
 from fastkron_py.tuning import gemm as tuning
 from fastkron_py.tuning.gemm import GemmSpan, GemmTile
@@ -177,3 +180,27 @@ def test_many_runs_are_equal() -> None:
     reference = gated_linear(x, weight, layout="stacked")
     for _ in range(200):
         assert torch.equal(gated_linear(x, weight, layout="stacked"), reference)
+
+
+@triton.jit
+def _apply(x_ptr, y_ptr, FUNCTION: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, SIZE)
+    tl.store(y_ptr + i, FUNCTION(tl.load(x_ptr + i)))
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid", "gelu_tanh"])
+@pytest.mark.parametrize("which", [0, 1], ids=["value", "derivative"])
+def test_quick_activations(name: str, which: int) -> None:
+    """Beside the formula in float64, up to infinity; the quick functions are others than the exact ones."""
+    found = find_activation(name)
+    assert found.device_functions(True)[which] is not found.device_functions(False)[which]
+    x = torch.cat([torch.linspace(-30, 30, 1016), torch.tensor([-torch.inf, torch.inf, torch.nan, -1e4, 1e4, -90.0, 90.0, 0.0])]).to(CUDA)
+    y = torch.full_like(x, torch.nan)
+    _apply[(1,)](x, y, found.device_functions(True)[which], x.numel())
+    host = found.host_derivative if which else found.host
+    expected = host(x.double())
+    assert torch.equal(y.isnan(), expected.isnan())
+    finite = expected.isfinite()
+    assert torch.equal(y[~finite & ~y.isnan()], expected[~finite & ~y.isnan()].float())
+    error = (y[finite].double() - expected[finite]).abs() / (1 + x[finite].double().abs())
+    assert float(error.max()) < 5e-7
