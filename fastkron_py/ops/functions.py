@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import batching, derivatives, implementation
-from fastkron_py.ops.autograd import sign
+from fastkron_py.ops.autograd import asked_for, sign
 from fastkron_py.ops.derivatives import Calls
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -41,6 +41,8 @@ class _Multiply(torch.autograd.Function):
         x, *factors = ctx.saved_tensors
         alpha, beta, *rest = ctx.options
         need_x, need_z, _, *need_factors = ctx.needs_input_grad
+        (need_x,) = asked_for(ctx, (need_x,))
+        need_factors = asked_for(ctx, need_factors, 1 if ctx.z_shape is None else 2)
         dx, dfs = derivatives.reverse(CALLS, dy, x, factors, need_x, need_factors, (alpha, *rest))
         dz = (beta * dy).sum_to_size(ctx.z_shape) if need_z else None
         return dx, dz, None, *dfs

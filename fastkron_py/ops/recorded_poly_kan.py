@@ -14,7 +14,7 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import guards
 from fastkron_py.ops import poly_kan as operator
-from fastkron_py.ops.autograd import take, undecorated
+from fastkron_py.ops.autograd import asked_for, take, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import KINDS
@@ -142,7 +142,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, coefficients = ctx.saved_tensors
-        _, need_x, need_coefficients, *need_bias = ctx.needs_input_grad
+        need_x, need_coefficients, *need_bias = asked_for(ctx, ctx.needs_input_grad[1:])
         dx = dc = None
         if need_x or need_coefficients:
             needs = (need_x, need_coefficients)
