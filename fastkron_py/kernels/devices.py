@@ -33,7 +33,7 @@ def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(t.device)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _gluon_kernel(module: str, name: str) -> Any:
     """A kernel, or None where this Triton lacks a part of Gluon, which it calls experimental, that it is written in."""
     try:
@@ -63,7 +63,7 @@ def has_approximations(device: torch.device) -> bool:
 @lru_cache(maxsize=64)
 def has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fragment kernel, which is written for Hopper's tensor cores, can multiply here."""
-    if device.type != "cuda" or dtype == torch.float64 or torch.version.hip is not None or knobs.runtime.interpret:
+    if dtype == torch.float64 or not has_approximations(device):
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and fragment_kernel() is not None
 
@@ -73,17 +73,16 @@ def has_gradient_fragments(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and has_fragments(device, dtype) and gradient_kernels() is not None
 
 
-@lru_cache(maxsize=1)
 def staged_kernels() -> Any:
-    """(forward, dx, dC) of polynomial KAN layers for Hopper GPUs, or None where this Triton lacks a part of Gluon that they need."""
-    try:
-        from fastkron_py.kernels.poly_kan.hopper import _poly_kan_staged_fwd_kernel
-        from fastkron_py.kernels.poly_kan.hopper_dcoef import _poly_kan_staged_dcoef_kernel
-        from fastkron_py.kernels.poly_kan.hopper_dx import _poly_kan_staged_dx_kernel
-    except (ImportError, AttributeError) as error:
-        logger.warning("this version of Triton has no Gluon as the polynomial KAN kernels for Hopper GPUs need it (%s)", error)
-        return None
-    return _poly_kan_staged_fwd_kernel, _poly_kan_staged_dx_kernel, _poly_kan_staged_dcoef_kernel
+    """(forward, dx, dC) of polynomial KAN layers for Hopper GPUs, or None where this Triton cannot compile them."""
+    names = {"hopper": "fwd", "hopper_dx": "dx", "hopper_dcoef": "dcoef"}
+    kernels = []
+    for module, name in names.items():
+        kernel = _gluon_kernel(f"poly_kan.{module}", f"_poly_kan_staged_{name}_kernel")
+        if kernel is None:
+            return None
+        kernels.append(kernel)
+    return tuple(kernels)
 
 
 def has_staged(device: torch.device, dtype: torch.dtype) -> bool:

@@ -24,26 +24,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.errors import type_error, type_name, value_error
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the host's halves do without
-
-    class triton:  # type: ignore[no-redef] # noqa: N801
-        """Stands for Triton in this file where it is not installed: device functions are defined and never called."""
-
-        @staticmethod
-        def jit(function: Any) -> Any:
-            """Leave a function as it is."""
-            return function
-
-    class tl:  # type: ignore[no-redef] # noqa: N801
-        """What this package's modules ask of it when they are imported."""
-
-        constexpr: Any = staticmethod(lambda value: value)
-
+from fastkron_py.errors import value_error
+from fastkron_py.kernels.approximations import quick_exp2, quick_reciprocal
+from fastkron_py.kernels.optional_triton import tl, triton
+from fastkron_py.kernels.registry import Registry
 
 MOST_DEGREE: Final = 64
 
@@ -80,7 +64,7 @@ class Basis:
     any_dialect: bool = False
 
 
-_bases: dict[str, Basis] = {}
+_bases: Final = Registry("basis", Basis, "a Basis")
 
 __all__ = [
     "MOST_DEGREE",
@@ -93,8 +77,6 @@ __all__ = [
     "constant",
     "find_basis",
     "register_basis",
-    "tl",
-    "triton",
 ]
 
 
@@ -105,19 +87,15 @@ def register_basis(basis: Basis) -> Basis:
         TypeError: not a `Basis`.
         ValueError: the name is taken, empty, or has a colon in it.
     """
-    if not isinstance(basis, Basis):
-        raise type_error("basis", "a Basis", type_name(basis))
+    _bases.check(basis)
     if not basis.name or ":" in basis.name:
         raise value_error("basis", "a name without colons", repr(basis.name))
-    if basis.name in _bases:
-        raise value_error("basis", "a name that is not taken", repr(basis.name))
-    _bases[basis.name] = basis
-    return basis
+    return _bases.add(basis)
 
 
 def unregister_basis(name: str) -> None:
     """Remove a basis."""
-    del _bases[name]
+    _bases.remove(name)
 
 
 def find_basis(name: Any) -> Basis:
@@ -127,16 +105,12 @@ def find_basis(name: Any) -> Basis:
         TypeError: the name is not a string.
         ValueError: there is none.
     """
-    if not isinstance(name, str):
-        raise type_error("basis", f"one of {', '.join(_bases)}", type_name(name))
-    if name not in _bases:
-        raise value_error("basis", f"one of {', '.join(_bases)}", repr(name))
-    return _bases[name]
+    return _bases.find(name)
 
 
 def basis_names() -> list[str]:
     """Names of all bases."""
-    return list(_bases)
+    return _bases.names()
 
 
 def known_basis(basis: Basis) -> bool:
@@ -170,8 +144,8 @@ def _tanh_derivative(x):
 @triton.jit
 def _quick_parts(x):
     """(e, 1 / (1 + e)) by the hardware's units alone, whose numbers need no care here: both lie between 0 and 1."""
-    e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -2.8853900817779268], tl.float32, True, 1)
-    return e, tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], tl.float32, True, 1)
+    e = quick_exp2(tl.abs(x) * -2.8853900817779268)
+    return e, quick_reciprocal(1 + e)
 
 
 @triton.jit
@@ -227,6 +201,12 @@ class Normalizer:
     derivative: Any
     quick_value: Any = None
     quick_derivative: Any = None
+
+    def device_functions(self, quick: bool) -> tuple[Any, Any]:
+        """(value, derivative) as jit functions; quick: the quick ones where there are such."""
+        if not quick:
+            return self.value, self.derivative
+        return self.quick_value or self.value, self.quick_derivative or self.derivative
 
 
 NORMALIZERS: Final[Mapping[str, Normalizer]] = MappingProxyType(

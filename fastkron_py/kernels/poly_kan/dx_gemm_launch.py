@@ -29,12 +29,11 @@ class GemmInputGradient:
             return
         self._tile, self._degrees = choice
         self._width = self._tile.block_n // self._tile.parts // self._degrees
-        norm = spec.normalizer
-        quick = norm.quick_value is not None and not knobs.runtime.interpret
+        value, slope = spec.normalizer.device_functions(not knobs.runtime.interpret)
         self._call = Gemm(
             finish_input_gradient,
-            value=norm.quick_value if quick else norm.value,
-            slope=norm.quick_derivative if quick else norm.derivative,
+            value=value,
+            slope=slope,
             params=(spec.terms, first, self._degrees, spec.constants),
             functions=spec.maker(True),
             begin=begin_nothing if knobs.runtime.interpret else fetch_input,

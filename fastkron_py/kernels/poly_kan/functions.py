@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.errors import value_error
-from fastkron_py.kernels.poly_kan.basis import Basis, Parameters, constant, register_basis, tl, triton
+from fastkron_py.kernels.optional_triton import tl, triton
+from fastkron_py.kernels.poly_kan.basis import Basis, Parameters, constant, register_basis
 
 PI: Final = tl.constexpr(math.pi)
 

@@ -55,7 +55,6 @@ class _Staged:
     def constants(self, kind: Kind, choice: Staged, derivative: bool) -> dict[str, Any]:
         """What all three kernels take."""
         start, step, value = kind.spec.maker(derivative)
-        normalizer = kind.spec.normalizer
         return {
             "rows": kind.rows,
             "num_in": kind.num_in,
@@ -67,7 +66,7 @@ class _Staged:
             "START": start,
             "STEP": step,
             "VALUE": value,
-            "NORM": normalizer.quick_value or normalizer.value,
+            "NORM": kind.spec.normalizer.device_functions(True)[0],
             "BLOCK_N": choice.block_n,
             "BLOCK_K": choice.block_k,
             "STAGES": choice.stages,
@@ -138,7 +137,6 @@ class StagedInputGradient(_Staged):
 
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
-        self.first = int(kind.spec.found.has_constant)
         choice = tuning.input_gradient(self.sizes(kind))
         self.is_possible = choice is not None
         if choice is None:
@@ -149,7 +147,7 @@ class StagedInputGradient(_Staged):
             "stride_gm": kind.stride_g,
             "stride_co": 1 if self.turned else kind.num_in,
             "stride_ci": kind.num_out if self.turned else 1,
-            "SLOPE": kind.spec.normalizer.quick_derivative or kind.spec.normalizer.derivative,
+            "SLOPE": kind.spec.normalizer.device_functions(True)[1],
             "DEGREES": choice.degrees,
             "BLOCK_M": tuning.BLOCK_M,
             "GROUP": GROUP,

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels.poly_kan.basis import Basis, Parameters, find_basis, tl, triton
+from fastkron_py.kernels.optional_triton import tl, triton
+from fastkron_py.kernels.poly_kan.basis import Basis, Parameters, find_basis
 
 _SAMPLES = 4097  # where the second derivative is looked at
 

@@ -10,6 +10,8 @@ Coefficients are tuples of values that broadcast with x.
 import triton
 import triton.language as tl
 
+from fastkron_py.kernels.approximations import quick_reciprocal
+
 
 @triton.jit
 def _appended(values, value):
@@ -64,7 +66,7 @@ def _denominator(s, VERSION: tl.constexpr):
 def _reciprocal(q, APPROXIMATE: tl.constexpr):
     """``1 / q``. APPROXIMATE: in one instruction, with an error of at most one unit in the last place."""
     if APPROXIMATE:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [q], dtype=tl.float32, is_pure=True, pack=1)
+        return quick_reciprocal(q)
     else:
         return 1.0 / q
 
