@@ -49,7 +49,7 @@ def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: boo
 
 
 def _step(name: str, tile: Tile, split: bool, table: bool, reordered: bool) -> Contender:
-    tolerance = TABLE_TOLERANCE if table else None
+    tolerance = TABLE_TOLERANCE if table else 0.0
     return Contender(name, lambda p: _held(p, tile, split, table, reordered), obstacle=_needs_cuda, tolerance=tolerance, is_ours=True)
 
 

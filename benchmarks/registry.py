@@ -26,7 +26,7 @@ class Contender:
         prepare: from a case's inputs to the call that is timed; what a user would do once belongs here.
         obstacle: why the contender cannot run on a device, or None; called before `prepare`.
         restore: brings the call's result into the reference's layout, before the check and outside the time.
-        tolerance: replaces the case's, for a contender of another accuracy class.
+        tolerance: in place of the case's, where it is larger: for a contender of another accuracy class.
         is_ours: whether it belongs to this library.
         allows_tf32: whether it multiplies float32 in TF32 on a GPU.
         labels: of the cases that it takes part in; None for all.
@@ -37,7 +37,7 @@ class Contender:
     prepare: Callable[[Any], Call]
     obstacle: Callable[[torch.device], str | None] = _always
     restore: Callable[[Any], Any] = lambda t: t
-    tolerance: float | None = None
+    tolerance: float = 0.0
     is_ours: bool = False
     allows_tf32: bool = False
     labels: frozenset[str] | None = None

@@ -125,7 +125,7 @@ def _failed(result: Result, status: str, reason: str) -> None:
 def _blank(case: Case, contender: Contender, device: torch.device) -> Result:
     """A result before anything is known, or that of a contender that does not take part."""
     tf32 = device.type == "cuda" and (contender.allows_tf32 or torch.backends.cuda.matmul.allow_tf32)
-    result = Result(contender.name, "ok", case.dtype, tf32, tolerance=contender.tolerance or case.tolerance)
+    result = Result(contender.name, "ok", case.dtype, tf32, tolerance=max(contender.tolerance, case.tolerance))
     obstacle = contender.obstacle(device)
     if obstacle is not None:
         _failed(result, "unavailable", obstacle)
