@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 from functools import lru_cache
@@ -16,6 +17,8 @@ logger = logging.getLogger("fastkron_py")
 
 # Programs to start where there are no multiprocessors: Triton's interpreter.
 _INTERPRETED_PROGRAMS: Final = 2
+# The version of CUDA from which on a graph has edges for launches that overlap; a driver can be older than torch's libraries.
+_GRAPHS_OVERLAP: Final = 12030
 
 
 @lru_cache(maxsize=64)
@@ -58,6 +61,24 @@ def gradient_kernels() -> Any:
 def has_approximations(device: torch.device) -> bool:
     """Whether functions can be approximated in one of PTX's instructions each, on float32, with errors of some units in the last place."""
     return device.type == "cuda" and torch.version.hip is None and not knobs.runtime.interpret
+
+
+def _driver_version() -> int:
+    """Of CUDA, as the driver knows it, such as 12040; 0 where that cannot be told."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+@lru_cache(maxsize=64)
+def has_overlap(device: torch.device) -> bool:
+    """Whether a launch can let the next one begin before its own end, captured in a graph or not ("programmatic dependent launch")."""
+    if not has_approximations(device) or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return _driver_version() >= _GRAPHS_OVERLAP
 
 
 @lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ and one of a function of x is ``Gemm(finish_plain, make=my_maker)``.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastkron_py.kernels.products import product, tile_of
 
@@ -165,7 +166,11 @@ def _gemm_kernel(
     PRECISION: tl.constexpr,
     MADE: tl.constexpr,  # the left operand is computed, not loaded
     FLATTEN: tl.constexpr,
+    NEXT_EARLY: tl.constexpr,  # the next launch may begin before this one has ended
+    EARLY: tl.constexpr,  # this one may begin before the one ahead has ended, whose end it waits for: see `gemm_launch.Overlap`
 ):
+    if NEXT_EARLY:
+        gdc_launch_dependents()
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
@@ -190,6 +195,8 @@ def _gemm_kernel(
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)
         _finish(first, second, place, biases, targets, tensors + functions, strides, FINISH, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, PARTS)
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit

@@ -26,7 +26,7 @@ class Gemm(NamedTuple):
     slope: Any = value_plain
     params: tuple[Any, ...] = ()
     pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
-    divisible: bool = False  # nothing passed in asks for a column's number: a launch may be of some columns
+    divisible: bool = False  # nothing passed in asks for a column's number, or others' results: launches of some columns may overlap
     functions: tuple[Any, ...] = ()  # further jit functions for finish
     begin: Any = begin_nothing
     sums: int = 1  # of the product, that the finisher makes one column of the result of; pairs are two

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastkron_py.kernels.devices import on_device
+from fastkron_py.kernels.devices import has_overlap, on_device
 from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
 from fastkron_py.kernels.gemm_kind import Gemm, Kind, Operand, kind_of, rowwise
 from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
@@ -81,10 +81,26 @@ class _Direct(NamedTuple):
     rest: tuple[Any, ...]  # of the kernel's arguments
 
 
+class Overlap(NamedTuple):
+    """How one of several launches meets its neighbours, which need nothing of each other ("programmatic dependent launch").
+
+    The first is an ordinary launch: when it begins, all that was launched ahead of it has ended, and can be read. It lets the next one
+    begin as soon as all its own programs have begun, so the same holds for that one. The next one's programs, having stored their tiles,
+    wait for the end of the launch ahead, and are only then over. So whatever is launched after the last one, or waits for it, comes after
+    the end of all: it may read what they wrote, write what they read, and free it.
+    """
+
+    next: bool = False  # may begin before this one has ended
+    last: bool = False  # may still run when this one begins
+
+
+_ALONE: Final = Overlap()
+
+
 class Plan:
     """A launch, ready to be repeated."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, overlap: Overlap = _ALONE) -> None:
         self._kind = kind
         self._generation = _generation
         self._templates: tuple[_Template | None, ...] | None = None  # of a, b, bias (which has none) and others
@@ -127,8 +143,12 @@ class Plan:
             "PRECISION": "cut" if precision == "tf32" else precision,
             "MADE": kind.gemm.make is not make_plain,
             "FLATTEN": not knobs.runtime.interpret,
+            "NEXT_EARLY": overlap.next,
+            "EARLY": overlap.last,
             "num_warps": tile.warps,
         }
+        if overlap.last:
+            arguments["launch_pdl"] = True
         grid = (min(tuning.tiles(tile, sizes), sizes.multiprocessors * tile.programs),)
         stages = range(tile.stages, 0, -1)
         self.launch = Launcher([Way(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
@@ -193,7 +213,7 @@ class Plan:
 
 
 class DividedPlan:
-    """Launches of some of the columns each, one after another, to be repeated like one."""
+    """Launches of some of the columns each, each of which may begin while the one ahead ends, to be repeated like one."""
 
     def __init__(self, kind: Kind, spans: Sequence[GemmSpan]) -> None:
         self._kind, self._spans = kind, spans
@@ -214,13 +234,23 @@ class DividedPlan:
     ) -> None:
         """See `Plan`."""
         if not self._parts:
-            self._parts = [self._launched(span, a, b, bias, others, tensors) for span in self._spans]
+            last = len(self._spans) - 1 if has_overlap(self._kind.device) else 0
+            overlaps = [Overlap(i < last, 0 < i <= last) for i in range(len(self._spans))]
+            pairs = zip(self._spans, overlaps, strict=True)
+            self._parts = [self._launched(span, overlap, a, b, bias, others, tensors) for span, overlap in pairs]
             return
         for plan, shifts in self._parts:
             plan(a, b, bias, others, tensors, shifts)
 
     def _launched(
-        self, span: GemmSpan, a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], tensors: tuple[Tensor, ...]
+        self,
+        span: GemmSpan,
+        overlap: Overlap,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        others: Sequence[Tensor | None],
+        tensors: tuple[Tensor, ...],
     ) -> tuple[Plan, list[int]]:
         """Launch on a span for the first time: its plan, and how many bytes after b, bias and others its operands begin."""
         kind = self._kind
@@ -232,7 +262,7 @@ class DividedPlan:
             part_bias = bias[:, half] if bias.ndim == 2 else bias[span.start : span.stop]
         shares = [1 if o is None else o.share for o in kind.others]
         parts = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(others, shares, strict=True)]
-        plan = Plan(kind_of(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile))
+        plan = Plan(kind_of(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile), overlap)
         plan(a, part_b, part_bias, parts, tensors)
         pairs = zip((b, bias, *others), (part_b, part_bias, *parts), strict=True)
         return plan, [0 if t is None or part is None else part.data_ptr() - t.data_ptr() for t, part in pairs]

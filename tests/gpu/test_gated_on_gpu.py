@@ -119,6 +119,45 @@ def test_graph_of_two_launches(layout: str, generator: torch.Generator) -> None:
     gemm_launch.forget_launches()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_stands_around_two_launches(layout: str) -> None:
+    """x and weight are written right before and overwritten right after, with a first launch that is far slower than the second."""
+    spans = (GemmSpan(0, 2048, GemmTile(128, 256, 16, 8, 1, 2)), GemmSpan(2048, 4096, GemmTile(64, 64, 64, 4, 3)))
+    inputs = [torch.randn(512, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2)]
+    up, gate = (torch.randn(2048, 4096, device=CUDA, dtype=torch.bfloat16) / 64 for _ in range(2))
+    kept = pack(up, gate, layout)
+    x, weight = inputs[0].clone(), kept.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
+        patch.setattr(gemm_launch, "has_overlap", lambda device: False)
+        gemm_launch.forget_launches()
+        apart = [gated_linear(each, kept, layout=layout) for each in inputs]
+        for y, each in zip(apart, inputs, strict=True):
+            assert relative(y, expected(each, up, gate, "silu")) < 2e-3
+        patch.undo()
+        patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
+        gemm_launch.forget_launches()
+        wrong = torch.zeros((), device=CUDA, dtype=torch.int64)
+
+        def call() -> list[Tensor]:
+            for each, y in zip(inputs, apart, strict=True):
+                weight.copy_(kept)
+                x.copy_(each)
+                found = gated_linear(x, weight, layout=layout)
+                x.fill_(torch.nan)
+                weight.fill_(torch.nan)
+                wrong.add_((found != y).sum())
+            return [wrong]
+
+        for _ in range(50):
+            call()
+        graph, _ = graphed(call)
+        for _ in range(50):
+            graph.replay()
+        assert int(wrong) == 0
+    gemm_launch.forget_launches()
+
+
 def test_side_stream() -> None:
     x, weight = torch.randn(512, 256, device=CUDA), torch.randn(1024, 256, device=CUDA)
     reference = gated_linear(x, weight)

@@ -47,6 +47,7 @@ class Driver(H100):
             self.launch = nvidia.wrap_handle_tensordesc(self.write_down, dict(src.signature), getattr(metadata, "tensordesc_meta", None))
             # How many arguments come before the kernel's own, and whether those are one tuple.
             self.ahead = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)
+            self.early = metadata.launch_pdl
 
         def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
             metadata, arguments = rest[:4], rest[4:]
@@ -58,7 +59,7 @@ class Driver(H100):
 
         def write_down(self, *given: Any) -> None:
             arguments = given[-1] if self.ahead is None else given[self.ahead :]
-            LAUNCHES.append({"grid": given[:4], "arguments": plain(tuple(arguments)), "encoded": list(ENCODED)})
+            LAUNCHES.append({"grid": given[:4], "arguments": plain(tuple(arguments)), "encoded": list(ENCODED), "early": self.early})
             ENCODED.clear()
 
 
@@ -128,6 +129,7 @@ def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
     for module in (gemm_kind, rational_gemm_launch, triton_rational):
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
+    gemm_launch.has_overlap = lambda device: True  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for module in (recorded_gated, recorded_linear_rational):
         seen(module)

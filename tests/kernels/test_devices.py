@@ -61,3 +61,17 @@ def test_a_triton_without_gluon_gets_the_plain_kernels(
         assert not devices.has_fragments(HOPPER, torch.float32)
     assert "no Gluon" in caplog.text
     assert devices.fragment_kernel() is None
+
+
+@pytest.mark.parametrize(
+    ("major", "version", "overlaps"), [(9, 12030, True), (9, 12020, False), (9, 0, False), (8, 13000, False), (12, 13000, False)]
+)
+def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(
+    major: int, version: int, overlaps: bool, capability: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability[0] = major
+    monkeypatch.setattr(devices, "_driver_version", lambda: version)
+    assert devices.has_overlap.__wrapped__(HOPPER) is overlaps
+    monkeypatch.setattr(devices, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
+    assert not devices.has_overlap.__wrapped__(HOPPER)
+    assert not devices.has_overlap(torch.device("cpu"))

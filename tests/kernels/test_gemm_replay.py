@@ -52,6 +52,12 @@ def test_two_launches(found: dict[str, Any]) -> None:
             assert second[2][0] - first[2][0] == 25344 // 2 * 2
 
 
+def test_the_second_of_two_launches_may_begin_early(found: dict[str, Any]) -> None:
+    for name, ways in found["calls"].items():
+        for way in ("first", "compiled", "repeated"):
+            assert [launch["early"] for launch in ways[way]] == ([False, True] if "two launches" in name else [False])
+
+
 def test_calls_differ(found: dict[str, Any]) -> None:
     """Else the above could not fail."""
     launches = [json.dumps(ways["first"][0]["arguments"]) for ways in found["calls"].values()]
