@@ -70,7 +70,7 @@ class _EventTimer:
         prepared = _host_seconds(call)
         end.record()
         end.synchronize()
-        self._flushes[call] = 1 + int(min(prepared, LEAD) / self._flush_seconds)
+        self._flushes[call] = 2 + int(min(prepared, LEAD) / self._flush_seconds)
         return float(start.elapsed_time(end)) / 1e3
 
 
