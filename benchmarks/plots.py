@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from benchmarks.report import medians
+from benchmarks.ratios import medians
 
 matplotlib.use("Agg")
 

@@ -1,10 +1,9 @@
-"""A benchmark's results as ratios, as a table on the terminal and as JSON; plots are drawn by `benchmarks.plots`."""
+"""A benchmark's results as a table on the terminal and as JSON; plots are drawn by `benchmarks.plots`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.ratios import medians
+
 STATUS_STYLES = {"unavailable": "dim", "wrong": "bold red", "error": "red"}
 UNITS = {"microseconds": 1e6, "milliseconds": 1e3}
-
-
-def medians(case: dict[str, Any]) -> dict[str, float]:
-    """Measured median seconds by contender."""
-    return {r["contender"]: r["times"]["median"] for r in case["results"] if r["times"]}
-
-
-def _summary(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
-    """Geometric mean and largest of ratios, by name."""
-    listed: dict[str, list[float]] = {}
-    for name, ratio in pairs:
-        listed.setdefault(name, []).append(ratio)
-    return {
-        name: {"geometric_mean": math.exp(sum(map(math.log, values)) / len(values)), "largest": max(values), "cases": len(values)}
-        for name, values in listed.items()
-    }
-
-
-def ratios(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """For each contender: our median time over its median time, geometric mean and largest, where both have one."""
-    subject = found["subject"]
-    tables = [medians(case) for case in found["cases"]]
-    return _summary((name, t[subject] / t[name]) for t in tables if subject in t for name in t if name != subject)
-
-
-def recorded_ratios(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The same over figures that another run took; these are no measured ratios, and are told apart everywhere."""
-    subject = found["subject"]
-    pairs = [(medians(case), case["recorded"]) for case in found["cases"]]
-    return _summary((name, t[subject] / figure["seconds"]) for t, of in pairs if subject in t for name, figure in of.items())
 
 
 def number(seconds: float, unit: float) -> str:

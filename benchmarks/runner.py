@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import report, timing
+from benchmarks import ratios, report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.environment import describe, load_average
 from benchmarks.registry import Benchmark, Call, Case, Contender
@@ -326,7 +326,7 @@ def run(
             "environment": environment,
             "cases": cases,
         }
-        return found | {"ratios": report.ratios(found), "recorded_ratios": report.recorded_ratios(found)}
+        return found | {"ratios": ratios.of_measured(found), "recorded_ratios": ratios.of_recorded(found)}
 
     with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
         task = progress.add_task("", total=len(chosen))

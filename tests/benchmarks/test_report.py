@@ -14,7 +14,7 @@ from rich.console import Console
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks import markdown, report, timing
+from benchmarks import markdown, ratios, report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.figures import FASTKRON, SQUARE
 from benchmarks.problems import TOLERANCES, case, flops
@@ -47,7 +47,7 @@ def found(*rows: tuple[float | None, float | None, float | None]) -> dict[str, A
     environment |= {"allow_tf32": False, "float32_matmul_precision": "highest", "versions": {"torch": "2"}}
     table = {"benchmark": "known", "baseline": "peer", "subject": "ours", "cases": cases, "left_out": ["case 9"], "notes": ["a note"]}
     whole = {**table, "environment": environment, "seconds": 1.0}
-    return whole | {"ratios": report.ratios(whole), "recorded_ratios": report.recorded_ratios(whole)}
+    return whole | {"ratios": ratios.of_measured(whole), "recorded_ratios": ratios.of_recorded(whole)}
 
 
 def test_geometric_means() -> None:
@@ -178,7 +178,7 @@ def test_a_table_in_markdown(tmp_path: Path) -> None:
         {"label": "b", "results": [result("ours", 1.0), result("peer", None, reason="OutOfMemoryError: CUDA")]},
     ]
     found = {"subject": "ours", "cases": cases, "environment": {"device": "a GPU"}}
-    assert markdown.table(found | {"ratios": report.ratios(found)}).splitlines() == [
+    assert markdown.table(found | {"ratios": ratios.of_measured(found)}).splitlines() == [
         "| | ours | peer |",
         "| --- | --- | --- |",
         "| a | 2.00, 25% | 5.00, 2.5x, 70% |",
