@@ -309,8 +309,8 @@ def run(
     budget = Budget.of(seconds or (QUICK_SECONDS if quick else SECONDS), len(chosen), quick)
     budget = dataclasses.replace(budget, seconds=min(budget.seconds, benchmark.case_seconds))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    labels = [c.label for c in chosen]
     cases: list[dict[str, Any]] = []
-    left_out: list[str] = []
 
     def summary() -> dict[str, Any]:
         environment["load_average_after"] = load_average()
@@ -320,7 +320,7 @@ def run(
             "notes": list(benchmark.notes),
             "quick": quick,
             "seconds": round(time.monotonic() - start, 1),
-            "left_out": left_out,
+            "left_out": [label for label in labels if label not in {c["label"] for c in cases}],  # of a run that is stopped, too
             "subject": next(c.name for c in benchmark.contenders if c.is_ours),
             "baseline": benchmark.baseline,
             "environment": environment,
@@ -337,9 +337,7 @@ def run(
             return _run_case(benchmark, case, target, budget, lambda text: progress.update(task, description=text))
 
         for case in chosen:
-            if time.monotonic() > budget.deadline:
-                left_out.append(case.label)
-            else:
+            if time.monotonic() <= budget.deadline:
                 cases.append(_described(case, *run_case(case), bandwidth, target))
                 report.save(summary(), out)  # a run that is stopped loses one case
                 console.print(report.line(cases[-1]), highlight=False)

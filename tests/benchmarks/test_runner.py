@@ -148,7 +148,9 @@ def test_every_case_is_written_when_it_is_done(tmp_path: Path) -> None:
     small_benchmark("stopped", contender("stops", stopped))
     with pytest.raises(Stopped):
         run("stopped", tmp_path)
-    assert [c["label"] for c in json.loads((tmp_path / "stopped.json").read_text())["cases"]] == ["5 x 3,4"]
+    left = json.loads((tmp_path / "stopped.json").read_text())
+    assert [c["label"] for c in left["cases"]] == ["5 x 3,4"]
+    assert left["left_out"] == ["6 x 2,3 to 4,2"]
     assert [path.name for path in tmp_path.iterdir()] == ["stopped.json"]
 
 
