@@ -86,6 +86,25 @@ def test_plots(tmp_path: Path) -> None:
     assert plots.draw(found((1e-3, None, None)), tmp_path / "no_baseline")[0].name == "no_baseline_roofline.png"
 
 
+def test_an_overview_of_what_was_measured(tmp_path: Path) -> None:
+    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
+    known = found((1.0, 2.0, None), (4.0, 2.0, 0.5), (None, 1.0, 1.0))
+    known["cases"][1]["parameters"]["quick"] = True
+    (tmp_path / "kron.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
+    rows = overview.gathered(tmp_path)
+    assert [(row.label, row.ratios) for row in rows] == [("forward, GPyTorch", [2.0])]
+    overview.draw([*rows, overview.Row("others", "more", [0.5, 8.0])], tmp_path / "overview.png")
+    assert (tmp_path / "overview.png").stat().st_size > 10_000
+    assert overview.geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
+
+
+def test_every_row_of_the_overview_names_a_contender() -> None:
+    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
+    benchmarks = all_benchmarks()
+    for name, contender in (pair for of_group in overview.ROWS.values() for pair in of_group):
+        assert contender in {c.name for c in benchmarks[name].contenders}
+
+
 def test_times_are_quartiles() -> None:
     times = timing.Times.of([5.0, 1.0, 2.0, 4.0, 3.0])
     assert (times.minimum, times.lower_quartile, times.median, times.upper_quartile, times.rounds) == (1.0, 2.0, 3.0, 4.0, 5)
