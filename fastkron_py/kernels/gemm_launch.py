@@ -288,7 +288,7 @@ def _plan(kind: Kind) -> Plan | DividedPlan:
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[Launched]]:
-    """A list of what is launched inside the ``with`` block, in this thread."""
+    """A list of what is launched inside the ``with`` block, in this thread; what another one around it sees too, when this one ends."""
     before = _WATCHED.seen
     seen: list[Launched] = []
     _WATCHED.seen = seen
@@ -296,6 +296,8 @@ def watching() -> Iterator[list[Launched]]:
         yield seen
     finally:
         _WATCHED.seen = before
+        if before is not None:
+            before += seen
 
 
 def forget_launches() -> None:
