@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels.devices import multiprocessor_count
+from fastkron_py.kernels.devices import has_overlap, multiprocessor_count
 from fastkron_py.kernels.gemm import begin_nothing, make_plain, value_plain
 from fastkron_py.tuning.gemm import GemmSizes, GemmTile
 
@@ -30,6 +30,7 @@ class Gemm(NamedTuple):
     functions: tuple[Any, ...] = ()  # further jit functions for finish
     begin: Any = begin_nothing
     sums: int = 1  # of the product, that the finisher makes one column of the result of; pairs are two
+    light: bool = False  # without a bias, programs of two launches fit a multiprocessor's registers together: see `tuning/gemm.py`
 
     @property
     def fan(self) -> int:
@@ -62,6 +63,10 @@ class Kind(NamedTuple):
     device: torch.device
     tile: GemmTile | None
 
+    def overlaps(self) -> bool:
+        """Whether one of several launches may begin while the one ahead ends."""
+        return self.gemm.divisible and has_overlap(self.device)
+
     def sizes(self) -> GemmSizes:
         """What the closed form chooses by."""
         passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
@@ -69,6 +74,9 @@ class Kind(NamedTuple):
         stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
         stored = -(-stored // self.gemm.fan)
         itemsize = self.a.dtype.itemsize
+        described = self.a.described and self.b.described
+        stores_described = all([o is None or o.described for o in self.others])  # pointers take more registers
+        beside = self.gemm.light and self.bias is None and described and stores_described and itemsize == 2 and self.overlaps()
         return GemmSizes(
             self.rows,
             self.columns,
@@ -78,7 +86,8 @@ class Kind(NamedTuple):
             stored,
             self.gemm.pairs != "",
             multiprocessor_count(self.device),
-            self.a.described and self.b.described,
+            described,
+            beside,
         )
 
 

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastkron_py.kernels.devices import has_overlap, on_device
+from fastkron_py.kernels.devices import on_device
 from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
 from fastkron_py.kernels.gemm_kind import Gemm, Kind, Operand, kind_of, rowwise
 from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
@@ -234,7 +234,7 @@ class DividedPlan:
     ) -> None:
         """See `Plan`."""
         if not self._parts:
-            last = len(self._spans) - 1 if has_overlap(self._kind.device) else 0
+            last = len(self._spans) - 1 if self._kind.overlaps() else 0
             overlaps = [Overlap(i < last, 0 < i <= last) for i in range(len(self._spans))]
             pairs = zip(self._spans, overlaps, strict=True)
             self._parts = [self._launched(span, overlap, a, b, bias, others, tensors) for span, overlap in pairs]

@@ -12,7 +12,7 @@ from gated_cases import expected, expected_gradients, pack, problem, relative
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
-from fastkron_py.kernels import gemm_launch
+from fastkron_py.kernels import gemm_kind, gemm_launch
 from fastkron_py.kernels.gated.activations import find_activation
 from fastkron_py.nn import GatedMLP
 from fastkron_py.tuning import gemm as tuning
@@ -136,7 +136,7 @@ def test_what_stands_around_two_launches(layout: str) -> None:
     x, weight = inputs[0].clone(), kept.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
-        patch.setattr(gemm_launch, "has_overlap", lambda device: False)
+        patch.setattr(gemm_kind, "has_overlap", lambda device: False)
         gemm_launch.forget_launches()
         apart = [gated_linear(each, kept, layout=layout) for each in inputs]
         for y, each in zip(apart, inputs, strict=True):

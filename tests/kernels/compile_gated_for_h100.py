@@ -46,7 +46,12 @@ def main() -> None:
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
         finish = options.get("FINISH")
         found = {"problem": current, "kernel": self.__name__, "finish": finish.__name__ if finish else ""}
-        print(json.dumps({**found, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}), flush=True)
+        ptx = compiled.asm["ptx"]
+        # Where in the text: of the wait for the launch ahead, and of the last store; -1 for none.
+        found |= {"early": options.get("EARLY"), "wait": ptx.rfind("griddepcontrol.wait"), "store": ptx.rfind("cp.async.bulk.tensor")}
+        found |= {"lets next": "griddepcontrol.launch_dependents" in ptx}
+        found |= {"warps": compiled.metadata.num_warps, "shared": compiled.metadata.shared}
+        print(json.dumps({**found, **resources(compiled.asm["cubin"])}), flush=True)
 
     jit.JITFunction.run = compile_only
     from fastkron_py.kernels import gemm_kind, gemm_launch
@@ -56,7 +61,7 @@ def main() -> None:
     from fastkron_py.kernels.gemm_launch import gemm
 
     gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
-    gemm_launch.has_overlap = lambda device: True  # type: ignore[assignment]
+    gemm_kind.has_overlap = lambda device: True  # type: ignore[assignment]
     triton_gated.has_approximations = lambda device: True
     for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
         current = name
@@ -71,6 +76,11 @@ def main() -> None:
         triton_gated.recomputed_gradients(dy, x, weight, None, gated)
         triton_gated.recomputed_gradients(dy, x, weight, None, gated, True)
         triton_gated.stored_gradients(dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated, True, True)
+    gemm_kind.has_descriptors = lambda device: True  # type: ignore[assignment]
+    x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
+    for activation in sorted(triton_gated.LIGHT):
+        current = f"beside, {activation}"
+        triton_gated.forward(x, weight, None, triton_gated.Gated(activation, "interleaved", "highest"))
     current = "a linear layer"
     x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
     call = Gemm(finish_plain, make=_make_silu, value=_clipped, params=(3.0,))

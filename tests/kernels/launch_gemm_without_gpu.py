@@ -129,7 +129,7 @@ def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
     for module in (gemm_kind, rational_gemm_launch, triton_rational):
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
-    gemm_launch.has_overlap = lambda device: True  # type: ignore[assignment]
+    gemm_kind.has_overlap = lambda device: True  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for module in (recorded_gated, recorded_linear_rational):
         seen(module)

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from compiled_for_h100 import SHARED_MEMORY, compiled
 
+from fastkron_py.kernels.gated.triton_gated import LIGHT
+
 pytestmark = pytest.mark.xdist_group("compile_gated_for_h100")  # one worker: what is compiled serves all tests here
+REGISTERS = 65536  # of a multiprocessor; warps get them in eights for each thread
+RESERVED = 1024  # bytes of shared memory, for each program
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,25 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
     """Of the preferred configuration: on an H100 nothing should fall back."""
     assert [k for k in kernels if k["shared"] > SHARED_MEMORY] == []
+
+
+def test_the_second_launch_waits_for_the_end_of_the_first(kernels: list[dict[str, Any]]) -> None:
+    """With its tiles stored; no other kernel waits, or lets the next one begin early."""
+    gemms = [k for k in kernels if k["early"] is not None]
+    second = [k for k in gemms if k["early"]]
+    assert len(second) == sum(k["lets next"] for k in kernels) >= 4
+    assert all(k["wait"] > k["store"] > 0 and not k["lets next"] for k in second)
+    assert all(k["wait"] == -1 for k in kernels if not k["early"])
+
+
+@pytest.mark.parametrize("activation", sorted(LIGHT))
+def test_programs_of_two_launches_fit_a_multiprocessor(kernels: list[dict[str, Any]], activation: str) -> None:
+    """The second launch would else wait for the first one's end, and be slow: each of its programs has little in flight."""
+    first, second = (k for k in kernels if k["problem"] == f"beside, {activation}")
+    assert (first["early"], second["early"]) == (False, True)
+    assert (first["warps"], second["warps"]) == (8, 4)
+    assert sum(k["shared"] + RESERVED for k in (first, second)) <= SHARED_MEMORY + RESERVED
+    assert sum(-(-k["reg"] // 8) * 8 * 32 * k["warps"] for k in (first, second)) <= REGISTERS
 
 
 def test_nothing_spills(kernels: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kernels import gemm_kind, gemm_launch
-from fastkron_py.kernels.gated.activations import find_activation
-from fastkron_py.kernels.gated.finishers import finish_gate
-from fastkron_py.kernels.gemm import finish_plain
+from fastkron_py.kernels.gated.activations import Activation, find_activation, register_activation, unregister_activation
+from fastkron_py.kernels.gated.finishers import finish_gate, finish_gate_and_pair
+from fastkron_py.kernels.gated.triton_gated import Gated
+from fastkron_py.kernels.gemm import finish_plain, make_plain
 from fastkron_py.kernels.gemm_kind import Gemm
 from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.testing import assert_close
@@ -92,6 +94,35 @@ def test_pairs(tile: GemmTile, pairs: str, described: bool, device: torch.device
     gemm(x, weight, bias, Gemm(finish_gate, value=find_activation("relu").value, params=(False,), pairs=pairs), out, tile=tile)
     assert_close(out, up * gate.relu())
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
+
+
+@pytest.mark.parametrize(
+    ("other", "beside"),
+    [
+        ({}, True),
+        ({"bias": True}, False),  # more registers, as with the following two
+        ({"saving": True}, False),
+        ({"activation": "my own"}, False),
+        ({"dtype": torch.float32}, False),
+        ({"hidden": 44}, False),  # stored by pointers
+        ({"overlap": False}, False),
+    ],
+    ids=str,
+)
+def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
+    monkeypatch.setattr(gemm_kind, "has_overlap", lambda device: other.get("overlap", True))
+    register_activation(Activation("my own", torch.relu, torch.relu, make_plain, make_plain))
+    try:
+        finish = finish_gate_and_pair if other.get("saving") else finish_gate
+        x, weight = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
+        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(finish, x)
+    finally:
+        unregister_activation("my own")
+    bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
+    kind = gemm_kind.kind_of(x, weight, bias, [torch.empty(40, hidden, dtype=dtype), None, None, None], call, "highest", None)
+    assert kind.sizes().beside is beside
+    assert kind.overlaps() is other.get("overlap", True)
 
 
 def test_half_types_of_another_result(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile, gemm_spans, gemm_tile, is_valid, tiles
+from fastkron_py.tuning.gemm import SHARED_MEMORY, GemmSizes, GemmSpan, GemmTile, gemm_spans, gemm_tile, is_valid, shared_memory, tiles
 
 SIZES = [
     GemmSizes(rows, columns, depth, itemsize, passes, stored, paired, 132, described)
@@ -15,6 +15,13 @@ SIZES = [
     )
     if (passes == 1 or itemsize == 4) and not (paired and columns % 2)
 ]
+LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}
+LARGE, SMALL, BESIDE = GemmTile(128, 256, 64, 8, 3, 2, 16), GemmTile(128, 128, 64, 8, 4), GemmTile(64, 128, 32, 4, 4)
+
+
+def llama(model: str, rows: int, beside: bool = False) -> GemmSizes:
+    depth, hidden = LLAMAS[model]
+    return GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, 132, True, beside)
 
 
 def test_every_choice_is_valid() -> None:
@@ -24,11 +31,12 @@ def test_every_choice_is_valid() -> None:
         assert is_valid(tile, stored), (tile, stored)
 
 
-def test_spans_are_all_columns() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_spans_are_all_columns(beside: bool) -> None:
     """Two launches are valid each, meet at a border of the first one's tiles, and leave the first one's last wave almost full."""
     divided = 0
     for sizes in SIZES:
-        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2)
+        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2, beside=beside)
         spans = gemm_spans(stored)
         if not spans:
             continue
@@ -46,22 +54,52 @@ def test_spans_are_all_columns() -> None:
 
 def test_llama_in_two_launches() -> None:
     """3.4 waves are three full ones, and one of half the length; 6.8 and 12.6 waves stay."""
-    llamas = [
-        GemmSizes(512, 2 * hidden, depth, 2, 1, 1, True, 132, True) for depth, hidden in ((4096, 14336), (8192, 28672), (16384, 53248))
-    ]
-    large, small = GemmTile(128, 256, 64, 8, 3, 2, 16), GemmTile(128, 128, 64, 8, 4)
-    assert [gemm_spans(sizes) for sizes in llamas] == [(GemmSpan(0, 25344, large), GemmSpan(25344, 28672, small)), (), ()]
+    llamas = [llama(model, 512) for model in LLAMAS]
+    assert [gemm_spans(sizes) for sizes in llamas] == [(GemmSpan(0, 25344, LARGE), GemmSpan(25344, 28672, SMALL)), (), ()]
     shallow = llamas[0]._replace(depth=256)  # a second launch would take longer than the wave that it saves
     assert gemm_spans(shallow) == ()
 
 
+# Where the first launch's columns end, and where nothing changes with programs beside them.
+@pytest.mark.parametrize(
+    ("model", "rows", "cut"),
+    [
+        *[("8B", 256, 16896), ("8B", 384, 22528), ("8B", 512, 25344), ("8B", 640, 26880), ("8B", 1024, None), ("8B", 4096, 28416)],
+        *[(model, rows, None) for model in LLAMAS for rows in (64, 512, 4096, 16384) if (model, rows) not in (("8B", 512), ("8B", 4096))],
+    ],
+)
+def test_the_second_launch_beside_the_first(model: str, rows: int, cut: int | None) -> None:
+    sizes = llama(model, rows, beside=True)
+    apart = gemm_spans(llama(model, rows))
+    if cut is None:
+        assert gemm_spans(sizes) == apart
+    else:
+        assert gemm_spans(sizes) == (GemmSpan(0, cut, LARGE), GemmSpan(cut, sizes.columns, BESIDE))
+        assert all(span.tile != BESIDE for span in apart)
+        assert shared_memory(LARGE, sizes) + shared_memory(BESIDE, sizes) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"stored": 3},  # with both of each pair: no room in shared memory
+        {"itemsize": 4, "stored": 2},
+        {"itemsize": 4, "stored": 2, "passes": 3},
+        {"described": False},
+        {"depth": 256},  # what is between launches is longer
+    ],
+    ids=str,
+)
+def test_no_launch_beside_the_first(other: dict[str, int]) -> None:
+    sizes = llama("8B", 512, beside=True)._replace(**other)
+    assert gemm_spans(sizes) == gemm_spans(sizes._replace(beside=False))
+
+
 @pytest.mark.parametrize("rows", [512, 4096, 16384])
-@pytest.mark.parametrize(("depth", "hidden"), [(4096, 14336), (8192, 28672), (16384, 53248)])
-def test_llama(rows: int, depth: int, hidden: int) -> None:
-    tile = gemm_tile(GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, 132, True))
+@pytest.mark.parametrize("model", LLAMAS)
+def test_llama(rows: int, model: str) -> None:
     # 3.4 waves of the large tiles would take as long as 4; seven of the small ones are full.
-    large = (rows, depth) != (512, 4096)
-    assert tile == (GemmTile(128, 256, 64, 8, 3, 2, 16) if large else GemmTile(128, 128, 64, 8, 4))
+    assert gemm_tile(llama(model, rows)) == (SMALL if (model, rows) == ("8B", 512) else LARGE)
 
 
 def test_few_tiles_become_smaller() -> None:

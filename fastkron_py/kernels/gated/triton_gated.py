@@ -24,6 +24,8 @@ from fastkron_py.kernels.recipes import arithmetic
 from fastkron_py.tuning.gemm import GemmTile
 
 _ELEMENTWISE_BLOCK: Final = (16, 128)
+# Activations with which programs of two launches fit a multiprocessor's registers together, as tests see by compiling for an H100.
+LIGHT: Final = frozenset({"silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity"})
 
 
 class Gated(NamedTuple):
@@ -41,7 +43,8 @@ class Gated(NamedTuple):
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout
-        return Gemm(finish, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True)
+        light = finish is finish_gate and pairs == "stacked" and self.activation in LIGHT
+        return Gemm(finish, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
     def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as the main loop takes them, views: ``[2, H, K]`` and ``[2, H]``, or as they are."""
