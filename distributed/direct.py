@@ -24,8 +24,6 @@ from fastkron_py.distributed.estimate import SLOTS
 from fastkron_py.distributed.grid import ProcessGrid
 
 ALIGNMENT: Final = 256
-# Runs of memory from this size on are copied one by one, which leaves the multiprocessors to multiplies.
-RUN_BYTES: Final = 1 << 18
 VIEWS: Final = 1024  # of slots, that are kept
 
 
@@ -108,34 +106,6 @@ class Direct:
         self._taken[slot] = False
 
 
-def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event | None:
-    """Have copies made on a stream of their own, after what the current stream has been given; the event after them."""
-    if device.type != "cuda":
-        copies()
-        return None
-    if device not in _beside:
-        _beside[device] = torch.cuda.Stream(device, priority=-1)
-    stream = _beside[device]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        copies()
-        done = torch.cuda.Event()
-        done.record(stream)
-    return done
-
-
-def copy_runs(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, q, s]`` of any strides; long runs one by one."""
-    run = of.shape[-1] * of.element_size()
-    if run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:
-        to.copy_(of)
-        return
-    for there, here in zip(to.unbind(), of.unbind(), strict=True):
-        for there_run, here_run in zip(there.unbind(), here.unbind(), strict=True):
-            there_run.copy_(here_run)
-
-
-_beside: dict[torch.device, torch.cuda.Stream] = {}
 _made: dict[tuple[str, torch.device], Direct | None] = {}
 _made_in: Any = None
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.blocks import Exchange, Rectangle, widths
-from fastkron_py.distributed.direct import Direct, beside, copy_runs
+from fastkron_py.distributed.copies import beside, copy, copy_runs
+from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.messages import Works, begin_messages, cut_at_source, cut_at_target, plain
 from fastkron_py.distributed.watch import note
@@ -108,13 +109,13 @@ class Transfer:
             return local
         parcel = local.new_empty(self.rows * sum(self.sizes(outgoing=True)))
         for part, view in self._pairs(parcel, local, outgoing=True):
-            part.copy_(view)
+            copy(part, view)
         return parcel
 
     def unpack(self, arrived: Tensor, out: Tensor) -> None:
         """Put what came from the peers, one after the other, in place in a block."""
         for part, view in self._pairs(arrived, out, outgoing=False):
-            view.copy_(part)
+            copy(view, part)
 
     def sizes(self, outgoing: bool) -> tuple[int, ...]:
         """Elements to or from each peer, for each row of x."""
@@ -178,7 +179,7 @@ class Transfer:
         exchange, me = self.exchange, self.line.position
         going, coming = before(exchange, local, me), after(exchange, self.arrived, me)
         with stage(self._text(local), self.line.group):
-            copied = beside(local.device, lambda: coming.own.copy_(going.own))
+            copied = beside(local.device, lambda: copy(coming.own, going.own))
             self.work = Works(begin_messages(self.line.group, local.device, going.runs, coming.runs), copied)
 
     @property

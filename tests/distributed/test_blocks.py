@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkron_py import reference
 from fastkron_py.distributed.blocks import (
@@ -26,7 +27,7 @@ from fastkron_py.distributed.blocks import (
     way,
     widths,
 )
-from fastkron_py.distributed.direct import copy_runs
+from fastkron_py.distributed.copies import copy, copy_runs
 from fastkron_py.distributed.exchange import Line, Transfer
 
 # One group of the whole suite: hypothesis explores, and the same examples come every time.
@@ -190,12 +191,41 @@ def test_slices_are_shared_out_evenly(slices: int, parts: int, unit: int) -> Non
 
 
 def test_long_runs_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastkron_py.distributed.direct.RUN_BYTES", 32)
+    monkeypatch.setattr("fastkron_py.distributed.copies.RUN_BYTES", 32)
     of, to = torch.randn(2, 3, 10)[:, :, 2:], torch.zeros(4, 3, 8)[::2]
     copy_runs(to, of)
     assert torch.equal(to, of)
     copy_runs(to.mT, of.flip(2).mT)
     assert torch.equal(to, of.flip(2))
+
+
+class CopiedTypes(TorchDispatchMode):
+    """What is copied inside of it, by dtype."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.seen = args[0].dtype
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    ("start", "width", "pitch", "wide"), [(0, 32, 64, True), (16, 48, 80, True), (1, 32, 64, False), (0, 33, 64, False), (0, 32, 65, False)]
+)
+def test_copies_in_words(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int, width: int, pitch: int, wide: bool) -> None:
+    """Rows that consist of 16 bytes' multiples go as such, others as they are: every bit, of NaN too, also of what wants gradients."""
+    noise = torch.randint(-128, 128, (5 * pitch * dtype.itemsize,), dtype=torch.int8)
+    of = noise.view(dtype).view(5, pitch)[:, start : start + width]
+    to = torch.zeros(10, width, dtype=dtype)[::2]
+    if dtype.is_floating_point:
+        of.requires_grad_()
+    for least, expected in ((0, torch.complex128 if wide and not dtype.is_complex else dtype), (1 << 20, dtype)):
+        monkeypatch.setattr("fastkron_py.distributed.copies.WIDE_BYTES", least)
+        to.zero_()
+        with torch.no_grad(), CopiedTypes() as copied:
+            copy(to, of)
+        assert copied.seen == expected
+        assert torch.equal(to.contiguous().view(torch.int8), of.detach().contiguous().view(torch.int8))
 
 
 def test_even_products_go_in_whole_rows_and_in_one_piece() -> None:
