@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,16 +67,19 @@ def begin_messages(group: dist.ProcessGroup, device: torch.device, going: Runs, 
         return []
     if given[0][0].is_complex():
         going, coming = ([[plain(run) for run in runs] for runs in side] for side in (going, coming))
-    if not group._get_backend(device).supports_coalescing:
+    backend: Any = group._get_backend(device)  # torch's stubs leave out some of its methods
+    if not backend.supports_coalescing:
         works = [group.send([run], peer, 0) for peer, runs in enumerate(going) for run in runs]
         return works + [group.recv([run], peer, 0) for peer, runs in enumerate(coming) for run in runs]
     nothing = plain(given[0][0])[:0]
     options = AllToAllOptions()
     options.asyncOp = True
     group._start_coalescing(device)
-    for r in range(max(map(len, given))):
-        received, sent = ([runs[r] if r < len(runs) else nothing for runs in side] for side in (coming, going))
-        group.alltoall(received, sent, options)
+    # Asked of the backend itself: torch's dispatcher, which the group goes through, would look at every tensor of every round.
+    begin = backend.alltoall
+    rounds = [zip_longest(*side, fillvalue=nothing) for side in (coming, going)]
+    for received, sent in zip_longest(*rounds, fillvalue=[nothing] * len(going)):
+        begin(list(received), list(sent), options)
     return [group._end_coalescing(device)]
 
 
