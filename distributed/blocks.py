@@ -20,8 +20,6 @@ Offsets = tuple[int, ...]
 
 # Whole rows of the matrix [Q, S] are one rectangle a pair, parts of rows up to three: worth this much imbalance.
 WHOLE_ROWS_IMBALANCE: Final = 1.05
-# Runs of memory from this size on are messages of their own: the host begins one in less time than a link takes to move it.
-MESSAGE_BYTES: Final = 8 << 20
 
 
 def chunk_offsets(size: int, parts: int) -> Offsets:
@@ -158,16 +156,13 @@ class Exchange:
         """Whether what a rank sends lies in its block in the order in which it is sent: whole rows, one after the other."""
         return not self.turned and aligned(self.target, self.columns)
 
-    def in_messages(self, itemsize: int) -> bool:
-        """Whether runs of memory are sent from where they are to where they belong, each as a message: they are long.
-
-        And every rank has some, since all have to take part in a group's first messages.
-        """
-        return self._shortest_run * itemsize >= MESSAGE_BYTES
-
     @cached_property
-    def _shortest_run(self) -> int:
-        return min(widths(self.source)) if self.straight and min(widths(self.target)) > 0 else 0
+    def in_runs(self) -> bool:
+        """Whether runs of memory can be sent from where they are to where they belong, each as a message.
+
+        Every rank has some, since all have to take part in a group's first messages.
+        """
+        return self.straight and min(*widths(self.source), *widths(self.target)) > 0
 
     @cached_property
     def source_widths(self) -> list[int]:

@@ -1,9 +1,9 @@
 """What multiplies and exchanges cost: links between GPUs, memory, the model of local launches, and the processor that begins all of it.
 
-The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%). Stores into peers' memory are
-those of copies among two and four GPUs (285e9 bytes a second were measured among eight), with a guess at their barriers. Those of
-links between hosts are a data sheet's bandwidth and a guess at latency, meant to be replaced by the user's own. The processor's are
-fitted to products on four H200 that waited for a processor with slow cores (0.34 to 0.47 ms a chunk of two exchanges).
+The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%), and to products on two and four
+of them: memory, stores into peers' memory (with a guess at their barriers), what multiplies do beside an exchange, and the processor, which
+had slow cores. Those of links between hosts are a data sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
+docs/distributed.md has the table of what was modelled and measured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ LAUNCH_SECONDS: Final = 4e-6
 # A copy that turns rows to columns takes so many times as long as one of long runs (measured on an H200).
 TURNING: Final = 2.5
 
+BANDWIDTHS: Final = (
+    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "ranks_per_host", "direct_bandwidth", "direct_pair_bandwidth"
+)  # fmt: skip
 CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange", "cpu_store")
 
 
@@ -37,7 +40,9 @@ class Links:
         host_message: of each message between hosts.
         ranks_per_host: ranks ``i * ranks_per_host`` up to ``(i + 1) * ranks_per_host`` share host i.
         memory: of a GPU's own memory, in bytes a second.
-        direct_bandwidth: of stores into the peers' memory, inside a host.
+        beside: how fast multiplies go on beside an exchange inside a host, as a share of their speed without one.
+        direct_bandwidth: of stores into the peers' memory, inside a host, among more than two ranks.
+        direct_pair_bandwidth: of stores into the memory of one peer.
         direct_latency: of the barriers before and after them.
         cpu_call: processor time of a product, before its first chunk.
         cpu_chunk: of each chunk of rows, for its multiplies.
@@ -54,30 +59,35 @@ class Links:
     host_bandwidth: float = 45e9
     host_message: float = 2e-6
     ranks_per_host: int = 8
-    memory: float = 3.0e12
-    direct_bandwidth: float = 376e9
+    memory: float = 3.3e12
+    beside: float = 0.28
+    direct_bandwidth: float = 219e9
+    direct_pair_bandwidth: float = 376e9
     direct_latency: float = 15e-6
     cpu_call: float = 0.3e-3
-    cpu_chunk: float = 0.12e-3
-    cpu_exchange: float = 0.12e-3
-    cpu_message: float = 30e-6
-    cpu_direct_exchange: float = 0.175e-3
-    cpu_store: float = 8e-6
+    cpu_chunk: float = 0.2e-3
+    cpu_exchange: float = 0.24e-3
+    cpu_message: float = 60e-6
+    cpu_direct_exchange: float = 0.36e-3
+    cpu_store: float = 12e-6
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "ranks_per_host", "direct_bandwidth"):
+        for name in BANDWIDTHS:
             if not getattr(self, name) > 0:
                 raise value_error(name, "a positive number", getattr(self, name))
+        if not 0 <= self.beside <= 1:
+            raise value_error("beside", "a share from 0 to 1", self.beside)
         for name in ("latency", "message", "host_message", "direct_latency", *CPU):
             if not getattr(self, name) >= 0:
                 raise value_error(name, "a number of seconds, not negative", getattr(self, name))
 
-    def stored(self) -> Links:
-        """The same links where ranks store into each other's memory."""
+    def stored(self, parts: int) -> Links:
+        """The same links where so many ranks store into each other's memory."""
+        bandwidth = self.direct_pair_bandwidth if parts == 2 else self.direct_bandwidth
         return replace(
             self,
-            bandwidth=self.direct_bandwidth,
-            pair_bandwidth=self.direct_bandwidth,
+            bandwidth=bandwidth,
+            pair_bandwidth=bandwidth,
             latency=self.direct_latency,
             cpu_exchange=self.cpu_direct_exchange,
             cpu_message=self.cpu_store,

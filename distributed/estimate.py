@@ -71,14 +71,24 @@ def stage_steps(problem: Problem, way: Way, rows: int, stride: int, links: Links
         yield _step(problem, (stage.start, stage.stop), leg, seconds, STAGE_COPIES, stride, links)
 
 
-def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links, direct: bool) -> Iterator[Step]:
-    """The steps of a product by whole rows: an exchange to rows, the product, an exchange back. Arguments as in `stage_steps`."""
+def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links, *, direct: bool, messages: bool) -> Iterator[Step]:
+    """The steps of a product by whole rows: an exchange to rows, the product, an exchange back.
+
+    Args:
+        problem: what is multiplied.
+        rows: of x in a line.
+        parts: ranks in it.
+        stride: from one to the next.
+        links: between ranks.
+        direct: parts are stored where they belong.
+        messages: else, runs of memory are sent as they lie; neither: parts are packed.
+    """
     there, back = by_rows(rows, math.prod(problem.inner), math.prod(problem.outer), parts)
     most = max(widths(even_offsets(rows, parts)))
     seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
     for exchange, factors, spent, is_back in ((there, None, 0.0, False), (back, (0, len(problem.ps)), seconds, True)):
-        runs = exchange.in_messages(problem.dtype.itemsize)
-        copies = 0.0 if runs else 1.0  # what a rank keeps is copied beside the multiplies
+        runs = messages and exchange.in_runs
+        copies = 0.0 if direct or runs else 1.0  # what a rank keeps is copied beside the multiplies
         calls = rows if direct else most if runs else 0
         yield replace(_step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links), calls=calls)
 
@@ -161,7 +171,8 @@ def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
 def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
     """What GPU and links need, or what the processor needs to begin their work: the longer.
 
-    GPU and links: with one chunk the sum; with more the longer of the two, and the last chunk's share of the other.
+    GPU and links: with one chunk the sum. With more the longer of the two, and the last chunk's share of the other; or all of the GPU's
+    work and what exchanges take of it, which move bytes through the same memory, and by kernels of their own: the longer.
 
     Args:
         steps: of all rows.
@@ -176,4 +187,7 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
         return max(begun, multiply + exchange)
     again = sum(links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
     exchange += (chunks - 1) * again
-    return max(begun, max(multiply, exchange) + min(multiply, exchange) * max(sizes[0], sizes[-1]) / rows)
+    alone = max(sizes[0], sizes[-1]) / rows
+    taken = sum(links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) for s in steps)  # what goes to other hosts goes slowly
+    beside = multiply + taken * (1 - links.beside * (1 - alone))
+    return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)

@@ -52,6 +52,7 @@ class Transfer:
         rows: how often, for so many rows of x.
         label: how errors call it.
         back: it goes from the exchange's target to its source.
+        in_runs: runs of memory are sent as they lie, where each rank has some.
         into: where the block shall be afterwards, if that is known when it is sent.
         lent: the block may lie in a slot of direct stores afterwards, until `give_back`.
         ready: since when what is stored directly can be read, where that is earlier than what the current stream has been given.
@@ -62,6 +63,7 @@ class Transfer:
     rows: int
     label: str
     back: bool = False
+    in_runs: bool = False
     into: Tensor | None = None
     lent: bool = False
     ready: torch.cuda.Event | None = None
@@ -75,7 +77,7 @@ class Transfer:
 
     def reverse(self) -> Transfer:
         """The same elements on their way back."""
-        self.turned = Transfer(self.exchange, self.line, self.rows, f"{self.label}, backward pass", not self.back)
+        self.turned = Transfer(self.exchange, self.line, self.rows, f"{self.label}, backward pass", not self.back, self.in_runs)
         return self.turned
 
     @property
@@ -99,9 +101,10 @@ class Transfer:
         """Whether parts arrive in the order in which they belong."""
         return self.rows == 1 and self.exchange.straight and self.back and self.moves
 
-    def sent_in_runs(self, itemsize: int) -> bool:
-        """Whether runs of memory are long enough to be messages of their own. The same on every rank."""
-        return self.rows == 1 and self.moves and self.exchange.in_messages(itemsize)
+    @property
+    def sent_in_runs(self) -> bool:
+        """Whether runs of memory are messages of their own. The same on every rank."""
+        return self.in_runs and self.rows == 1 and self.moves and self.exchange.in_runs
 
     def pack(self, local: Tensor) -> Tensor:
         """What goes to the peers, one after the other, of a block."""
@@ -129,7 +132,7 @@ class Transfer:
             if self.slot is not None:
                 self._store(self.line.direct, self.slot, local)
                 return
-        if self.sent_in_runs(local.element_size()):
+        if self.sent_in_runs:
             self._send_runs(local)
             return
         parcel = self.pack(local)
@@ -161,7 +164,7 @@ class Transfer:
             with stage(text, self.line.group):
                 self.work.wait()
             note(text, arrived.device)
-        in_order = self.lands_in_place or self.sent_in_runs(arrived.element_size())
+        in_order = self.lands_in_place or self.sent_in_runs
         if out is None:
             out = arrived if in_order else arrived.new_empty(self.size)
         if not in_order:

@@ -165,7 +165,7 @@ class _Call:
             "beta": _scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
-            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.direct],
+            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.direct, self.plan.messages],
             "recompute": self.recompute,
             "arguments that need gradients": grads if torch.is_grad_enabled() else "none, under no_grad",
         }

@@ -90,8 +90,9 @@ def needed(chosen: Plan) -> int:
 @lru_cache(maxsize=256)
 def _smaller(chosen: Plan) -> list[Plan]:
     """The same stages with more chunks than these, fewest first."""
+    problem = chosen.problem
     return [
-        plan(chosen.problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, direct=chosen.direct)
+        plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, direct=chosen.direct, messages=chosen.messages)
         for c in CHUNKS
         if c > chosen.chunks
     ]

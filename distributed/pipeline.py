@@ -119,7 +119,7 @@ class Pipeline:
             transfer.receive(out)
 
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
-        return Transfer(exchange, self.line, rows, f"{self.name}: {label}", back)
+        return Transfer(exchange, self.line, rows, f"{self.name}: {label}", back, self.plan.messages)
 
     def _multiply_slices(self, block: Tensor, stage: Stage, alpha: Any) -> Tensor:
         """Slices are rows of a product that needs no other rank."""

@@ -35,6 +35,8 @@ class Plan:
         seconds: modelled time of the forward product, of GPUs and links or of the processor.
         direct: GPUs of one host store into each other's memory, in place of an all-to-all; where they cannot, the all-to-all
             is used all the same.
+        messages: by whole rows, runs of memory are sent from where they lie to where they belong, each as a message, but in chunks
+            that have no row for some rank; else they are packed for an all-to-all.
     """
 
     problem: Problem
@@ -46,6 +48,7 @@ class Plan:
     peak_memory: int
     seconds: float
     direct: bool = False
+    messages: bool = False
 
     @property
     def parts(self) -> int:
@@ -142,7 +145,7 @@ class Plan:
     def cpu_seconds(self) -> float:
         """Modelled: of these, what the processor needs to begin all of it."""
         sizes = self.chunk_rows(self.rows(0))
-        return cpu_seconds(self.steps, len(sizes), self.links.stored() if self.direct else self.links)
+        return cpu_seconds(self.steps, len(sizes), _paid(self.links, self.parts, self.direct))
 
     @property
     def efficiency(self) -> float:
@@ -176,6 +179,7 @@ def plan(
     chunks: int | None = None,
     memory: float | None = None,
     direct: bool = False,
+    messages: bool | None = None,
     links: Links = NVLINK,
 ) -> Plan:
     """Choose how a grid of ranks multiplies: grid, stages and chunks of the least modelled time.
@@ -190,6 +194,7 @@ def plan(
         chunks: into how many parts a rank's rows are cut; None chooses.
         memory: bytes that each rank may use; None sets no limit.
         direct: let GPUs of one host store into each other's memory; takes six buffers more.
+        messages: send runs of memory as they lie, which is for whole rows, or pack them; None chooses, with direct to pack.
         links: how fast ranks exchange.
 
     Returns:
@@ -197,7 +202,7 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a grid, stages or chunks that do not fit, or more memory needed than there is.
+        ValueError: a grid, stages, chunks or messages that do not fit, or more memory needed than there is.
 
     Example:
         >>> print(plan(Problem(128, (64,) * 4, (64,) * 4), world_size=8))
@@ -206,9 +211,16 @@ def plan(
         raise type_error("problem", "a Problem", type_name(problem))
     if chunks is not None and check_integer("chunks", chunks) < 1:
         raise value_error("chunks", "a positive number", chunks)
+    if not (messages is None or isinstance(messages, bool)):
+        raise type_error("messages", "True, False or None", type_name(messages))
     forced = None if stages is None else _cuts(stages, len(problem.ps))
+    if messages and forced is None:
+        forced = ()
+    if messages and forced:
+        raise value_error("messages", f'False or None with stages {forced}, or stages="{BY_ROWS}"', messages)
     counts = CHUNKS if chunks is None else (int(chunks),)
-    found = [p for shape in _shapes(grid, world_size) for p in _plans(problem, shape, forced, counts, links, direct)]
+    sends = (False, True) if messages is None and not direct else (bool(messages),)
+    found = [p for shape in _shapes(grid, world_size) for p in _plans(problem, shape, forced, counts, links, direct, sends)]
     fitting = [p for p in found if memory is None or p.peak_memory <= memory]
     if not fitting:
         least = min(found, key=lambda p: p.peak_memory)
@@ -247,10 +259,16 @@ def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
 
 
 def _plans(
-    problem: Problem, grid: tuple[int, int], forced: tuple[int, ...] | None, counts: Sequence[int], links: Links, direct: bool
+    problem: Problem,
+    grid: tuple[int, int],
+    forced: tuple[int, ...] | None,
+    counts: Sequence[int],
+    links: Links,
+    direct: bool,
+    sends: Sequence[bool],
 ) -> Iterator[Plan]:
-    paid = links.stored() if direct else links
     lines, parts = (grid[1], grid[0]) if problem.left else grid
+    paid = _paid(links, parts, direct)
     rows = -(-problem.m // lines)
     stride = grid[1] if problem.left else 1
     if parts == 1:
@@ -260,10 +278,10 @@ def _plans(
     else:
         ways = [_best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, paid)]
         ways += [()] if rows >= parts else []  # else some ranks would have no row
-    for cuts in ways:
+    for cuts, messages in [(c, s) for c in ways for s in ((False,) if c else sends)]:
         details = way(problem.inner, problem.outer, cuts, parts) if cuts else None
         if details is None:
-            steps = tuple(row_steps(problem, rows, parts, stride, paid, direct))
+            steps = tuple(row_steps(problem, rows, parts, stride, paid, direct=direct, messages=messages))
         else:
             steps = tuple(stage_steps(problem, details, rows, stride, paid))
         most = max(1, rows if cuts else -(-rows // parts))
@@ -272,9 +290,14 @@ def _plans(
                 continue
             memory = memory_needed(problem, details, rows, parts, chunks)
             seconds = seconds_needed(steps, chunk_rows(rows, chunks, 1 if cuts else parts), paid)
-            found = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, direct)
+            found = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, direct, messages)
             slots = SLOTS * found.most_elements * problem.dtype.itemsize if direct and parts > 1 else 0
             yield replace(found, peak_memory=memory + slots) if slots else found
+
+
+def _paid(links: Links, parts: int, direct: bool) -> Links:
+    """The links that a plan's exchanges are modelled with."""
+    return links.stored(parts) if direct else links
 
 
 @lru_cache(maxsize=4096)

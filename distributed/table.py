@@ -45,14 +45,21 @@ def table(plan: Plan) -> str:
         rows.append(_row(plan, step, stage))
     sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
+    sent = f", {_sending(plan)}" if plan.parts > 1 else ""
     lines = [
-        f"{form} = {p.m}, {factors_text(p.ps, p.qs)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}",
+        f"{form} = {p.m}, {factors_text(p.ps, p.qs)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}{sent}",
         *("  " + "  ".join(text.ljust(size) for text, size in zip(row, sizes, strict=True)).rstrip() for row in rows),
         f"  sent by all ranks {amount(plan.bytes_total, 'B')}; peak memory per rank {amount(plan.peak_memory, 'B')}",
         f"  modelled {duration(plan.seconds)}, {amount(plan.flop_rate, 'FLOP/s')}, efficiency {plan.efficiency:.0%}; "
         f"processor {duration(plan.cpu_seconds)}",
     ]
     return "\n".join(lines)
+
+
+def _sending(plan: Plan) -> str:
+    if plan.direct:
+        return "stored directly"
+    return "sent in runs" if plan.messages else "packed"
 
 
 def _row(plan: Plan, step: Step, stage: int) -> tuple[str, ...]:

@@ -70,6 +70,6 @@ def single(x, factors, left=False, **options):
     return fastkron_py.kron_matmul_left(factors, x, **options) if left else fastkron_py.kron_matmul(x, factors, **options)
 
 
-def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64):
+def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, messages=None):
     ps, qs = zip(*sizes, strict=True)
-    return plan(Problem(m, ps, qs, dtype, left), shape, stages=stages, chunks=chunks)
+    return plan(Problem(m, ps, qs, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)

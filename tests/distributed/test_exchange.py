@@ -14,7 +14,7 @@ from products import PROBLEMS, block, grid_for, make, multiply, planned, single,
 from rank_pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastkron_py.distributed import blocks, exchange, kron_matmul
+from fastkron_py.distributed import copies, exchange, kron_matmul
 from fastkron_py.distributed.exchange import Transfer
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -64,7 +64,7 @@ class Gathering:
 
 
 @contextmanager
-def audited(message_bytes: int, gathered: bool = False) -> Iterator[tuple[Copied, Counter, list[int]]]:
+def audited(gathered: bool = False) -> Iterator[tuple[Copied, Counter, list[int]]]:
     """Counts of copies in exchanges, of bytes sent in messages to each rank, and of messages in each transfer."""
     copied, sent, messages = Copied(), Counter(), []
     plain, send, receive = exchange.begin_messages, Transfer.send, Transfer.receive
@@ -83,7 +83,7 @@ def audited(message_bytes: int, gathered: bool = False) -> Iterator[tuple[Copied
         return call
 
     with (
-        mock.patch.object(blocks, "MESSAGE_BYTES", message_bytes),
+        mock.patch.object(copies, "WIDE_BYTES", 0),
         mock.patch.object(exchange, "begin_messages", count),
         mock.patch.object(Transfer, "send", inside(send)),
         mock.patch.object(Transfer, "receive", inside(receive)),
@@ -100,12 +100,12 @@ def in_messages(shape, left, gathered):
         x, factors, _ = make(m, sizes, left=left)
         expected = block(single(x, factors, left), grid)
         for chunks in (1, 3):
-            how = planned(m, sizes, shape, "rows", chunks, left)
-            with audited(1, gathered) as (_, sent, _):
+            how = planned(m, sizes, shape, "rows", chunks, left, messages=True)
+            with audited(gathered) as (_, sent, _):
                 found = multiply(block(x, grid), [f.to(grid.device) for f in factors], left, grid=grid, plan=how)
                 line, position = how.place(grid.rank)
                 legs = [leg for chunk in how.legs(line) for leg in chunk] if how.by_rows else []
-                legs = [leg for leg in legs if not leg.exchange.idle and leg.exchange.in_messages(8)]
+                legs = [leg for leg in legs if not leg.exchange.idle and leg.exchange.in_runs]
             assert torch.equal(found, expected), f"{name}, {chunks}"
             for peer in range(how.parts):
                 expected_bytes = sum(8 * leg.size(position, peer) for leg in legs)
@@ -130,9 +130,9 @@ def complex_in_messages():
     grid = grid_for((1, dist.get_world_size()))
     m, sizes = 6, ((4, 4), (3, 2), (2, 4))
     x, factors, _ = make(m, sizes, torch.complex128)
-    how = planned(m, sizes, grid.shape, "rows", 1, False, torch.complex128)
+    how = planned(m, sizes, grid.shape, "rows", 1, False, torch.complex128, messages=True)
     for gathered in sorted({False, dist.get_backend() == "gloo"}):
-        with audited(1, gathered) as (_, sent, _):
+        with audited(gathered) as (_, sent, _):
             found = kron_matmul(block(x * (1 + 2j), grid), [f.to(grid.device) for f in factors], grid=grid, plan=how)
         assert torch.equal(found, block(single(x * (1 + 2j), factors), grid))
         assert sent.total() > 0
@@ -142,16 +142,16 @@ def test_complex_numbers_in_messages(ranks: RankPool) -> None:
     ranks.run(complex_in_messages)
 
 
-def gradients_in_messages(chunks):
+def gradients_in_messages(chunks, messages):
     grid = grid_for((1, dist.get_world_size()))
     m, sizes = 10, ((4, 4), (3, 3), (2, 4))
     x, factors, _ = make(m, sizes)
-    how = planned(m, sizes, grid.shape, "rows", chunks, False)
+    how = planned(m, sizes, grid.shape, "rows", chunks, False, messages=messages)
     whole = [t.clone().requires_grad_() for t in (x, *factors)]
     mine = [t.clone().requires_grad_() for t in (block(x, grid), *[f.to(grid.device) for f in factors])]
     weights = whole_numbers(torch.Generator().manual_seed(1), m, 4 * 3 * 4)
     y = single(whole[0], whole[1:])
-    with audited(1) as (_, sent, _):
+    with audited() as (_, sent, _):
         found = kron_matmul(mine[0], mine[1:], grid=grid, plan=how)
         assert torch.equal(found, block(y, grid))
         forward = sum(sent.values())
@@ -164,30 +164,32 @@ def gradients_in_messages(chunks):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_gradients_of_messages(ranks: RankPool, chunks: int) -> None:
-    forward, both = map(sum, zip(*ranks.run(gradients_in_messages, chunks), strict=True))
+    forward, both = map(sum, zip(*ranks.run(gradients_in_messages, chunks, True), strict=True))
     assert both == 2 * forward > 0  # as much on the way back
+    assert all(sent == (0, 0) for sent in ranks.run(gradients_in_messages, chunks, False))  # packed
 
 
-def copies(message_bytes, stages):
+def copied_bytes(messages, stages):
     """Bytes copied by the exchanges of a product, as multiples of this rank's block, and how many messages there were."""
     grid = grid_for((1, dist.get_world_size()))
     m, sizes = 16, ((8, 8),) * 3
     x, factors, _ = make(m, sizes, torch.float32)
     local, placed = block(x, grid), [f.to(grid.device) for f in factors]
-    with audited(message_bytes) as (copied, _, messages):
-        found = kron_matmul(local, placed, grid=grid, plan=planned(m, sizes, grid.shape, stages, 2, False, torch.float32))
+    how = planned(m, sizes, grid.shape, stages, 2, False, torch.float32, messages=messages)
+    with audited() as (copied, _, counts):
+        found = kron_matmul(local, placed, grid=grid, plan=how)
     assert torch.equal(found, block(single(x, factors), grid))
-    return copied.bytes / local.nbytes, messages
+    return copied.bytes / local.nbytes, counts
 
 
 def test_messages_are_not_packed(ranks: RankPool) -> None:
     """What a rank keeps is copied, in each of two exchanges; packed buffers cost a copy of all more at each turn."""
     size = ranks.world_size
-    for times, messages in ranks.run(copies, 1, "rows"):
+    for times, messages in ranks.run(copied_bytes, True, "rows"):
         assert times == 2 / size
         assert messages == [2 * (16 // size // 2) * (size - 1)] * 4  # rows of a chunk, there and back
-    for times, messages in ranks.run(copies, 1 << 40, "rows"):
+    for times, messages in ranks.run(copied_bytes, False, "rows"):
         assert times == 2
         assert messages == []
-    for times, _ in ranks.run(copies, 1, (2, 1)):
+    for times, _ in ranks.run(copied_bytes, None, (2, 1)):
         assert times == 4
