@@ -2,7 +2,8 @@
 
     python -m benchmarks.distributed [--ranks N] [--out DIR] [--quick] [--only scaling|faults|examples] [--device cpu]
 
-does all of it and writes distributed_details.json and .png; ``python -m benchmarks distributed`` takes the scaling alone, as a table.
+does all of it and writes distributed_details.json and .png, each part as soon as it is done, so that a run that is stopped leaves what it
+has; ``python -m benchmarks distributed`` takes the scaling alone, as a table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROLES = ("auto", "rows", "pairs", "halves", "columns")
 SCALING_SECONDS = 100.0  # no product is begun later
 JOB_SECONDS = 200.0
+EXAMPLE_SECONDS = 90.0
+FAULT_SECONDS = 60.0
 CPU_RANKS = 2
 LABELS = ("64^4 float32, 128 rows a rank", "64^4 float32, 128 rows", "128^4 float32, 8 rows a rank", "128^4 float32, 16 rows")
 LABELS += ("128^3 float32, 128 rows", "64^4 float32, 32 rows a rank, with gradients")
@@ -61,27 +64,35 @@ def _torchrun(ranks: int, *arguments: str) -> list[str]:
     ]
 
 
+def _end(job: subprocess.Popen[Any]) -> None:
+    """Have a launcher end its ranks, which would else keep their GPUs; whatever is left then is killed."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
 def _hidden_gpus(device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
 
 @lru_cache(maxsize=4)
-def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALING_SECONDS) -> dict[str, Any]:
-    """What ranks of one job measured of all products; runs once in a process."""
+def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALING_SECONDS, keep: Path | None = None) -> dict[str, Any]:
+    """What ranks of one job measured of all products, which they write to a file after each; runs once in a process."""
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/found.json"
+        path = str((keep or Path(folder) / "found.json").absolute())
+        Path(path).unlink(missing_ok=True)
         command = _torchrun(ranks, "-m", "benchmarks.distributed_ranks", path, str(seconds), "quick" if quick else "full")
         job = subprocess.Popen(command, cwd=ROOT, env=_environment(**_hidden_gpus(device)), start_new_session=True)
         try:
             ended = f"the job ended with {job.wait(JOB_SECONDS)}"
         except subprocess.TimeoutExpired:
-            job.terminate()  # torchrun ends its ranks, which would keep the GPUs
-            try:
-                job.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
             ended = f"the job took more than {JOB_SECONDS:g} s"
+        finally:
+            _end(job)
         if not Path(path).exists():
             raise RuntimeError(f"{ended}, before its first product was done")
         found: dict[str, Any] = json.loads(Path(path).read_text())
@@ -100,10 +111,17 @@ def fault(how: str, device: str) -> dict[str, Any]:
         children = []
         for rank in range(2):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            environment = _environment(**variables, MASTER_PORT=str(port), **_hidden_gpus(device))
+            # At the timeout torch's watchdog would wait for another minute, to write down what was under way.
+            variables |= {"MASTER_PORT": str(port), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+            environment = _environment(**variables, **_hidden_gpus(device))
             children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         try:
-            output, errors = children[0].communicate(timeout=90)
+            output, errors = children[0].communicate(timeout=FAULT_SECONDS)
+            ended = None
+        except subprocess.TimeoutExpired:
+            children[0].kill()
+            output, errors = children[0].communicate()
+            ended = f"had not ended after {FAULT_SECONDS:g} s"
         finally:
             for child in children:
                 child.kill()
@@ -112,31 +130,32 @@ def fault(how: str, device: str) -> dict[str, Any]:
         after = time.time() - float(killed.read_text()) if killed.exists() else None
     told = [line for line in errors.splitlines() if line.startswith("fastkron_py: ")]
     lines = [line for line in output.splitlines() if line.startswith("{")]
-    error = json.loads(lines[-1]) if lines else {"message": errors.strip().splitlines()[-1:]}
+    error = json.loads(lines[-1]) if lines else {"message": ended or errors.strip().splitlines()[-1:]}
     return {"how": how, "returncode": children[0].returncode, "ended_after": after, "told": told, "error": error}
 
 
-def examples(ranks: int, device: str) -> list[dict[str, Any]]:
+def examples(ranks: int, device: str) -> Iterator[dict[str, Any]]:
     """Both examples under torchrun and, where there is one, mpirun."""
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
-    found = []
     for name, arguments in EXAMPLES.items():
         own = [str(ROOT / "examples" / name), *arguments[device]]
-        found.append(_example(name, "torchrun", _torchrun(ranks, *own), device))
+        yield _example(name, "torchrun", _torchrun(ranks, *own), device)
         if mpirun:
-            found.append(_example(name, "mpirun", [mpirun, "-n", str(ranks), sys.executable, *own], device))
-    return found
+            yield _example(name, "mpirun", [mpirun, "-n", str(ranks), sys.executable, *own], device)
 
 
 def _example(name: str, launcher: str, command: Sequence[str], device: str) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        environment = _environment(**_hidden_gpus(device))
+        environment, pipe = _environment(**_hidden_gpus(device)), subprocess.PIPE
+        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         try:
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
-            code, text = done.returncode, done.stderr if done.returncode else done.stdout
+            output, errors = job.communicate(timeout=EXAMPLE_SECONDS)
+            code, text = job.returncode, errors if job.returncode else output
         except subprocess.TimeoutExpired:
-            code, text = None, "did not end within 90 s"
+            code, text = None, f"did not end within {EXAMPLE_SECONDS:g} s"
+        finally:
+            _end(job)
     seconds = time.perf_counter() - start
     return {"example": name, "launcher": launcher, "returncode": code, "seconds": seconds, "tail": text.strip().splitlines()[-6:]}
 
@@ -151,7 +170,7 @@ def show(found: dict[str, Any]) -> list[str]:
     for product in products:
         lines.append(f"{product['name']:48} alone  {'':18} {product['alone'] * 1e3:8.3f}")
         for g in product["grids"]:
-            how = f"{g['stages']}".replace(" ", "") + f" /{g['chunks']}" + (" direct" if g["direct"] else "")
+            how = f"{g['stages']}".replace(" ", "") + f" /{g['chunks']}" + _sending(g)
             hidden = f"{g['hidden']:6.0%}" if "hidden" in g else ""
             lines.append(
                 f"{'':48} {g['grid']:6} {how:18} {g['seconds'] * 1e3:8.3f} {g['modelled'] * 1e3:8.3f}"
@@ -159,8 +178,7 @@ def show(found: dict[str, Any]) -> list[str]:
                 f" {g['efficiency']:5.0%} {g['bytes'] / 1e9:8.2f} {hidden}"
             )
             if len(g["also"]) > 1:
-                ways = [(a, " direct" if a["direct"] else "") for a in g["also"]]
-                each = [f"{a['stages']} /{a['chunks']}{way} {a['seconds'] * 1e3:.2f} ({a['begun'] * 1e3:.2f})" for a, way in ways]
+                each = [f"{a['stages']} /{a['chunks']}{_sending(a)} {a['seconds'] * 1e3:.2f} ({a['begun'] * 1e3:.2f})" for a in g["also"]]
                 lines.append(f"{'':56}{'; '.join(each)}")
             if "exchanges" in g:
                 lines.append(f"{'':56}exchanges alone {g['exchanges'] * 1e3:.3f}, multiplies alone {g['multiplies'] * 1e3:.3f}")
@@ -173,6 +191,10 @@ def show(found: dict[str, Any]) -> list[str]:
         lines.append(f"{e['example']} under {e['launcher']}: code {e['returncode']}, {e['seconds']:.0f} s")
         lines += [f"    {line}" for line in e["tail"]]
     return lines
+
+
+def _sending(way: dict[str, Any]) -> str:
+    return " direct" if way["direct"] else " in runs" if way.get("messages") else ""
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -259,26 +281,33 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {"ranks": ranks, "environment": describe(torch.device(options.device))}
     if options.device == "cuda":
         torch.cuda.empty_cache()  # memory is the ranks'
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "distributed_details.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that jobs under way are ended, too
     failed = False
     if "scaling" in parts:
         try:
-            found["scaling"] = scaling(ranks, options.device, options.quick, options.seconds)
+            keep = options.out / "distributed_scaling.json"
+            found["scaling"] = scaling(ranks, options.device, options.quick, options.seconds, keep)
             failed |= bool(found["scaling"]["wrong"])
+            _tell(found, {"scaling": found["scaling"]}, path)
         except RuntimeError as error:
             failed = True
             print(f"scaling: {error}", flush=True)
-    if "faults" in parts:
-        found["faults"] = [fault(how, options.device) for how in HOWS]
-    if "examples" in parts:
-        found["examples"] = examples(ranks, options.device)
-        failed |= any(e["returncode"] != 0 for e in found["examples"])
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "distributed_details.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    if found.get("scaling", {}).get("products"):
-        draw(found, path.with_suffix(".png"))
-    print("\n".join(show(found)), flush=True)
+    for part, results in (("faults", (fault(how, options.device) for how in HOWS)), ("examples", examples(ranks, options.device))):
+        for result in results if part in parts else ():
+            found.setdefault(part, []).append(result)
+            failed |= part == "examples" and result["returncode"] != 0
+            _tell(found, {part: [result]}, path)
     return int(failed)
+
+
+def _tell(found: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+    """Write all that was found, and show what is new."""
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    if new.get("scaling", {}).get("products"):
+        draw(found, path.with_suffix(".png"))
+    print("\n".join(show(new)), flush=True)
 
 
 if __name__ == "__main__":

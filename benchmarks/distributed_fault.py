@@ -21,7 +21,7 @@ from fastkron_py.distributed import CollectiveError, ProcessGrid, exchange, init
 
 HOWS = ("between", "within")
 PRODUCTS = 12
-TIMEOUT = 15.0
+TIMEOUT = 8.0
 
 
 def main(how: str, file: str) -> None:

@@ -250,13 +250,17 @@ def measure(
                 continue
             seconds = ranks.seconds(work)
             row = {
-                "grid": name, "shape": list(base.grid), "stages": how.stages, "chunks": how.chunks, "direct": how.direct, "error": error,
+                "grid": name, "shape": list(base.grid), "stages": how.stages, "chunks": how.chunks, "direct": how.direct,
+                "messages": how.messages, "error": error,
                 "seconds": seconds, "begun": ranks.begun(work), "modelled": how.seconds, "modelled_begun": how.cpu_seconds,
                 "bytes": how.bytes_total,
                 "flops": problem.flops * (3 if scaling.backward else 1) / seconds,
                 "efficiency": alone * m / scaling.rows / (seconds * ranks.size) if alone else None,
             }  # fmt: skip
-            row["also"] = [*best.get("also", []), {k: row[k] for k in ("stages", "chunks", "direct", "seconds", "begun")}]
+            row["also"] = [
+                *best.get("also", []),
+                {k: row[k] for k in ("stages", "chunks", "direct", "messages", "seconds", "begun", "modelled")},
+            ]
             best = row if not best or seconds < best["seconds"] else best | {"also": row["also"]}
         if not best:
             continue
@@ -272,11 +276,12 @@ def measure(
 
 
 def _variants(problem: Problem, base: Plan, scaling: Scaling, ranks: Ranks) -> list[Plan]:
-    """The plan; for float32 on GPUs twice as many chunks, direct stores, and once the way by stages."""
-    if base.parts == 1 or not ranks.gpus or scaling.backward or scaling.dtype != torch.float32:
+    """The plan; on GPUs also packed in place of messages, or the other way round, with direct stores, and once by stages."""
+    if base.parts == 1 or not ranks.gpus or scaling.backward:
         return [base]
-    twice = plan(problem, base.grid, stages=base.stages, chunks=2 * base.chunks)
-    found = [base, twice, *[plan(problem, base.grid, stages=base.stages, chunks=p.chunks, direct=True) for p in (base, twice)]]
+    found = [base, plan(problem, base.grid, stages=base.stages, messages=not base.messages)] if base.by_rows else [base]
+    if scaling.dtype == torch.float32:
+        found.append(plan(problem, base.grid, stages=base.stages, chunks=base.chunks, direct=True))
     if base.by_rows and not scaling.weak and scaling.label == "64^4":
         found.append(plan(problem, base.grid, stages=(2, 2)))
     return found

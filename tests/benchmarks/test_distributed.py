@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,27 @@ def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     assert sum("1 x 2" in line for line in lines) == len(products)
     distributed.draw(found, tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second fault is never done; products and the first fault are written and shown by then."""
+    product = {"name": "8^4", "alone": 1.0, "grids": []}
+    found = {"products": [product], "wrong": [], "agree": 0.0, "left_out": []}
+
+    def fault(how: str, device: str) -> dict[str, object]:
+        if how == distributed.HOWS[1]:
+            raise KeyboardInterrupt
+        return {"how": how}
+
+    monkeypatch.setattr(distributed, "scaling", lambda *_: found)
+    monkeypatch.setattr(distributed, "draw", lambda *_: None)
+    monkeypatch.setattr(distributed, "fault", fault)
+    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        distributed.main(["--ranks", "2", "--device", "cpu", "--out", str(tmp_path)])
+    kept = json.loads((tmp_path / "distributed_details.json").read_text())
+    assert kept["scaling"]["products"] == [product]
+    assert kept["faults"] == [{"how": "between"}]
+    assert "survivor between" in capsys.readouterr().out
