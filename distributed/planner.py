@@ -16,6 +16,8 @@ from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 
 CHUNKS: Final = (1, 2, 4, 8, 16, 32)
+# Twice as many chunks, which keep the processor busy, are not taken for less than the model can tell.
+NEARLY: Final = 1.01
 BY_ROWS: Final[Literal["rows"]] = "rows"
 
 
@@ -226,8 +228,9 @@ def plan(
         least = min(found, key=lambda p: p.peak_memory)
         needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
         raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
-    # Of equal ones the first: fewest exchanges, since shapes come with the fewest columns first.
-    return min(fitting, key=lambda p: p.seconds)
+    # Of nearly equal ones the first: shapes come with the fewest columns first, and fewer chunks before more.
+    enough = NEARLY * min(p.seconds for p in fitting)
+    return next(p for p in fitting if p.seconds <= enough)
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:
