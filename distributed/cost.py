@@ -64,7 +64,7 @@ class Links:
     direct_bandwidth: float = 219e9
     direct_pair_bandwidth: float = 376e9
     direct_latency: float = 15e-6
-    cpu_call: float = 0.3e-3
+    cpu_call: float = 0.2e-3
     cpu_chunk: float = 0.2e-3
     cpu_exchange: float = 0.24e-3
     cpu_message: float = 60e-6
