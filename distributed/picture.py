@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.distributed.blocks import Exchange, Leg, Rectangle
-from fastkron_py.distributed.table import factors_text
+from fastkron_py.distributed.table import factors_text, sending
 from fastkron_py.errors import value_error
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _draw(plan: Plan, axes: Any) -> None:
             stage += step.factors is not None
             _exchange(axes, top, step.leg, _title(plan, step, stage))
             top += 2.6
-    text = "Colour: the rank that had it before. Frame and number: the rank that holds it."
+    text = f"Colour: the rank that had it before. Frame and number: the rank that holds it. Parts are {sending(plan)}."
     axes.text(0.1, top + 0.05, text, fontsize=9, color=MUTED, va="center")
 
 

@@ -45,7 +45,7 @@ def table(plan: Plan) -> str:
         rows.append(_row(plan, step, stage))
     sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
-    sent = f", {_sending(plan)}" if plan.parts > 1 else ""
+    sent = f", {sending(plan)}" if plan.parts > 1 else ""
     lines = [
         f"{form} = {p.m}, {factors_text(p.ps, p.qs)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}{sent}",
         *("  " + "  ".join(text.ljust(size) for text, size in zip(row, sizes, strict=True)).rstrip() for row in rows),
@@ -56,7 +56,8 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sending(plan: Plan) -> str:
+def sending(plan: Plan) -> str:
+    """How parts of an exchange go to their ranks, in few words."""
     if plan.direct:
         return "stored directly"
     return "sent in runs" if plan.messages else "packed"

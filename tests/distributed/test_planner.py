@@ -262,6 +262,7 @@ def test_the_picture(tmp_path: Path) -> None:
     plan(Problem(1, (4, 4), (4, 4)), (1, 4), stages=(1, 1)).picture(axes)
     # Two exchanges, before and after: a part for each pair of ranks, a frame for each rank.
     assert len(axes.patches) == 2 * 2 * (16 + 4)
+    assert axes.texts[-1].get_text().endswith("Parts are packed.")
     with pytest.raises(ValueError, match="plan: expected at most 16 ranks that exchange, for a picture; got 64"):
         plan(SIXTY_FOURS, (1, 64)).picture(axes)
 
