@@ -205,33 +205,48 @@ class Transfer:
         return found
 
     def _store(self, direct: Direct, slot: int, local: Tensor) -> None:
+        me = self.line.position
+        # What a rank keeps goes straight to where it shall be; it is a range of a block whose parts lie in order.
+        mine = self._own_range() if self.into is not None and self.lands_in_place else slice(0, 0)
+
         def copies() -> None:
             get = self.exchange.source_size if self.back else self.exchange.target_size
             blocks = [direct.block(slot, peer, self.rows * get(peer), local.dtype) for peer in range(self.line.size)]
+            if self.into is not None and mine.stop:
+                blocks[me] = self.into
             for to, of in self.stores(local, blocks):
                 copy_runs(to, of)
 
         def then() -> None:
             if self.into is not None:
-                self.into.copy_(direct.block(slot, self.line.position, self.size, local.dtype))
+                block = direct.block(slot, me, self.size, local.dtype)
+                for part in (slice(0, mine.start), slice(mine.stop, self.size)):
+                    if part.start < part.stop:
+                        self.into[part].copy_(block[part])
 
         with stage(self._text(local), self.line.group):
             self.work = direct.store(slot, local, copies, then, self.ready)
         self.dtype = local.dtype
 
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
-        found = direct.block(slot, self.line.position, self.size, self.dtype)
+        found = direct.block(slot, self.line.position, self.size, self.dtype) if self.into is None else self.into
         self.work.wait()  # the current stream, not the host
         note(self._text(found), found.device)
         if self.lent and out is None:
             self.work = None
             return found
-        if out is None or self.into is None or out.data_ptr() != self.into.data_ptr():
+        if out is None or out.data_ptr() != found.data_ptr():
             out = torch.empty_like(found) if out is None else out
             out.copy_(found)
         self.work = self.into = None
         self._release(direct, slot)
         return out
+
+    def _own_range(self) -> slice:
+        """Which elements of its block a rank has kept, after an exchange whose parts land in place."""
+        sizes, me = self.sizes(outgoing=False), self.line.position
+        start = sum(sizes[:me])
+        return slice(start, start + sizes[me])
 
     def give_back(self) -> None:
         """The current stream has been given all that reads a block that was lent."""

@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkron_py
 from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, kron_matmul_left, plan
@@ -73,3 +74,16 @@ def single(x, factors, left=False, **options):
 def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, messages=None):
     ps, qs = zip(*sizes, strict=True)
     return plan(Problem(m, ps, qs, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)
+
+
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes that are copied inside of it."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.bytes += args[0].nbytes if func in COPIES else 0
+        return func(*args, **(kwargs or {}))

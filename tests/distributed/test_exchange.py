@@ -10,24 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from products import PROBLEMS, block, grid_for, make, multiply, planned, single, whole_numbers
+from products import PROBLEMS, Copied, block, grid_for, make, multiply, planned, single, whole_numbers
 from rank_pool import RankPool
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkron_py.distributed import copies, exchange, kron_matmul
 from fastkron_py.distributed.exchange import Transfer
-
-COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
-
-
-class Copied(TorchDispatchMode):
-    """Counts the bytes that are copied inside of it."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.bytes += args[0].nbytes if func in COPIES else 0
-        return func(*args, **(kwargs or {}))
 
 
 class Gathering:
