@@ -64,14 +64,16 @@ def _low_halves_kernel(
 
 @triton.jit
 def _turn_kernel(
-    x_ptr,  # [B, M, N], in these strides; float32 for LOW and ROUND
-    turned_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up and BATCHES at least B
+    x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
+    turned_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up and BATCHES at least B; rows in this stride
     low_ptr,  # likewise, for LOW
     sums_ptr,  # [B, tiles of rows, N], for SUMS
     rows,
     columns,
     stride_b,
     stride_m,
+    stride_n,  # of what is written
+    FIRST: tl.constexpr,  # matrices of x that are left out
     LOW: tl.constexpr,  # also write low halves
     ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
     SUMS: tl.constexpr,  # also sum up each tile's columns
@@ -85,12 +87,12 @@ def _turn_kernel(
     batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     m = tl.program_id(0) // tiles_n % tiles_m * BLOCK + tl.arange(0, BLOCK)
     n = tl.program_id(0) % tiles_n * BLOCK + tl.arange(0, BLOCK)
-    x_tile = x_ptr + (batch * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
+    x_tile = x_ptr + ((batch + FIRST) * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
     x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
     if WIDTH > 0:
-        at = ((n // WIDTH * BATCHES + batch) * WIDTH + n % WIDTH)[:, None] * rows + m[None, :]
+        at = ((n // WIDTH * BATCHES + batch) * WIDTH + n % WIDTH)[:, None] * stride_n + m[None, :]
     else:
-        at = batch * columns * rows + n.to(tl.int64)[:, None] * rows + m[None, :]
+        at = batch * columns * stride_n + n.to(tl.int64)[:, None] * stride_n + m[None, :]
     mask = (n < columns)[:, None] & (m < rows)[None, :]
     tl.store(turned_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
     if LOW:

@@ -18,11 +18,18 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 PLAIN = {"_poly_kan_fwd_kernel", "_poly_kan_dx_kernel", "_poly_kan_dcoef_kernel"}
 STAGED = {"_poly_kan_staged_fwd_kernel", "_poly_kan_staged_dx_kernel", "_poly_kan_staged_dcoef_kernel"}
+CONSTANT = {"_constant_kernel", "_column_sums_kernel", "_spread_sums_kernel"}
 
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     names = {k["kernel"] for k in kernels}
-    assert names == PLAIN | STAGED | {"_low_halves_kernel", "_turn_kernel", "_gemm_kernel", "_sum_partials_kernel", "_sum_segments_kernel"}
+    assert names == PLAIN | STAGED | CONSTANT | {
+        "_low_halves_kernel",
+        "_turn_kernel",
+        "_gemm_kernel",
+        "_sum_partials_kernel",
+        "_sum_segments_kernel",
+    }
     for problem in {k["problem"] for k in kernels}:
         is_staged = problem.startswith("large") and "plain" not in problem and "odd" not in problem
         wanted = STAGED if is_staged else PLAIN
@@ -41,6 +48,7 @@ def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
     """Plain dx keeps five tiles in registers and puts some of a degree's state on the stack between two products; the others hardly any."""
     large = [k for k in kernels if k["problem"].startswith("large") and "odd" not in k["problem"]]
     assert [k for k in large if k["kernel"] == "_poly_kan_fwd_kernel" and k["stack"] > 0] == []
+    assert [k for k in large if k["kernel"] in CONSTANT and k["stack"] > 0] == []
     quick = [k for k in large if "table" not in k["problem"]]
     assert [k for k in quick if k["kernel"] == "_poly_kan_staged_dcoef_kernel" and k["stack"] > 0] == []
     # Eight splines of sixteen numbers, once for a tile. Of Fourier's four tiles, 20 numbers by the assembler that comes with Triton 3.9.

@@ -8,14 +8,11 @@ import gluon_on_numpy
 import gluon_partitions
 import pytest
 import torch
-from gluon_on_numpy import launch
 from poly_kan_cases import layer_gradients, parameters_of, problem
+from poly_kan_on_numpy import stage
 from torch import Tensor
 
-from fastkron_py.kernels import devices
-from fastkron_py.kernels.launcher import Launcher
 from fastkron_py.kernels.poly_kan import hopper_launch, triton_poly_kan
-from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
 from fastkron_py.kernels.poly_kan.spec import Spec
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
@@ -27,24 +24,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every product is large, on a device with Hopper's kernels and few multiprocessors."""
-    monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
-    monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    """See `stage`; dx by the kernel for Hopper too."""
     monkeypatch.setattr(poly_kan_hopper, "INPUT_GRADIENT_PASSES", (1, 3))
-    monkeypatch.setattr(poly_kan_kind, "multiprocessor_count", lambda device: 3)
-    monkeypatch.setattr(devices, "has_staged", lambda device, dtype: dtype != torch.float64)
-    plain = Launcher.__call__
-
-    def call(self: Launcher, *given: Any) -> None:
-        (way,) = self._ways if len(self._ways) == 1 else (self._ways[0],)
-        if "staged" not in way.kernel.__name__:
-            plain(self, *given)
-        else:
-            launched.append(way.kernel.__name__)
-            launch(way.kernel, way.grid[0], given, way.arguments)
-
-    launched: list[str] = []
-    monkeypatch.setattr(Launcher, "__call__", call)
+    launched = stage(monkeypatch)
     triton_poly_kan.forget_launches()
     yield launched
     triton_poly_kan.forget_launches()

@@ -44,7 +44,7 @@ class GemmInputGradient:
         """``dx [M, I]``; rows of dy and x are runs of memory, from boundaries of 16 bytes."""
         kind = self._kind
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        b = turned_in_blocks(coefficients[self._first :], self._width, self._degrees, kind.dtype == torch.float32)
+        b = turned_in_blocks(coefficients, self._first, self._width, self._degrees, kind.dtype == torch.float32)
         gemm(dy, b, None, self._call, dx, side=x, tensors=(table, x), precision=kind.precision, tile=self._tile)
         return dx
 

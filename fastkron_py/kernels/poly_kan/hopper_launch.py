@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fastkron_py.kernels import devices
-from fastkron_py.kernels.launcher import RECORDING, Launcher, Way
+from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.poly_kan.kind import ALIGNED, Kind, Sum
 from fastkron_py.kernels.products import _sum_segments_kernel
 from fastkron_py.tuning import poly_kan_hopper as tuning
@@ -78,35 +77,25 @@ class _Staged:
 
 
 class _Described:
-    """A launch whose operands at some places are given as descriptors of matrices, in boxes, for the copy engine."""
+    """A launch whose operands at some places are given as descriptors of matrices of so many columns, in boxes, for the copy engine."""
 
-    def __init__(self, way: Way, places: tuple[int, ...], box: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, way: Way, places: tuple[int, ...], box: list[int], dtype: torch.dtype, columns: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         self._descriptor = TensorDescriptor
         self._launch = Launcher([way])
-        self._places, self._box = places, box
+        self._places, self._box, self._columns = places, box, columns
         self._layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(dtype).removeprefix("torch.")))
 
     def __call__(self, *given: Any) -> None:
         """Launch."""
-        if RECORDING.recorder is not None:
-            RECORDING.recorder.launch(self, given)
-            return
         self._launch(*[self._described(g) if i in self._places else g for i, g in enumerate(given)])
 
     def _described(self, t: Tensor) -> Any:
-        """Of a matrix with any stride of rows, or of contiguous matrices, one below the other."""
-        t = t.reshape(-1, t.shape[-1])
-        vector = 16 // t.dtype.itemsize
-        if t.stride(0) % vector:
-            # Every row has to begin on a boundary of 16 bytes. Only dy, turned, of a number of rows that is no multiple of four comes here.
-            t = pad(t, (0, -t.shape[1] % vector))[:, : t.shape[1]]
+        """Of a matrix whose rows begin on boundaries of 16 bytes, or of contiguous matrices, one below the other."""
+        t = t.reshape(-1, t.shape[-1])[:, : self._columns]
         return self._descriptor(t, list(t.shape), [t.stride(0), 1], self._box, self._layout)
-
-    def ready(self) -> None:
-        """None: a descriptor is made for each launch."""
 
 
 class StagedForward(_Staged):
@@ -126,7 +115,8 @@ class StagedForward(_Staged):
             "REGISTERS": choice.registers,
             "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
         }
-        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (1, 2), [choice.block_n, choice.block_k], kind.dtype)
+        box = [choice.block_n, choice.block_k]
+        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (1, 2), box, kind.dtype, kind.num_in)
         if choice.splits > 1:
             self.partial = (choice.splits, kind.rows, kind.num_out)
             self.sum = Sum(choice.splits, kind.rows * kind.num_out)
@@ -176,7 +166,8 @@ class StagedCoefficientGradient(_Staged):
             "REGISTERS": choice.registers,
         }
         box = [tuning.BLOCK_M, choice.block_k] if self.turned else [choice.block_k, tuning.BLOCK_M]
-        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (0, 1), box, kind.dtype)
+        columns = kind.rows if self.turned else kind.num_out
+        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (0, 1), box, kind.dtype, columns)
         tiles = -(-kind.num_out // tuning.BLOCK_M) * -(-kind.num_in // choice.block_n) * -(-sizes.terms // choice.degrees)
         segments = tuning.segments_of(tiles, blocks, choice.items)
         if segments > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,47 +65,79 @@ class Sum:
         self._launch(partial, out, _ONE)
 
 
+@lru_cache(maxsize=1024)
+def _launcher(kernel: Any, programs: int, device: torch.device, dtypes: tuple[torch.dtype, ...], arguments: Any) -> Launcher:
+    return Launcher([Way(kernel, (programs,), dict(arguments))])
+
+
+def launch(kernel: Any, programs: int, given: tuple[Tensor, ...], **arguments: Any) -> None:
+    """Launch a kernel on tensors and, by name, what else it takes."""
+    dtypes = tuple([t.dtype for t in given])
+    _launcher(kernel, programs, given[0].device, dtypes, tuple(arguments.items()))(*given)
+
+
+def forget_launches() -> None:
+    """Compile every kernel anew when it is next needed."""
+    _launcher.cache_clear()
+
+
 def low_halves(t: Tensor) -> Tensor:
     """What TF32 leaves of every number of a contiguous tensor."""
     low = torch.empty_like(t)
-    _low_halves_kernel[(-(-t.numel() // 1024),)](t, low, t.numel(), BLOCK=1024, num_warps=4)
+    launch(_low_halves_kernel, -(-t.numel() // 1024), (t, low), size=t.numel(), BLOCK=1024, num_warps=4)
     return low
 
 
 class Turned(NamedTuple):
-    """Matrices transposed, contiguous, for a tensor core that cuts off what TF32 does not hold."""
+    """Matrices transposed, for a tensor core that cuts off what TF32 does not hold; rows are runs of memory."""
 
-    itself: Tensor  # [..., N, M]
+    itself: Tensor  # [..., N, M], or a few columns more
     low: Tensor  # its low halves, where they were asked for, else the same
     sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
 
 
-def turned(t: Tensor, with_low: bool, rounds: bool, with_sums: bool = False) -> Turned:
-    """Of ``[M, N]`` or ``[B, M, N]`` in float32 whose rows are runs, in one pass; rounds: numbers become such that cutting rounds them."""
-    rows, columns = t.shape[-2:]
-    batches = t.shape[0] if t.ndim == 3 else 1
-    parts = -(-rows // _TURNED)
-    out = torch.empty((*t.shape[:-2], columns, rows), dtype=t.dtype, device=t.device)
+def turned(t: Tensor, with_low: bool, rounds: bool) -> Turned:
+    """Of contiguous ``[B, M, N]`` in float32, in one pass; rounds: numbers become such that cutting rounds them."""
+    batches, rows, columns = t.shape
+    out = torch.empty((batches, columns, rows), dtype=t.dtype, device=t.device)
     low = torch.empty_like(out) if with_low else out
-    sums = torch.empty((*t.shape[:-2], parts, columns), dtype=t.dtype, device=t.device) if with_sums else out
-    grid = (batches * parts * -(-columns // _TURNED),)
-    strides = (t.stride(0) if t.ndim == 3 else 0, t.stride(-2))
-    flags = {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums, "WIDTH": 0, "BATCHES": 0}
-    _turn_kernel[grid](t, out, low, sums, rows, columns, *strides, **flags, BLOCK=_TURNED, num_warps=8)
+    _turn(t, out, low, out, rows, {"LOW": with_low, "ROUND": rounds})
+    return Turned(out, low, out)
+
+
+def turned_gradient(dy: Tensor, with_low: bool, rounds: bool, with_sums: bool) -> Turned:
+    """Of ``[M, N]`` in float32 whose rows are runs, likewise, in `whole_vectors` of columns, the last of which are not written."""
+    rows, columns = dy.shape
+    stride = whole_vectors(rows)
+    out = torch.empty((columns, stride), dtype=dy.dtype, device=dy.device)
+    low = torch.empty_like(out) if with_low else out
+    sums = torch.empty((-(-rows // _TURNED), columns), dtype=dy.dtype, device=dy.device) if with_sums else out
+    _turn(dy[None], out, low, sums, stride, {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums})
     return Turned(out, low, sums)
 
 
-def turned_in_blocks(t: Tensor, width: int, batches: int, rounds: bool) -> Tensor:
-    """Of ``[B, M, N]``, in one pass, ``[blocks * batches * width, M]``: blocks of width columns, of each all matrices, transposed.
+def turned_in_blocks(t: Tensor, first: int, width: int, batches: int, rounds: bool) -> Tensor:
+    """Of ``[B, M, N]`` from matrix first on, in one pass, ``[blocks * batches * width, M]``: blocks of width columns, of each all matrices.
 
-    Nothing is written where there is no column, or, from B up to batches, no matrix.
+    Nothing is written where there is no column, or, from B - first up to batches, no matrix.
     """
     rows, columns = t.shape[1:]
     out = torch.empty((-(-columns // width) * batches * width, rows), dtype=t.dtype, device=t.device)
-    grid = (t.shape[0] * -(-rows // _TURNED) * -(-columns // _TURNED),)
-    flags = {"LOW": False, "ROUND": rounds, "SUMS": False, "WIDTH": width, "BATCHES": batches}
-    _turn_kernel[grid](t, out, out, out, rows, columns, t.stride(0), t.stride(1), **flags, BLOCK=_TURNED, num_warps=8)
+    _turn(t, out, out, out, rows, {"FIRST": first, "ROUND": rounds, "WIDTH": width, "BATCHES": batches})
     return out
+
+
+def whole_vectors(count: int) -> int:
+    """So many float32 numbers or a few more, that are vectors of 16 bytes."""
+    return -(-count // 4) * 4
+
+
+def _turn(t: Tensor, out: Tensor, low: Tensor, sums: Tensor, stride: int, flags: dict[str, Any]) -> None:
+    batches, rows, columns = t.shape
+    flags = {"FIRST": 0, "LOW": False, "ROUND": False, "SUMS": False, "WIDTH": 0, "BATCHES": 0, **flags}
+    sizes = {"rows": rows, "columns": columns, "stride_b": t.stride(0), "stride_m": t.stride(1), "stride_n": stride}
+    programs = (batches - flags["FIRST"]) * -(-rows // _TURNED) * -(-columns // _TURNED)
+    launch(_turn_kernel, programs, (t, out, low, sums), **sizes, **flags, BLOCK=_TURNED, num_warps=8)
 
 
 def aligned(t: Tensor) -> Tensor:

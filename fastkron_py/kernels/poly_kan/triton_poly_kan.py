@@ -12,12 +12,13 @@ from torch import Tensor
 from fastkron_py.kernels.devices import on_device
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.poly_kan import hopper_launch
+from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
+from fastkron_py.kernels.poly_kan.constant import constant, store_gradient
 from fastkron_py.kernels.poly_kan.dx_gemm_launch import GemmInputGradient
 from fastkron_py.kernels.poly_kan.kernels import _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
-from fastkron_py.kernels.poly_kan.kind import ALIGNED, Kind, Sum, aligned, low_halves, turned
+from fastkron_py.kernels.poly_kan.kind import ALIGNED, Kind, Sum, aligned, low_halves, turned, turned_gradient, whole_vectors
 from fastkron_py.kernels.poly_kan.spec import Spec
 from fastkron_py.kernels.recipes import arithmetic
-from fastkron_py.kernels.reductions import column_sums
 from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning.poly_kan import GROUP, Split, Tile
 
@@ -145,7 +146,7 @@ class _CoefficientGradient:
             "num_in": kind.num_in,
             "num_out": kind.num_out,
             "stride_gm": 1 if self.turned else kind.stride_g,
-            "stride_go": kind.rows if self.turned else 1,
+            "stride_go": whole_vectors(kind.rows) if self.turned else 1,
             "stride_xm": kind.stride_x,
             "blocks_per_split": way.split.blocks,
             "DEGREES": way.tile.degrees,
@@ -188,6 +189,7 @@ def forget_launches() -> None:
     """Choose every launch anew when it is next needed."""
     for cached in (_forward, _input_gradient, _coefficient_gradient):
         cached.cache_clear()
+    poly_kan_kind.forget_launches()
 
 
 def _table(x: Tensor, spec: Spec) -> Tensor:
@@ -224,8 +226,7 @@ def forward(x: Tensor, coefficients: Tensor, bias: Tensor | None, spec: Spec, pr
         kind = _kind(x, coefficients, None, bias is not None, spec, precision)
         plan = _forward(kind)
         if plan.first:  # degree 0 is a bias
-            constant = coefficients[0].sum(1, dtype=kind.wide)
-            bias = constant if bias is None else constant + bias
+            bias = constant(coefficients, bias, kind.wide)
         if plan.is_staged:
             coefficients = aligned(coefficients)
         low = low_halves(coefficients) if plan.needs_low else coefficients
@@ -261,10 +262,10 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
         plan = _coefficient_gradient(_kind(x, coefficients, dy, False, spec, precision))
         dcoef = torch.empty(coefficients.shape, dtype=x.dtype, device=x.device)
         if plan.turned:
-            given, low, parts = turned(dy, plan.needs_low, plan.rounds, plan.first == 1)
+            given, low, parts = turned_gradient(dy, plan.needs_low, plan.rounds, plan.first == 1)
         else:
             given, low, parts = dy, low_halves(dy) if plan.needs_low else dy, dy
         _launched(plan, (given, low, x, _table(x, spec)), dcoef)
         if plan.first:
-            dcoef[0] = column_sums(parts)[:, None]
+            store_gradient(parts, dcoef)
         return dcoef
