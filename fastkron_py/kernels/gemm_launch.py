@@ -14,6 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastkron_py.kernels.descriptors import Place, Template, remade, template_of
 from fastkron_py.kernels.devices import on_device
 from fastkron_py.kernels.gemm import _gemm_kernel, make_plain, value_plain
 from fastkron_py.kernels.gemm_kind import Gemm, Kind, Operand, kind_of, rowwise
@@ -34,40 +35,20 @@ _WATCHED: Final = _Watched()
 _generations = itertools.count(1)
 _generation = 0  # of plans: another one when they are forgotten
 
-_Template = dict[str, Any]
-_new = object.__new__
 _UNSHIFTED: Final = (0,) * 6  # of b, bias, out, pair, pair2 and side
 
 
-def _template(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> _Template | None:
+def _template(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> Template | None:
     """What a matrix's descriptor of boxes holds besides the matrix, checked by Triton; None where the kernel gets the tensor."""
     if t is None or operand is None or box is None or not operand.described:
         return None
     strides = [*t.stride()[:-2], operand.stride, 1]
-    held = vars(TensorDescriptor(t, list(t.shape), strides, list(box)))
-    return {name: value for name, value in held.items() if name != "base"}
+    return template_of(TensorDescriptor(t, list(t.shape), strides, list(box)))
 
 
-def _source(t: Any, template: _Template | None) -> Any:
+def _source(t: Any, template: Template | None) -> Any:
     """What the kernel gets for a matrix: a descriptor, equal to one that is made and checked anew, or the tensor."""
-    if template is None:
-        return t
-    made: Any = _new(TensorDescriptor)
-    made.__dict__ = {**template, "base": t}
-    return made
-
-
-class _Place:
-    """Memory that is no tensor's first element."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        """As of a tensor: all that a launch asks of a descriptor's memory."""
-        return self._address
+    return t if template is None else remade(TensorDescriptor, template, t)
 
 
 class _Direct(NamedTuple):
@@ -103,7 +84,7 @@ class Plan:
     def __init__(self, kind: Kind, overlap: Overlap = _ALONE) -> None:
         self._kind = kind
         self._generation = _generation
-        self._templates: tuple[_Template | None, ...] | None = None  # of a, b, bias (which has none) and others
+        self._templates: tuple[Template | None, ...] | None = None  # of a, b, bias (which has none) and others
         self._direct: _Direct | None = None
         sizes = kind.sizes()
         self.tile = tile = kind.tile or tuning.gemm_tile(sizes)
@@ -205,7 +186,7 @@ class Plan:
                 unaligned |= address
                 sources.append(address)
             else:
-                sources.append(_source(_Place(t.data_ptr() + shift) if shift else t, template))
+                sources.append(_source(Place(t.data_ptr() + shift) if shift else t, template))
         if unaligned & 15:  # compiled for pointers on a 16-byte boundary
             return False
         direct.launch(direct.grid, 1, 1, direct.stream(direct.device), *direct.more, *sources, tuple(addresses), *direct.rest)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastkron_py.kernels.descriptors import template_of
 from fastkron_py.kernels.launcher import RECORDING, Launch
-from fastkron_py.kernels.replay import ALPHA, Replay, Tape, bits
+from fastkron_py.kernels.replay import ALPHA, Box, Operand, Replay, Tape, bits
 
 _ATEN: Final = torch.ops.aten
 _ALLOCATIONS: Final = (
@@ -70,7 +71,7 @@ class Recorder(TorchDispatchMode):
     def launch(self, launch: Launch, given: tuple[Any, ...]) -> None:
         """Take note of a launch, and do it."""
         operands = [g for g in given if not isinstance(g, int)]
-        slots = [tuple([self._slot(t) for t in g]) if isinstance(g, tuple) else self._slot(g) for g in operands]
+        slots = [self._operand(g) for g in operands]
         scalars = [ALPHA if g == self._alpha else g for g in given[len(operands) :]]
         self._tape.launch(launch, slots, scalars)
         RECORDING.recorder, self._launching = None, True
@@ -79,6 +80,13 @@ class Recorder(TorchDispatchMode):
         finally:
             RECORDING.recorder, self._launching = self, False
 
+    def _operand(self, given: Any) -> Operand:
+        if isinstance(given, tuple):
+            return tuple([self._slot(t) for t in given])
+        if isinstance(given, Tensor):
+            return self._slot(given)
+        return Box(self._slot(given.base), type(given), template_of(given))
+
     def _slot(self, t: Tensor) -> int:
         slot, alive = self._slots.get(t.data_ptr(), (-1, None))
         # What is gone may have left its memory to something else.
@@ -86,12 +94,12 @@ class Recorder(TorchDispatchMode):
             self._complete = False
         return slot
 
-    def replay(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Replay | None:
-        """What makes the launches again for results in these shapes; None where launches were not all that was done."""
+    def replay(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]], most: int | None = None) -> Replay | None:
+        """What makes the launches again for results in these shapes; None where there was more than launches; most as of `Replay`."""
         slots = [self._slot(t) for t in results]
         if not self._complete or len(set(slots)) < len(slots) or not set(slots) <= set(self._tape.spans()):
             return None
-        return Replay(self._tape, slots, shapes)
+        return Replay(self._tape, slots, shapes, most)
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -20,9 +21,20 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from fastkron_py.kernels.descriptors import Place, Template, remade
 from fastkron_py.kernels.launcher import Launch, Ready
 
-Operand = int | tuple[int, ...]  # a slot, or several for a tuple of tensors
+
+@dataclass(frozen=True)
+class Box:
+    """A slot that a launch gets a descriptor of."""
+
+    slot: int
+    kind: Any  # the descriptor's class
+    template: Template
+
+
+Operand = int | tuple[int, ...] | Box  # a slot, or several for a tuple of tensors
 
 _ALIGNMENT: Final = 512  # of a buffer in the pool, as torch's own allocations on a GPU
 _SMALL: Final = 1 << 20  # bytes of a buffer that may be in the pool, however small the operands are
@@ -67,7 +79,13 @@ class Step(NamedTuple):
 
     def slots(self) -> set[int]:
         """The slots that it reads or writes."""
-        return {slot for operand in self.operands for slot in (operand if isinstance(operand, tuple) else (operand,))}
+        return {slot for operand in self.operands for slot in _slots(operand)}
+
+
+def _slots(operand: Operand) -> tuple[int, ...]:
+    if isinstance(operand, Box):
+        return (operand.slot,)
+    return operand if isinstance(operand, tuple) else (operand,)
 
 
 class Tape:
@@ -130,6 +148,7 @@ class _Move(NamedTuple):
 
     makes: tuple[tuple[int, tuple[int, ...], torch.dtype | None], ...]  # slot, shape, dtype if it is not the operands'
     tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]
+    boxes: tuple[tuple[int, int, Any, Template], ...]  # of a descriptor: place among values, its matrix's, class, template
     launch: Any  # a Launch, or its compiled kernel's launcher
     grid: int
     compiled: tuple[Any, ...]  # what that launcher asks for besides the grid, the stream and the kernel's arguments
@@ -144,8 +163,16 @@ class Replay:
     Only its address matters, so it need not have the canonical form's four dimensions. Any thread may call it.
     """
 
-    def __init__(self, tape: Tape, results: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
-        """Of a tape, with the slots of the results and the shapes that they shall have."""
+    def __init__(self, tape: Tape, results: Sequence[int], shapes: Sequence[Sequence[int]], most: int | None = None) -> None:
+        """Of a tape, with the slots of the results and the shapes that they shall have.
+
+        Args:
+            tape: the launches.
+            results: slots.
+            shapes: of the results.
+            most: bytes of a buffer that may be in one piece of memory with others, for as long as all launches take; None for a
+                megabyte, or half of what the largest operand has.
+        """
         self._results = tuple(results)
         self._tape = tape
         spans = tape.spans()
@@ -153,11 +180,12 @@ class Replay:
         sized = {slot: tape.buffers[slot - tape.given] for slot in spans}
         # One allocation for small buffers. Of a large one, which may be one of few that are alive at a time, the
         # memory is had when it is needed and no longer.
-        most = max(_SMALL, tape.largest // 2)
+        most = max(_SMALL, tape.largest // 2) if most is None else most
         pooled = [slot for slot in sorted(spans) if slot not in wanted and sized[slot].nbytes <= most]
         self._offsets, self._pool = _places([(sized[slot].nbytes, spans[slot]) for slot in pooled])
         self._pooled = [sized[slot] for slot in pooled]
         self._moves = self._ready(tape, spans, pooled, wanted)
+        self._is_described = any([move.boxes for move in self._moves])
         self._compiled: tuple[int, tuple[_Move, ...]] | None = None  # for a value of alpha
         self._device = -1
         self._get_device: Callable[[], int] = _no_device
@@ -176,7 +204,7 @@ class Replay:
         count = len(number)
         moves = []
         for i, step in enumerate(tape.steps):
-            makes, drops, tuples, operands = [], [], [], []
+            makes, drops, tuples, boxes, operands = [], [], [], [], []
             for slot in others:
                 buffer = tape.buffers[slot - tape.given]
                 if spans[slot][0] == i:
@@ -189,15 +217,30 @@ class Replay:
                     tuples.append((count, _picker([number[slot] for slot in operand])))
                     operands.append(count)
                     count += 1
+                elif isinstance(operand, Box):
+                    boxes.append((count, number[operand.slot], operand.kind, operand.template))
+                    operands.append(count)
+                    count += 1
                 else:
                     operands.append(number[operand])
-            moves.append(_Move(tuple(makes), tuple(tuples), step.launch, 0, (), _picker(operands), step.scalars, tuple(drops)))
+            around = (tuple(makes), tuple(tuples), tuple(boxes))
+            moves.append(_Move(*around, step.launch, 0, (), _picker(operands), step.scalars, tuple(drops)))
         self._blank = [None] * (count - tape.given - len(pooled))
         self._results = tuple(number[slot] for slot in self._results)
         return tuple(moves)
 
     def is_here(self) -> bool:
         """Whether Triton's current device is the one that it was when this was made; else it is not to be called."""
+        return self._get_device() == self._device
+
+    def takes(self, given: Sequence[Tensor]) -> bool:
+        """Whether `is_here`, and these tensors begin where descriptors can, if there are any."""
+        if self._is_described:
+            unaligned = 0
+            for t in given:
+                unaligned |= t.data_ptr()
+            if unaligned & 15:
+                return False
         return self._get_device() == self._device
 
     def __call__(self, given: Sequence[Tensor], alpha: float) -> list[Tensor]:
@@ -220,12 +263,14 @@ class Replay:
             base = pool.data_ptr()
             addresses += [base + offset for offset in self._offsets]
         addresses += self._blank
-        for makes, tuples, launch, grid, more, operands, rest, drops in compiled[1]:
+        for makes, tuples, boxes, launch, grid, more, operands, rest, drops in compiled[1]:
             for slot, shape, dtype in makes:
                 held[slot] = made = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
                 addresses[slot] = made.data_ptr()
             for slot, pick in tuples:
                 addresses[slot] = pick(addresses)
+            for slot, source, kind, template in boxes:
+                addresses[slot] = remade(kind, template, Place(addresses[source]))
             launch(grid, 1, 1, stream, *more, *operands(addresses), *rest)
             for slot in drops:  # held until its last reader is launched: from then on, the stream's order guards it
                 del held[slot]
@@ -250,11 +295,13 @@ class Replay:
         pool = like.new_empty(self._pool, dtype=torch.uint8)
         pooled = [pool[at : at + b.nbytes].view(b.dtype) for at, b in zip(self._offsets, self._pooled, strict=True)]
         tensors: list[Any] = [*given, *pooled, *self._blank]
-        for makes, tuples, launch, _, _, operands, scalars, drops in self._moves:
+        for makes, tuples, boxes, launch, _, _, operands, scalars, drops in self._moves:
             for slot, shape, dtype in makes:
                 tensors[slot] = like.new_empty(shape, dtype=dtype or like.dtype)
             for slot, pick in tuples:
                 tensors[slot] = pick(tensors)
+            for slot, source, kind, template in boxes:
+                tensors[slot] = remade(kind, template, tensors[source].as_strided(template["shape"], template["strides"]))
             launch(*operands(tensors), *_with_alpha(scalars, pattern))
             for slot in drops:
                 tensors[slot] = None

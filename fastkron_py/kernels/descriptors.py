@@ -1,0 +1,33 @@
+"""Descriptors of matrices for the copy engine, made anew of what Triton checked once."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+Template = dict[str, Any]  # what a descriptor holds besides the matrix
+_new: Final = object.__new__
+
+
+class Place:
+    """Memory that is no tensor's first element."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """As of a tensor: all that a launch asks of a descriptor's memory."""
+        return self._address
+
+
+def template_of(descriptor: Any) -> Template:
+    """What a descriptor, which was checked, holds besides the matrix."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+
+def remade(kind: Any, template: Template, base: Any) -> Any:
+    """A descriptor of this class, equal to one that is made of the same and checked; base begins at a 16-byte boundary."""
+    made = _new(kind)
+    made.__dict__ = {**template, "base": base}
+    return made
