@@ -90,16 +90,13 @@ def poly_kan(
     check_precision(precision)
     described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
     if isinstance(x, Tensor):
-        y, options = _poly_kan(x, coefficients, bias, described, precision)  # type: ignore[arg-type]
-        if recordable:
-            recorded.record(x, coefficients, bias, key, precision, options)
-        return y  # type: ignore[return-value]
+        return _poly_kan(x, coefficients, bias, described, precision, key if recordable else None)  # type: ignore[arg-type,return-value]
     arrays = [x, coefficients] if bias is None else [x, coefficients, bias]
     labels = ["x", "coefficients", "bias"][: len(arrays)]
     bridge = find_bridge(arrays, labels)
     with bridge.context():
         loaded = [bridge.load(a, label) for a, label in zip(arrays, labels, strict=True)]
-        y, _ = _poly_kan(loaded[0], loaded[1], loaded[2] if bias is not None else None, described, precision)
+        y = _poly_kan(loaded[0], loaded[1], loaded[2] if bias is not None else None, described, precision, None)
         return bridge.give_back(y)  # type: ignore[no-any-return]
 
 
@@ -178,8 +175,10 @@ def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
     return tuple(float(given.get(name, default)) for name, default in basis.parameters.items())
 
 
-def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None) -> tuple[Tensor, Any]:
-    """(y, the operator's options)."""
+def _poly_kan(
+    x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None, key: tuple[Any, ...] | None
+) -> Tensor:
+    """The layer's result, recorded by this key if there is one."""
     device_type = x.device.type
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -193,7 +192,8 @@ def _poly_kan(x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     options = (described.description, _ELEMENTWISE[normalization], described.table_size, precision, backend)
-    return operator.poly_kan(x, coefficients, bias, *options), options
+    y = None if key is None else recorded.record(x, coefficients, bias, key, precision, options)
+    return operator.poly_kan(x, coefficients, bias, *options) if y is None else y
 
 
 def _check_shapes(x: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:

@@ -1,6 +1,7 @@
 """Polynomial KAN layers that were computed before, recognised in the fewest steps: see `records`.
 
-A layer's launches are watched once, forward and backward, and made again.
+A layer's launches are watched once, forward and backward, and made again. That is all that is done for it, large or small: sums of
+coefficients and of gradients are launches too, and descriptors of large operands are made of addresses.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from fastkron_py.ops import poly_kan as operator
 from fastkron_py.ops.autograd import asked_for, take, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
-from fastkron_py.ops.plain import KINDS
-from fastkron_py.ops.records import MOST_TRIES, Guarded, Records, is_recordable, may_be_triton, may_repeat_backward
+from fastkron_py.ops.plain import KINDS, wants_gradient
+from fastkron_py.ops.records import MOST_TRIES, Guarded, Records, is_here, is_recordable, may_be_triton, may_repeat_backward
 from fastkron_py.tuning.poly_kan import LARGE_PRODUCTS
 
 
 class _Layer(Guarded):
     """A recorded layer: the replay of its launches, and those of its backward passes."""
 
-    def __init__(self, tensors: Sequence[Tensor], replay: Any, options: tuple[Any, ...]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], replay: Any, options: tuple[Any, ...], work: int) -> None:
         super().__init__(tensors)
         self.replay = replay
         self.options = options
+        self.work = work
         self._passes: list[tuple[tuple[bool, bool], guards.Guard, Any]] = []
         self._tries = 0
 
@@ -37,10 +39,10 @@ class _Layer(Guarded):
         if may_repeat_backward():
             tensors = (dy, x, coefficients)
             for needed, check, replay in self._passes:
-                if needed == needs and check(*tensors) and replay.is_here():
+                if needed == needs and check(*tensors) and replay.takes(tensors):
                     found: list[Tensor] = replay(tensors, 1.0)
                     return found
-            if self._tries < MOST_TRIES and is_recordable(tensors):
+            if self._tries < MOST_TRIES and is_recordable(tensors) and is_here(tensors):
                 self._tries += 1
                 return self._record(dy, x, coefficients, needs)
         return operator.differentiable_gradients(dy, x, coefficients, *needs, self.options)  # type: ignore[no-any-return]
@@ -60,7 +62,7 @@ class _Layer(Guarded):
             dy2, x2 = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
             found = operator.launched_gradients(dy2, x2, coefficients, *needs, spec, precision)
             wanted = ([x] if needs[0] else []) + ([coefficients] if needs[1] else [])
-            replay = recorder.replay(found, [t.shape for t in wanted])
+            replay = recorder.replay(found, [t.shape for t in wanted], _most_shared(self.work))
             found = [t.reshape(w.shape) for t, w in zip(found, wanted, strict=True)]
         if replay is not None:
             self._passes.append((needs, check, replay))
@@ -68,6 +70,12 @@ class _Layer(Guarded):
 
 
 RECORDS: Final[Records[_Layer]] = Records()
+_SHARED: Final = 1 << 20
+
+
+def _most_shared(work: int) -> int | None:
+    """Bytes of a buffer that stays for as long as all launches take: of large layers no more than the smallest, which cost more in turn."""
+    return None if work < LARGE_PRODUCTS else _SHARED
 
 
 def forget() -> None:
@@ -96,37 +104,52 @@ def replay(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], pre
         return None
     tensors = (x, coefficients) if bias is None else (x, coefficients, bias)
     layer = RECORDS.find(key, tensors)
-    if layer is None or not layer.replay.is_here():
+    if layer is None or not layer.replay.takes(tensors):
         return None
     y: Tensor = _apply(layer, *tensors) if layer.with_gradient else layer.replay(tensors, 1.0)[0]
     return y
 
 
-def record(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], precision: Any, options: tuple[Any, ...]) -> None:
-    """Record a call that has just returned a result, if it can be repeated as it is; options as in the operator's schema."""
+def record(x: Any, coefficients: Any, bias: Any, described: tuple[Any, ...], precision: Any, options: tuple[Any, ...]) -> Tensor | None:
+    """The result of a call, whose arguments were checked, recorded; None, if it cannot be repeated as it is.
+
+    Args:
+        x: the call's.
+        coefficients: the call's.
+        bias: the call's.
+        described: the call's basis, normalisation and evaluation, as `replay` gets them.
+        precision: the call's.
+        options: as in the operator's schema.
+    """
     key = _key(x, coefficients, bias, described, precision)
     if key is None or not may_be_triton(x):
-        return
+        return None
     tensors = (x, coefficients) if bias is None else (x, coefficients, bias)
     work = x.numel() * coefficients.shape[0] * coefficients.shape[1]
     *about, _, backend = options
     spec = operator.spec_of(coefficients, *about)
-    if not is_recordable(tensors) or operator.backend_of(backend, x, spec) != "triton" or not 0 < work < LARGE_PRODUCTS:
-        return
+    if work == 0 or not is_recordable(tensors) or operator.backend_of(backend, x, spec) != "triton":
+        return None
+    if not is_here(tensors):  # nor would the replay take them
+        return None
     slot = RECORDS.grant(key) if len({t.data_ptr() for t in tensors}) == len(tensors) else None
     if slot is None:
-        return
+        return None
     from fastkron_py.kernels.devices import on_device
     from fastkron_py.kernels.recorder import Recorder
 
+    shape = (*x.shape[:-1], coefficients.shape[1])
     with unseen_by_autograd(x), on_device(x), torch.no_grad(), Recorder(tensors, 1.0) as recorder:
-        matrix = x.reshape(-1, x.shape[-1])
-        y = operator.launched(matrix, coefficients, bias, spec, precision)
-        found = recorder.replay([y], [(*x.shape[:-1], coefficients.shape[1])])
+        y = operator.launched(x.reshape(-1, x.shape[-1]), coefficients, bias, spec, precision)
+        found = recorder.replay([y], [shape], _most_shared(work))
+        y = y.reshape(shape)
     if found is None:  # nor would it be found another time
         slot.close()
-    else:
-        slot.records.append(_Layer(tensors, found, options))
+        return None if wants_gradient(tensors) else y
+    layer = _Layer(tensors, found, options, work)
+    slot.records.append(layer)
+    first: Tensor = _apply_first((layer, y), *tensors) if layer.with_gradient else y
+    return first
 
 
 class _Recorded(torch.autograd.Function):
@@ -150,4 +173,17 @@ class _Recorded(torch.autograd.Function):
         return None, dx, dc, *[operator.bias_gradient(dy) if need else None for need in need_bias]
 
 
+class _First(torch.autograd.Function):
+    """A layer that was just recorded, with its result."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[_Layer, Tensor], x: Tensor, coefficients: Tensor, *bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, coefficients)
+        ctx.layer, y = made
+        return y
+
+    backward = staticmethod(_Recorded.backward)
+
+
 _apply: Any = undecorated(_Recorded)
+_apply_first: Any = undecorated(_First)

@@ -56,7 +56,7 @@ def test_again(launched: list[str], device: torch.device, generator: torch.Gener
     x, c, dy = sample(device, generator)
     bias = torch.randn(3, device=device, requires_grad=True)
     first = gradients(x, c, dy, bias)
-    assert launched == ["launched", "launched", "launched_gradients"]  # once for the caller, once to be recorded
+    assert launched == ["launched", "launched_gradients"]
     launched.clear()
     assert not records.is_watched()
     gradients(x, c, dy, bias)
@@ -80,7 +80,7 @@ def test_what_differs_goes_the_long_way(launched: list[str], device: torch.devic
     assert launched == []
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(poly_kan(turned, c), expected)
-    assert launched == ["launched", "launched"]
+    assert launched == ["launched"]
     assert not torch.equal(poly_kan(x, c, basis="legendre"), expected)
     assert not torch.equal(poly_kan(x, c, normalization="clamp"), expected)
     with torch.autocast(device.type, dtype=torch.bfloat16):
