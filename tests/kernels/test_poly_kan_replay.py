@@ -1,0 +1,61 @@
+"""What a recognised large layer hands to the driver, on a machine without a GPU: what the long way does, argument by argument."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("launch_without_gpu")
+
+PASSES = ("forward", "backward")
+REPEATED = ("repeated", "on another stream", "watched", "repeated again")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(Path(__file__).with_name("launch_poly_kan_without_gpu.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def on_stream(launches: list[Any], stream: int) -> list[Any]:
+    return [[[*grid[:3], stream], *rest] for grid, *rest in launches]
+
+
+def test_the_same_launches(found: dict[str, Any]) -> None:
+    """In the same order, of the same kernels' arguments, on memory that is used alike."""
+    counts = {}
+    for name, ways in found.items():
+        long = ways["through the JIT functions"]
+        for way in ("compiled", "recorded", *REPEATED):
+            for part in PASSES:
+                stream = 12 if way == "on another stream" else 11
+                assert ways[way][part] == on_stream(long[part], stream), (name, way, part)
+        counts[name] = [len(long[part]) for part in PASSES]
+        assert sum(len(encoded) for part in PASSES for _, encoded, _ in long[part]) >= 4  # descriptors
+    # Forward: sums of C[0], C's low halves, y. Backward: C turned, dy's low halves, dx; dy turned, dC, the sum of its parts, dC[0] in one
+    # or two. In bfloat16 dy need not be turned, and nothing has low halves in one pass.
+    assert counts == {"bfloat16": [2, 5], "TF32, with bias": [2, 6], "three passes": [3, 6]}
+
+
+def test_what_is_repeated(found: dict[str, Any]) -> None:
+    both = ["launched", "launched_gradients"]
+    for ways in found.values():
+        long = ways["long"]
+        assert long == {way: [] if way in REPEATED else both for way in long}
+
+
+def test_layers_differ(found: dict[str, Any]) -> None:
+    """Else the above could not fail."""
+    for part in PASSES:
+        assert len({json.dumps(ways["compiled"][part]) for ways in found.values()}) == 3
