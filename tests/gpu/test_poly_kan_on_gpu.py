@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fastkron_py import poly_kan
 from fastkron_py.kernels.poly_kan.table import table_error_bound
+from fastkron_py.ops import guards, recorded_poly_kan
+from fastkron_py.ops import poly_kan as operator
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -133,3 +135,126 @@ def test_memory(dtype: torch.dtype, generator: torch.Generator) -> None:
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 5 * x.numel() * x.element_size()
     assert len(found) == 3
+
+
+# ---- large layers that are recognised ----------------------------------------------------------
+
+RECOGNISED = {
+    "three passes": (torch.float32, "highest", 2e-6),
+    "TF32": (torch.float32, "high", 2e-3),
+    "bfloat16": (torch.bfloat16, None, 1e-2),
+}
+
+
+@pytest.fixture(params=RECOGNISED)
+def recognised(
+    request: pytest.FixtureRequest, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor, Tensor, str | None, list[Tensor]]:
+    """x, coefficients, dy, precision of a layer that is recognised from now on, and what the long way makes of it.
+
+    2050 rows: TF32's copy of dy, turned, has runs that are no whole vectors.
+    """
+    if guards.GUARDS is None:
+        pytest.skip("this torch lacks the guards that records are recognised by")
+    dtype, precision, bound = RECOGNISED[request.param]
+    x, c, dy = problem(2050, 512, 512, 8, dtype, torch.device("cuda"), generator)
+    recorded_poly_kan.forget()
+    with monkeypatch.context() as context:
+        context.setattr(guards, "GUARDS", None)
+        long = gradients(x, c, dy, precision)
+    for a, e in zip(long, layer_gradients(x, c, dy, "chebyshev"), strict=True):
+        assert_close(a, e, rms_tol=bound, max_tol=8 * bound)
+    assert equal(gradients(x, c, dy, precision), long)  # recorded
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the call went the long way")
+
+    for name in ("launched", "launched_gradients"):
+        monkeypatch.setattr(operator, name, refuse)
+    assert equal(gradients(x, c, dy, precision), long)
+    return x, c, dy, precision, long
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_recognised_forward(recognised) -> None:
+    x, c, _, precision, long = recognised
+    for _ in range(3):
+        assert torch.equal(poly_kan(x.detach().requires_grad_(), c.detach().requires_grad_(), precision=precision), long[0])
+
+
+def test_recognised_on_a_side_stream(recognised) -> None:
+    x, c, dy, precision, long = recognised
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = [gradients(x, c, dy, precision) for _ in range(10)]
+    stream.synchronize()
+    assert all(equal(f, long) for f in found)
+
+
+def test_recognised_in_a_graph(recognised) -> None:
+    x, c, dy, precision, long = recognised
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(x, c, dy, precision)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(x, c, dy, precision)
+    for _ in range(2):
+        for t in found:
+            t.fill_(torch.nan)
+        graph.replay()
+        assert equal(found, long)
+
+
+def test_memory_that_is_written_behind_a_recognised_call(recognised) -> None:
+    """Given tensors, and what the allocator has of the replay's own by then, which comes after it on its stream."""
+    x, c, dy, precision, long = recognised
+    for _ in range(5):
+        given = [t.clone() for t in (x, c, dy)]
+        found = gradients(*given, precision)
+        for t in given:
+            t.fill_(torch.nan)
+        del given
+        rubbish = [torch.full((1 << n,), torch.nan, device="cuda") for n in range(8, 24)]
+        assert equal(found, long)
+        del rubbish
+
+
+def test_addresses_and_numbers_of_a_recognised_call(recognised, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other memory; twice the dy, of which all gradients are doubled; an address from which nothing is copied goes the long way."""
+    x, c, dy, precision, long = recognised
+    y, dx, dc = gradients(x.clone(), c.clone(), 2 * dy, precision)
+    assert equal([y, dx / 2, dc / 2], long)
+    shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    assert shifted.data_ptr() % 16 != 0
+    with pytest.raises(AssertionError, match="the long way"):
+        gradients(shifted, c, dy, precision)
+    monkeypatch.undo()
+    assert equal(gradients(shifted, c, dy, precision), long)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_of_a_recognised_call(dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the long way's."""
+    x, c, dy = problem(65536, 256, 256, 8, dtype, torch.device("cuda"), generator)
+
+    def peak() -> int:
+        gradients(x, c, dy, "highest")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients(x, c, dy, "highest")
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    recognised = peak()
+    with monkeypatch.context() as context:
+        context.setattr(guards, "GUARDS", None)
+        recorded_poly_kan.forget()
+        assert recognised <= peak() + (1 << 20)

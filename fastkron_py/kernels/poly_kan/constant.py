@@ -8,12 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kernels.poly_kan.kind import launch
+from fastkron_py.tuning.sizes import next_power_of_two
 
-_RUN = 128  # rows that one program adds up
+# Few blocks one after the other: a program waits for each of them.
+_RUN = 128  # rows that one program of the first stage adds up, in one block
+_COLUMNS = 64  # of it
 _MOST = 512  # rows that are added up in one stage
-_ROWS, _COLUMNS = 32, 64  # of a block in the first stage
 _OUTPUTS, _INPUTS = 16, 256  # of a block of dC[0]
-_SUMMED = 8  # rows of C[0] in a program
+_SUMMED = 4  # rows of C[0] in a program
+_LONGEST = 1024  # of their columns in a block
 
 
 @triton.jit
@@ -99,7 +102,7 @@ def constant(coefficients: Tensor, bias: Tensor | None, wide: torch.dtype) -> Te
     _, num_out, num_in = coefficients.shape
     out = torch.empty(num_out, dtype=wide, device=coefficients.device)
     given = (coefficients, coefficients if bias is None else bias, out)
-    blocks = {"BLOCK_N": _SUMMED, "BLOCK_K": 256, "num_warps": 4}
+    blocks = {"BLOCK_N": _SUMMED, "BLOCK_K": min(_LONGEST, next_power_of_two(num_in)), "num_warps": 4}
     launch(_constant_kernel, -(-num_out // _SUMMED), given, num_out=num_out, num_in=num_in, HAS_BIAS=bias is not None, **blocks)
     return out
 
@@ -111,13 +114,13 @@ def store_gradient(x: Tensor, out: Tensor) -> None:
     if rows > _MOST:
         runs = -(-rows // _RUN)
         sums = torch.empty((runs, num_out), dtype=wide, device=x.device)
-        blocks = {"RUN": _RUN, "BLOCK_M": _ROWS, "BLOCK_N": _COLUMNS, "num_warps": 4}
+        blocks = {"RUN": _RUN, "BLOCK_M": _RUN, "BLOCK_N": _COLUMNS, "num_warps": 8}
         programs = runs * -(-num_out // _COLUMNS)
         launch(_column_sums_kernel, programs, (x, sums), rows=rows, columns=num_out, stride=x.stride(0), **blocks)
         x, rows = sums, runs
     num_in = out.shape[2]
     sizes = {"rows": rows, "num_out": num_out, "num_in": num_in, "stride": x.stride(0)}
-    blocks = {"BLOCK_M": _ROWS, "BLOCK_N": _OUTPUTS, "BLOCK_K": _INPUTS, "num_warps": 4}
+    blocks = {"BLOCK_M": min(_RUN, next_power_of_two(rows)), "BLOCK_N": _OUTPUTS, "BLOCK_K": _INPUTS, "num_warps": 4}
     accumulator = tl.float64 if wide == torch.float64 else tl.float32
     programs = -(-num_out // _OUTPUTS) * -(-num_in // _INPUTS)
     launch(_spread_sums_kernel, programs, (x, out), **sizes, ACC=accumulator, **blocks)
