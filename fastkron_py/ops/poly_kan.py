@@ -97,6 +97,13 @@ def launched_gradients(
     return found + ([triton_poly_kan.coefficient_gradient(dy2, x2, c, spec, precision)] if need_coefficients else [])
 
 
+def launched_bias_gradient(dy2: Tensor) -> Tensor:
+    """The sum of a matrix's rows by Triton."""
+    from fastkron_py.kernels.poly_kan import triton_poly_kan
+
+    return triton_poly_kan.bias_gradient(dy2)
+
+
 def gradients(
     dy: Tensor,
     x: Tensor,
@@ -244,12 +251,9 @@ class _PolyKan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, coefficients = ctx.saved_tensors
-        need_x, need_coefficients, need_bias = asked_for(ctx, ctx.needs_input_grad[:3])
-        dx = dc = None
-        if need_x or need_coefficients:
-            found = differentiable_gradients(dy, x, coefficients, need_x, need_coefficients, ctx.options)
-            dx, dc = take(found, (need_x, need_coefficients))
-        return dx, dc, bias_gradient(dy) if need_bias else None, None
+        needs = asked_for(ctx, ctx.needs_input_grad[:3])
+        dx, dc, db = take(differentiable_gradients(dy, x, coefficients, needs, ctx.options), needs)
+        return dx, dc, db, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -270,10 +274,25 @@ class _Gradients(torch.autograd.Function):
 sign(_PolyKan, _Gradients)
 
 
-def differentiable_gradients(
+def differentiable_gradients(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequence[bool], options: tuple[Any, ...]) -> list[Tensor]:
+    """[dx] + [dC] + [db], those that are needed, by the shortest way that is right."""
+    need_x, need_coefficients, need_bias = needs
+    found = list(_of_product(dy, x, coefficients, need_x, need_coefficients, options)) if need_x or need_coefficients else []
+    return [*found, _of_bias(dy, coefficients, options)] if need_bias else found
+
+
+def _of_bias(dy: Tensor, coefficients: Tensor, options: tuple[Any, ...]) -> Tensor:
+    *described, _, backend = options
+    is_plain = is_ordinary((dy,)) and not wants_gradient((dy,)) and dy.numel() > 0
+    if not is_plain or backend_of(backend, dy, spec_of(coefficients, *described)) != "triton":
+        return bias_gradient(dy)
+    with unseen_by_autograd(dy), torch.no_grad():
+        return launched_bias_gradient(dy.reshape(-1, dy.shape[-1]))
+
+
+def _of_product(
     dy: Tensor, x: Tensor, coefficients: Tensor, need_x: bool, need_coefficients: bool, options: tuple[Any, ...]
-) -> Any:
-    """[dx] + [dC], those that are needed, by the shortest way that is right."""
+) -> Sequence[Tensor]:
     tensors = (dy, x, coefficients)
     if is_ordinary(tensors):
         if not wants_gradient(tensors):
@@ -281,7 +300,7 @@ def differentiable_gradients(
         *described, _, backend = options
         if x.numel() and dy.numel() and backend_of(backend, x, spec_of(coefficients, *described)) == "torch":
             return _recorded_gradients(dy, x, coefficients, need_x, need_coefficients, options)
-    return _Gradients.apply(dy, x, coefficients, (need_x, need_coefficients), options)  # type: ignore[no-untyped-call]
+    return _Gradients.apply(dy, x, coefficients, (need_x, need_coefficients), options)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _recorded_gradients(

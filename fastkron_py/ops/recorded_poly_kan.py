@@ -22,6 +22,8 @@ from fastkron_py.ops.plain import KINDS, wants_gradient
 from fastkron_py.ops.records import MOST_TRIES, Guarded, Records, is_here, is_recordable, may_be_triton, may_repeat_backward
 from fastkron_py.tuning.poly_kan import LARGE_PRODUCTS
 
+Needs = tuple[bool, bool, bool]  # gradients of x, of the coefficients, of the bias
+
 
 class _Layer(Guarded):
     """A recorded layer: the replay of its launches, and those of its backward passes."""
@@ -31,11 +33,11 @@ class _Layer(Guarded):
         self.replay = replay
         self.options = options
         self.work = work
-        self._passes: list[tuple[tuple[bool, bool], guards.Guard, Any]] = []
+        self._passes: list[tuple[Needs, guards.Guard, Any]] = []
         self._tries = 0
 
-    def gradients(self, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool]) -> Sequence[Tensor]:
-        """Gradients of x and of the coefficients, those that are needed."""
+    def gradients(self, dy: Tensor, x: Tensor, coefficients: Tensor, needs: Needs) -> list[Tensor]:
+        """Gradients of x, of the coefficients and of the bias, those that are needed."""
         if may_repeat_backward():
             tensors = (dy, x, coefficients)
             for needed, check, replay in self._passes:
@@ -45,25 +47,27 @@ class _Layer(Guarded):
             if self._tries < MOST_TRIES and is_recordable(tensors) and is_here(tensors):
                 self._tries += 1
                 return self._record(dy, x, coefficients, needs)
-        return operator.differentiable_gradients(dy, x, coefficients, *needs, self.options)  # type: ignore[no-any-return]
+        return operator.differentiable_gradients(dy, x, coefficients, needs, self.options)
 
-    def _record(self, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool]) -> list[Tensor]:
+    def _record(self, dy: Tensor, x: Tensor, coefficients: Tensor, needs: Needs) -> list[Tensor]:
         """Run a backward pass and keep it, where it can be repeated."""
         from fastkron_py.kernels.devices import on_device
         from fastkron_py.kernels.recorder import Recorder
 
         tensors = (dy, x, coefficients)
         if len({t.data_ptr() for t in tensors}) < len(tensors):
-            return operator.gradients(*tensors, *needs, *self.options)
+            return operator.differentiable_gradients(dy, x, coefficients, needs, self.options)
         check = guards.guard(tensors)
         *described, precision, _ = self.options
         spec = operator.spec_of(coefficients, *described)
         with unseen_by_autograd(x), on_device(x), Recorder(tensors, 1.0) as recorder:
             dy2, x2 = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
-            found = operator.launched_gradients(dy2, x2, coefficients, *needs, spec, precision)
-            wanted = ([x] if needs[0] else []) + ([coefficients] if needs[1] else [])
-            replay = recorder.replay(found, [t.shape for t in wanted], _most_shared(self.work))
-            found = [t.reshape(w.shape) for t, w in zip(found, wanted, strict=True)]
+            found = operator.launched_gradients(dy2, x2, coefficients, needs[0], needs[1], spec, precision)
+            if needs[2]:
+                found.append(operator.launched_bias_gradient(dy2))
+            shapes = [s for s, need in zip((x.shape, coefficients.shape, dy.shape[-1:]), needs, strict=True) if need]
+            replay = recorder.replay(found, shapes, _most_shared(self.work))
+            found = [t.reshape(s) for t, s in zip(found, shapes, strict=True)]
         if replay is not None:
             self._passes.append((needs, check, replay))
         return found
@@ -165,12 +169,10 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, coefficients = ctx.saved_tensors
-        need_x, need_coefficients, *need_bias = asked_for(ctx, ctx.needs_input_grad[1:])
-        dx = dc = None
-        if need_x or need_coefficients:
-            needs = (need_x, need_coefficients)
-            dx, dc = take(ctx.layer.gradients(dy, x, coefficients, needs), needs)
-        return None, dx, dc, *[operator.bias_gradient(dy) if need else None for need in need_bias]
+        asked = asked_for(ctx, ctx.needs_input_grad[1:])
+        needs = (asked[0], asked[1], len(asked) > 2 and asked[2])
+        found = ctx.layer.gradients(dy, x, coefficients, needs) if any(needs) else ()
+        return None, *take(found, needs)[: len(asked)]
 
 
 class _First(torch.autograd.Function):

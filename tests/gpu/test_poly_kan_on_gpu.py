@@ -239,6 +239,26 @@ def test_addresses_and_numbers_of_a_recognised_call(recognised, monkeypatch: pyt
     assert equal(gradients(shifted, c, dy, precision), long)
 
 
+@pytest.mark.parametrize("rows", [64, 2050])
+def test_bias_of_a_recognised_call(rows: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small layer and of a large one."""
+    x, c, dy = problem(rows, 512, 512, 8, torch.bfloat16, torch.device("cuda"), generator)
+    x, c = x.requires_grad_(), c.requires_grad_()
+    bias = torch.randn(512, generator=generator).to(x).requires_grad_()
+
+    def results() -> list[Tensor]:
+        y = poly_kan(x, c, bias=bias)
+        return [y.detach(), *torch.autograd.grad(y, (x, c, bias), dy)]
+
+    with monkeypatch.context() as context:
+        context.setattr(guards, "GUARDS", None)
+        long = results()
+    assert_close(long[0], layer(x.double(), c.double(), "chebyshev", bias.double()).detach(), rms_tol=1e-2, max_tol=8e-2)
+    assert_close(long[3], dy.double().sum(0), rms_tol=4e-3, max_tol=1.6e-2)  # its own rounding
+    for _ in range(3):
+        assert equal(results(), long)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_a_recognised_call(dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than the long way's."""

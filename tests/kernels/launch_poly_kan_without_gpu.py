@@ -7,8 +7,9 @@ decides at import.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 
 import fastkron_py
-from fastkron_py.kernels import devices, gemm_kind
+from fastkron_py.kernels import devices, gemm_kind, replay
 from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
 from fastkron_py.ops import backend, recorded_poly_kan, records
 from fastkron_py.ops import poly_kan as operator
@@ -37,6 +38,12 @@ def keeping(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return KEPT[-1]
 
     return call
+
+
+def apart(buffers: Sequence[tuple[int, Any]]) -> tuple[list[int], int]:
+    """Offsets for a replay's buffers, of which none takes another one's memory (tests/kernels/test_recorder.py shows which may)."""
+    offsets = list(itertools.accumulate([-(-size // 512) * 512 for size, _ in buffers], initial=0))
+    return offsets[:-1], offsets[-1]
 
 
 def named(launches: list[dict[str, Any]], given: dict[str, torch.Tensor]) -> list[Any]:
@@ -61,14 +68,15 @@ def ways(case: tuple[Any, ...]) -> dict[str, Any]:
         "dy": torch.empty(rows, num_out, dtype=dtype),
     }
     if has_bias:
-        given["bias"] = torch.empty(num_out, dtype=dtype)
+        given["bias"] = torch.empty(num_out, dtype=dtype, requires_grad=True)
     found: dict[str, Any] = {"long": {}}
 
     def both(way: str) -> None:
-        x, c, dy = (given[name] for name in ("x", "coefficients", "dy"))
+        x, c, bias, dy = (given.get(name) for name in ("x", "coefficients", "bias", "dy"))
+        wanted = [t for t in (x, c, bias) if t is not None]
         LONG.clear()
-        forward = launched(lambda: KEPT.append(fastkron_py.poly_kan(x, c, bias=given.get("bias"), precision=precision)))
-        backward = launched(functools.partial(torch.autograd.grad, KEPT[-1], (x, c), dy))
+        forward = launched(lambda: KEPT.append(fastkron_py.poly_kan(x, c, bias=bias, precision=precision)))
+        backward = launched(functools.partial(torch.autograd.grad, KEPT[-1], wanted, dy))
         found[way] = {"forward": named(forward, given), "backward": named(backward, given)}
         found["long"][way] = list(LONG)
 
@@ -97,6 +105,7 @@ def main() -> None:
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
     devices.has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     devices.has_approximations = lambda device: True  # type: ignore[assignment]
+    replay._places = apart  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for name in ("launched", "launched_gradients"):
         original = getattr(operator, name)

@@ -73,9 +73,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def gradients(x: Tensor, c: Tensor, dy: Tensor, bias: Tensor | None, precision: str | None, **options: Any) -> list[Tensor]:
-    x, c = x.detach().requires_grad_(), c.detach().requires_grad_()
-    y = poly_kan(x, c, bias=bias, precision=precision, **options)
-    return [y.detach(), *torch.autograd.grad(y, (x, c), dy)]
+    given = [t.detach().requires_grad_() for t in (x, c, bias) if t is not None]
+    y = poly_kan(given[0], given[1], bias=given[2] if bias is not None else None, precision=precision, **options)
+    return [y.detach(), *torch.autograd.grad(y, given, dy)]
 
 
 def unrecorded(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> list[Tensor]:
@@ -106,7 +106,8 @@ def test_again(kind: str, dialect: str, launched: list[str], generator: torch.Ge
         t.copy_(torch.randn(t.shape, generator=generator))
     exact = layer_gradients(x, c, dy, "chebyshev")
     exact[0] = exact[0] + bias.double()
-    for name, a, e in zip(("y", "dx", "dC"), gradients(x, c, dy, bias, precision), exact, strict=True):
+    exact.append(dy.double().sum(0))
+    for name, a, e in zip(("y", "dx", "dC", "db"), gradients(x, c, dy, bias, precision), exact, strict=True):
         assert_close(a, e, rms_tol=bound, max_tol=8 * bound, name=name)
     assert launched == []
 

@@ -120,7 +120,12 @@ def store_gradient(x: Tensor, out: Tensor) -> None:
         x, rows = sums, runs
     num_in = out.shape[2]
     sizes = {"rows": rows, "num_out": num_out, "num_in": num_in, "stride": x.stride(0)}
-    blocks = {"BLOCK_M": min(_RUN, next_power_of_two(rows)), "BLOCK_N": _OUTPUTS, "BLOCK_K": _INPUTS, "num_warps": 4}
+    blocks = {
+        "BLOCK_M": min(_RUN, next_power_of_two(rows)),
+        "BLOCK_N": _OUTPUTS,
+        "BLOCK_K": min(_INPUTS, next_power_of_two(num_in)),
+        "num_warps": 4,
+    }
     accumulator = tl.float64 if wide == torch.float64 else tl.float32
     programs = -(-num_out // _OUTPUTS) * -(-num_in // _INPUTS)
     launch(_spread_sums_kernel, programs, (x, out), **sizes, ACC=accumulator, **blocks)

@@ -269,3 +269,12 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
         if plan.first:
             store_gradient(parts, dcoef)
         return dcoef
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    """``db [O]``, the sum of ``dy [M, O]``'s rows."""
+    with on_device(dy):
+        dy = _rowwise(dy)
+        db = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
+        store_gradient(dy, db.view(1, -1, 1))  # as degree 0's coefficients of one input
+        return db
