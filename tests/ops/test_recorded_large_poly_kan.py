@@ -16,7 +16,6 @@ from fastkron_py import poly_kan
 from fastkron_py.kernels import devices, gemm_kind
 from fastkron_py.kernels.poly_kan import triton_poly_kan
 from fastkron_py.ops import guards, recorded_poly_kan
-from fastkron_py.ops import poly_kan as operator
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
 from fastkron_py.tuning.gemm import GemmTile
@@ -55,21 +54,6 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def forget() -> None:
     recorded_poly_kan.forget()
     triton_poly_kan.forget_launches()
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What went the long way, or was recorded."""
-    names: list[str] = []
-    for name in ("launched", "launched_gradients"):
-        original = getattr(operator, name)
-
-        def call(*arguments: Any, original: Any = original, name: str = name) -> Any:
-            names.append(name)
-            return original(*arguments)
-
-        monkeypatch.setattr(operator, name, call)
-    return names
 
 
 def gradients(x: Tensor, c: Tensor, dy: Tensor, bias: Tensor | None, precision: str | None, **options: Any) -> list[Tensor]:

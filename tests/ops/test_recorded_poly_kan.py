@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.ops import guards, recorded_poly_kan, records
-from fastkron_py.ops import poly_kan as operator
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.skipif(guards.GUARDS is None, reason="this torch lacks the guards that records are recognised by")
@@ -25,21 +23,6 @@ def in_triton() -> Iterator[None]:
     with fastkron_py.backend("triton"):
         yield
     recorded_poly_kan.forget()
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What went the long way, or was recorded."""
-    names: list[str] = []
-    for name in ("launched", "launched_gradients"):
-        original = getattr(operator, name)
-
-        def call(*arguments: Any, original: Any = original, name: str = name) -> Any:
-            names.append(name)
-            return original(*arguments)
-
-        monkeypatch.setattr(operator, name, call)
-    return names
 
 
 def gradients(x: Tensor, c: Tensor, dy: Tensor, bias: Tensor | None = None) -> list[Tensor]:
