@@ -1,8 +1,9 @@
-"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL ...]``."""
+"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL ...] [--compile N]``."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.runner import QUICK_SECONDS, SECONDS, run
+from benchmarks.warm import compile_all
 
 
 def _list(console: Console) -> None:
@@ -29,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help=f"that one benchmark may take ({SECONDS:g}; quick: {QUICK_SECONDS:g})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
     parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="cases with this in their label; may be repeated")
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="first compile what all of it needs, in N processes at once")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     options = parser.parse_args(arguments)
     console = Console()
@@ -36,9 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
         _list(console)
         return 0
     fitting = [b.name for b in all_benchmarks().values() if b.device != "cuda" or torch.cuda.is_available()]
+    names = options.names or fitting
     wrong = False
     try:
-        for name in options.names or fitting:
+        if options.compile > 0:
+            begun = time.perf_counter()
+            made = compile_all(names, options.compile, device=options.device, quick=options.quick, only=options.only)
+            console.print(f"compiled for {made} calls in {time.perf_counter() - begun:.0f} s", highlight=False)
+        for name in names:
             found = run(
                 name,
                 out=options.out,

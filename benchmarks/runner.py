@@ -103,7 +103,7 @@ class _Watched:
         return None
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     """Hand back what a failed or finished call held, tracebacks' and graphs' cycles included."""
     gc.collect()
     if device.type == "cuda":
@@ -129,9 +129,19 @@ def _blank(case: Case, contender: Contender, device: torch.device) -> Result:
     obstacle = contender.obstacle(device)
     if obstacle is not None:
         _failed(result, "unavailable", obstacle)
-    elif contender.labels is not None and case.label not in contender.labels:
+    elif not takes_part(case, contender, device):
         _failed(result, "unavailable", "takes part in a few rows only")
     return result
+
+
+def takes_part(case: Case, contender: Contender, device: torch.device) -> bool:
+    """Whether a contender can run here, and this case is one of its."""
+    return contender.obstacle(device) is None and (contender.labels is None or case.label in contender.labels)
+
+
+def chosen_cases(benchmark: Benchmark, quick: bool, only: Sequence[str]) -> list[Case]:
+    """The cases that `run` is asked for."""
+    return [c for c in benchmark.cases if (c.quick or not quick) and (not only or any(part in c.label for part in only))]
 
 
 def _judge(result: Result, error: float) -> None:
@@ -216,7 +226,7 @@ def _run_case(
         if call is not None:
             calls[contender.name] = call
         elif results[contender.name].status == "error":
-            _free(device)
+            free(device)
     ordered = [results[c.name] for c in benchmark.contenders]
     passed = [r for r in ordered if r.contender in calls]
     timed = [_Watched(benchmark, calls[r.contender], device) for r in passed]
@@ -300,7 +310,7 @@ def run(
         raise ValueError(f"seconds: expected a positive number; got {seconds}")
     console = console or Console()
     console.print(f"[bold]{name}[/bold]  {benchmark.description}")
-    chosen = [c for c in benchmark.cases if (c.quick or not quick) and (not only or any(part in c.label for part in only))]
+    chosen = chosen_cases(benchmark, quick, only)
     if not chosen:
         raise ValueError(f"only: expected part of one of {', '.join(c.label for c in benchmark.cases)}; got {', '.join(only)}")
     environment = describe(target)
@@ -341,7 +351,7 @@ def run(
                 cases.append(_described(case, *run_case(case), bandwidth, target))
                 report.save(summary(), out)  # a run that is stopped loses one case
                 console.print(report.line(cases[-1]), highlight=False)
-                _free(target)
+                free(target)
             progress.advance(task)
     found = summary()
     report.show(found, console)
