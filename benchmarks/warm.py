@@ -22,7 +22,7 @@ from benchmarks.runner import FAILURES, chosen_cases, free, takes_part
 
 
 class Share(NamedTuple):
-    """What one process compiles: every so-manieth call of some benchmarks, as `run` gets them."""
+    """What one process compiles: of the calls of some benchmarks, chosen as `run` does, each `of`-th from `index` on."""
 
     index: int
     of: int
