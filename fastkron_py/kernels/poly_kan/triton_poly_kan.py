@@ -26,7 +26,7 @@ from fastkron_py.tuning.poly_kan import GROUP, Split, Tile
 class _Way(NamedTuple):
     """How one of the three products is done."""
 
-    large: bool
+    turned: bool  # TF32 operands in shared memory have to run along the reduction; 16-bit ones need not
     first: int  # degree in the product
     tile: Tile
     split: Split
@@ -65,7 +65,7 @@ def _way(kind: Kind, choose: Any, derivative: bool, depth: int, width: int) -> _
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    return _Way(large, first, tile, split, constants)
+    return _Way(large and kind.dtype == torch.float32, first, tile, split, constants)
 
 
 def _fewer_stages(kernel: Any, grid: int, arguments: dict[str, Any]) -> Launcher:
@@ -74,96 +74,75 @@ def _fewer_stages(kernel: Any, grid: int, arguments: dict[str, Any]) -> Launcher
     return Launcher([Way(kernel, (grid,), {**arguments, "num_stages": s}) for s in stages])
 
 
-class _Forward:
-    """y of x, ready to be launched."""
+class _Plain:
+    """A product by a kernel in plain Triton, ready to be launched."""
 
     is_staged = False
 
-    def __init__(self, kind: Kind) -> None:
-        self.way = way = _way(kind, tuning.forward, False, kind.num_in, kind.num_out)
+    def __init__(self, kind: Kind, way: _Way, kernel: Any, tiles: int, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        """Of so many tiles of a result of this shape, with the arguments that the other kernels do not take, or take otherwise."""
         self.first = way.first
-        self.needs_low, self.rounds = (way.constants["PRECISION"] == kind_of_pass for kind_of_pass in ("split", "cut"))
-        arguments = {
+        precision = way.constants["PRECISION"]
+        self.needs_low, self.rounds = precision == "split", precision == "cut"
+        self.turned = way.turned
+        splits = way.split.splits
+        shared = {
             "rows": kind.rows,
             "num_in": kind.num_in,
             "num_out": kind.num_out,
             "stride_xm": kind.stride_x,
             "blocks_per_split": way.split.blocks,
-            "HAS_BIAS": kind.has_bias or way.first == 1,
-            "GROUP": GROUP,
             **way.constants,
         }
-        tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_out // way.tile.block_n)
-        self.launch = _fewer_stages(_poly_kan_fwd_kernel, tiles * way.split.splits, arguments)
-        self.partial = _partial(kind, way, (kind.rows, kind.num_out))
-        self.sum = Sum(way.split.splits, kind.rows * kind.num_out)
+        self.launch = _fewer_stages(kernel, tiles * splits, {**shared, **arguments})
+        self.partial = (splits, *shape) if splits > 1 else None  # else the kernel writes the result itself
+        self.sum = Sum(splits, math.prod(shape))
 
 
-class _InputGradient:
-    """dx, ready to be launched."""
-
-    is_staged = False
+class _Forward(_Plain):
+    """y of x."""
 
     def __init__(self, kind: Kind) -> None:
-        self.way = way = _way(kind, tuning.input_gradient, True, kind.num_out, kind.num_in)
-        # TF32 operands in shared memory have to run along the reduction; 16-bit ones need not.
-        self.turned = way.large and kind.dtype == torch.float32
-        self.first = way.first
-        self.needs_low, self.rounds = (way.constants["PRECISION"] == kind_of_pass for kind_of_pass in ("split", "cut"))
+        way = _way(kind, tuning.forward, False, kind.num_in, kind.num_out)
+        arguments = {"HAS_BIAS": kind.has_bias or way.first == 1, "GROUP": GROUP}
+        tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_out // way.tile.block_n)
+        super().__init__(kind, way, _poly_kan_fwd_kernel, tiles, (kind.rows, kind.num_out), arguments)
+
+
+class _InputGradient(_Plain):
+    """dx."""
+
+    def __init__(self, kind: Kind) -> None:
+        way = _way(kind, tuning.input_gradient, True, kind.num_out, kind.num_in)
         arguments = {
-            "rows": kind.rows,
-            "num_in": kind.num_in,
-            "num_out": kind.num_out,
             "stride_gm": kind.stride_g,
-            "stride_xm": kind.stride_x,
-            "stride_co": 1 if self.turned else kind.num_in,
-            "stride_ci": kind.num_out if self.turned else 1,
-            "blocks_per_split": way.split.blocks,
+            "stride_co": 1 if way.turned else kind.num_in,
+            "stride_ci": kind.num_out if way.turned else 1,
             "SLOPE": kind.spec.normalizer.derivative,
             "ALIGN_GM": math.gcd(kind.stride_g, ALIGNED),
-            "ALIGN_CO": 1 if self.turned else math.gcd(kind.num_in, ALIGNED),
+            "ALIGN_CO": 1 if way.turned else math.gcd(kind.num_in, ALIGNED),
             "DEGREES": way.tile.degrees,
             "GROUP": GROUP,
-            **way.constants,
             "EVEN_N": kind.num_in % way.tile.block_n == 0 and (kind.spec.terms - way.first) % way.tile.degrees == 0,
         }
         tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_in // way.tile.block_n)
-        self.launch = _fewer_stages(_poly_kan_dx_kernel, tiles * way.split.splits, arguments)
-        self.partial = _partial(kind, way, (kind.rows, kind.num_in))
-        self.sum = Sum(way.split.splits, kind.rows * kind.num_in)
+        super().__init__(kind, way, _poly_kan_dx_kernel, tiles, (kind.rows, kind.num_in), arguments)
 
 
-class _CoefficientGradient:
-    """dC, ready to be launched."""
+class _CoefficientGradient(_Plain):
+    """dC."""
 
     def __init__(self, kind: Kind) -> None:
-        self.way = way = _way(kind, tuning.coefficient_gradient, False, kind.rows, kind.num_out)
-        self.turned = way.large and kind.dtype == torch.float32
-        self.first = way.first
-        self.needs_low, self.rounds = (way.constants["PRECISION"] == kind_of_pass for kind_of_pass in ("split", "cut"))
+        way = _way(kind, tuning.coefficient_gradient, False, kind.rows, kind.num_out)
         arguments = {
-            "rows": kind.rows,
-            "num_in": kind.num_in,
-            "num_out": kind.num_out,
-            "stride_gm": 1 if self.turned else kind.stride_g,
-            "stride_go": whole_vectors(kind.rows) if self.turned else 1,
-            "stride_xm": kind.stride_x,
-            "blocks_per_split": way.split.blocks,
+            "stride_gm": 1 if way.turned else kind.stride_g,
+            "stride_go": whole_vectors(kind.rows) if way.turned else 1,
             "DEGREES": way.tile.degrees,
-            "ALIGN_GM": 1 if self.turned else math.gcd(kind.stride_g, ALIGNED),
-            **way.constants,
+            "ALIGN_GM": 1 if way.turned else math.gcd(kind.stride_g, ALIGNED),
         }
         groups = -(-(kind.spec.terms - way.first) // way.tile.degrees)
         tiles = groups * -(-kind.num_in // way.tile.block_m) * -(-kind.num_out // way.tile.block_n)
-        self.launch = _fewer_stages(_poly_kan_dcoef_kernel, tiles * way.split.splits, arguments)
-        shape = (kind.spec.terms, kind.num_out, kind.num_in)
-        self.partial = _partial(kind, way, shape)
-        self.sum = Sum(way.split.splits, shape[0] * shape[1] * shape[2])
-
-
-def _partial(kind: Kind, way: _Way, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Shape of the partial results; None where there is one split, which writes the result itself."""
-    return (way.split.splits, *shape) if way.split.splits > 1 else None
+        super().__init__(kind, way, _poly_kan_dcoef_kernel, tiles, (kind.spec.terms, kind.num_out, kind.num_in), arguments)
 
 
 @lru_cache(maxsize=512)
