@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib import pyplot
 
 from benchmarks.plots import COLOURS, INK, STYLE
-from benchmarks.ratios import medians
+from benchmarks.ratios import geometric_mean, medians
 
 RESULTS = Path(__file__).parent / "results"
 # What is compared, in groups: (name of the benchmark, contender) to what the picture calls it.
@@ -76,11 +75,6 @@ def gathered(results: Path) -> list[Row]:
             if ratios:
                 rows.append(Row(group, label, ratios))
     return rows
-
-
-def geometric_mean(ratios: list[float]) -> float:
-    """Of positive numbers."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _row(axes: Any, row: Row, place: float, colour: str) -> None:

@@ -12,14 +12,18 @@ def medians(case: dict[str, Any]) -> dict[str, float]:
     return {r["contender"]: r["times"]["median"] for r in case["results"] if r["times"]}
 
 
+def geometric_mean(ratios: list[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
 def _summary(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
     """Geometric mean and largest of ratios, by name."""
     listed: dict[str, list[float]] = {}
     for name, ratio in pairs:
         listed.setdefault(name, []).append(ratio)
     return {
-        name: {"geometric_mean": math.exp(sum(map(math.log, values)) / len(values)), "largest": max(values), "cases": len(values)}
-        for name, values in listed.items()
+        name: {"geometric_mean": geometric_mean(values), "largest": max(values), "cases": len(values)} for name, values in listed.items()
     }
 
 

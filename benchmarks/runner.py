@@ -122,21 +122,16 @@ def _failed(result: Result, status: str, reason: str) -> None:
     result.status, result.reason = status, reason
 
 
-def _blank(case: Case, contender: Contender, device: torch.device) -> Result:
+def blank(case: Case, contender: Contender, device: torch.device) -> Result:
     """A result before anything is known, or that of a contender that does not take part."""
     tf32 = device.type == "cuda" and (contender.allows_tf32 or torch.backends.cuda.matmul.allow_tf32)
     result = Result(contender.name, "ok", case.dtype, tf32, tolerance=max(contender.tolerance, case.tolerance))
     obstacle = contender.obstacle(device)
     if obstacle is not None:
         _failed(result, "unavailable", obstacle)
-    elif not takes_part(case, contender, device):
+    elif contender.labels is not None and case.label not in contender.labels:
         _failed(result, "unavailable", "takes part in a few rows only")
     return result
-
-
-def takes_part(case: Case, contender: Contender, device: torch.device) -> bool:
-    """Whether a contender can run here, and this case is one of its."""
-    return contender.obstacle(device) is None and (contender.labels is None or case.label in contender.labels)
 
 
 def chosen_cases(benchmark: Benchmark, quick: bool, only: Sequence[str]) -> list[Case]:
@@ -153,7 +148,7 @@ def _judge(result: Result, error: float) -> None:
 
 def _checked(benchmark: Benchmark, case: Case, contender: Contender, problem: Any, device: torch.device) -> tuple[Result, Call | None]:
     """The contender's call, if it can run and its result is right."""
-    result = _blank(case, contender, device)
+    result = blank(case, contender, device)
     if result.status != "ok":
         return result, None
     try:
@@ -242,7 +237,7 @@ def _run_case(
 
 def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[Result]:
     """Results of a benchmark that times its contenders itself."""
-    results = [_blank(case, contender, device) for contender in benchmark.contenders]
+    results = [blank(case, contender, device) for contender in benchmark.contenders]
     try:
         found = benchmark.apart(case.parameters, device)  # type: ignore[misc]
     except FAILURES as error:
