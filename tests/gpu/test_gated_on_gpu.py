@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 from gated_cases import expected, expected_gradients, pack, problem, relative
+from graphs import graphed
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
@@ -58,20 +57,6 @@ def test_float32(precision: str, bound: float, shape: tuple[int, int, int], mode
         assert relative(a, e) < bound
 
 
-def graphed(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    return graph, found
-
-
-# Torch says so of a product that is the first thing its backward thread does.
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning")
 @pytest.mark.parametrize("mode", ["save", "recompute"])
 def test_graph(mode: str, generator: torch.Generator) -> None:
     layer = GatedMLP(256, 704, backward=mode, device=CUDA, dtype=torch.bfloat16)

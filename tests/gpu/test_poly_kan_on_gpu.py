@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphs import graphed
 from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem
 from torch import Tensor
 
@@ -110,14 +111,7 @@ def test_nan_and_infinity_stay_in_their_rows(generator: torch.Generator) -> None
 def test_graph(generator: torch.Generator) -> None:
     x, c, dy = problem(128, 40, 256, 8, torch.float32, torch.device("cuda"), generator)
     expected = gradients(x, c, dy, None)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients(x, c, dy, None)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(x, c, dy, None)
+    graph, found = graphed(lambda: gradients(x, c, dy, None))
     for t in found:
         t.fill_(torch.nan)
     graph.replay()
@@ -197,14 +191,7 @@ def test_recognised_on_a_side_stream(recognised) -> None:
 
 def test_recognised_in_a_graph(recognised) -> None:
     x, c, dy, precision, long = recognised
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients(x, c, dy, precision)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(x, c, dy, precision)
+    graph, found = graphed(lambda: gradients(x, c, dy, precision))
     for _ in range(2):
         for t in found:
             t.fill_(torch.nan)
