@@ -36,6 +36,8 @@ JOB_SECONDS = 200.0
 EXAMPLE_SECONDS = 90.0
 FAULT_SECONDS = 60.0
 CPU_RANKS = 2
+TOLD = "fastkron_py: "  # begins a line about an exchange that waits for a rank that is gone
+TAIL = 12  # lines of the survivor's stderr that are kept
 LABELS = ("64^4 float32, 128 rows a rank", "64^4 float32, 128 rows", "128^4 float32, 8 rows a rank", "128^4 float32, 16 rows")
 LABELS += ("128^3 float32, 128 rows", "64^4 float32, 32 rows a rank, with gradients")
 LABELS += tuple(label.replace("float32", "bfloat16") for label in LABELS[:4])
@@ -111,8 +113,7 @@ def fault(how: str, device: str) -> dict[str, Any]:
         children = []
         for rank in range(2):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            # At the timeout torch's watchdog would wait for another minute, to write down what was under way.
-            variables |= {"MASTER_PORT": str(port), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+            variables |= {"MASTER_PORT": str(port)}
             environment = _environment(**variables, **_hidden_gpus(device))
             children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         try:
@@ -128,10 +129,31 @@ def fault(how: str, device: str) -> dict[str, Any]:
                 child.communicate()
         killed = Path(f"{folder}/killed")
         after = time.time() - float(killed.read_text()) if killed.exists() else None
-    told = [line for line in errors.splitlines() if line.startswith("fastkron_py: ")]
+    return survivor(how, children[0].returncode, after, output, errors, ended)
+
+
+def survivor(how: str, code: int, after: float | None, output: str, errors: str, late: str | None = None) -> dict[str, Any]:
+    """What became of the rank whose peer was killed.
+
+    Args:
+        how: the kill.
+        code: it ended with.
+        after: seconds from the kill to its end.
+        output: its stdout, a line of JSON if it met an error.
+        errors: its stderr.
+        late: what is said where it did not end by itself.
+    """
+    told = [line for line in errors.splitlines() if line.startswith(TOLD)]
     lines = [line for line in output.splitlines() if line.startswith("{")]
-    error = json.loads(lines[-1]) if lines else {"message": ended or errors.strip().splitlines()[-1:]}
-    return {"how": how, "returncode": children[0].returncode, "ended_after": after, "told": told, "error": error}
+    tail = errors.rstrip().splitlines()[-TAIL:]
+    if lines:
+        error = json.loads(lines[-1])
+    elif told and late is None and code:  # ended while it waited for its GPU: by the thread that told, or by torch's watchdog
+        stage = told[-1].removeprefix(TOLD).split(": rank")[0]
+        error = {"stage": stage, "message": told[-1].removeprefix(TOLD), "seconds": after}
+    else:
+        error = {"message": late or tail[-1:]}
+    return {"how": how, "returncode": code, "ended_after": after, "told": told, "error": error, "errors": tail}
 
 
 def examples(ranks: int, device: str) -> Iterator[dict[str, Any]]:

@@ -106,7 +106,7 @@ class Board:
         return [row for row in found if row is not None]
 
     def ended(self) -> list[int]:
-        """Ranks whose processes are gone."""
+        """Ranks whose processes are gone, or that have let go of the board after a failure."""
         others = [r for r in range(len(self._ranks)) if r != self._position]
         return [self._ranks[r] for r in others if not _is_locked(self._descriptor, r)]
 

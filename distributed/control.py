@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -34,7 +35,8 @@ class Control:
         position = self.ranks.index(dist.get_rank())
         store = dist.PrefixStore("fastkron_py/control/" + "_".join(map(str, self.ranks)), dist.distributed_c10d._get_default_store())
         with stage("ProcessGrid: connecting", self.ranks):
-            _living.add(self)
+            with _lock:
+                _living.add(self)
             # Any: torch's stubs leave out what a backend inherits.
             self._group: Any = dist.ProcessGroupGloo(store, position, len(self.ranks), group_timeout())
             self._board = (
@@ -90,11 +92,18 @@ class Gathering:
 
 
 _living: WeakSet[Control] = WeakSet()
+_lock = threading.Lock()
+"""Of the set above, which another thread reads (`ended_ranks`)."""
+
+
+def _all() -> list[Control]:
+    with _lock:
+        return list(_living)
 
 
 def _close_all(failure: Exception) -> None:
     """After a collective failed: who knows passes it on, and ranks far from the one that died need not wait for the timeout."""
-    for control in _living:
+    for control in _all():
         control.close(failure)
 
 
@@ -102,8 +111,8 @@ after_failure(_close_all)
 
 
 def ended_ranks() -> list[int]:
-    """Ranks of this host, in grids of this process, whose processes have ended."""
-    boards = [control._board for control in list(_living)]
+    """Ranks of this host, in grids of this process, whose processes have ended, or that have given up after a failure."""
+    boards = [control._board for control in _all()]
     return sorted({rank for board in boards if board is not None for rank in board.ended()})
 
 

@@ -163,7 +163,7 @@ class Transfer:
             text = self._text(arrived)
             with stage(text, self.line.group):
                 self.work.wait()
-            note(text, arrived.device)
+            note(text, arrived.device, self.line.ranks)
         in_order = self.lands_in_place or self.sent_in_runs
         if out is None:
             out = arrived if in_order else arrived.new_empty(self.size)
@@ -231,7 +231,7 @@ class Transfer:
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
         found = direct.block(slot, self.line.position, self.size, self.dtype) if self.into is None else self.into
         self.work.wait()  # the current stream, not the host
-        note(self._text(found), found.device)
+        note(self._text(found), found.device, self.line.ranks)
         if self.lent and out is None:
             self.work = None
             return found

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.distributed.watch import note
 
 _HALF: Final = (torch.float16, torch.bfloat16)
 
@@ -40,8 +41,8 @@ class _Total(torch.autograd.Function):
         ctx.group, ctx.device = group, device
         dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in _HALF else p.dtype for p in parts])
         flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
-        with stage(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", group):
-            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        text = f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}"
+        all_reduce(text, torch.view_as_real(flat) if flat.is_complex() else flat, group)
         pieces = flat.split([math.prod(p.shape) for p in parts])
         # Copies: a gradient that is part of one large buffer would keep all of it.
         return tuple(_like(piece.view(p.shape), p) for piece, p in zip(pieces, parts, strict=True))
@@ -58,6 +59,23 @@ def _like(value: Tensor, part: Tensor) -> Tensor:
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
+
+
+def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduce a tensor over a group, in place.
+
+    Args:
+        name: what is being done, for errors.
+        tensor: of the same shape on every rank.
+        group: the ranks.
+        op: how.
+
+    Raises:
+        CollectiveError: it failed; names the stage.
+    """
+    with stage(name, group):
+        dist.all_reduce(tensor, op, group)
+    note(name, tensor.device, _ranks(group))
 
 
 def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:

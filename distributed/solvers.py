@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.blocks import chunk_offsets
-from fastkron_py.distributed.failures import stage
 from fastkron_py.distributed.functional import kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.replicated import replicate
+from fastkron_py.distributed.replicated import all_reduce, replicate
 from fastkron_py.errors import value_error
 from fastkron_py.functional import kronecker_algebra as algebra
 
@@ -150,16 +149,14 @@ class System:
     def _dots(self, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """Products of columns, ``[pairs, columns]`` in float64, summed over the ranks that hold rows of these columns."""
         sums = torch.stack([(a.double() * c.double()).sum(0) for a, c in pairs])
-        with stage("conjugate gradients: dot products", self.grid.col_group):
-            dist.all_reduce(sums, group=self.grid.col_group)
+        all_reduce("conjugate gradients: dot products", sums, self.grid.col_group)
         return sums
 
     def _worst(self, residuals: Tensor) -> float:
         """The largest of all columns on all ranks, so that all stop together; not a number counts as infinite."""
         largest = residuals.nan_to_num(nan=math.inf, posinf=math.inf).amax() if residuals.numel() else residuals.new_zeros(())
         if self.grid.shape[1] > 1:
-            with stage("conjugate gradients: largest residual", self.grid.row_group):
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.grid.row_group)
+            all_reduce("conjugate gradients: largest residual", largest, self.grid.row_group, dist.ReduceOp.MAX)
         return float(largest)
 
 

@@ -73,3 +73,18 @@ def test_a_run_that_is_stopped_leaves_what_it_has(
     assert kept["scaling"]["products"] == [product]
     assert kept["faults"] == [{"how": "between"}]
     assert "survivor between" in capsys.readouterr().out
+
+
+def test_a_survivor_that_was_ended_while_it_waited() -> None:
+    stage = "kron_matmul: columns to rows, chunk 1 of 2: exchange of 134 MB with ranks 0-1"
+    told = [f"fastkron_py: {stage}: rank 1 ended, and more", f"fastkron_py: {stage}: rank 1 ended 8.1 s ago: this process is ended"]
+    errors = "\n".join([*told, *[f"frame {i}" for i in range(20)]])
+    found = distributed.survivor("within", 75, 8.6, "", errors)
+    assert (found["told"], found["returncode"], found["ended_after"]) == (told, 75, 8.6)
+    assert found["error"] == {"stage": stage, "message": told[1].removeprefix("fastkron_py: "), "seconds": 8.6}
+    assert found["errors"] == [f"frame {i}" for i in range(8, 20)]
+    late = distributed.survivor("within", -9, 54.0, "", told[0], "had not ended after 60 s")
+    assert (late["error"], late["told"]) == ({"message": "had not ended after 60 s"}, told[:1])
+    raised = distributed.survivor("between", 0, 0.2, '{"stage": "check", "seconds": 0.1}\n', "")
+    assert (raised["error"], raised["errors"]) == ({"stage": "check", "seconds": 0.1}, [])
+    assert distributed.survivor("between", 1, None, "", "Error: no GPU\n")["error"] == {"message": ["Error: no GPU"]}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from fastkron_py.distributed import CollectiveError, ProcessGrid, kron_matmul
+from fastkron_py.distributed import ProcessGrid, kron_matmul
 
 GROUP_TIMEOUT = 6  # seconds, of own_ranks
 STALL = 3  # of the test that waits for it
@@ -97,52 +97,3 @@ def test_a_rank_that_stalls_is_given_up_after_the_timeout() -> None:
         assert outcome.seconds < STALL + 4
     # One of them waited for all of the timeout, and the others learnt from it.
     assert max(o.seconds for o in survivors[:3]) > STALL - 0.5
-
-
-class Never:
-    """An event of a GPU that waits for a peer."""
-
-    def query(self) -> bool:
-        return False
-
-
-def wait_for_a_gpu():
-    """Rank 3 dies in an exchange; the others' GPUs wait for it, and the hosts for their GPUs, until one makes another call."""
-    from fastkron_py.distributed import watch
-
-    watch.GRACE = 0.5
-    grid = ProcessGrid((1, 4))
-    kron_matmul(torch.randn(16, 1024), [torch.randn(8, 8) for _ in range(4)], grid=grid)
-    if dist.get_rank() == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    watch.note_event("kron_matmul: stage 1 of 2: exchange of 1 MB with ranks 0-3", Never())
-    end = time.monotonic() + 10
-    while not watch.told and time.monotonic() < end:
-        time.sleep(0.05)
-    with pytest.raises(CollectiveError) as caught:
-        kron_matmul(torch.randn(16, 1024), [torch.randn(8, 8) for _ in range(4)], grid=grid)
-    return watch.told, str(caught.value)
-
-
-def test_what_a_gpu_waits_for_is_named(own_ranks: RankPool) -> None:
-    for outcome in own_ranks.outcomes(wait_for_a_gpu, expect_dead=[3]):
-        assert outcome.error is None, outcome.trace
-        told, message = outcome.value
-        stage = "kron_matmul: stage 1 of 2: exchange of 1 MB with ranks 0-3"
-        assert told == [f"fastkron_py: {stage}: rank 3 ended, and this exchange has not been finished since"]
-        assert message.endswith(f"; the GPU has not finished: {stage}")
-
-
-def test_what_is_finished_is_forgotten() -> None:
-    from unittest import mock
-
-    from fastkron_py.distributed import watch
-
-    done = mock.Mock(query=lambda: True)
-    with mock.patch.object(watch, "_thread", mock.Mock()):
-        watch.note_event("first", done)
-        watch.note_event("second", Never())
-        watch.note_event("third", done)
-    assert watch.unfinished() == "second"
-    watch._under_way.clear()
-    assert watch.unfinished() is None

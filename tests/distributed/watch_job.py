@@ -1,0 +1,149 @@
+"""Processes whose GPU waits for an exchange that is never finished, or is: one for each case, forked, and what becomes of them as JSON.
+
+Events stand for the GPU, and a list for the board that tells who is gone: rank 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from fastkron_py.distributed import failures, watch
+
+TIMEOUT = 1.0
+LONG = 3 * TIMEOUT
+STAGE = "kron_matmul: columns to rows, chunk 1 of 2: exchange of 134 MB with ranks 0-1"
+WATCHED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+
+
+class Event:
+    """Done so many seconds after the job has begun; never without; or one of a GPU that has met an error."""
+
+    def __init__(self, after: float = float("inf"), error: bool = False) -> None:
+        self.at, self.error = time.monotonic() + after, error
+
+    def query(self) -> bool:
+        if self.error:
+            raise RuntimeError("CUDA error")
+        return time.monotonic() >= self.at
+
+
+def wait_for_the_gpu(event: Event) -> None:
+    end = time.monotonic() + LONG
+    while not (not event.error and event.query()) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def never() -> None:
+    watch.note_event(STAGE, Event(), (0, 1))
+    wait_for_the_gpu(Event())
+
+
+def never_behind_others() -> None:
+    """An exchange of another grid comes first, unfinished too, and one that is finished."""
+    watch.note_event("of another grid", Event(), (0, 2))
+    watch.note_event("finished", Event(0), (0, 1))
+    never()
+
+
+def late() -> None:
+    event = Event(0.7 * TIMEOUT)
+    watch.note_event(STAGE, event, (0, 1))
+    wait_for_the_gpu(event)
+    wait_for_the_gpu(Event())
+
+
+def many() -> None:
+    """Together they take longer than the timeout, each of them less."""
+    for i in range(5):
+        watch.note_event(STAGE, Event(0.6 * TIMEOUT * i), (0, 1))
+    wait_for_the_gpu(Event())
+
+
+def another_grid() -> None:
+    watch.note_event(STAGE, Event(), (0, 2))
+    wait_for_the_gpu(Event())
+
+
+def gpu_error() -> None:
+    watch.note_event(STAGE, Event(error=True), (0, 1))
+    wait_for_the_gpu(Event())
+
+
+def caught() -> None:
+    """The main thread has had an error, and goes on without rank 1."""
+    watch.note_event(STAGE, Event(), (0, 1))
+    with (
+        pytest.raises(failures.CollectiveError, match=f"the GPU has not finished: {STAGE}"),
+        failures.stage("kron_matmul: check that all ranks do the same"),
+    ):
+        raise RuntimeError("rank 1 ended")
+    wait_for_the_gpu(Event())
+
+
+def mute() -> None:
+    """Nobody reads the pipe that stderr is."""
+    here, there = os.pipe()
+    os.set_blocking(there, False)
+    try:
+        while True:
+            os.write(there, b" " * 4096)
+    except BlockingIOError:
+        os.set_blocking(there, True)
+    os.dup2(there, 2)
+    watch.PATIENCE = 0.2
+    never()
+    os.close(here)
+
+
+def asked_not_to(name: str, value: str) -> Callable[[], None]:
+    def case() -> None:
+        os.environ[name] = value
+        never()
+
+    return case
+
+
+CASES: dict[str, Callable[[], None]] = {
+    c.__name__: c for c in (never, never_behind_others, late, many, another_grid, gpu_error, caught, mute)
+}
+CASES |= {"asked 0": asked_not_to(WATCHED[0], "0"), "asked 2": asked_not_to(WATCHED[1], "2"), "asked 3": asked_not_to(WATCHED[0], "3")}
+
+
+def main() -> None:
+    for name in WATCHED:
+        os.environ.pop(name, None)
+    watch.INTERVAL, watch.GRACE = 0.05, 0.3
+    watch.ended_ranks = lambda: [1]
+    watch.group_timeout = lambda: timedelta(seconds=TIMEOUT)
+    with tempfile.TemporaryDirectory() as folder:
+        began: dict[int, tuple[str, float]] = {}
+        for name, case in CASES.items():
+            process = os.fork()
+            if process == 0:
+                for descriptor, kind in ((1, "out"), (2, "err")):
+                    os.dup2(os.open(f"{folder}/{name}.{kind}", os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
+                print("not flushed yet")
+                case()
+                sys.stdout.flush()
+                os._exit(0)
+            began[process] = name, time.monotonic()
+        found = {}
+        while began:
+            process, status = os.wait()
+            name, start = began.pop(process)
+            out, err = (Path(f"{folder}/{name}.{kind}").read_text() for kind in ("out", "err"))
+            found[name] = {"code": os.waitstatus_to_exitcode(status), "seconds": time.monotonic() - start, "out": out, "err": err}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
