@@ -1,8 +1,9 @@
 """What multiplies and exchanges cost: links between GPUs, memory, the model of local launches, and the processor that begins all of it.
 
 The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%), and to products on two and four
-of them: memory, stores into peers' memory (with a guess at their barriers), what multiplies do beside an exchange, and the processor, which
-had slow cores. Those of links between hosts are a data sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
+of them: memory, copies, stores into peers' memory (with a guess at their barriers), rounds of messages, and what multiplies do beside an
+exchange. The processor's lie between two hosts, of which one took twice as long as the other. Those of links between hosts are a data
+sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
 docs/distributed.md has the table of what was modelled and measured.
 """
 
@@ -18,11 +19,11 @@ from fastkron_py.tuning.plan import Setting, plans
 # The model of launches is asked for very many rows; what a launch costs by itself is added here.
 MANY_ROWS: Final = 1 << 20
 LAUNCH_SECONDS: Final = 4e-6
-# A copy that turns rows to columns takes so many times as long as one of long runs (measured on an H200).
-TURNING: Final = 2.5
+# Seconds for each element of a copy that turns rows to columns, which torch makes element by element whatever their size (on an H200).
+TURNING_SECONDS: Final = 7.5e-12
 
 BANDWIDTHS: Final = (
-    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "ranks_per_host", "direct_bandwidth", "direct_pair_bandwidth"
+    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth", "direct_pair_bandwidth"
 )  # fmt: skip
 CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange", "cpu_store")
 
@@ -36,11 +37,14 @@ class Links:
         pair_bandwidth: of an exchange between two ranks of a host, which is slower than one among more (at most bandwidth).
         latency: of a collective.
         message: of each message in it, inside a host.
+        round: of each round of messages, one to every peer, where runs of memory are sent one by one.
         host_bandwidth: between hosts.
         host_message: of each message between hosts.
         ranks_per_host: ranks ``i * ranks_per_host`` up to ``(i + 1) * ranks_per_host`` share host i.
-        memory: of a GPU's own memory, in bytes a second.
+        memory: of a GPU's own memory, in multiplies.
+        copy_memory: of the same in copies of long runs, read and written together.
         beside: how fast multiplies go on beside an exchange inside a host, as a share of their speed without one.
+        beside_packed: the same beside an all-to-all of packed parts, which leaves multiplies more than single messages or stores do.
         direct_bandwidth: of stores into the peers' memory, inside a host, among more than two ranks.
         direct_pair_bandwidth: of stores into the memory of one peer.
         direct_latency: of the barriers before and after them.
@@ -56,28 +60,32 @@ class Links:
     pair_bandwidth: float = 307e9
     latency: float = 26e-6
     message: float = 1e-6
+    round: float = 10e-6
     host_bandwidth: float = 45e9
     host_message: float = 2e-6
     ranks_per_host: int = 8
     memory: float = 3.3e12
-    beside: float = 0.28
+    copy_memory: float = 4.1e12
+    beside: float = 0.3
+    beside_packed: float = 0.5
     direct_bandwidth: float = 219e9
     direct_pair_bandwidth: float = 376e9
     direct_latency: float = 15e-6
-    cpu_call: float = 0.2e-3
-    cpu_chunk: float = 0.2e-3
-    cpu_exchange: float = 0.24e-3
-    cpu_message: float = 60e-6
-    cpu_direct_exchange: float = 0.36e-3
-    cpu_store: float = 12e-6
+    cpu_call: float = 0.15e-3
+    cpu_chunk: float = 0.15e-3
+    cpu_exchange: float = 0.17e-3
+    cpu_message: float = 40e-6
+    cpu_direct_exchange: float = 0.25e-3
+    cpu_store: float = 8e-6
 
     def __post_init__(self) -> None:
         for name in BANDWIDTHS:
             if not getattr(self, name) > 0:
                 raise value_error(name, "a positive number", getattr(self, name))
-        if not 0 <= self.beside <= 1:
-            raise value_error("beside", "a share from 0 to 1", self.beside)
-        for name in ("latency", "message", "host_message", "direct_latency", *CPU):
+        for name in ("beside", "beside_packed"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise value_error(name, "a share from 0 to 1", getattr(self, name))
+        for name in ("latency", "message", "round", "host_message", "direct_latency", *CPU):
             if not getattr(self, name) >= 0:
                 raise value_error(name, "a number of seconds, not negative", getattr(self, name))
 
@@ -89,6 +97,7 @@ class Links:
             bandwidth=bandwidth,
             pair_bandwidth=bandwidth,
             latency=self.direct_latency,
+            round=0.0,  # stores follow each other at once
             cpu_exchange=self.cpu_direct_exchange,
             cpu_message=self.cpu_store,
         )
@@ -118,6 +127,8 @@ def multiply_seconds(rows: int, ps: tuple[int, ...], qs: tuple[int, ...], itemsi
     return rows * moved * itemsize / links.memory + launches * LAUNCH_SECONDS
 
 
-def copy_seconds(size: float, links: Links) -> float:
-    """Time to copy so many bytes in long runs on a GPU, which reads and writes them once."""
-    return 2 * size / links.memory
+def copies_seconds(copies: tuple[int, int], size: float, itemsize: int, links: Links) -> float:
+    """Time of so many copies (in long runs, turning rows to columns) of some bytes on a GPU, each of which reads and writes them once."""
+    runs, turns = copies
+    run = 2 * size / links.copy_memory
+    return runs * run + turns * max(run, size / itemsize * TURNING_SECONDS)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
-from fastkron_py.distributed.cost import TURNING, Links, copy_seconds, multiply_seconds
+from fastkron_py.distributed.cost import Links, copies_seconds, multiply_seconds
 from fastkron_py.distributed.problem import Problem
 
 # Pairs of ranks looked at for the largest cost: all of 64 ranks, some senders of more. Of a uniform exchange one tells all.
 PAIRS: Final = 1 << 12
-# What an exchange between stages copies: it packs a multiply's product, which is turned, and unpacks long runs.
-STAGE_COPIES: Final = TURNING + 1
+# What an exchange between stages copies: it unpacks long runs, and packs a multiply's product, which is turned.
+STAGE_COPIES: Final = (1, 1)
 # Buffers beside x and the result: an operand and what one launch leaves the next; the operand of the next chunk too, and the product of the
 # one before, where there are several.
 BUFFERS: Final = (2, 4, 5)
@@ -88,13 +88,14 @@ def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links
     seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
     for exchange, factors, spent, is_back in ((there, None, 0.0, False), (back, (0, len(problem.ps)), seconds, True)):
         runs = messages and exchange.in_runs
-        copies = 0.0 if direct or runs else 1.0  # what a rank keeps is copied beside the multiplies
+        copies = (0, 0) if direct or runs else (1, 0)  # what a rank keeps is copied beside the multiplies
         calls = rows if direct else most if runs else 0
-        yield replace(_step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links), calls=calls)
+        step = _step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links)
+        yield replace(step, calls=calls, exchange_seconds=step.exchange_seconds + calls * links.round)
 
 
 def _step(
-    problem: Problem, factors: tuple[int, int] | None, leg: Leg | None, multiply: float, copies: float, stride: int, links: Links
+    problem: Problem, factors: tuple[int, int] | None, leg: Leg | None, multiply: float, copies: tuple[int, int], stride: int, links: Links
 ) -> Step:
     if leg is None:
         return Step(factors, None, multiply, 0.0, 0.0, 0, 0, 0, 0)
@@ -108,7 +109,7 @@ def _step(
         near_count, count = _messages(leg, r, host)
         bytes_out = leg.sent(r) * unit
         bytes_far = bytes_out - inside * unit
-        copy = max(copy, copies * copy_seconds(max(leg.held(r), leg.gets(r)) * unit, links))
+        copy = max(copy, copies_seconds(copies, max(leg.held(r), leg.gets(r)) * unit, unit, links))
         move = max(move, links.exchange_seconds(bytes_out - bytes_far, bytes_far, near_count, count - near_count))
         sent, far = max(sent, bytes_out), max(far, bytes_far)
         messages, far_messages = max(messages, count), max(far_messages, count - near_count)
@@ -188,6 +189,9 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
     again = sum(links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
     exchange += (chunks - 1) * again
     alone = max(sizes[0], sizes[-1]) / rows
-    taken = sum(links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) for s in steps)  # what goes to other hosts goes slowly
-    beside = multiply + taken * (1 - links.beside * (1 - alone))
+    beside = multiply
+    for s in steps:
+        share = links.beside if s.calls else links.beside_packed
+        taken = links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * links.round  # what goes to other hosts goes slowly
+        beside += taken * (1 - share * (1 - alone))
     return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
 from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
-from fastkron_py.distributed.cost import NVLINK, Links, copy_seconds, multiply_seconds
+from fastkron_py.distributed.cost import NVLINK, Links, copies_seconds, multiply_seconds
 from fastkron_py.distributed.estimate import SLOTS, STAGE_COPIES, Step, cpu_seconds, memory_needed, row_steps, seconds_needed, stage_steps
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.errors import type_error, type_name, value_error
@@ -17,7 +17,7 @@ from fastkron_py.functional.checks import check_integer
 
 CHUNKS: Final = (1, 2, 4, 8, 16, 32)
 # Twice as many chunks, which keep the processor busy, are not taken for less than the model can tell.
-NEARLY: Final = 1.01
+NEARLY: Final = 1.02
 BY_ROWS: Final[Literal["rows"]] = "rows"
 
 
@@ -317,7 +317,7 @@ def _best_cuts(ps: tuple[int, ...], qs: tuple[int, ...], rows: int, parts: int, 
             share = rows * -(-slices // parts)
             sent = share * math.prod(q) * itemsize
             near = min(links.ranks_per_host, parts)
-            cost = multiply_seconds(share, p, q, itemsize, links) + STAGE_COPIES * copy_seconds(sent, links)
+            cost = multiply_seconds(share, p, q, itemsize, links) + copies_seconds(STAGE_COPIES, sent, itemsize, links)
             cost += links.exchange_seconds(sent * (near - 1) / parts, sent * (parts - near) / parts, near - 1, parts - near)
             found.append((before + cost, (*cuts, stop - left)))
         best[left] = min(found)

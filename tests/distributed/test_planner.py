@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,10 +44,10 @@ def test_a_grid_of_columns_exchanges_twice(stages: object) -> None:
 
 
 def test_rows_are_an_other_way_where_each_rank_gets_one() -> None:
-    """As many bytes as two stages; no copies where runs of memory are long, else less than half."""
-    rows, stages = (plan(SIXTY_FOURS, (1, 8), stages=how) for how in ("rows", (2, 2)))  # type: ignore[arg-type]
+    """As many bytes as two stages; no copies where runs of memory are sent as they lie, else less than half."""
+    rows, stages = (plan(SIXTY_FOURS, (4, 2), stages=how) for how in ("rows", (2, 2)))  # type: ignore[arg-type]
     assert rows.bytes_total == stages.bytes_total
-    assert sum(s.copy_seconds for s in rows.steps) == 0  # sent as they lie
+    assert sum(s.copy_seconds for s in rows.steps) == 0
     rows, stages = (plan(Problem(128, (128,) * 3, (128,) * 3), (1, 8), stages=how) for how in ("rows", (2, 1)))  # type: ignore[arg-type]
     assert 0 < 2 * sum(s.copy_seconds for s in rows.steps) < sum(s.copy_seconds for s in stages.steps)
     assert plan(Problem(128, (128,) * 3, (128,) * 3), (1, 8)).by_rows
@@ -163,39 +164,66 @@ HUNDREDS = Problem(128, (128,) * 3, (128,) * 3)
 HALVES = replace(SIXTY_FOURS, dtype=torch.bfloat16)
 
 
+FIVES = replace(SIXTY_FOURS, m=512)
+HALF_FIVES = replace(FIVES, dtype=torch.bfloat16)
+WIDE = Problem(32, (128,) * 4, (128,) * 4)
+HALF_WIDE = replace(WIDE, dtype=torch.bfloat16)
+
+# Milliseconds on four H200, in another number of chunks each; the same run as docs/distributed.md's table.
+MEASURED = [
+    (HUNDREDS, (2, 2), {"packed": (2, 1.81)}),
+    (HUNDREDS, (1, 4), {"packed": (2, 2.12)}),
+    (SIXTY_FOURS, (2, 2), {"messages": (8, 11.07), "packed": (8, 11.71), "direct": (8, 9.51), "stages": (8, 17.30)}),
+    (SIXTY_FOURS, (1, 4), {"messages": (8, 12.57), "packed": (8, 12.83), "direct": (8, 16.42), "stages": (8, 17.78)}),
+    (FIVES, (2, 2), {"messages": (8, 44.78), "packed": (8, 45.70), "direct": (8, 37.18)}),
+    (FIVES, (1, 4), {"messages": (16, 49.52), "packed": (8, 49.72), "direct": (16, 63.21)}),
+    (WIDE, (2, 2), {"messages": (8, 48.60), "packed": (8, 55.81), "direct": (8, 44.98)}),
+    (WIDE, (1, 4), {"messages": (8, 56.03), "packed": (8, 63.10), "direct": (8, 69.37)}),
+    (HALVES, (2, 2), {"messages": (2, 6.18), "packed": (8, 6.03), "stages": (8, 11.96)}),
+    (HALVES, (1, 4), {"messages": (4, 7.08), "packed": (8, 6.63), "stages": (8, 11.71)}),
+    (HALF_FIVES, (2, 2), {"messages": (8, 24.33), "packed": (8, 22.29)}),
+    (HALF_FIVES, (1, 4), {"messages": (8, 28.14), "packed": (8, 24.14)}),
+    (HALF_WIDE, (2, 2), {"messages": (8, 24.06), "packed": (8, 26.87)}),
+    (HALF_WIDE, (1, 4), {"messages": (8, 27.67), "packed": (8, 28.70)}),
+]
+
+
+@pytest.mark.parametrize(("problem", "grid", "ways"), MEASURED)
+def test_the_model_agrees_with_what_was_measured(problem: Problem, grid: tuple[int, int], ways: dict[str, tuple[int, float]]) -> None:
+    """Every way within 15%, and of those that are the plan's choice it chooses one within 5% of the fastest."""
+    for how, (chunks, milliseconds) in ways.items():
+        stages = (2, 2) if how == "stages" else "rows"
+        found = plan(problem, grid, stages=stages, chunks=chunks, direct=how == "direct", messages=how == "messages")
+        assert found.seconds * 1e3 == pytest.approx(milliseconds, rel=0.15), how
+    chosen = plan(problem, grid)
+    assert chosen.by_rows
+    own = {how: ms for how, (_, ms) in ways.items() if how in ("messages", "packed")}
+    assert own["messages" if chosen.messages else "packed"] < 1.05 * min(own.values())
+
+
 @pytest.mark.parametrize(
-    ("problem", "grid", "stages", "chunks", "how", "seconds"),
+    ("problem", "grid", "chunks", "how", "fast", "slow"),
     [
-        (HUNDREDS, (2, 2), "rows", 2, "packed", 1.99e-3),
-        (HUNDREDS, (1, 4), "rows", 8, "packed", 6.16e-3),  # from here to the next comment the processor rules
-        (HUNDREDS, (2, 2), "rows", 2, "direct", 3.86e-3),
-        (HUNDREDS, (1, 4), "rows", 8, "direct", 12.01e-3),
-        (SIXTY_FOURS, (1, 4), (2, 2), 32, "packed", 24.0e-3),
-        (SIXTY_FOURS, (2, 2), "rows", 16, "messages", 16.72e-3),
-        (HALVES, (1, 4), "rows", 8, "messages", 10.98e-3),
-        (HALVES, (1, 4), "rows", 4, "packed", 7.88e-3),  # and from here GPUs
-        (HALVES, (1, 4), "rows", 2, "messages", 7.19e-3),
-        (SIXTY_FOURS, (1, 4), "rows", 8, "messages", 12.66e-3),
-        (replace(SIXTY_FOURS, m=512), (2, 2), "rows", 16, "messages", 43.43e-3),
-        (replace(SIXTY_FOURS, m=512), (1, 4), "rows", 16, "messages", 50.10e-3),
-        (replace(SIXTY_FOURS, m=512), (2, 2), "rows", 32, "direct", 36.59e-3),
-        (replace(SIXTY_FOURS, m=512), (1, 4), "rows", 16, "direct", 64.43e-3),
-        (Problem(16, (128,) * 4, (128,) * 4), (2, 2), "rows", 4, "messages", 24.69e-3),
-        (Problem(16, (128,) * 4, (128,) * 4), (1, 4), "rows", 4, "messages", 29.65e-3),
+        (HUNDREDS, (1, 4), 4, "packed", 1.66, 3.21),
+        (HUNDREDS, (2, 2), 2, "direct", 1.85, 3.86),
+        (HALVES, (1, 4), 8, "messages", 5.25, 10.98),
     ],
 )
-def test_the_model_agrees_with_what_was_measured(problem, grid, stages, chunks, how, seconds) -> None:
-    """On four H200, with a processor of slow cores."""
-    found = plan(problem, grid, stages=stages, chunks=chunks, direct=how == "direct", messages=how == "messages")
-    assert found.seconds == pytest.approx(seconds, rel=0.15)
+def test_the_model_of_the_processor_lies_between_two_hosts(
+    problem: Problem, grid: tuple[int, int], chunks: int, how: str, fast: float, slow: float
+) -> None:
+    """What it took to begin a product, in milliseconds, on two hosts with four H200."""
+    found = plan(problem, grid, stages="rows", chunks=chunks, direct=how == "direct", messages=how == "messages")
+    assert 1.15 * fast < found.cpu_seconds * 1e3 < slow / 1.15
 
 
 def test_what_exchanges_take_of_multiplies() -> None:
     """Between a sum of both, where multiplies stand still beside exchanges, and the longer one."""
     options = {"stages": "rows", "chunks": 32, "messages": True}
+    quick = Links(cpu_message=0, round=0)
     problem = replace(SIXTY_FOURS, m=512)
-    still, half, free = (plan(problem, (2, 2), links=Links(beside=b, cpu_message=0), **options).seconds for b in (0, 0.5, 1))  # type: ignore[arg-type]
-    steps = plan(problem, (2, 2), **options).steps  # type: ignore[arg-type]
+    still, half, free = (plan(problem, (2, 2), links=replace(quick, beside=b), **options).seconds for b in (0, 0.5, 1))  # type: ignore[arg-type]
+    steps = plan(problem, (2, 2), links=quick, **options).steps  # type: ignore[arg-type]
     multiply, exchange = sum(s.multiply_seconds for s in steps), sum(s.exchange_seconds for s in steps)
     assert still == pytest.approx(multiply + exchange, rel=0.01)
     assert half == pytest.approx(multiply + exchange / 2, rel=0.03)
@@ -204,13 +232,14 @@ def test_what_exchanges_take_of_multiplies() -> None:
 
 def test_runs_are_sent_or_packed_by_what_waits_for_what() -> None:
     """Messages spare the GPU two copies, and cost the processor a round for each row of a rank."""
-    found = plan(HALVES, (1, 4))
-    assert (found.messages, found.chunks) == (True, 4)  # what rules is the GPU
-    assert not plan(HUNDREDS, (1, 4)).messages  # the processor
+    found = plan(SIXTY_FOURS, (2, 2))
+    assert (found.messages, found.chunks) == (True, 8)  # what rules is the GPU
+    assert not plan(HUNDREDS, (1, 4)).messages  # the rounds
     slow = Links(cpu_message=1e-3)
-    assert not plan(HALVES, (1, 4), links=slow).messages
-    assert plan(HUNDREDS, (1, 4), links=Links(cpu_message=0)).messages
-    both = {m: plan(HALVES, (1, 4), messages=m) for m in (True, False)}
+    assert not plan(SIXTY_FOURS, (2, 2), links=slow).messages
+    assert not plan(SIXTY_FOURS, (2, 2), links=Links(round=1e-4)).messages
+    assert plan(HUNDREDS, (1, 4), links=Links(cpu_message=0, round=0)).messages
+    both = {m: plan(SIXTY_FOURS, (2, 2), messages=m) for m in (True, False)}
     assert found.seconds == both[True].seconds < both[False].seconds
     assert [sum(s.copy_seconds > 0 for s in both[m].steps) for m in (True, False)] == [0, 2]
     assert [sum(s.calls for s in both[m].steps) for m in (True, False)] == [64, 0]
@@ -218,6 +247,18 @@ def test_runs_are_sent_or_packed_by_what_waits_for_what() -> None:
     assert not plan(HALVES, (1, 4), stages=(2, 2)).messages
     assert not plan(HALVES, (4, 1), messages=True).messages  # nothing is exchanged
     assert not plan(HALVES, (1, 4), direct=True).messages  # what is used where direct stores cannot be had
+
+
+def test_copies_that_turn_take_as_long_for_each_element() -> None:
+    """Packing between stages: of half the size, elements are as many."""
+
+    def copied(problem: Problem, stages: Any) -> float:
+        return sum(s.copy_seconds for s in plan(problem, (2, 2), stages=stages, chunks=8, messages=False).steps)
+
+    assert copied(HALVES, (2, 2)) > 0.85 * copied(SIXTY_FOURS, (2, 2))
+    assert copied(HALVES, "rows") == copied(SIXTY_FOURS, "rows") / 2
+    free = plan(SIXTY_FOURS, (2, 2), messages=False, links=Links(beside_packed=1.0))
+    assert free.seconds < plan(SIXTY_FOURS, (2, 2), messages=False).seconds
 
 
 def test_a_small_product_is_cut_in_few_chunks() -> None:
@@ -298,6 +339,7 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
         (lambda: Problem(1, (4, 0), (4, 1)), ValueError, "ps: expected one positive size for each factor"),
         (lambda: Links(bandwidth=0), ValueError, "bandwidth: expected a positive number; got 0"),
         (lambda: Links(beside=1.5), ValueError, "beside: expected a share from 0 to 1; got 1.5"),
+        (lambda: Links(beside_packed=-1.0), ValueError, "beside_packed: expected a share from 0 to 1; got -1"),
         (lambda: Links(latency=math.nan), ValueError, "latency: expected a number of seconds"),
         (lambda: Links(cpu_message=-1.0), ValueError, "cpu_message: expected a number of seconds, not negative; got -1"),
     ],
