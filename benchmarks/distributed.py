@@ -208,11 +208,21 @@ def show(found: dict[str, Any]) -> list[str]:
         lines.append(f"agreement {found['scaling']['agree'] * 1e6:.1f} us; large product {found['scaling'].get('large')}")
         lines += [f"WRONG: {text}" for text in found["scaling"]["wrong"]]
         lines.append(f"left out: {found['scaling']['left_out']}; {found['scaling'].get('seconds', JOB_SECONDS):.0f} s")
-    lines += [f"killed peer, survivor {f['how']}: {f}" for f in found.get("faults", [])]
+    for f in found.get("faults", []):
+        lines += _fault_lines(f)
     for e in found.get("examples", []):
         lines.append(f"{e['example']} under {e['launcher']}: code {e['returncode']}, {e['seconds']:.0f} s")
         lines += [f"    {line}" for line in e["tail"]]
     return lines
+
+
+def _fault_lines(f: dict[str, Any]) -> list[str]:
+    after = "" if f.get("ended_after") is None else f", {f['ended_after']:.2f} s after the kill"
+    error = f.get("error", {})
+    lines = [f"killed peer, survivor {f['how']}: code {f.get('returncode')}{after}; stage: {error.get('stage')}"]
+    if error.get("message") and not f.get("told"):
+        lines.append(f"    {error['message']}")
+    return lines + [f"    {line}" for line in [*f.get("told", []), *(e for e in f.get("errors", []) if e not in f["told"])]]
 
 
 def _sending(way: dict[str, Any]) -> str:

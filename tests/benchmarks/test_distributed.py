@@ -83,6 +83,9 @@ def test_a_survivor_that_was_ended_while_it_waited() -> None:
     assert (found["told"], found["returncode"], found["ended_after"]) == (told, 75, 8.6)
     assert found["error"] == {"stage": stage, "message": told[1].removeprefix("fastkron_py: "), "seconds": 8.6}
     assert found["errors"] == [f"frame {i}" for i in range(8, 20)]
+    shown = distributed.show({"faults": [found]})
+    assert shown[0] == f"killed peer, survivor within: code 75, 8.60 s after the kill; stage: {stage}"
+    assert shown[1:] == [f"    {line}" for line in [*told, *found["errors"]]]
     late = distributed.survivor("within", -9, 54.0, "", told[0], "had not ended after 60 s")
     assert (late["error"], late["told"]) == ({"message": "had not ended after 60 s"}, told[:1])
     raised = distributed.survivor("between", 0, 0.2, '{"stage": "check", "seconds": 0.1}\n', "")

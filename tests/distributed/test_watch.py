@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -141,3 +142,19 @@ def test_what_is_finished_is_forgotten() -> None:
     assert watch.unfinished() == "second"
     watch._under_way.clear()
     assert watch.unfinished() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_of_which_one_waits_for_a_rank_that_is_killed() -> None:
+    """As torch's settings are, the process ends with its code and not with the watchdog's signal, soon after the timeout."""
+    pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+    from benchmarks.distributed import fault
+    from benchmarks.distributed_fault import TIMEOUT
+
+    found = fault("within", "cuda")
+    assert found["returncode"] == watch.EXIT_CODE, found
+    assert re.match(r"kron_matmul: columns to rows, chunk \d of \d: exchange of [\d.]+ MB with ranks 0-1$", found["error"]["stage"])
+    assert TIMEOUT <= found["ended_after"] < TIMEOUT + 4
+    assert len(found["told"]) == 2
+    assert any("distributed_fault.py" in line for line in found["errors"])
