@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,23 @@ def test_what_is_finished_is_forgotten() -> None:
     assert watch.unfinished() == "second"
     watch._under_way.clear()
     assert watch.unfinished() is None
+
+
+@pytest.mark.parametrize("gone", [[], [1]])
+def test_the_thread_asks_no_gpu_while_everybody_is_there(monkeypatch: pytest.MonkeyPatch, gone: list[int]) -> None:
+    """A query from a second thread would spoil a graph that is being captured."""
+    asked = mock.Mock(query=mock.Mock(return_value=False))
+    end = threading.Event()
+    monkeypatch.setattr(watch, "INTERVAL", 0.01)
+    monkeypatch.setattr(watch, "ended_ranks", lambda: gone)
+    monkeypatch.setattr(watch, "_under_way", deque([watch.Waiting("an exchange", asked, (0, 1))]))
+    monkeypatch.setattr(watch, "_end", end)
+    thread = threading.Thread(target=watch._watch, args=(None,))
+    thread.start()
+    time.sleep(0.2)
+    end.set()
+    thread.join()
+    assert asked.query.called == bool(gone)
 
 
 @pytest.mark.gpu
