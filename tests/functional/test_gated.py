@@ -15,6 +15,7 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
+from fastkron_py.ops import recorded_gated
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import gemm as tuning
 from fastkron_py.tuning.gemm import GemmSizes, GemmSpan, GemmTile
@@ -40,26 +41,41 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gemm_launch.forget_launches()
 
 
+def forget_calls() -> None:
+    """Choose launches anew; and recognise no earlier call, whose record would stand before those of newer ones."""
+    from fastkron_py.kernels import gemm_launch
+
+    gemm_launch.forget_launches()
+    recorded_gated.RECORDS.forget()
+
+
 def divide(monkeypatch: pytest.MonkeyPatch, cut: int, again: int) -> None:
     """Two launches, of the columns of the product before ``cut`` and from ``again`` on, in tiles of two sizes."""
-    from fastkron_py.kernels import gemm_launch
 
     def spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
         large, small = GemmTile(32, 64, 16, 4, 2, parts=2, group=2), GemmTile(16, 32, 16, 4, 2)
         return GemmSpan(0, cut, large), GemmSpan(again, sizes.columns, small)
 
     monkeypatch.setattr(tuning, "gemm_spans", spans)
-    gemm_launch.forget_launches()
+    forget_calls()
 
 
 @pytest.fixture
-def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every layer in two launches, its first 64 pairs and the others."""
-    from fastkron_py.kernels import gemm_launch
+def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """Every layer in two launches, its first 64 pairs and the others; the columns of both, each time, in any thread and way."""
+    from fastkron_py.kernels.gemm_launch import DividedPlan
 
+    made: list[list[int]] = []
+    call = DividedPlan.__call__
+
+    def counted(plan: DividedPlan, *arguments: Any) -> None:
+        call(plan, *arguments)
+        made.append([part._kind.columns for part, _ in plan._parts])
+
+    monkeypatch.setattr(DividedPlan, "__call__", counted)
     divide(monkeypatch, 128, 128)
-    yield
-    gemm_launch.forget_launches()
+    yield made
+    forget_calls()
 
 
 def gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, layout: str = "interleaved", **options: Any) -> list[Tensor]:
@@ -116,12 +132,12 @@ def test_two_launches(
     described: bool,
     hidden: int,
     layout: str,
-    divided: None,
+    divided: list[list[int]],
     device: torch.device,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Values and gradients, with a bias; 77: without descriptors of results. Twice: later by what was kept."""
+    """Values and gradients, with a bias; 77: without descriptors of results. The third call is recognised, and divided like the first."""
     from fastkron_py.kernels import gemm_kind, gemm_launch
 
     if not described:
@@ -132,22 +148,22 @@ def test_two_launches(
     wide = [t.double().requires_grad_() for t in (x, up, gate, *biases)]
     y = expected(*wide[:3], "silu", (wide[3], wide[4]))
     reference = [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
-    plans = []
-    for backward in ("save", "recompute", "save"):
+    for backward, is_recognised in (("save", False), ("recompute", False), ("save", True)):
         given = [t.clone().requires_grad_() for t in (x, pack(up, gate, layout), bias)]
-        with fastkron_py.backend("triton"), gemm_launch.watching() as seen:
-            y = gated_linear(given[0], given[1], bias=given[2], layout=layout, backward=backward, precision="highest")
+        divided.clear()
+        with fastkron_py.backend("triton"):
+            with gemm_launch.watching() as seen:  # which a recognised call is not
+                y = gated_linear(given[0], given[1], bias=given[2], layout=layout, backward=backward, precision="highest")
             dx, dw, db = torch.autograd.grad(y, given, dy)
-        plans += [launched.plan for launched in seen]
+        assert len(seen) == (not is_recognised)
+        assert divided == [[128, 2 * hidden - 128]] * (1 + (backward == "recompute"))
         parts = [t for d in (dw, db) for t in (d.unbind() if layout == "stacked" else (d[0::2], d[1::2]))]
         for a, e in zip((y.detach(), dx, *parts), reference, strict=True):
             assert_close(a, e, rms_tol=2e-6, max_tol=2e-5)
-    assert len(plans) >= 3  # forward twice, and recomputed
-    assert all(isinstance(plan, gemm_launch.DividedPlan) for plan in plans)
 
 
 def test_two_launches_of_rows_in_turn(
-    divided: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    divided: list[list[int]], device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interleaved weight and its bias read as they lie."""
     from fastkron_py.kernels.gated import triton_gated
@@ -158,17 +174,16 @@ def test_two_launches_of_rows_in_turn(
     with fastkron_py.backend("triton"):
         y = gated_linear(x, pack(up, gate, "interleaved"), bias=pack(*biases, "interleaved"), precision="highest")
     assert_close(y, expected(x, up, gate, "silu", (biases[0], biases[1])), rms_tol=2e-6, max_tol=2e-5)
+    assert divided == [[128, 16]]
 
 
 def test_launches_that_do_not_meet(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests above could not fail: columns that no launch writes stay what the poisoned memory held."""
-    from fastkron_py.kernels import gemm_launch
-
     divide(monkeypatch, 64, 128)
     x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
     with fastkron_py.backend("triton"):
         y = gated_linear(x, pack(up, gate, "stacked"), layout="stacked", precision="highest")
-    gemm_launch.forget_launches()
+    forget_calls()
     assert bool(y[:, 32:64].isnan().all())
     right = expected(x, up, gate, "silu")
     for columns in (slice(0, 32), slice(64, 72)):
