@@ -17,19 +17,48 @@ from benchmarks import gated_llama, runner
 def test_it_runs(tmp_path: Path) -> None:
     found = runner.run("gated_llama", out=tmp_path, quick=True, device="cpu", seconds=2)
     results = {r["contender"]: r for r in found["cases"][0]["results"]}
-    assert [r["status"] for r in results.values()] == ["ok"] * 4
+    assert [r["status"] for r in results.values()] == ["ok"] * 5
     assert all(r["peak_bytes"] > 0 and r["error"] < 1e-4 for r in results.values())
     assert results["fastkron_py, recompute"]["peak_of_x"] < results["fastkron_py, save"]["peak_of_x"]
     (case,) = json.loads((tmp_path / "gated_llama.json").read_text())["cases"]
-    curves = case["details"]["curves"]
+    curves, drifts = case["details"]["curves"], case["details"]["drifts"]
+    assert all(drifts[name]["largest"] == r["error"] for name, r in results.items())
     assert set(curves) == set(results)
     assert all(len(curve) == gated_llama.STEPS and curve[-1] < gated_llama.FALL * curve[0] for curve in curves.values())
 
 
 def test_other_curves_are_seen() -> None:
     curve = torch.linspace(4, 2, gated_llama.STEPS, dtype=torch.float64)
-    problem = gated_llama.LlamaProblem({}, torch.zeros(1), torch.float32, {gated_llama.STOCK: curve})
+    problem = gated_llama.LlamaProblem({}, torch.zeros(1), torch.float32, 1e-3, {gated_llama.STOCK: curve})
     assert gated_llama.check(problem, curve) == 0
     assert gated_llama.check(problem, curve.roll(1)) > 0.01
     problem.curves[gated_llama.STOCK] = curve.flip(0)
     assert gated_llama.check(problem, curve.flip(0)) != 0  # a model that has not learned shows nothing
+
+
+def test_the_control_that_rounds_once() -> None:
+    """The same layer, whose result in bfloat16 is nearer to float32's than that of the model as it comes."""
+    parameters = {**gated_llama.SMALL, "dtype": "float32", "learning_rate": 1e-3}
+    problem = gated_llama.inputs(parameters, torch.device("cpu"))
+    model = problem.model()
+    mlp = model.model.layers[0].mlp  # type: ignore[operator,union-attr]
+    x = torch.randn(3, 5, gated_llama.SMALL["width"]).bfloat16().float().requires_grad_()
+    given = [x, *mlp.parameters()]  # type: ignore[operator,union-attr]
+
+    def found() -> list[torch.Tensor]:
+        y = mlp(x)  # type: ignore[operator]
+        return [y.detach(), *torch.autograd.grad(y, given, torch.ones_like(y))]
+
+    mlp.bfloat16().float()  # type: ignore[operator,union-attr]
+    right = found()
+    rounded = mlp.bfloat16()(x.bfloat16()).detach()  # type: ignore[operator,union-attr]
+    gated_llama.round_once(model)
+    once = mlp(x.bfloat16()).detach()  # type: ignore[operator]
+    mlp.float()  # type: ignore[operator,union-attr]
+    for mine, theirs in zip(found(), right, strict=True):
+        assert relative(mine, theirs) < 1e-6
+    assert relative(once, right[0]) < 0.9 * relative(rounded, right[0])
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
