@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import gated
-from fastkron_py.ops.autograd import take
+from fastkron_py.ops.autograd import take, undecorated
 from fastkron_py.ops.plain import is_ordinary, wants_gradient
 
 LIBRARY = torch.library.Library("fastkron", "FRAGMENT")
@@ -59,6 +59,9 @@ class _Join(torch.autograd.Function):
         return dweight[0], dweight[1]
 
 
+_apply_join: Final[Any] = undecorated(_Join)  # of ordinary tensors: no transform has to see it
+
+
 def join(up: Tensor, gate: Tensor) -> Tensor:
     """The stacked weight of two projections: a view where gate lies behind up in memory, else a copy.
 
@@ -74,7 +77,7 @@ def join(up: Tensor, gate: Tensor) -> Tensor:
         return torch.stack([up, gate])
     if not wants_gradient(given):
         return _view(up, gate)
-    weight: Tensor = _Join.apply(up, gate)  # type: ignore[no-untyped-call]
+    weight: Tensor = _apply_join(up, gate)
     return weight
 
 
