@@ -25,8 +25,10 @@ def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: boo
     from fastkron_py.tuning import poly_kan as tuning
 
     def choose(sizes: Sizes) -> tuple[Tile, Split]:
-        blocks = -(-sizes.num_in // tile.block_k)
-        return tile, tuning._split(tile, 1, sizes.rows, sizes.num_out, sizes.num_in, sizes.terms, sizes) if split else Split(1, blocks)
+        if not split:
+            return tile, Split(1, -(-sizes.num_in // tile.block_k))
+        programs = tuning._tiles(tile, sizes.rows, sizes.num_out)
+        return tile, tuning._split(tile, programs, sizes.num_in, sizes.terms, sizes, each=2)
 
     spec = problem.spec._replace(table_size=TABLE_SIZE if table else 0)
     x, c = problem.x.detach(), problem.coefficients.detach()

@@ -93,8 +93,10 @@ def launched_gradients(
     from fastkron_py.kernels.poly_kan import triton_poly_kan
 
     c, precision = coefficients.contiguous(), resolved(precision)
-    found = [triton_poly_kan.input_gradient(dy2, x2, c, spec, precision)] if need_x else []
-    return found + ([triton_poly_kan.coefficient_gradient(dy2, x2, c, spec, precision)] if need_coefficients else [])
+    if need_x and need_coefficients:
+        return triton_poly_kan.gradients(dy2, x2, c, spec, precision)
+    make = triton_poly_kan.input_gradient if need_x else triton_poly_kan.coefficient_gradient
+    return [make(dy2, x2, c, spec, precision)] if need_x or need_coefficients else []
 
 
 def launched_bias_gradient(dy2: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _RATES: Final = {2: 6e14, 4: 3e14, 8: 4e13}  # operations a second that a kernel
 _BANDWIDTH: Final = 3e12  # bytes a second
 _FEWEST_STEPS: Final = 8  # of a split's loop
 _WARPS_AT_ONCE: Final = 8  # on a multiprocessor, by the registers that a thread takes here
-_PROGRAMS_EACH: Final = 2  # on a multiprocessor, to aim at
+_FEWEST_DEGREES: Final = 3  # of a group of them in the forward pass
 
 
 class Sizes(NamedTuple):
@@ -43,10 +43,11 @@ class Tile(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How a reduction is shared out: split ``s`` takes blocks ``s * blocks`` and on."""
+    """How a reduction is shared out: split ``s`` takes blocks ``s * blocks`` and on; in the forward pass, for each group of degrees."""
 
     splits: int
     blocks: int
+    groups: int = 1  # of degrees, all of the same size
 
 
 GROUP: Final = 8  # rows of tiles that are in flight together
@@ -64,9 +65,15 @@ _INPUT: Final = {
 }
 _COEFFICIENTS: Final = {
     2: (Tile(128, 128, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
-    4: (Tile(128, 128, 32, 8, 3, 2), Tile(64, 64, 32, 4, 3, 2)),
+    4: (Tile(128, 128, 32, 8, 3, 2), Tile(64, 32, 32, 4, 3, 4)),
     8: (Tile(64, 32, 16, 4, 2, 1), Tile(32, 32, 16, 4, 2, 1)),
 }
+# Of operands of four bytes where those leave multiprocessors idle, the first that is no larger than the result. They and the shares of
+# reductions are the best, or nearly so, of a hundred ways for each product of three small layers on an H100, in three passes.
+_FEW_FORWARD: Final = (Tile(64, 64, 16, 4, 4), Tile(32, 32, 32, 2, 4))
+_FEW_INPUT: Final = (Tile(32, 16, 32, 4, 3, 8),)
+_FEW_COEFFICIENTS: Final = (Tile(32, 32, 32, 4, 3, 2),)
+_ONE_STEP: Final = Tile(32, 64, 32, 4, 3, 4)  # of dC, of the same operands, in place of the small tile where rows are all in one block
 
 # Of large products in three passes, whose sums of one step and of all steps are both in registers.
 _THREE_PASSES: Final = {"forward": Tile(128, 64, 32, 8, 4), "input": Tile(128, 32, 32, 8, 2, 4), "coefficients": Tile(128, 64, 32, 8, 3, 2)}
@@ -97,34 +104,60 @@ def _fitted(tile: Tile, height: int, width: int, depth: int) -> Tile:
     return tile._replace(block_m=fit(tile.block_m, height), block_n=fit(tile.block_n, width), block_k=fit(tile.block_k, depth))
 
 
-def _chosen(tiles: Sequence[Tile], copies: int, height: int, width: int, depth: int, sizes: Sizes) -> Tile:
-    """The largest tile that a large product fills, whose reduction can be split; else a small one."""
+def _chosen(tiles: Sequence[Tile], few: Sequence[Tile], shape: tuple[int, int, int], sizes: Sizes, degrees: int = 0) -> Tile:
+    """The largest tile that a large product of this height, width and depth fills, whose reduction can be split; else a small one.
+
+    Args:
+        tiles: the largest first.
+        few: for four-byte operands, where the last of those would be fewer than multiprocessors.
+        shape: height, width, depth.
+        sizes: of the layer.
+        degrees: that a product has a result for each of; 0 if it sums over them.
+    """
+    height, width, _ = shape
     for tile in tiles[:-1] if is_large(sizes) else ():
         if tile.block_m <= height and tile.block_n <= width:
-            return _fitted(tile, height, width, depth)
-    small = _fitted(tiles[-1], height, width, depth)
-    if _tiles(small, height, width) * copies < sizes.multiprocessors:
-        small = small._replace(block_n=min(small.block_n, 32), block_m=min(small.block_m, 32))
-    return small
+            return _fitted(tile, *shape)
+    small = _fitted(tiles[-1], *shape)
+    if _tiles(small, height, width) * _groups(small, degrees) >= sizes.multiprocessors:
+        return small
+    if sizes.itemsize != 4:
+        return small._replace(block_n=min(small.block_n, 32), block_m=min(small.block_m, 32))
+    return _fitted(next((tile for tile in few if tile.block_m <= height), few[-1]), *shape)
 
 
-def _split(tile: Tile, copies: int, height: int, width: int, depth: int, inner: int, sizes: Sizes) -> Split:
-    """Splits that fill the multiprocessors, each with some steps to do; inner: steps of one block of the reduction."""
+def _groups(tile: Tile, degrees: int) -> int:
+    return -(-degrees // tile.degrees) if degrees else 1
+
+
+def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each: int, fewest: int = 1) -> Split:
+    """Splits that fill the multiprocessors, each with some steps to do.
+
+    Args:
+        tile: blocks.
+        programs: of one split.
+        depth: of the reduction.
+        inner: steps of one of its blocks.
+        sizes: of the layer.
+        each: programs on a multiprocessor to aim at.
+        fewest: blocks of a split.
+    """
     blocks = -(-depth // tile.block_k)
-    programs = _tiles(tile, height, width) * copies
-    if is_large(sizes):
-        results = height * width * (sizes.terms if copies > 1 else 1)
-        return _shared_out(tile, programs, blocks, results, sizes)
-    wanted = _PROGRAMS_EACH * sizes.multiprocessors // programs if programs < sizes.multiprocessors else 1
-    fewest = -(-_FEWEST_STEPS // inner)
-    splits = max(1, min(wanted, blocks // fewest, MOST_SPLITS))
-    each = -(-blocks // splits)
-    return Split(-(-blocks // each), each)
+    wanted = each * sizes.multiprocessors // programs if programs < sizes.multiprocessors else 1
+    splits = max(1, min(wanted, blocks // max(fewest, -(-_FEWEST_STEPS // inner)), MOST_SPLITS))
+    share = -(-blocks // splits)
+    return Split(-(-blocks // share), share)
 
 
-def _shared_out(tile: Tile, programs: int, blocks: int, results: int, sizes: Sizes) -> Split:
+def _at_once(tile: Tile) -> int:
+    """Programs on a multiprocessor."""
+    return max(1, _WARPS_AT_ONCE // tile.warps)
+
+
+def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Split:
     """Splits of a large product, whose programs come in waves of which the last may be nearly empty: its cost against the partial sums'."""
-    slots = sizes.multiprocessors * max(1, _WARPS_AT_ONCE // tile.warps)
+    blocks = -(-depth // tile.block_k)
+    slots = sizes.multiprocessors * _at_once(tile)
     work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / _RATES[sizes.itemsize]
 
     def seconds(splits: int) -> float:
@@ -145,9 +178,14 @@ def _tiles_of(name: str, tiles: Mapping[int, Sequence[Tile]], sizes: Sizes) -> S
 
 def forward(sizes: Sizes) -> tuple[Tile, Split]:
     """Of y [rows, num_out], reduced over num_in and degrees."""
-    shape = (sizes.rows, sizes.num_out, sizes.num_in)
-    tile = _chosen(_tiles_of("forward", _FORWARD, sizes), 1, *shape, sizes)
-    return tile, _split(tile, 1, *shape, sizes.terms, sizes)
+    tile = _chosen(_tiles_of("forward", _FORWARD, sizes), _FEW_FORWARD, (sizes.rows, sizes.num_out, sizes.num_in), sizes)
+    programs = _tiles(tile, sizes.rows, sizes.num_out)
+    if is_large(sizes):
+        return tile, _shared_out(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
+    split = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
+    most = _at_once(tile) * sizes.multiprocessors // (programs * split.splits)
+    groups = [g for g in range(1, sizes.terms // _FEWEST_DEGREES + 1) if sizes.terms % g == 0 and g * split.splits <= MOST_SPLITS]
+    return tile, split._replace(groups=max([g for g in groups if g <= most], default=1))
 
 
 def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
@@ -163,10 +201,12 @@ def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
 
 def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
-    shape = (sizes.rows, sizes.num_in, sizes.num_out)
-    tiles = [_with_degrees(tile, sizes) for tile in _tiles_of("input", _INPUT, sizes)]
-    tile = _chosen(tiles, 1, *shape, sizes)
-    return tile, _split(tile, 1, *shape, sizes.terms, sizes)
+    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", _INPUT, sizes), _FEW_INPUT))
+    tile = _chosen(tiles, few, (sizes.rows, sizes.num_in, sizes.num_out), sizes)
+    programs = _tiles(tile, sizes.rows, sizes.num_in)
+    if is_large(sizes):
+        return tile, _shared_out(tile, programs, sizes.num_out, sizes.rows * sizes.num_in, sizes)
+    return tile, _split(tile, programs, sizes.num_out, sizes.terms, sizes, each=1, fewest=2)
 
 
 def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
@@ -182,8 +222,12 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
 
 def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
-    shape = (sizes.num_in, sizes.num_out, sizes.rows)
     tiles = _tiles_of("coefficients", _COEFFICIENTS, sizes)
-    groups = -(-sizes.terms // tiles[0].degrees)
-    tile = _chosen(tiles, groups, *shape, sizes)
-    return tile, _split(tile, groups, *shape, tile.degrees, sizes)
+    if sizes.itemsize == 4 and sizes.rows <= _ONE_STEP.block_k:
+        tiles = (*tiles[:-1], _ONE_STEP)
+    tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
+    programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)
+    if is_large(sizes):
+        results = sizes.num_in * sizes.num_out * sizes.terms
+        return tile, _shared_out(tile, programs, sizes.rows, results, sizes)
+    return tile, _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))

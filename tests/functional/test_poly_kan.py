@@ -19,6 +19,7 @@ from fastkron_py.functional.poly_kan import own_bounds
 from fastkron_py.kernels.poly_kan.table import table_error_bound
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning import poly_kan as tuning
+from fastkron_py.tuning.poly_kan import Split, Tile
 
 HAS_GPU = torch.cuda.is_available()
 # rows, in, out, degree: ones, primes, several tiles each way, a reduction that is split.
@@ -89,6 +90,46 @@ def test_bases(basis: str, backend_name: str, device: torch.device, generator: t
 def test_half_types(dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, c, dy = problem(19, 20, 17, 6, dtype, device, generator)
     assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype)
+
+
+@pytest.fixture
+def shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
+    from fastkron_py.kernels.poly_kan import triton_poly_kan
+    from fastkron_py.ops import recorded_poly_kan
+
+    def forget() -> None:
+        triton_poly_kan.forget_launches()
+        recorded_poly_kan.forget()
+
+    # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
+    monkeypatch.setattr(tuning, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
+    monkeypatch.setattr(tuning, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
+    monkeypatch.setattr(tuning, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
+    seen: list[tuple[int, ...]] = []
+    make = triton_poly_kan._partial
+    monkeypatch.setattr(triton_poly_kan, "_partial", lambda shape, out: (seen.append(shape), make(shape, out))[1])
+    forget()
+    yield seen
+    forget()
+
+
+# Of nine degrees three a program and dx's, without the first, four pairs; of six two, and two pairs and a half.
+@pytest.mark.parametrize(("dtype", "degree"), [(torch.float32, 8), (torch.float64, 5)], ids=str)
+def test_shared_out(
+    dtype: torch.dtype, degree: int, shared_out: list[tuple[int, ...]], device: torch.device, generator: torch.Generator
+) -> None:
+    """Also each gradient by itself: the same numbers as both of one launch."""
+    x, c, dy = problem(17, 33, 35, degree, dtype, device, generator)
+    with fastkron_py.backend("triton"):
+        actual = gradients(x, c, dy)
+        assert shared_out == [(6, 17, 35), (2, 17, 33), (2, degree + 1, 35, 33)]
+        assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
+        for i, wanted in enumerate((x, c)):
+            given = [t.detach().requires_grad_(t is wanted) for t in (x, c)]
+            (alone,) = torch.autograd.grad(poly_kan(*given), given[i], dy)
+            assert torch.equal(alone, actual[1 + i])
+    assert len(shared_out) == 7
 
 
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)

@@ -99,8 +99,7 @@ def main() -> None:
         x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
         coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
         triton_poly_kan.forward(x, coefficients, None, spec, precision)
-        triton_poly_kan.input_gradient(dy, x, coefficients, spec, precision)
-        triton_poly_kan.coefficient_gradient(dy, x, coefficients, spec, precision)
+        triton_poly_kan.gradients(dy, x, coefficients, spec, precision)
 
 
 if __name__ == "__main__":

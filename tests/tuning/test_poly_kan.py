@@ -37,11 +37,15 @@ def test_splits_cover_the_reduction(name: str) -> None:
             assert block >= 16
             assert block & (block - 1) == 0
         assert tile.degrees in (1, 2, 4, 8)
+        assert sizes.terms % split.groups == 0
+        assert split.splits * split.groups <= tuning.MOST_SPLITS
+        assert split.groups == 1 or name == "forward"
 
 
 def test_registers_hold_the_sums() -> None:
     """Accumulators take 128 registers of a thread at most."""
-    for tables in (tuning._FORWARD, tuning._INPUT, tuning._COEFFICIENTS):
+    few = (*tuning._FEW_FORWARD, *tuning._FEW_INPUT, *tuning._FEW_COEFFICIENTS, tuning._ONE_STEP)
+    for tables in (tuning._FORWARD, tuning._INPUT, tuning._COEFFICIENTS, {4: few}):
         for tile in itertools.chain(*tables.values()):
             assert tile.block_m * tile.block_n * tile.degrees <= 128 * 32 * tile.warps
 
@@ -50,6 +54,13 @@ def test_small_results_fill_the_device() -> None:
     for choose, _ in PRODUCTS.values():
         tile, split = choose(Sizes(32, 512, 1024, 24, 4, 3, 132))
         assert split.splits > 1 or tile.block_m <= 64
+
+
+def test_both_gradients_in_one_launch() -> None:
+    """Of every small layer: their programs have as many warps."""
+    for sizes in CASES:
+        if not tuning.is_large(sizes):
+            assert tuning.input_gradient(sizes)[0].warps == tuning.coefficient_gradient(sizes)[0].warps
 
 
 def test_large_products_are_told_from_small_ones() -> None:

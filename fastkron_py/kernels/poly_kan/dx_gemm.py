@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkron_py.kernels.gemm import load_tile, store_tile
-from fastkron_py.kernels.poly_kan.kernels import _add_degrees
+from fastkron_py.kernels.poly_kan.gradients import _add_degrees
 
 
 @triton.jit

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kernels.devices import on_device
+from fastkron_py.kernels.devices import has_approximations, on_device
 from fastkron_py.kernels.launcher import Launcher, Way
 from fastkron_py.kernels.poly_kan import hopper_launch
 from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
 from fastkron_py.kernels.poly_kan.constant import constant, store_gradient
 from fastkron_py.kernels.poly_kan.dx_gemm_launch import GemmInputGradient
-from fastkron_py.kernels.poly_kan.kernels import _poly_kan_dcoef_kernel, _poly_kan_dx_kernel, _poly_kan_fwd_kernel
+from fastkron_py.kernels.poly_kan.gradients import _poly_kan_gradients_kernel
+from fastkron_py.kernels.poly_kan.kernels import _poly_kan_fwd_kernel
 from fastkron_py.kernels.poly_kan.kind import ALIGNED, Kind, Sum, aligned, low_halves, turned, turned_gradient, whole_vectors
 from fastkron_py.kernels.poly_kan.spec import Spec
 from fastkron_py.kernels.recipes import arithmetic
@@ -30,42 +31,46 @@ class _Way(NamedTuple):
     first: int  # degree in the product
     tile: Tile
     split: Split
-    constants: dict[str, Any]
+
+    def even(self, width: int, depth: int) -> tuple[bool, bool]:
+        """Whether blocks divide the product's width, as far as they go along it, and its depth."""
+        return width % self.tile.block_n == 0, depth % self.tile.block_k == 0
 
 
-def _way(kind: Kind, choose: Any, derivative: bool, depth: int, width: int) -> _Way:
-    """Blocks, splits and the constants that the three kernels share; width is the result's, as far as blocks go along it."""
+def _way(kind: Kind, choose: Any, derivative: bool) -> _Way:
+    """Blocks and splits."""
     sizes = kind.sizes()
     large = tuning.is_large(sizes)
-    constant = kind.spec.found.has_constant
-    first = int(constant and (derivative or large))
+    first = int(kind.spec.found.has_constant and (derivative or large))
     tile, split = choose(sizes._replace(terms=max(1, kind.spec.terms - first)))
+    return _Way(large and kind.dtype == torch.float32, first, tile, split)
+
+
+def _normalizer(kind: Kind) -> tuple[Any, Any]:
+    """Value and derivative, of float32 sums by the device's own exponential and reciprocal."""
+    return kind.spec.normalizer.device_functions(kind.wide == torch.float32 and has_approximations(kind.device))
+
+
+def _constants(kind: Kind) -> dict[str, Any]:
+    """What all kernels take."""
     compute, acc, precision = arithmetic(kind.dtype, kind.precision, True)
-    if large and precision in ("tf32x3", "tf32"):
+    if tuning.is_large(kind.sizes()) and precision in ("tf32x3", "tf32"):
         precision = {"tf32x3": "split", "tf32": "cut"}[precision]
-    start, step, value = kind.spec.maker(derivative)
-    constants = {
+    return {
+        "rows": kind.rows,
+        "num_in": kind.num_in,
+        "num_out": kind.num_out,
+        "stride_xm": kind.stride_x,
         "TERMS": kind.spec.terms,
-        "FIRST": first,
         "PARAMS": kind.spec.constants,
-        "START": start,
-        "STEP": step,
-        "VALUE": value,
-        "NORM": kind.spec.normalizer.value,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "EVEN_N": width % tile.block_n == 0,
-        "EVEN_K": depth % tile.block_k == 0,
+        "NORM": _normalizer(kind)[0],
+        "GROUP": GROUP,
         "COMPUTE": compute,
         "ACC": acc,
         "PRECISION": precision,
         "ALIGN_IN": math.gcd(kind.num_in, kind.stride_x, ALIGNED),
         "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
     }
-    return _Way(large and kind.dtype == torch.float32, first, tile, split, constants)
 
 
 def _fewer_stages(kernel: Any, grid: int, arguments: dict[str, Any]) -> Launcher:
@@ -79,70 +84,144 @@ class _Plain:
 
     is_staged = False
 
-    def __init__(self, kind: Kind, way: _Way, kernel: Any, tiles: int, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Of so many tiles of a result of this shape, with the arguments that the other kernels do not take, or take otherwise."""
+    def __init__(self, way: _Way, precision: str) -> None:
         self.first = way.first
-        precision = way.constants["PRECISION"]
         self.needs_low, self.rounds = precision == "split", precision == "cut"
         self.turned = way.turned
-        splits = way.split.splits
-        shared = {
-            "rows": kind.rows,
-            "num_in": kind.num_in,
-            "num_out": kind.num_out,
-            "stride_xm": kind.stride_x,
-            "blocks_per_split": way.split.blocks,
-            **way.constants,
-        }
-        self.launch = _fewer_stages(kernel, tiles * splits, {**shared, **arguments})
-        self.partial = (splits, *shape) if splits > 1 else None  # else the kernel writes the result itself
-        self.sum = Sum(splits, math.prod(shape))
+
+
+class _Stored(NamedTuple):
+    """Where a kernel stores a result: as partial sums of this shape, which are then added up; None for the result itself."""
+
+    partial: tuple[int, ...] | None
+    sum: Sum
+
+
+def _stored(splits: int, shape: tuple[int, ...]) -> _Stored:
+    return _Stored((splits, *shape) if splits > 1 else None, Sum(splits, math.prod(shape)))
 
 
 class _Forward(_Plain):
     """y of x."""
 
     def __init__(self, kind: Kind) -> None:
-        way = _way(kind, tuning.forward, False, kind.num_in, kind.num_out)
-        arguments = {"HAS_BIAS": kind.has_bias or way.first == 1, "GROUP": GROUP}
-        tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_out // way.tile.block_n)
-        super().__init__(kind, way, _poly_kan_fwd_kernel, tiles, (kind.rows, kind.num_out), arguments)
+        way = _way(kind, tuning.forward, False)
+        constants = _constants(kind)
+        super().__init__(way, constants["PRECISION"])
+        tile, split = way.tile, way.split
+        start, step, value = kind.spec.maker(False)
+        even_n, even_k = way.even(kind.num_out, kind.num_in)
+        arguments = {
+            "blocks_per_split": split.blocks,
+            "FIRST": way.first,
+            "DEGREES": max(1, kind.spec.terms - way.first) // split.groups,
+            "START": start,
+            "STEP": step,
+            "VALUE": value,
+            "HAS_BIAS": kind.has_bias or way.first == 1,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "EVEN_N": even_n,
+            "EVEN_K": even_k,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        tiles = -(-kind.rows // tile.block_m) * -(-kind.num_out // tile.block_n)
+        sums = split.splits * split.groups
+        self.launch = _fewer_stages(_poly_kan_fwd_kernel, tiles * sums, {**constants, **arguments})
+        self.partial, self.sum = _stored(sums, (kind.rows, kind.num_out))
 
 
-class _InputGradient(_Plain):
-    """dx."""
+class _InputGradient:
+    """What the gradients' kernel needs for dx."""
 
     def __init__(self, kind: Kind) -> None:
-        way = _way(kind, tuning.input_gradient, True, kind.num_out, kind.num_in)
-        arguments = {
-            "stride_gm": kind.stride_g,
+        self.way = way = _way(kind, tuning.input_gradient, True)
+        tile, splits = way.tile, way.split.splits
+        even_n, even_k = way.even(kind.num_in, kind.num_out)
+        start, step, value = kind.spec.maker(True)
+        self.arguments = {
             "stride_co": 1 if way.turned else kind.num_in,
             "stride_ci": kind.num_out if way.turned else 1,
-            "SLOPE": kind.spec.normalizer.derivative,
-            "ALIGN_GM": math.gcd(kind.stride_g, ALIGNED),
+            "blocks_x": way.split.blocks,
+            "SLOPE": _normalizer(kind)[1],
+            "FIRST_X": way.first,
+            "START_X": start,
+            "STEP_X": step,
+            "VALUE_X": value,
+            "TILE_X": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
+            "EVEN_X": (even_n and (kind.spec.terms - way.first) % tile.degrees == 0, even_k),
             "ALIGN_CO": 1 if way.turned else math.gcd(kind.num_in, ALIGNED),
-            "DEGREES": way.tile.degrees,
-            "GROUP": GROUP,
-            "EVEN_N": kind.num_in % way.tile.block_n == 0 and (kind.spec.terms - way.first) % way.tile.degrees == 0,
+            "FLAT_X": not tuning.is_large(kind.sizes()),
         }
-        tiles = -(-kind.rows // way.tile.block_m) * -(-kind.num_in // way.tile.block_n)
-        super().__init__(kind, way, _poly_kan_dx_kernel, tiles, (kind.rows, kind.num_in), arguments)
+        self.programs = splits * -(-kind.rows // tile.block_m) * -(-kind.num_in // tile.block_n)
+        self.stored = _stored(splits, (kind.rows, kind.num_in))
 
 
-class _CoefficientGradient(_Plain):
-    """dC."""
+class _CoefficientGradient:
+    """What it needs for dC."""
 
     def __init__(self, kind: Kind) -> None:
-        way = _way(kind, tuning.coefficient_gradient, False, kind.rows, kind.num_out)
-        arguments = {
-            "stride_gm": 1 if way.turned else kind.stride_g,
+        self.way = way = _way(kind, tuning.coefficient_gradient, False)
+        tile, splits = way.tile, way.split.splits
+        start, step, value = kind.spec.maker(False)
+        self.arguments = {
             "stride_go": whole_vectors(kind.rows) if way.turned else 1,
-            "DEGREES": way.tile.degrees,
-            "ALIGN_GM": 1 if way.turned else math.gcd(kind.stride_g, ALIGNED),
+            "blocks_c": way.split.blocks,
+            "FIRST_C": way.first,
+            "START_C": start,
+            "STEP_C": step,
+            "VALUE_C": value,
+            "TILE_C": (tile.block_m, tile.block_n, tile.block_k, tile.degrees),
+            "EVEN_C": way.even(kind.num_out, kind.rows),
         }
-        groups = -(-(kind.spec.terms - way.first) // way.tile.degrees)
-        tiles = groups * -(-kind.num_in // way.tile.block_m) * -(-kind.num_out // way.tile.block_n)
-        super().__init__(kind, way, _poly_kan_dcoef_kernel, tiles, (kind.spec.terms, kind.num_out, kind.num_in), arguments)
+        groups = -(-(kind.spec.terms - way.first) // tile.degrees)
+        self.programs = splits * groups * -(-kind.num_in // tile.block_m) * -(-kind.num_out // tile.block_n)
+        self.stored = _stored(splits, (kind.spec.terms, kind.num_out, kind.num_in))
+
+
+_TENSORS: Final = 8  # that the kernel takes
+_UNREAD: Final = ("stride_go", "stride_co", "stride_ci", "blocks_x", "blocks_c", "ALIGN_CO")  # integers of what is not made
+
+
+class _Gradients(_Plain):
+    """One of the gradients, or both in one launch, of layers for which nothing is prepared."""
+
+    def __init__(self, kind: Kind, of_x: bool, of_coefficients: bool) -> None:
+        wanted = ((_InputGradient, of_x), (_CoefficientGradient, of_coefficients))
+        made: list[_InputGradient | _CoefficientGradient] = [make(kind) for make, is_wanted in wanted if is_wanted]
+        constants = _constants(kind)
+        way, tile = made[0].way, made[0].way.tile
+        super().__init__(way, constants["PRECISION"])
+        turned = way.turned and not of_x  # dy
+        arguments = {
+            "stride_gm": 1 if turned else kind.stride_g,
+            "ALIGN_GM": 1 if turned else math.gcd(kind.stride_g, ALIGNED),
+            "programs_x": made[0].programs if of_x else 0,
+            "HAS_X": of_x,
+            "HAS_C": of_coefficients,
+            "num_warps": tile.warps,
+            "num_stages": min([each.way.tile.stages for each in made]),
+        }
+        for each in made:
+            arguments |= each.arguments
+        arguments |= constants
+        absent = [name for name in _poly_kan_gradients_kernel.arg_names[_TENSORS:] if name not in arguments]
+        arguments |= {name: 1 if name in _UNREAD else None for name in absent}
+        self.launch = _fewer_stages(_poly_kan_gradients_kernel, sum([each.programs for each in made]), arguments)
+        self.stored = [each.stored for each in made]
+
+    def __call__(self, given: tuple[Tensor, ...], dx: Tensor | None, dcoef: Tensor | None) -> None:
+        """Launch on the kernel's tensors but for the results, which are given where they are wanted."""
+        results = [out for out in (dx, dcoef) if out is not None]
+        pairs = list(zip(self.stored, results, strict=True))
+        targets = [out if stored.partial is None else _partial(stored.partial, out) for stored, out in pairs]
+        absent = given[0]  # never touched
+        self.launch(*given, absent if dx is None else targets[0], absent if dcoef is None else targets[-1])
+        for (stored, out), target in zip(pairs, targets, strict=True):
+            if stored.partial is not None:
+                stored.sum(target, out)
 
 
 @lru_cache(maxsize=512)
@@ -156,17 +235,23 @@ def _input_gradient(kind: Kind) -> Any:
     if by_gemm.is_possible:
         return by_gemm
     staged = hopper_launch.StagedInputGradient(kind) if hopper_launch.takes(kind) else None
-    return staged if staged is not None and staged.is_possible else _InputGradient(kind)
+    return staged if staged is not None and staged.is_possible else _Gradients(kind, True, False)
 
 
 @lru_cache(maxsize=512)
 def _coefficient_gradient(kind: Kind) -> Any:
-    return hopper_launch.StagedCoefficientGradient(kind) if hopper_launch.takes(kind) else _CoefficientGradient(kind)
+    return hopper_launch.StagedCoefficientGradient(kind) if hopper_launch.takes(kind) else _Gradients(kind, False, True)
+
+
+@lru_cache(maxsize=512)
+def _both_gradients(kind: Kind) -> _Gradients | None:
+    """One launch for both; None for large layers, which prepare operands for each."""
+    return None if tuning.is_large(kind.sizes()) else _Gradients(kind, True, True)
 
 
 def forget_launches() -> None:
     """Choose every launch anew when it is next needed."""
-    for cached in (_forward, _input_gradient, _coefficient_gradient):
+    for cached in (_forward, _input_gradient, _coefficient_gradient, _both_gradients):
         cached.cache_clear()
     poly_kan_kind.forget_launches()
 
@@ -187,12 +272,16 @@ def _kind(x: Tensor, coefficients: Tensor, dy: Tensor | None, has_bias: bool, sp
     return Kind(rows, num_in, coefficients.shape[1], x.stride(0), stride_g, has_bias, spec, precision, x.dtype, x.device)
 
 
+def _partial(shape: tuple[int, ...], out: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32, device=out.device)
+
+
 def _launched(plan: Any, given: tuple[Any, ...], out: Tensor) -> Tensor:
     """Launch a plan, with a second stage where its reduction is split."""
     if plan.partial is None:
         plan.launch(*given, out)
         return out
-    partial = torch.empty(plan.partial, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32, device=out.device)
+    partial = _partial(plan.partial, out)
     plan.launch(*given, partial)
     plan.sum(partial, out)
     return out
@@ -231,7 +320,8 @@ def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, prec
         if plan.is_staged:
             low_dy = low_halves(dy) if plan.needs_low else dy
             return _launched(plan, (dy, low_dy, x, coefficients, low, _table(x, spec)), dx)
-        return _launched(plan, (dy, x, coefficients, low, _table(x, spec)), dx)
+        plan((dy, dy, x, coefficients, low, _table(x, spec)), dx, None)
+        return dx
 
 
 def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, precision: str) -> Tensor:
@@ -244,10 +334,26 @@ def coefficient_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec
             given, low, parts = turned_gradient(dy, plan.needs_low, plan.rounds, plan.first == 1)
         else:
             given, low, parts = dy, low_halves(dy) if plan.needs_low else dy, dy
-        _launched(plan, (given, low, x, _table(x, spec)), dcoef)
+        if plan.is_staged:
+            _launched(plan, (given, low, x, _table(x, spec)), dcoef)
+        else:
+            plan((given, low, x, x, x, _table(x, spec)), None, dcoef)
         if plan.first:
             store_gradient(parts, dcoef)
         return dcoef
+
+
+def gradients(dy: Tensor, x: Tensor, coefficients: Tensor, spec: Spec, precision: str) -> list[Tensor]:
+    """[``dx [M, I]``, ``dC [terms, O, I]``], of small layers in one launch, and another for each that is summed up."""
+    with on_device(x):
+        dy, x = _rowwise(dy), _rowwise(x)
+        plan = _both_gradients(_kind(x, coefficients, dy, False, spec, precision))
+        if plan is None:
+            return [input_gradient(dy, x, coefficients, spec, precision), coefficient_gradient(dy, x, coefficients, spec, precision)]
+        coefficients = aligned(coefficients)
+        dx, dcoef = (torch.empty(t.shape, dtype=x.dtype, device=x.device) for t in (x, coefficients))
+        plan((dy, dy, x, coefficients, coefficients, _table(x, spec)), dx, dcoef)
+        return [dx, dcoef]
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
