@@ -57,7 +57,10 @@ def _bars(found: dict[str, Any], path: Path) -> Path | None:
     for j, (name, seconds) in enumerate(columns):
         there = [(i, s) for i, s in enumerate(seconds) if s]
         lengths = [medians(cases[i])[baseline] / s for i, s in there]
-        style: dict[str, Any] = {"color": COLOURS[j % len(COLOURS)]}
+        colour = COLOURS[j % len(COLOURS)]
+        style: dict[str, Any] = {"color": colour}
+        if j >= len(COLOURS):  # colours once more, not filled
+            style = {"facecolor": "none", "edgecolor": colour, "linewidth": 1.2}
         if name in recorded:
             style = {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.6}
         positions = [i - 0.42 + (j + 0.5) * width for i, _ in there]
