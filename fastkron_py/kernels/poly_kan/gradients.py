@@ -11,6 +11,7 @@ launch adds in a fixed order.
 import triton
 import triton.language as tl
 
+from fastkron_py.kernels.poly_kan.kernels import skip_degrees
 from fastkron_py.kernels.products import known, product, tile_of
 
 
@@ -209,13 +210,7 @@ def _dcoef_tile(
         if PRECISION == "split":
             low = tl.load(low_ptr + offsets, mask=mask, other=other)
         state = START(NORM(x.to(ACC)), TERMS, PARAMS)
-        for skipped in tl.static_range(FIRST):
-            state = STEP(state, none + skipped, TERMS, PARAMS)
-        # The degrees before this program's, a few at a time: a loop here would keep the outer one from being pipelined.
-        for before in tl.static_range(GROUPS - 1):
-            if before < group:
-                for skipped in tl.static_range(DEGREES):
-                    state = STEP(state, none + FIRST + before * DEGREES + skipped, TERMS, PARAMS)
+        state = skip_degrees(state, none, group, GROUPS, DEGREES, FIRST, TERMS, PARAMS, STEP)
         g = g.to(COMPUTE)
         acc0, state = _next_degree(acc0, state, first_degree, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
         if DEGREES > 1:

@@ -20,6 +20,29 @@ def _load_columns(rows, mask_m, first, num_in, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def skip_degrees(
+    state,
+    none,  # 0
+    group,
+    GROUPS: tl.constexpr,
+    DEGREES: tl.constexpr,  # of a group
+    FIRST: tl.constexpr,  # of the first group
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The state at a group's first degree, of that at degree 0."""
+    for skipped in tl.static_range(FIRST):
+        state = STEP(state, none + skipped, TERMS, PARAMS)
+    # A few at a time: a loop here would keep the one around it from being pipelined.
+    for before in tl.static_range(GROUPS - 1):
+        if before < group:
+            for skipped in tl.static_range(DEGREES):
+                state = STEP(state, none + FIRST + before * DEGREES + skipped, TERMS, PARAMS)
+    return state
+
+
+@triton.jit
 def _poly_kan_fwd_kernel(
     x_ptr,  # [M, I]
     coef_ptr,  # [TERMS, O, I]
@@ -101,13 +124,7 @@ def _poly_kan_fwd_kernel(
             state = START(NORM(ahead.to(ACC)), TERMS, PARAMS)
             # The next block's, which nobody waits for before its turn.
             ahead = _load_columns(x_rows, m < rows, (first_block + i // DEGREES + 1) * BLOCK_K, num_in, BLOCK_K)
-            for skipped in tl.static_range(FIRST):
-                state = STEP(state, none + skipped, TERMS, PARAMS)
-            # The degrees before this program's, a few at a time: a loop here would keep the outer one from being pipelined.
-            for before in tl.static_range(GROUPS - 1):
-                if before < group:
-                    for skipped in tl.static_range(DEGREES):
-                        state = STEP(state, none + FIRST + before * DEGREES + skipped, TERMS, PARAMS)
+            state = skip_degrees(state, none, group, GROUPS, DEGREES, FIRST, TERMS, PARAMS, STEP)
         a = VALUE(state, d, table_ptr, TERMS, PARAMS)
         acc = product(a.to(COMPUTE), b.to(COMPUTE), low, acc, PRECISION, True)
         state = STEP(state, d, TERMS, PARAMS)
