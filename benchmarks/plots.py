@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 
 from benchmarks.ratios import medians
 
@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 
 INK = "#7f8791"
 COLOURS = ("#e8743b", "#5aa9a3", "#7b8fd4", "#b07bb8", "#f2b179", INK)
+NARROW = 4.0  # of speed-ups: up to so many times the least, labels are at equal distances, else at 1, 2, 5 of each power of ten
 STYLE = {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK}
 
 
@@ -70,7 +71,11 @@ def _bars(found: dict[str, Any], path: Path) -> Path | None:
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlabel(f"speed-up over {baseline}")
+    low, high = axes.get_xlim()
+    wide = high > NARROW * low
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)) if wide else ticker.MaxNLocator(7, steps=(1, 2, 5, 10)))
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_title(found), fontsize=10)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
