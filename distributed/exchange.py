@@ -192,10 +192,15 @@ class Transfer:
         return self.rows * max(widths(offsets)) * (self.exchange.rows if self.back else 1)
 
     def stores(self, local: Tensor, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``."""
+        """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``.
+
+        Each rank begins with the one after it: were all to begin with the same, its link would be shared by them while others lie idle.
+        """
         exchange, me, rows = self.exchange, self.line.position, self.rows
         found = []
-        for peer, block in enumerate(blocks):
+        for step in range(1, len(blocks) + 1):
+            peer = (me + step) % len(blocks)
+            block = blocks[peer]
             if self.back:
                 pairs = [(r, _at_source(exchange, block, rows, peer, r)) for r in exchange.rectangles(peer, me)]
                 found += [(to, _at_target(exchange, local, rows, me, r)) for r, to in pairs]

@@ -228,6 +228,20 @@ def test_copies_in_words(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, st
         assert torch.equal(to.contiguous().view(torch.int8), of.detach().contiguous().view(torch.int8))
 
 
+def test_no_two_ranks_store_to_the_same_one_at_a_time() -> None:
+    """Each begins with the next, and ends with itself."""
+    there, back = by_rows(8, 16, 16, 4)
+    for exchange, is_back in ((there, False), (back, True)):
+        transfers = [Transfer(exchange, Line(None, 4, r), 1, "", is_back) for r in range(4)]  # type: ignore[arg-type]
+        blocks = [torch.zeros(t.size) for t in transfers]
+        owners = {b.data_ptr(): r for r, b in enumerate(blocks)}
+        orders = []
+        for t in transfers:
+            stored = t.stores(torch.zeros(32), blocks)
+            orders.append([owners[to.untyped_storage().data_ptr()] for to, _ in stored])
+        assert orders == [[1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2], [0, 1, 2, 3]]
+
+
 def test_even_products_go_in_whole_rows_and_in_one_piece() -> None:
     """64^4 over 8: one rectangle of one shape for every pair, and nothing to align."""
     details = way((64,) * 4, (64,) * 4, (3, 1), 8)
