@@ -1,6 +1,15 @@
 """All benchmarks there are: import the modules that register them here."""
 
-from benchmarks import distributed, first_call, gated, gated_llama, gaussian_processes, kan, kat, kron, rational, rational_layers  # noqa: F401
+import benchmarks.distributed.jobs
+import benchmarks.gated.layers
+import benchmarks.gated.llama
+import benchmarks.gaussian_processes.steps
+import benchmarks.kan.layers
+import benchmarks.kron.first_call
+import benchmarks.kron.products
+import benchmarks.rational.activations
+import benchmarks.rational.kat
+import benchmarks.rational.layers  # noqa: F401
 from benchmarks.registry import Benchmark, registered
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.counters import COUNTERS, _problem, measure
+from benchmarks.kron.counters import COUNTERS, _problem, measure
 
 
 def stand_in(path: Path, lines: list[str]) -> str:

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 import fastkron_py
-from benchmarks import distributed
-from benchmarks.distributed_ranks import grids_of, make, scalings
+from benchmarks.distributed import jobs as distributed
+from benchmarks.distributed.ranks import grids_of, make, scalings
 
 
 def test_sampled_entries_tell_right_from_wrong() -> None:

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 import fastkron_py
-from benchmarks import gated
-from benchmarks.gated import BACKWARD, Problem, case, check, check_gradients, contenders, inputs
+from benchmarks.gated import layers as gated
+from benchmarks.gated.layers import BACKWARD, Problem, case, check, check_gradients, contenders, inputs
 from benchmarks.registry import Contender
 
 # torch.compile's are the same operations, and take a minute.

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 pytest.importorskip("transformers", reason="the extra llm is not installed")
 
-from benchmarks import gated_llama, runner
+from benchmarks import runner
+from benchmarks.gated import llama as gated_llama
 
 
 def test_it_runs(tmp_path: Path) -> None:

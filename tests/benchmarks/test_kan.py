@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 import fastkron_py
-from benchmarks import kan, kan_peers
 from benchmarks.catalogue import all_benchmarks
-from benchmarks.kan_ablation import STEPS
-from benchmarks.kan_problems import case, check, check_gradients, inputs
+from benchmarks.kan import layers as kan
+from benchmarks.kan import peers as kan_peers
+from benchmarks.kan.ablation import STEPS
+from benchmarks.kan.problems import case, check, check_gradients, inputs
 
 ROW = (24, 6, 10, 5)
 FORWARD = (

@@ -10,7 +10,8 @@ from torch import nn
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks import kat, runner
+from benchmarks import runner
+from benchmarks.rational import kat
 
 SMALL = {"size": "tiny", "batch": 3, "dtype": "bfloat16", "quick": True}
 

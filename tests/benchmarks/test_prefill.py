@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks.prefill import IN_PLACE, MODELS, Model, draw, table
+from benchmarks.gated.prefill import IN_PLACE, MODELS, Model, draw, table
 
 
 def test_tokens_that_a_cache_gains(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from rational_cases import problem as make_problem
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
-from benchmarks import rational as benchmark
-from benchmarks import rational_gradient_kernel, rational_layers, rational_peers, runner
-from benchmarks.rational import OURS, OfGelu, case, check, check_coefficients, inputs
+from benchmarks import runner
+from benchmarks.rational import activations as benchmark
+from benchmarks.rational import gradient_kernel as rational_gradient_kernel
+from benchmarks.rational import layers as rational_layers
+from benchmarks.rational import peers as rational_peers
+from benchmarks.rational.activations import OURS, OfGelu, case, check, check_coefficients, inputs
 from fastkron_py import reference
 from fastkron_py.testing import assert_close
 from fastkron_py.tuning.gemm import GemmTile

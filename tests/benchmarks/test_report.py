@@ -16,8 +16,8 @@ pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an inst
 
 from benchmarks import markdown, ratios, report, timing
 from benchmarks.catalogue import all_benchmarks
-from benchmarks.figures import FASTKRON, SQUARE
-from benchmarks.problems import TOLERANCES, case, flops
+from benchmarks.kron.figures import FASTKRON, SQUARE
+from benchmarks.kron.problems import TOLERANCES, case, flops
 from benchmarks.runner import Budget
 
 

@@ -19,8 +19,8 @@ pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an inst
 import fastkron_py
 from benchmarks import registry, runner, timing
 from benchmarks.__main__ import main
-from benchmarks.peers import COMPILED, GPYTORCH, GPYTORCH_BACKWARD, LOOP, LOOP_BACKWARD, OURS, OURS_BACKWARD, OURS_LEFT, loop
-from benchmarks.problems import Problem, case, check, check_gradients, gradient_inputs, inputs
+from benchmarks.kron.peers import COMPILED, GPYTORCH, GPYTORCH_BACKWARD, LOOP, LOOP_BACKWARD, OURS, OURS_BACKWARD, OURS_LEFT, loop
+from benchmarks.kron.problems import Problem, case, check, check_gradients, gradient_inputs, inputs
 from benchmarks.registry import Benchmark, Contender
 from fastkron_py import reference
 
@@ -288,7 +288,7 @@ def test_the_references(dtype: str) -> None:
 
 
 def test_checked_rows_are_spread_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import problems
+    from benchmarks.kron import problems
 
     monkeypatch.setattr(problems, "CHECKED_ELEMENTS", 100)
     problem = inputs(case(50, (4, 5)).parameters, CPU)
@@ -301,7 +301,7 @@ def test_checked_rows_are_spread_over_all(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gradients_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import problems
+    from benchmarks.kron import problems
 
     problem = gradient_inputs(case(10, (4, 3), (2, 5)).parameters, CPU)
     monkeypatch.setattr(problems, "CHUNK_ELEMENTS", 3 * 12)
@@ -323,7 +323,7 @@ def test_eager_times_and_the_hosts_share(tmp_path: Path) -> None:
 
 def test_the_first_call_in_processes_of_its_own(tmp_path: Path) -> None:
     """Both processes and the import are timed, and their results checked; on a CPU there is nothing to compile."""
-    from benchmarks.first_call import FIRST, IMPORT, SECOND, _processes
+    from benchmarks.kron.first_call import FIRST, IMPORT, SECOND, _processes
 
     found = _processes(case(4, (3, 2)).parameters, CPU)
     assert list(found) == [FIRST, SECOND, IMPORT]

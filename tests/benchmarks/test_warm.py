@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 from benchmarks import registry, warm
-from benchmarks.peers import OURS
-from benchmarks.problems import case, check, inputs
+from benchmarks.kron.peers import OURS
+from benchmarks.kron.problems import case, check, inputs
 from benchmarks.registry import Benchmark, Contender
 
 

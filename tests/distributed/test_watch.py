@@ -168,8 +168,8 @@ def test_the_thread_asks_no_gpu_while_everybody_is_there(monkeypatch: pytest.Mon
 def test_two_gpus_of_which_one_waits_for_a_rank_that_is_killed() -> None:
     """As torch's settings are, the process ends with its code and not with the watchdog's signal, soon after the timeout."""
     pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-    from benchmarks.distributed import fault
-    from benchmarks.distributed_fault import TIMEOUT
+    from benchmarks.distributed.fault import TIMEOUT
+    from benchmarks.distributed.jobs import fault
 
     found = fault("within", "cuda")
     assert found["returncode"] == watch.EXIT_CODE, found

@@ -1,6 +1,6 @@
 """Tokens that a KV cache gains where a chunked prefill keeps no projections: arithmetic on models' sizes, nothing is measured.
 
-Usage: python -m benchmarks.prefill [--chunk 512] [--picture docs/images/prefill_tokens.png]
+Usage: python -m benchmarks.gated.prefill [--chunk 512] [--picture docs/images/prefill_tokens.png]
 
 "Towards Fused Kernels for Gated MLP": with a sequence of S tokens, width D and hidden size U, an eager gated MLP holds 3 S U elements
 at most (up, gate, the gated result), one whose product is gated before it is stored S U. An engine that serves chunks of S tokens
@@ -116,7 +116,7 @@ def draw(path: Path, chunk: int = CHUNK) -> None:
 
 def main() -> None:
     """Print the table, and draw it where asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gated.prefill", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens in a chunk")
     parser.add_argument("--picture", type=Path, help="a file to draw into")
     given = parser.parse_args()

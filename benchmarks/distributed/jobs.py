@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.distributed_fault import HOWS
+from benchmarks.distributed.fault import HOWS
 from benchmarks.environment import describe
 from benchmarks.registry import Apart, Benchmark, Call, Case, Contender, register
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROLES = ("auto", "rows", "pairs", "halves", "columns")
 SCALING_SECONDS = 100.0  # no product is begun later
 JOB_SECONDS = 200.0
@@ -87,7 +87,7 @@ def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALI
     with tempfile.TemporaryDirectory() as folder:
         path = str((keep or Path(folder) / "found.json").absolute())
         Path(path).unlink(missing_ok=True)
-        command = _torchrun(ranks, "-m", "benchmarks.distributed_ranks", path, str(seconds), "quick" if quick else "full")
+        command = _torchrun(ranks, "-m", "benchmarks.distributed.ranks", path, str(seconds), "quick" if quick else "full")
         job = subprocess.Popen(command, cwd=ROOT, env=_environment(**_hidden_gpus(device)), start_new_session=True)
         try:
             ended = f"the job ended with {job.wait(JOB_SECONDS)}"
@@ -109,7 +109,7 @@ def fault(how: str, device: str) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.distributed_fault", how, f"{folder}/killed"]
+        command = [sys.executable, "-m", "benchmarks.distributed.fault", how, f"{folder}/killed"]
         children = []
         for rank in range(2):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -340,7 +340,3 @@ def _tell(found: dict[str, Any], new: dict[str, Any], path: Path) -> None:
     if new.get("scaling", {}).get("products"):
         draw(found, path.with_suffix(".png"))
     print("\n".join(show(new)), flush=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import missing, tf32
+from benchmarks.conditions import missing, tf32
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 from fastkron_py.cli.measure import peak_bytes
 

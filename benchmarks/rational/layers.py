@@ -154,7 +154,7 @@ def _in_turn(problem: BackwardProblem) -> Call:
 
 
 def _in_the_product(problem: BackwardProblem) -> Call:
-    from benchmarks.rational_gradient_kernel import rational_gradients
+    from benchmarks.rational.gradient_kernel import rational_gradients
 
     p = problem
     return lambda: rational_gradients(p.dy, p.weight, p.z, p.a, p.b, "B", "highest")

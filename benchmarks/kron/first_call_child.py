@@ -1,4 +1,4 @@
-"""A process that imports the library and makes its first call: ``python -m benchmarks.first_call_child PARAMETERS DEVICE``.
+"""A process that imports the library and makes its first call: ``python -m benchmarks.kron.first_call_child PARAMETERS DEVICE``.
 
 PARAMETERS is JSON; one line of JSON comes back, in seconds. Nothing here may import the library before its import is timed.
 """
@@ -18,7 +18,7 @@ def main(parameters: str, device_name: str) -> dict[str, float]:
     import fastkron_py
 
     imported = time.perf_counter() - start
-    from benchmarks.problems import check, inputs
+    from benchmarks.kron.problems import check, inputs
 
     device = torch.device(device_name)
     problem = inputs(json.loads(parameters), device)

@@ -1,6 +1,6 @@
 """What every rank of ``python -m benchmarks.distributed`` does: scaling, gradients, and a product that one GPU could not hold.
 
-    torchrun --nproc-per-node 4 -m benchmarks.distributed_ranks out.json
+    torchrun --nproc-per-node 4 -m benchmarks.distributed.ranks out.json
 
 Every product is checked on sampled entries before it is timed: rows of x are multiples of Kronecker products of vectors, so that each entry
 of the result is known. The time on one GPU is taken in the same job, by rank 0 alone while the others wait.

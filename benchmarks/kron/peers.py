@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,33 +12,13 @@ import torch
 from torch import Tensor
 
 import fastkron_py
-from benchmarks.problems import TF32_TOLERANCE, GradientProblem, Problem
+from benchmarks.conditions import missing, needs_cuda, tf32
+from benchmarks.kron.problems import TF32_TOLERANCE, GradientProblem, Problem
 from benchmarks.registry import Call, Contender
 
 # torch.compile takes tens of seconds for each shape, so it takes part in a few rows only.
 COMPILED_ROWS = frozenset({"1024 x 8^5", "1024 x 16^3", "1024 x 32^3", "20 x 8^3"})
 COMPILE_SECONDS = 60.0
-
-
-def missing(module: str) -> str | None:
-    """Why a module cannot be imported, if it is not there."""
-    return None if importlib.util.find_spec(module) else f"{module} is not installed"
-
-
-def needs_cuda(device: torch.device) -> str | None:
-    """The obstacle of what has no meaning on a CPU."""
-    return None if device.type == "cuda" else "only differs on CUDA"
-
-
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
-    """Let torch multiply float32 in TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 # ---- this library ----------------------------------------------------------------------------

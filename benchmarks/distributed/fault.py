@@ -1,4 +1,4 @@
-"""One of two ranks that is killed in the middle of products: ``python -m benchmarks.distributed_fault HOW``, once for each rank.
+"""One of two ranks that is killed in the middle of products: ``python -m benchmarks.distributed.fault HOW``, once for each rank.
 
 HOW is "between" products, while the other one runs on, or "within" an exchange, while the other one waits for its result. That one writes a
 line of JSON: the error, its stage, and how long after the kill it came.

@@ -157,7 +157,7 @@ def _gemm(problem: Problem) -> Call:
 
 
 def _with_kernel(problem: Problem) -> Call:
-    from benchmarks.gated_kernel import swiglu_in_place
+    from benchmarks.gated.swiglu_kernel import swiglu_in_place
 
     weight = problem.concatenated
     return lambda: swiglu_in_place(problem.x @ weight.mT)
@@ -209,7 +209,7 @@ def _ours_with(backward: str) -> Forward:
 
 
 def _in_place(x: Tensor, weight: Tensor, down: Tensor | None = None) -> Tensor:
-    from benchmarks.gated_kernel import InPlaceSwiGLU
+    from benchmarks.gated.swiglu_kernel import InPlaceSwiGLU
 
     y: Tensor = InPlaceSwiGLU.apply(x, weight)  # type: ignore[no-untyped-call]
     return y if down is None else torch.nn.functional.linear(y, down)

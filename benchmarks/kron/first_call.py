@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.problems import case, check, inputs
+from benchmarks.kron.problems import case, check, inputs
 from benchmarks.registry import Apart, Benchmark, Call, Contender, register
 
 FIRST, SECOND, IMPORT = "first process", "second process", "import fastkron_py"
@@ -24,13 +24,13 @@ CHILD_SECONDS = 120.0
 
 def _processes(parameters: dict[str, Any], device: torch.device) -> Mapping[str, Apart]:
     """Pairs of processes, each pair with an empty cache of Triton's of its own."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     found: dict[str, list[dict[str, float]]] = {FIRST: [], SECOND: []}
     for _ in range(PAIRS):
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"TRITON_CACHE_DIR": cache}
             environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-            command = [sys.executable, "-m", "benchmarks.first_call_child", json.dumps(parameters), device.type]
+            command = [sys.executable, "-m", "benchmarks.kron.first_call_child", json.dumps(parameters), device.type]
             for name in (FIRST, SECOND):
                 done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS)
                 if done.returncode:

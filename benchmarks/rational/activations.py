@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastkron_py
-from benchmarks.problems import CHECKED_ELEMENTS
+from benchmarks.kron.problems import CHECKED_ELEMENTS
 from benchmarks.registry import Benchmark, Call, Case, Contender, Recorded, register
 from fastkron_py import reference
 
@@ -134,7 +134,7 @@ def _gelu(problem: RationalProblem) -> Call:
 
 def _peer(name: str) -> Callable[[RationalProblem], Call]:
     def prepare(problem: RationalProblem) -> Call:
-        from benchmarks import rational_peers
+        from benchmarks.rational import peers as rational_peers
 
         x, a, b, dy = problem.x, problem.a, problem.b, problem.dy
         if problem.backward:

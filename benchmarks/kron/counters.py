@@ -1,6 +1,8 @@
-"""Hardware counters of every launch of a product: ``python -m benchmarks.counters 1024:16,16,16,16,16 16:64,64,64 [--left] [--backward]``.
+"""Hardware counters of every launch of a product.
 
-Runs itself under Nsight Compute (``ncu``, which comes with CUDA) and prints, for each launch, how busy memory and the tensor cores are
+    python -m benchmarks.kron.counters 1024:16,16,16,16,16 16:64,64,64 [--left] [--backward]
+
+runs itself under Nsight Compute (``ncu``, which comes with CUDA) and prints, for each launch, how busy memory and the tensor cores are
 and what the warps wait for. Counters say what bounds a kernel; times are taken without them, by the benchmarks.
 """
 
@@ -90,8 +92,8 @@ def measure(problem: str, form: str, ncu: str) -> list[dict[str, float | str]]:
         "--metrics",
         metrics,
     ]
-    command = [ncu, *options, sys.executable, "-m", "benchmarks.counters", problem, f"--{form}", "--child"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=Path(__file__).resolve().parents[1])
+    command = [ncu, *options, sys.executable, "-m", "benchmarks.kron.counters", problem, f"--{form}", "--child"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=Path(__file__).resolve().parents[2])
     table = [row for row in csv.reader(done.stdout.splitlines()) if len(row) > len(COUNTERS)]
     if len(table) < 3:
         raise RuntimeError(f"ncu counted nothing: {(done.stdout + done.stderr)[-500:]}")
@@ -116,7 +118,7 @@ def _problem(text: str) -> tuple[int, list[int]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print, and with --out keep, the counters of the named problems."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kron.counters", description=__doc__)
     parser.add_argument("problems", nargs="+", type=_problem, metavar="ROWS:WIDTHS", help="such as 1024:16,16,16")
     form = parser.add_mutually_exclusive_group()
     for name in ("right", "left", "backward"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.figures import BACKWARD, FASTKRON_NOTE, FLOAT64, HALF, SMALL, SQUARE, UNEQUAL, recorded
-from benchmarks.peers import (
+from benchmarks.kron.figures import BACKWARD, FASTKRON_NOTE, FLOAT64, HALF, SMALL, SQUARE, UNEQUAL, recorded
+from benchmarks.kron.peers import (
     BACKWARD_TOLERANCE,
     COMPILED,
     COMPILED_BACKWARD,
@@ -19,7 +19,7 @@ from benchmarks.peers import (
     OURS_TF32,
     PYFASTKRON,
 )
-from benchmarks.problems import case, check, check_gradients, gradient_inputs, inputs
+from benchmarks.kron.problems import case, check, check_gradients, gradient_inputs, inputs
 from benchmarks.registry import Benchmark, register
 
 CPU_ROWS = ((1024, 8, 4), (256, 8, 5), (1024, 16, 3), (64, 16, 4), (128, 32, 3), (256, 64, 2), (8, 64, 3), (128, 128, 2))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastkron_py
-from benchmarks.kan_problems import Problem
+from benchmarks.kan.problems import Problem
 from benchmarks.registry import Call, Contender
 
 COMPILE_SECONDS = 40.0
@@ -59,7 +59,7 @@ def table(x: Tensor, weight: Tensor, terms: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _basis_kernels() -> Any:
-    from benchmarks import kan_basis_kernel
+    from benchmarks.kan import basis_kernel as kan_basis_kernel
 
     return kan_basis_kernel.BasisFunction
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import gp_problems
-from benchmarks.gp_problems import GPProblem
-from benchmarks.peers import missing
+from benchmarks.conditions import missing
+from benchmarks.gaussian_processes import problems as gp_problems
+from benchmarks.gaussian_processes.problems import GPProblem
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 
 # (table, grid, probe vectors): the cases of the FastKron paper, from fast to slow, after a small one to see that it works.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.kan_ablation import STEPS
-from benchmarks.kan_peers import (
+from benchmarks.kan.ablation import STEPS
+from benchmarks.kan.peers import (
     BASIS_KERNEL,
     BASIS_KERNEL_BACKWARD,
     COMPILED,
@@ -19,7 +19,7 @@ from benchmarks.kan_peers import (
     TRIGONOMETRIC,
     TRIGONOMETRIC_BACKWARD,
 )
-from benchmarks.kan_problems import case, check, check_gradients, inputs
+from benchmarks.kan.problems import case, check, check_gradients, inputs
 from benchmarks.registry import Benchmark, register
 from fastkron_py.kernels.poly_kan.bases import basis_names
 

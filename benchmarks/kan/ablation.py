@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kan_problems import Problem
+from benchmarks.kan.problems import Problem
 from benchmarks.registry import Call, Contender
 from fastkron_py.tuning.poly_kan import Sizes, Split, Tile
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers import missing
+from benchmarks.conditions import missing
 from benchmarks.registry import Benchmark, Call, Case, Contender, Recorded, register
 from fastkron_py.cli.measure import peak_bytes
 
@@ -136,14 +136,14 @@ class _FlashKATFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        peers = importlib.import_module("benchmarks.rational_peers")
+        peers = importlib.import_module("benchmarks.rational.peers")
         x = x.float().contiguous()
         ctx.save_for_backward(x, a, b)
         return peers.flashkat_forward(x, a, b)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        peers = importlib.import_module("benchmarks.rational_peers")
+        peers = importlib.import_module("benchmarks.rational.peers")
         return peers.flashkat_backward(dy.contiguous(), *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,1 @@
+"""Products over all GPUs of a host."""

@@ -1,0 +1,1 @@
+"""Gated layers, and models with them."""

@@ -1,0 +1,1 @@
+"""Kronecker products."""

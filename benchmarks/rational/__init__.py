@@ -1,0 +1,1 @@
+"""Rational activations, and transformers with them."""
