@@ -10,14 +10,10 @@ from torch import Tensor
 _RUN: Final = 256  # rows that are added up at first
 
 
-def column_sums(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``[N]`` of t ``[M, N]``, added up in float32 at least: the gradient of what was added to each row.
+def column_sums(t: Tensor) -> Tensor:
+    """``[N]`` of t ``[M, N]`` of any strides, added up in float32 at least: the gradient of what was added to each row.
 
     In two stages: for one over many rows torch takes as much memory as four of t (65536 x 256 in bfloat16, on an H100), and twice the time.
-
-    Args:
-        t: of any strides.
-        dtype: of the sums; None for t's.
     """
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     whole = t.shape[0] // _RUN * _RUN
@@ -27,4 +23,4 @@ def column_sums(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         sums = t[:whole].unflatten(0, (-1, _RUN)).sum(1, dtype=wide).sum(0)
         if whole < t.shape[0]:
             sums = sums + t[whole:].sum(0, dtype=wide)
-    return sums.to(t.dtype if dtype is None else dtype)
+    return sums.to(t.dtype)
