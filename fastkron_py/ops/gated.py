@@ -11,7 +11,7 @@ transforms and forward mode, are torch's own, of the same layer written in torch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -53,7 +53,7 @@ def sizes(x: Tensor, weight: Tensor, down: Tensor | None) -> tuple[int, int, tup
 # ---- implementations -------------------------------------------------------------------------
 
 
-def _by_triton(x: Tensor, weight: Tensor, activation: str, precision: str | None, backend: str) -> bool:
+def by_triton(x: Tensor, weight: Tensor, activation: str, precision: str | None, backend: str) -> bool:
     """Whether Triton is to multiply: not what is empty or float64, nor, unless it was asked for, float32 sums too long for it."""
     from fastkron_py.kernels.gated.activations import find_activation
 
@@ -75,7 +75,7 @@ def _forward(
     pairs: Tensor | None
     with unseen_by_autograd(x), torch.no_grad():
         x2 = x.reshape(rows, x.shape[-1])
-        if _by_triton(x, weight, activation, precision, backend):
+        if by_triton(x, weight, activation, precision, backend):
             from fastkron_py.kernels.gated import triton_gated
 
             y, pairs = triton_gated.forward(x2, weight, bias, triton_gated.Gated(activation, layout, resolved(precision)), saving)
@@ -116,13 +116,14 @@ def _pair_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, which may be written over dy), for matrices x and dy."""
     x, weight, bias = tensors[:3]
-    if _by_triton(x, weight, activation, precision, backend):
+    if by_triton(x, weight, activation, precision, backend):
         from fastkron_py.kernels.gated import triton_gated
 
         gated = triton_gated.Gated(activation, layout, resolved(precision))
         if pairs is None:
             return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, again)
-        return triton_gated.stored_gradients(dy, pairs, gated, in_place, again)
+        # Hooks of saved tensors may have given others.
+        return triton_gated.stored_gradients(dy, pairs.contiguous(), gated, in_place, again)
     from fastkron_py.kernels.gated import torch_gated
 
     with torch_products(x, precision):
@@ -131,35 +132,49 @@ def _pair_gradients(
     return torch_gated.pair_gradients(dy, pairs, activation, layout), y
 
 
+PairGradients = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
+"""From the gradient of y ``[M, H]``: those of the pairs ``[M, 2 H]`` and, if so, y again, which may be written over its gradient."""
+
+
+def chain(
+    dy: Tensor, x: Tensor, wide: Tensor, down: Tensor | None, needs: Sequence[bool], pair_gradients: PairGradients
+) -> tuple[Tensor | None, ...]:
+    """(dx, dW, db, dD, dc) of matrices dy, x and wide ``[2 H, K]``, those that are needed, among them one of the first three."""
+    need_x, need_weight, need_bias, need_down, need_down_bias = needs
+    dx = dwide = dbias = ddown = None
+    # A projection's gradient of y is a fresh tensor, over which y may be written.
+    d, y = pair_gradients(dy if down is None else dy @ down, need_down)
+    if y is not None:
+        ddown = dy.mT @ y
+    del y
+    if need_x:
+        dx = d @ wide
+    if need_weight:
+        dwide = d.mT @ x
+    if need_bias:
+        dbias = column_sums(d)
+    return dx, dwide, dbias, ddown, column_sums(dy) if need_down_bias else None
+
+
 def _gradients(dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: Sequence[bool], in_place: bool, *options: Any) -> list[Tensor]:
     """[dx] + [dW] + [db] + [dD] + [dc], those that are needed; in_place: pairs may be overwritten."""
-    x, weight, bias, down, down_bias = tensors
-    need_x, need_weight, need_bias, need_down, need_down_bias = needs
-    rows, _, _ = sizes(x, weight, down)
-    found: list[Tensor | None] = [None] * COUNT
+    x, weight, bias, down, _ = tensors
+    rows, hidden, _ = sizes(x, weight, down)
+    wanted = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
     with unseen_by_autograd(x), torch.no_grad(), torch_products(x, options[2]):
         x2, dy2 = x.reshape(rows, x.shape[-1]), dy.reshape(rows, dy.shape[-1])
-        if need_down_bias and down_bias is not None:
-            found[4] = column_sums(dy2)
         wide = (x2, weight, bias, None, None)
-        again = need_down and down is not None
-        if again and not any(needs[:3]):
-            found[3] = dy2.mT @ _forward(wide, False, *options)[0]
-        elif any(needs[:3]):
-            # A projection's gradient of y is a fresh tensor, over which y may be written.
-            dgate = dy2 if down is None else dy2 @ down
-            d, y = _pair_gradients(dgate, wide, pairs, in_place, again, *options)
-            del dgate
-            if y is not None:
-                found[3] = dy2.mT @ y
-            del y
-            if need_x:
-                found[0] = (d @ weight.reshape(d.shape[1], x2.shape[1])).reshape(x.shape)
-            if need_weight:
-                found[1] = (d.mT @ x2).reshape(weight.shape)
-            if need_bias and bias is not None:
-                found[2] = column_sums(d).reshape(bias.shape)
-        return [t for t in found if t is not None]
+        found: tuple[Tensor | None, ...]
+        if any(wanted[:3]):
+
+            def pair_gradients(dgate: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
+                return _pair_gradients(dgate, wide, pairs, in_place, again, *options)
+
+            found = chain(dy2, x2, weight.reshape(2 * hidden, x.shape[-1]), down, wanted, pair_gradients)
+        else:
+            y = _forward(wide, False, *options)[0] if wanted[3] else None
+            found = None, None, None, None if y is None else dy2.mT @ y, column_sums(dy2) if wanted[4] else None
+        return [f.reshape(t.shape) for f, t in zip(found, tensors, strict=True) if f is not None and t is not None]
 
 
 def gradients(dy: Tensor, *arguments: Any) -> list[Tensor]:
@@ -285,22 +300,23 @@ torch.library.register_vmap("fastkron::gated_linear_backward", _vmap_backward, l
 # ---- eager calls, with less ado than the dispatcher's wrapper ----------------------------------
 
 
-def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """Gradients of an autograd function's two constants and of the tensors, of which it saved the tensors and, or None, the pairs."""
-    *tensors, pairs = ctx.saved_tensors
-    needs = ctx.needs_input_grad[2:]
-    if not any(needs):
-        return (None,) * (2 + COUNT)
+def differentiable_gradients(
+    dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: tuple[bool, ...], options: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """Gradients of the tensors, those that are needed, which can be derived further where gradients are wanted."""
     given = (dy, *tensors)
     if not is_ordinary(given) or wants_gradient(given):
-        found = _Gradients.apply(needs, ctx.options, pairs, *given)  # type: ignore[no-untyped-call]
-        return None, None, *take(found, needs)
-    # Pairs belong to this graph alone. One that is not kept for another backward pass needs them no longer.
-    in_place = pairs is not None and not torch._C._autograd._get_current_graph_task_keep_graph()
-    found = _gradients(dy, tuple(tensors), pairs, needs, in_place, *ctx.options)
-    if in_place:
+        return take(_Gradients.apply(needs, options, pairs, *given), needs)  # type: ignore[no-untyped-call]
+    in_place = may_overwrite(pairs)
+    found = _gradients(dy, tensors, pairs, needs, in_place, *options)
+    if pairs is not None and in_place:
         torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
-    return None, None, *take(found, needs)
+    return take(found, needs)
+
+
+def may_overwrite(pairs: Tensor | None) -> bool:
+    """Whether gradients may be written over saved pairs, which belong to this graph alone: not if it is kept for another backward pass."""
+    return pairs is not None and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -311,7 +327,12 @@ class _GatedLinear(torch.autograd.Function):
         ctx.options = options
         return y
 
-    backward = staticmethod(backward)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        *tensors, pairs = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        found = differentiable_gradients(dy, tuple(tensors), pairs, needs, ctx.options) if any(needs) else take((), needs)
+        return None, None, *found
 
 
 class _Gradients(torch.autograd.Function):

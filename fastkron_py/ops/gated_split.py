@@ -41,6 +41,13 @@ def lie_together(up: Tensor, gate: Tensor) -> bool:
     return bool(up.untyped_storage()._cdata == gate.untyped_storage()._cdata)
 
 
+def halves(dweight: Tensor | None, need_up: bool, need_gate: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of up and gate, of that of both, or None."""
+    if dweight is None:
+        return None, None
+    return dweight[0] if need_up else None, dweight[1] if need_gate else None
+
+
 def _view(up: Tensor, gate: Tensor) -> Tensor:
     """``[2, H, K]``, of two that lie together; without a gradient."""
     return up.detach().as_strided((2, *up.shape), (up.numel(), *up.stride()))
@@ -142,8 +149,7 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     needs = (need_x, need_up or need_gate, *rest)
     found = torch.ops.fastkron.gated_split_backward(dy, *ctx.saved_tensors, *needs, *ctx.options) if any(needs) else []
     dx, dweight, *others = take(found, needs)
-    dup, dgate = (None, None) if dweight is None else (dweight[0], dweight[1])
-    return dx, dup if need_up else None, dgate if need_gate else None, *others, None, None, None
+    return dx, *halves(dweight, need_up, need_gate), *others, None, None, None
 
 
 torch.library.register_autograd("fastkron::gated_split", _backward, setup_context=_setup, lib=LIBRARY)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastkron_py.functional.gated import gated_linear, gated_mlp
 from fastkron_py.nn.hooks import is_hooked
 from fastkron_py.ops.gated_split import gated_split, join, lie_together
+from fastkron_py.ops.recorded_gated import of_halves
 
 # By class, torch's own and those of transformers.activations in the versions that were tested.
 _ACTIVATIONS: Final = MappingProxyType(
@@ -90,11 +91,17 @@ class GatedProjections(nn.Module):
             y = gated_split((x, up.weight, gate.weight, bias, *after), backward == "save", activation, precision)
         else:
             options: dict[str, Any] = {"activation": activation, "layout": "stacked", "backward": backward, "precision": precision}
-            weight = join(up.weight, gate.weight)
-            if whole:
-                y = gated_mlp(x, weight, down.weight, bias=bias, down_bias=down.bias, **options)
+
+            def call(weight: Tensor) -> Tensor:
+                if not whole:
+                    return gated_linear(x, weight, bias=bias, **options)
+                made: Tensor = gated_mlp(x, weight, down.weight, bias=bias, down_bias=down.bias, **options)
+                return made
+
+            if torch.compiler.is_compiling():
+                y = call(join(up.weight, gate.weight))
             else:
-                y = gated_linear(x, weight, bias=bias, **options)
+                y = of_halves((x, up.weight, gate.weight, bias, *after), activation, backward, precision, call)
         return y if whole else down(y)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

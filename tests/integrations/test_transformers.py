@@ -408,19 +408,54 @@ def test_a_second_time_is_refused() -> None:
     apply_to_llama(model)
 
 
-def test_what_comes_later_is_seen() -> None:
+LATER: dict[str, Callable[[Any], Any]] = {
+    "another activation": _set("act_fn", lambda _: nn.Tanh()),
+    "an adapter of gate_proj": _set("gate_proj", Adapter),
+    "an adapter of down_proj": _set("down_proj", Adapter),
+    "a parametrisation": lambda mlp: nn.utils.parametrizations.weight_norm(mlp.up_proj).parametrizations.weight.original0.data.mul_(2),
+    "a hook": lambda mlp: mlp.up_proj.register_forward_hook(lambda module, args, y: 3 * y),
+    "a hook of down_proj": lambda mlp: mlp.down_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "a hook of the activation": lambda mlp: mlp.act_fn.register_forward_hook(lambda module, args, y: -y),
+    "another forward": lambda mlp: setattr(mlp.gate_proj, "forward", lambda x: x.new_ones(*x.shape[:-1], 24)),
+    "an assigned weight": lambda mlp: setattr(mlp.gate_proj, "weight", nn.Parameter(-mlp.gate_proj.weight.detach())),
+    "a weight that moved": lambda mlp: setattr(mlp.up_proj.weight, "data", mlp.up_proj.weight.data.neg()),
+    "a frozen weight": lambda mlp: mlp.gate_proj.weight.requires_grad_(False),
+    "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.ones(16))),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("change", LATER)
+def test_what_comes_later_is_seen(change: str, backend: str) -> None:
+    """After calls that were recorded, too, and gone again where it can go."""
     mlp = mlps(tiny())[0]
     plain = copy.deepcopy(mlp)
     apply_to_llama(mlp)
     x = torch.randn(3, 16)
-    for path, value in (("act_fn", lambda _: nn.Tanh()), ("gate_proj", Adapter), ("down_proj", Adapter)):
-        for m in (mlp, plain):
-            _set(path, value)(m)
-        assert_close(mlp(x), plain(x))
-    handle = mlp.up_proj.register_forward_hook(lambda module, args, y: 3 * y)
-    assert_close(mlp(x), 3 * plain(x))
-    handle.remove()
-    assert_close(mlp(x), plain(x))
+
+    def check() -> Tensor:
+        y, expected = mlp(x), plain(x)
+        assert_close(y, expected)
+        parameters = [(dict(mlp.named_parameters())[name], p) for name, p in plain.named_parameters() if p.requires_grad]
+        found, right = (
+            torch.autograd.grad(out.square().sum(), ps, allow_unused=True)
+            for out, ps in zip((y, expected), zip(*parameters, strict=True), strict=True)
+        )
+        for a, b in zip(found, right, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert_close(a, b)
+        return y.detach()
+
+    with fastkron_py.backend(backend):
+        before, _, _ = (check() for _ in range(3))
+        handles = [LATER[change](m) for m in (mlp, plain)]
+        after, _ = (check() for _ in range(2))
+        assert torch.equal(after, before) is (change == "a frozen weight")
+        if hasattr(handles[0], "remove"):
+            for handle in handles:
+                handle.remove()
+            assert torch.equal(check(), before)
 
 
 def test_down_projections_with_adapters_and_functional_calls() -> None:
