@@ -201,6 +201,22 @@ def test_what_hooks_of_saved_tensors_give_back(backward: str, repeated: Counter[
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
                 y = result(given, backward)
             assert_right(given, y, dy)
+            # Of x alone, so that both halves still lie together.
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t, lambda t, unpack=unpack: unpack(t) if t.shape == (2, 3, DEPTH) else t
+            ):
+                y = result(given, backward)
+            assert_right(given, y, dy)
+
+
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+def test_gradients_of_other_strides(backward: str, repeated: Counter[str], device: torch.device) -> None:
+    """Of the gated result itself, which the kernel reads as it comes."""
+    given = layer(device, whole=False)
+    dy = torch.randn(2, 3, HIDDEN, device=device)
+    for d in (dy, dy, _strided(dy), torch.ones((), device=device).expand_as(dy), dy.transpose(0, 1).contiguous().transpose(0, 1), dy):
+        assert_right(given, result(given, backward), d)
+    assert taken(repeated) == (5, 5)
 
 
 def test_settings_that_change_before_the_backward_pass(
