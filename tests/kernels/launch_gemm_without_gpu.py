@@ -88,6 +88,28 @@ def ways(call: Callable[[], Any]) -> dict[str, Any]:
     return found
 
 
+def gradients(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """Launches of a backward pass that multiplies once more: the long way, when it is recorded, and repeated."""
+    dy = torch.randn(*x.shape[:-1], weight.shape[0] // 2, dtype=x.dtype)
+    recorded: list[bool] = []
+    inner = recorded_gated._Pass._first
+
+    def first(*arguments: Any) -> Any:
+        recorded.append(True)
+        return inner(*arguments)
+
+    recorded_gated._Pass._first = first  # type: ignore[method-assign]
+    recorded_gated.RECORDS.forget()
+    found: dict[str, Any] = {"served": []}
+    for way in ("first", "compiled", "repeated"):
+        y = fastkron_py.gated_linear(x, weight, backward="recompute")
+        recorded.clear()
+        found[way] = launched(lambda y=y: torch.autograd.grad(y, weight, dy))
+        found["served"].append(way == "repeated" and not recorded)
+    recorded_gated._Pass._first = inner  # type: ignore[method-assign]
+    return found
+
+
 def direct() -> dict[str, int]:
     """How many launches go past Triton's front door: of repeated ones, and where that must not be."""
     x, weight = torch.randn(33, 64, dtype=torch.bfloat16), torch.randn(256, 64, dtype=torch.bfloat16)
@@ -155,7 +177,7 @@ def main() -> None:
     stacked_rest = long_weight[25344 // 2 :]
     given = [t.data_ptr() for t in (x, weight, bias, learned, a, b, long_x, long_weight, rest, stacked_rest)]
     with fastkron_py.backend("triton"):
-        found = {name: ways(call) for name, call in calls.items()}
+        found = {name: ways(call) for name, call in calls.items()} | {"gradients": gradients(x, learned)}
         print(json.dumps({"given": given, "calls": found, "direct": direct()}))
 
 

@@ -27,7 +27,7 @@ def found() -> dict[str, Any]:
 
 def test_the_same_launches(found: dict[str, Any]) -> None:
     """Through the JIT function, as a compiled kernel, and repeated: results lie elsewhere, all else is equal."""
-    assert len(found["calls"]) == 10
+    assert len(found["calls"]) == 11
     given = set(found["given"])
     for name, ways in found["calls"].items():
         assert len(ways["first"]) == (2 if "two launches" in name else 1)
