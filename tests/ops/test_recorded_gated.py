@@ -16,6 +16,8 @@ from fastkron_py.functional import gated_linear, gated_mlp
 from fastkron_py.kernels import gemm_launch
 from fastkron_py.ops import recorded_gated
 from fastkron_py.ops.gated_split import join
+from fastkron_py.tuning import gemm as tuning
+from fastkron_py.tuning.gemm import GemmSpan, GemmTile
 
 ROWS, HIDDEN, DEPTH = 6, 16, 24
 TOLERANCE = 4e-6  # float32-class, as in `test_records`
@@ -119,6 +121,20 @@ def test_halves_repeat_bit_for_bit(
         results = [result(given, backward) for _ in range(2)]
     assert taken(repeated)[0] == 1
     assert all(torch.equal(r, y) and not r.requires_grad for r in results)
+
+
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+def test_halves_in_two_launches(backward: str, repeated: Counter[str], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some columns in one, the others in another, of which each begins in the middle of both halves."""
+    small = GemmTile(16, 16, 16, 4, 2)
+    monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 16, small), GemmSpan(16, sizes.columns, small)))
+    gemm_launch.forget_launches()
+    for _ in range(3):
+        given = layer(device)
+        y = result(given, backward)
+        assert_right(given, y, torch.randn_like(y))
+    assert taken(repeated) == (2, 2)
+    gemm_launch.forget_launches()
 
 
 def test_gradients_are_the_halves_of_one_tensor(repeated: Counter[str], device: torch.device) -> None:
