@@ -94,7 +94,16 @@ class _Stored(NamedTuple):
     """Where a kernel stores a result: as partial sums of this shape, which are then added up; None for the result itself."""
 
     partial: tuple[int, ...] | None
-    sum: Sum
+    sum: Any
+
+    def target(self, out: Tensor) -> Tensor:
+        """What the kernel writes for a result."""
+        return out if self.partial is None else _partial(self.partial, out)
+
+    def add_up(self, target: Tensor, out: Tensor) -> None:
+        """The second stage, where there is one."""
+        if self.partial is not None:
+            self.sum(target, out)
 
 
 def _stored(splits: int, shape: tuple[int, ...]) -> _Stored:
@@ -216,12 +225,11 @@ class _Gradients(_Plain):
         """Launch on the kernel's tensors but for the results, which are given where they are wanted."""
         results = [out for out in (dx, dcoef) if out is not None]
         pairs = list(zip(self.stored, results, strict=True))
-        targets = [out if stored.partial is None else _partial(stored.partial, out) for stored, out in pairs]
+        targets = [stored.target(out) for stored, out in pairs]
         absent = given[0]  # never touched
         self.launch(*given, absent if dx is None else targets[0], absent if dcoef is None else targets[-1])
         for (stored, out), target in zip(pairs, targets, strict=True):
-            if stored.partial is not None:
-                stored.sum(target, out)
+            stored.add_up(target, out)
 
 
 @lru_cache(maxsize=512)
@@ -278,12 +286,10 @@ def _partial(shape: tuple[int, ...], out: Tensor) -> Tensor:
 
 def _launched(plan: Any, given: tuple[Any, ...], out: Tensor) -> Tensor:
     """Launch a plan, with a second stage where its reduction is split."""
-    if plan.partial is None:
-        plan.launch(*given, out)
-        return out
-    partial = _partial(plan.partial, out)
-    plan.launch(*given, partial)
-    plan.sum(partial, out)
+    stored = _Stored(plan.partial, plan.sum)
+    target = stored.target(out)
+    plan.launch(*given, target)
+    stored.add_up(target, out)
     return out
 
 
