@@ -33,9 +33,15 @@ from fastkron_py.ops.records import (
 
 Split = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """x ``[..., K]``, weight, None, and the rest as `gated.Tensors`; or x, up ``[H, K]``, gate ``[H, K]``, which lies behind up, and so on."""
-
-
 Halves = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _gated(options: tuple[Any, ...]) -> Any:
+    """What the kernels are told of the operator's options."""
+    from fastkron_py.kernels.gated.triton_gated import Gated
+
+    activation, layout, precision, _ = options
+    return Gated(activation, layout, resolved(precision))
 
 
 class _Pass:
@@ -44,11 +50,10 @@ class _Pass:
     def __init__(self, key: Hashable, given: Sequence[Tensor], options: tuple[Any, ...]) -> None:
         from fastkron_py.kernels.gated import triton_gated
 
-        activation, layout, precision, _ = options
         self._key = key
         self._check = guards.guard(given)
         self._kernels = triton_gated
-        self._gated = triton_gated.Gated(activation, layout, resolved(precision))
+        self._gated = _gated(options)
         self._plan: Any = None  # of the product that is made once more
         self._over = False  # that launch writes y over its gradient
 
@@ -60,13 +65,13 @@ class _Pass:
         """As `triton_gated.stored_gradients`."""
         return self._kernels.stored_gradients(dy, pairs.contiguous(), self._gated, in_place, again)  # a hook may have given others
 
-    def recomputed(self, layer: _Layer, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, again: bool) -> Any:
+    def recomputed(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, again: bool) -> Any:
         """As `triton_gated.recomputed_gradients`, in fewer steps from the second time on."""
         if self._plan is None or not self._plan.is_current():
             return self._first(dy, x, weight, bias, again)
         d = x.new_empty((dy.shape[0], 2 * dy.shape[1]))
         y = (dy if self._over else torch.empty_like(dy)) if again else None
-        self._plan(x, weight, bias, (y, *layer.targets(d), dy), ())
+        self._plan(x, weight, bias, (y, *self._gated.pair_targets(d), dy), ())
         return d, y
 
     def _first(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, again: bool) -> Any:
@@ -86,6 +91,7 @@ class _Layer(Guarded):
     def __init__(self, tensors: Split, shape: tuple[int, ...], plan: Any, saving: bool, options: tuple[Any, ...]) -> None:
         super().__init__([t for t in tensors if t is not None])
         x, weight, gate, *_ = tensors
+        self._gated = _gated(options)
         self.plan, self.options = plan, options
         self._shape, self._saving = shape, saving
         self._rows = x.shape[:-1].numel()
@@ -102,17 +108,11 @@ class _Layer(Guarded):
         with unseen_by_autograd(x):
             y = x.new_empty(self._shape if down is None else (self._rows, self._hidden))
             pairs = x.new_empty((self._rows, 2 * self._hidden)) if self._keeps else None
-            self.plan(x, weight, bias, (y, *self.targets(pairs), None), ())
+            pair, pair2 = (None, None) if pairs is None else self._gated.pair_targets(pairs)
+            self.plan(x, weight, bias, (y, pair, pair2, None), ())
             if down is not None:
                 y = torch.nn.functional.linear(y, down, down_bias).view(self._shape)
         return y, pairs
-
-    def targets(self, pairs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Where a launch stores pairs ``[M, 2 H]``, if any: views that no autograd has to know."""
-        if pairs is None or not self._stacked:
-            return pairs, None
-        up, gate = pairs.chunk(2, 1)
-        return up, gate
 
     def halved(self, tensors: Split) -> _Layer:
         """The same of a weight in two halves."""
@@ -158,7 +158,7 @@ class _Layer(Guarded):
                 if pairs is not None:
                     return one.stored(dgate, pairs, in_place, again)
                 whole = wide.view(2, hidden, depth) if self._stacked else wide
-                found: tuple[Tensor, Tensor | None] = one.recomputed(self, dgate, x2, whole, bias, again)
+                found: tuple[Tensor, Tensor | None] = one.recomputed(dgate, x2, whole, bias, again)
                 return found
 
             dx, dwide, dbias, *others = operator.chain(dy2, x2, wide, down, needs, pair_gradients)

@@ -54,12 +54,12 @@ class Gated(NamedTuple):
         weight = weight.unflatten(0, (-1, 2)).transpose(0, 1)
         return weight, None if bias is None else bias.unflatten(0, (-1, 2)).mT
 
-    def pair_targets(self, pairs: Tensor) -> dict[str, Tensor]:
-        """Where finishers store pairs ``[M, 2 H]``."""
+    def pair_targets(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where finishers store pairs ``[M, 2 H]``: `gemm`'s pair and pair2."""
         if self.layout == "interleaved":
-            return {"pair": pairs}
+            return pairs, None
         up, gate = pairs.chunk(2, 1)
-        return {"pair": up, "pair2": gate}
+        return up, gate
 
 
 def hidden_size(weight: Tensor) -> int:
@@ -77,7 +77,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving
         return y, None
     pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
     call = gated.gemm(finish_gate_and_pair, x)
-    gemm(x, weight, bias, call, y, **gated.pair_targets(pairs), precision=gated.precision, tile=gated.tile)  # type: ignore[arg-type]
+    pair, pair2 = gated.pair_targets(pairs)
+    gemm(x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile)
     return y, pairs
 
 
@@ -92,9 +93,9 @@ def recomputed_gradients(
     y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
     d = torch.empty((x.shape[0], 2 * hidden_size(weight)), dtype=x.dtype, device=x.device)
     call = gated.gemm(finish_gradients_and_gate if again else finish_gradients, x)
-    targets: dict[str, Any] = gated.pair_targets(d)
+    pair, pair2 = gated.pair_targets(d)
     weight, bias = gated.operands(weight, bias)
-    gemm(x, weight, bias, call, y, side=dy, **targets, precision=gated.precision, tile=gated.tile)
+    gemm(x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile)
     return d, y
 
 
