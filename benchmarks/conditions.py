@@ -19,11 +19,21 @@ def needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "only differs on CUDA"
 
 
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
+def kernels_need_cuda(device: torch.device) -> str | None:
+    """The obstacle of kernels that no interpreter runs."""
+    return None if device.type == "cuda" else "its kernels run on CUDA"
+
+
+def tf32() -> contextlib.AbstractContextManager[None]:
     """Let torch multiply float32 in TF32."""
+    return float32_precision("high")
+
+
+@contextlib.contextmanager
+def float32_precision(name: str) -> Iterator[None]:
+    """Let torch multiply float32 as this setting of it says."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(name)
     try:
         yield
     finally:

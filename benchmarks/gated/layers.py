@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastkron_py
+from benchmarks.conditions import kernels_need_cuda
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 from fastkron_py.functional import gated_mlp
 
@@ -177,10 +178,6 @@ def _compiled(problem: Problem) -> Call:
     return lambda: call(problem.x, weight)
 
 
-def _needs_cuda(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "its kernel runs on CUDA"
-
-
 Forward = Callable[..., Tensor]
 """(x, weight, and down where there is one) to the result."""
 
@@ -227,7 +224,7 @@ def contenders(dtype: str) -> list[Contender]:
         Contender("fastkron_py", _interleaved, is_ours=True),
         Contender("fastkron_py, stacked", _stacked, is_ours=True),
         Contender("cuBLAS alone", _gemm, tolerance=stored),
-        Contender("cuBLAS + SwiGLU kernel", _with_kernel, obstacle=_needs_cuda, tolerance=stored),
+        Contender("cuBLAS + SwiGLU kernel", _with_kernel, obstacle=kernels_need_cuda, tolerance=stored),
         Contender("torch.compile", _compiled, tolerance=stored, seconds=COMPILE_SECONDS),
     ]
 
@@ -235,7 +232,7 @@ def contenders(dtype: str) -> list[Contender]:
 BACKWARD = (
     Contender("fastkron_py, save", _gradients(_ours_with("save"), False), is_ours=True),
     Contender("fastkron_py, recompute", _gradients(_ours_with("recompute"), False), is_ours=True),
-    Contender("cuBLAS, in place", _gradients(_in_place, True), obstacle=_needs_cuda),
+    Contender("cuBLAS, in place", _gradients(_in_place, True), obstacle=kernels_need_cuda),
     Contender("torch", _gradients(composed, True)),
     Contender("torch.compile", _compiled_gradients, seconds=COMPILE_SECONDS),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import missing
-from benchmarks.gaussian_processes import problems as gp_problems
+from benchmarks.gaussian_processes import problems
 from benchmarks.gaussian_processes.problems import GPProblem
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 
@@ -39,11 +39,11 @@ def _obstacle(device: torch.device) -> str | None:
 def _ours(make: Callable[[GPProblem], Call]) -> Callable[[GPProblem], Call]:
     def prepare(problem: GPProblem) -> Call:
         use_fastkron = importlib.import_module("fastkron_py.integrations.gpytorch").use_fastkron
-        with use_fastkron(), gp_problems.settings(problem):
+        with use_fastkron(), problems.settings(problem):
             call = make(problem)
 
         def run() -> list[Tensor]:
-            with use_fastkron(), gp_problems.settings(problem):
+            with use_fastkron(), problems.settings(problem):
                 result: list[Tensor] = call()
                 return result
 
@@ -60,7 +60,7 @@ def _check_memory(problem: GPProblem) -> None:
     """
     if problem.kind != "SKI" or not problem.x.is_cuda:
         return
-    need, there = TOEPLITZ_MEMORY * gp_problems.vectors_bytes(problem), torch.cuda.get_device_properties(problem.x.device).total_memory
+    need, there = TOEPLITZ_MEMORY * problems.vectors_bytes(problem), torch.cuda.get_device_properties(problem.x.device).total_memory
     if need > there:
         raise MemoryError(
             f"about {need / 1e9:.0f} GB, {TOEPLITZ_MEMORY} times the vectors of a CG step, for gradients; not tried on {there / 1e9:.0f} GB"
@@ -71,11 +71,11 @@ def _stock(make: Callable[[GPProblem], Call], toeplitz: bool) -> Callable[[GPPro
     def prepare(problem: GPProblem) -> Call:
         if toeplitz:
             _check_memory(problem)
-        with gp_problems.settings(problem, toeplitz):
+        with problems.settings(problem, toeplitz):
             call = make(problem)
 
         def run() -> list[Tensor]:
-            with gp_problems.settings(problem, toeplitz):
+            with problems.settings(problem, toeplitz):
                 result: list[Tensor] = call()
             if not problem.reference:  # that of dense factors, which are checked first, or of Toeplitz ones where those failed
                 problem.reference.extend(_exact(problem) if problem.kind == "LOVE" else result)
@@ -89,17 +89,17 @@ def _stock(make: Callable[[GPProblem], Call], toeplitz: bool) -> Callable[[GPPro
 def _exact(problem: GPProblem) -> list[Tensor]:
     """The same in float64: in float32, stock's two predictions by LOVE are as far apart as roundings take them."""
     wide = dataclasses.replace(problem, x=problem.x.double(), y=problem.y.double(), reference=[], vectors={})
-    with gp_problems.settings(wide, False):
-        return gp_problems.work(wide)()
+    with problems.settings(wide, False):
+        return problems.work(wide)()
 
 
 def _part(problem: GPProblem) -> Call:
-    return gp_problems.kronecker_part(problem, gp_problems.work(problem))
+    return problems.kronecker_part(problem, problems.work(problem))
 
 
 def _case(kind: str, row: tuple[str, int, int, int], tolerance: float) -> Case:
     name, size, dims, probes = row
-    rows = gp_problems.TABLES[name][0]
+    rows = problems.TABLES[name][0]
     columns = 1 if kind == "LOVE" else probes + 1
     label = f"{kind} {name} {size}^{dims}" + ("" if kind == "LOVE" else f" x {probes}")
     parameters: dict[str, Any] = {
@@ -118,7 +118,7 @@ def _case(kind: str, row: tuple[str, int, int, int], tolerance: float) -> Case:
 def _share(call: Call) -> float:
     """The share of a call's time in Kronecker products and their gradients."""
     clock = importlib.import_module("fastkron_py.integrations.gpytorch.clock").KroneckerClock()
-    timed = gp_problems.Stopwatch()
+    timed = problems.Stopwatch()
     with clock, timed:
         call()
     return float(clock.seconds / timed.seconds)
@@ -133,13 +133,13 @@ def _contenders(make: Callable[[GPProblem], Call]) -> list[Contender]:
 
 
 NOTES = (
-    f"CG, at most {gp_problems.CG_STEPS} steps, no preconditioner and no Cholesky of the whole: max_cholesky_size(0). Equal probe vectors.",
+    f"CG, at most {problems.CG_STEPS} steps, no preconditioner and no Cholesky of the whole: max_cholesky_size(0). Equal probe vectors.",
     "GPyTorch: as it comes, with Toeplitz factors by FFT. Dense factors: settings.use_toeplitz(False), from which errors are measured.",
     "LOVE's errors are measured from dense factors in float64.",
     "auto-mpg is the real table where vega_datasets is installed; the others are random tables of the same number of rows and inputs.",
     "Peak memory is in multiples of a CG step's vectors on the grid (SKIP: on one input's grid).",
     "Share: of Kronecker products and their gradients in the time of a call, measured in one call; what is left bounds the gain.",
-    f"LOVE: variances at {gp_problems.TEST_ROWS} points, fewer from 6 inputs on: for each, stock GPyTorch looks up 16^inputs elements.",
+    f"LOVE: variances at {problems.TEST_ROWS} points, fewer from 6 inputs on: for each, stock GPyTorch looks up 16^inputs elements.",
 )
 
 for _name, _kind, _what in (
@@ -153,14 +153,14 @@ for _name, _kind, _what in (
             description=_what,
             device="cuda",
             cases=[_case(_kind, row, LOVE_TOLERANCE if _kind == "LOVE" else TOLERANCE) for row in (QUICK_ROW, *ROWS)],
-            contenders=_contenders(gp_problems.work),
-            inputs=gp_problems.inputs,
-            check=gp_problems.check,
+            contenders=_contenders(problems.work),
+            inputs=problems.inputs,
+            check=problems.check,
             baseline="GPyTorch",
             peers_first=True,
             case_seconds=CASE_SECONDS,
             shares=None if _kind == "SKIP" else _share,
-            unit_bytes=gp_problems.vectors_bytes,
+            unit_bytes=problems.vectors_bytes,
             notes=NOTES,
         )
     )
@@ -172,12 +172,12 @@ register(
         device="cuda",
         cases=[_case("SKI", row, PART_TOLERANCE) for row in (QUICK_ROW, *ROWS)],
         contenders=_contenders(_part),
-        inputs=gp_problems.inputs,
-        check=gp_problems.check,
+        inputs=problems.inputs,
+        check=problems.check,
         baseline="GPyTorch",
         peers_first=True,
         case_seconds=CASE_SECONDS,
-        unit_bytes=gp_problems.vectors_bytes,
+        unit_bytes=problems.vectors_bytes,
         notes=NOTES,
     )
 )

@@ -7,16 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.conditions import kernels_need_cuda
 from benchmarks.kan.problems import Problem
 from benchmarks.registry import Call, Contender
 from fastkron_py.tuning.poly_kan import Sizes, Split, Tile
 
 TABLE_SIZE = 4096
 TABLE_TOLERANCE = 1.5e-2
-
-
-def _needs_cuda(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "its kernels run on CUDA"
 
 
 def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: bool) -> Call:
@@ -52,7 +49,7 @@ def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: boo
 
 def _step(name: str, tile: Tile, split: bool, table: bool, reordered: bool) -> Contender:
     tolerance = TABLE_TOLERANCE if table else 0.0
-    return Contender(name, lambda p: _held(p, tile, split, table, reordered), obstacle=_needs_cuda, tolerance=tolerance, is_ours=True)
+    return Contender(name, lambda p: _held(p, tile, split, table, reordered), obstacle=kernels_need_cuda, tolerance=tolerance, is_ours=True)
 
 
 ROWS_OF_X, BOTH_WAYS = Tile(16, 16, 16, 1, 2), Tile(32, 32, 32, 4, 3)

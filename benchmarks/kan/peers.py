@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fastkron_py
+from benchmarks.conditions import kernels_need_cuda
 from benchmarks.kan.problems import Problem
 from benchmarks.registry import Call, Contender
 
@@ -59,9 +60,9 @@ def table(x: Tensor, weight: Tensor, terms: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _basis_kernels() -> Any:
-    from benchmarks.kan import basis_kernel as kan_basis_kernel
+    from benchmarks.kan.basis_kernel import BasisFunction
 
-    return kan_basis_kernel.BasisFunction
+    return BasisFunction
 
 
 def basis_kernel(x: Tensor, weight: Tensor, terms: int) -> Tensor:
@@ -87,17 +88,13 @@ def _compiled(problem: Problem) -> Call:
     return _peer(torch.compile(recurrence, dynamic=False))(problem)
 
 
-def _needs_cuda(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "its kernels run on CUDA"
-
-
 OURS = Contender("fastkron_py", _ours, is_ours=True)
 OURS_TABLE = Contender("fastkron_py, table", lambda p: _ours(p, evaluation="lut"), is_ours=True, tolerance=1.5e-2)
 TRIGONOMETRIC = Contender("torch acos/cos", _peer(trigonometric))
 RECURRENCE = Contender("torch recurrence", _peer(recurrence))
 TABLE = Contender("torch table", _peer(table), tolerance=1.5e-2)
 COMPILED = Contender("torch.compile of the recurrence", _compiled, seconds=COMPILE_SECONDS)
-BASIS_KERNEL = Contender("basis kernel + cuBLAS", _peer(basis_kernel), obstacle=_needs_cuda)
+BASIS_KERNEL = Contender("basis kernel + cuBLAS", _peer(basis_kernel), obstacle=kernels_need_cuda)
 
 
 # ---- forward and backward ----------------------------------------------------------------------

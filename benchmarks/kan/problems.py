@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.conditions import float32_precision
 from benchmarks.registry import Case, Recorded
 from fastkron_py.kernels.poly_kan.spec import Spec, spec_of
 
@@ -67,15 +68,9 @@ class Problem:
             dc += torch.einsum("mo,dmi->doi", dy, values)
         return [torch.cat(y)[:: self.step], torch.cat(dx)[:: self.step], dc]
 
-    @contextlib.contextmanager
-    def torch_precision(self) -> Iterator[None]:
+    def torch_precision(self) -> contextlib.AbstractContextManager[None]:
         """Let torch multiply float32 as this problem says."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.precision)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
+        return float32_precision(self.precision)
 
 
 def inputs(parameters: Mapping[str, Any], device: torch.device) -> Problem:

@@ -134,13 +134,13 @@ def _gelu(problem: RationalProblem) -> Call:
 
 def _peer(name: str) -> Callable[[RationalProblem], Call]:
     def prepare(problem: RationalProblem) -> Call:
-        from benchmarks.rational import peers as rational_peers
+        from benchmarks.rational import peers
 
         x, a, b, dy = problem.x, problem.a, problem.b, problem.dy
         if problem.backward:
-            backward = getattr(rational_peers, f"{name}_backward")
+            backward = getattr(peers, f"{name}_backward")
             return lambda: backward(dy, x, a, b)
-        forward = getattr(rational_peers, f"{name}_forward")
+        forward = getattr(peers, f"{name}_forward")
         return lambda: forward(x, a, b)
 
     return prepare
