@@ -420,25 +420,25 @@ LATER: dict[str, Callable[[Any], Any]] = {
     "an assigned weight": lambda mlp: setattr(mlp.gate_proj, "weight", nn.Parameter(-mlp.gate_proj.weight.detach())),
     "a weight that moved": lambda mlp: setattr(mlp.up_proj.weight, "data", mlp.up_proj.weight.data.neg()),
     "a frozen weight": lambda mlp: mlp.gate_proj.weight.requires_grad_(False),
-    "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.ones(16))),
+    "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.ones_like(mlp.down_proj.weight[:, 0]))),
 }
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("change", LATER)
-def test_what_comes_later_is_seen(change: str, backend: str) -> None:
+def test_what_comes_later_is_seen(change: str, backend: str, device: torch.device) -> None:
     """After calls that were recorded, too, and gone again where it can go."""
-    mlp = mlps(tiny())[0]
-    plain = copy.deepcopy(mlp)
+    mlp = mlps(tiny())[0].to(device)
+    plain = copy.deepcopy(mlp).double()
     apply_to_llama(mlp)
-    x = torch.randn(3, 16)
+    x, dy = torch.randn(2, 3, 16, device=device)
 
     def check() -> Tensor:
-        y, expected = mlp(x), plain(x)
+        y, expected = mlp(x), plain(x.double())
         assert_close(y, expected)
         parameters = [(dict(mlp.named_parameters())[name], p) for name, p in plain.named_parameters() if p.requires_grad]
         found, right = (
-            torch.autograd.grad(out.square().sum(), ps, allow_unused=True)
+            torch.autograd.grad(out, ps, dy.to(out.dtype), allow_unused=True)
             for out, ps in zip((y, expected), zip(*parameters, strict=True), strict=True)
         )
         for a, b in zip(found, right, strict=True):
