@@ -85,6 +85,7 @@ class Case:
     finish: str  # key of _FINISHERS
     shape: tuple[int, int, int, int]  # (B, L, before, after) around the launch's modes
     turn: bool  # the modes, which are the last ones, become the first
+    apart: int  # of what is turned, elements between two modes of the result: before, or more where this is a block of it
     fixed: bool  # shape but for L is a matter of the factors, so that kernels may be compiled for it
     x: Rows
     y: Rows
@@ -113,7 +114,7 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
     launch = case.launch
     merged = False
     if case.turn:
-        x, y, z = case.x.in_place(launch.p, 1, False), case.y.turned(before), case.z.turned(before)
+        x, y, z = case.x.in_place(launch.p, 1, False), case.y.turned(case.apart), case.z.turned(case.apart)
     else:
         pairs = ((case.x, launch.p), (case.y, launch.q), (case.z, launch.q))
         merged = before > 1 and all(r.row == before * size * after * r.unit for r, size in pairs)

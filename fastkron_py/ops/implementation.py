@@ -65,6 +65,49 @@ def multiply(
         return problem.unpack(y4)
 
 
+def block_ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> tuple[bool, bool]:
+    """Whether `multiply_into` can read columns in so many equal blocks, and whether it can write them so.
+
+    Args:
+        ps: rows of the factors.
+        qs: columns of the factors.
+        parts: how many blocks.
+        x: of the dtype and on the device.
+    """
+    if parts == 1 or 0 in ps or 0 in qs or choose_backend("", x) != "triton":
+        return False, False
+    from fastkron_py.kernels.kron.blocks import ways
+
+    return ways(ps, qs, parts, x.dtype, x.device)
+
+
+def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Sequence[Tensor], alpha: float, precision: str | None) -> None:
+    """``alpha * x @ K``, written where it shall be; nothing that autograd follows.
+
+    Args:
+        blocks: of x ``[rows, K]``, contiguous: all of it, or blocks of columns where `block_ways` allows it.
+        factors: ``[P_i, Q_i]``.
+        outs: of the result ``[rows, N]``, likewise.
+        alpha: scales the product.
+        precision: of float32 products.
+    """
+    x = blocks[0]
+    with unseen_by_autograd(x), torch.no_grad():
+        if len(blocks) > 1 or len(outs) > 1:
+            from fastkron_py.kernels.kron.blocks import multiply_blocks
+
+            multiply_blocks(blocks, factors, outs, alpha, precision)
+            return
+        problem = canonical(x, factors, False)
+        if choose_backend("", x) == "triton":
+            from fastkron_py.kernels.kron import triton_backend
+
+            triton_backend.multiply(problem.x, problem.factors, None, alpha, 0.0, precision, outs[0].unsqueeze(0).unsqueeze(3))
+        else:
+            with torch_products(x, precision):
+                outs[0].copy_(problem.unpack(torch_backend.multiply(problem.x, problem.factors, None, alpha, 0.0)))
+
+
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:
     """The arguments whose gradients are needed, in the order of `gradients`' results."""
     return ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]

@@ -59,9 +59,9 @@ class Prepared:
         self.rest: tuple[Any, ...] = ()
         self._ready: Ready | None = None
 
-    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int) -> Tensor:
-        """Launch on a fresh result; alpha and beta as bit patterns."""
-        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+    def run(self, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: int, beta: int, y: Tensor | None = None) -> Tensor:
+        """Launch on a fresh result, or on y; alpha and beta as bit patterns."""
+        y = torch.empty(self.shape, dtype=x.dtype, device=x.device) if y is None else y
         self(x, tuple(factors[self.start : self.stop]), y if z is None else z, y, alpha, beta)
         return y
 
@@ -71,12 +71,13 @@ class Prepared:
             RECORDING.recorder.launch(self, given)
             return
         x, mine, addend, y, alpha, beta = given
-        # Triton compiles for pointers on a 16-byte boundary or not; a fresh y always is.
+        # Triton compiles for pointers on a 16-byte boundary or not.
         pointers = [t.data_ptr() for t in (x, addend, *mine)]
-        aligned = not any([p & 15 for p in pointers])
+        result = y.data_ptr()
+        aligned = not result & 15 and not any([p & 15 for p in pointers])
         if aligned and self.compiled is not None:
             # As integers: of a tensor, Triton would ask for its address, and the driver for each address's device.
-            self.compiled(pointers[0], tuple(pointers[2:]), pointers[1], y.data_ptr(), *self.strides, alpha, beta, *self.rest)
+            self.compiled(pointers[0], tuple(pointers[2:]), pointers[1], result, *self.strides, alpha, beta, *self.rest)
             return
         while True:
             kernel, grid, arguments = self.ways[self.first]
@@ -153,6 +154,7 @@ def program_of(kind: Kind, choice: Choice | None) -> tuple[Prepared, ...]:
             "axpby" if z is not None else "scale" if final and kind.scaled else "plain",
             (groups, rows, before, after),
             turn and before > 1,
+            before,
             columns == 1,
             x,
             y,
@@ -191,6 +193,7 @@ def _carry_out(
     alpha: float = 1.0,
     beta: float = 0.0,
     z: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply x ``[B, L, K, R]``, whose modes have these sizes, with factors start to stop."""
     x = mergeable(x)
@@ -201,11 +204,20 @@ def _carry_out(
     last = len(program) - 1
     alpha_bits, beta_bits = bits(alpha), bits(beta)
     for i, prepared in enumerate(program):
-        x = prepared.run(x, factors, z if i == last else None, alpha_bits, beta_bits)
+        addend, y = (z, out) if i == last else (None, None)
+        x = prepared.run(x, factors, addend, alpha_bits, beta_bits, y)
     return x
 
 
-def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float, precision: str | None) -> Tensor:
+def multiply(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    z: Tensor | None,
+    alpha: float,
+    beta: float,
+    precision: str | None,
+    out: Tensor | None = None,
+) -> Tensor:
     """``alpha * x (F1 (x) ... (x) FN) + beta * z`` on the GPU (or interpreted).
 
     Args:
@@ -215,13 +227,14 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         alpha: scales the product.
         beta: scales z.
         precision: ``"highest"``, ``"high"``, ``"medium"`` or None for torch's setting.
+        out: where the result shall be, ``[B, L, N, R]``, contiguous; new memory if None.
 
     Returns:
         ``[B, L, N, R]``, contiguous.
     """
     with devices.on_device(x):
         sizes = tuple([f.shape[1] for f in factors])
-        return _carry_out(x, factors, 0, len(factors), sizes, resolved(precision), alpha, beta, z)
+        return _carry_out(x, factors, 0, len(factors), sizes, resolved(precision), alpha, beta, z, out)
 
 
 def replay(x: Tensor, factors: Sequence[Tensor], precision: str, scaled: bool, shape: Sequence[int]) -> Replay | None:
