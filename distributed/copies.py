@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fastkron_py.distributed.pitched import copy_matrix
+
 # torch copies strided tensors element by element: wide ones move more bytes with as many instructions. For copies from this size on.
 WIDE_BYTES: Final = 1 << 20
 WORD: Final = torch.complex128
@@ -34,14 +36,16 @@ def _in_words(t: Tensor) -> bool:
 
 
 def copy_runs(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, q, s]`` of any strides; long runs one by one."""
+    """Copy ``[rows, q, s]`` of any strides; long runs by the GPU's copy engines."""
     run = of.shape[-1] * of.element_size()
     if run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:
         copy(to, of)
         return
-    for there, here in zip(to.unbind(), of.unbind(), strict=True):
-        for there_run, here_run in zip(there.unbind(), here.unbind(), strict=True):
-            there_run.copy_(here_run)
+    outer = int(to.shape[1] < to.shape[0])  # the fewest matrices
+    for there, here in zip(to.unbind(outer), of.unbind(outer), strict=True):
+        if not copy_matrix(there, here):
+            for there_run, here_run in zip(there.unbind(), here.unbind(), strict=True):
+                there_run.copy_(here_run)
 
 
 def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event | None:
