@@ -25,7 +25,7 @@ TURNING_SECONDS: Final = 7.5e-12
 BANDWIDTHS: Final = (
     "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth", "direct_pair_bandwidth"
 )  # fmt: skip
-CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange", "cpu_store")
+CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange")
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Links:
         memory: of a GPU's own memory, in multiplies.
         copy_memory: of the same in copies of long runs, read and written together.
         beside: how fast multiplies go on beside an exchange inside a host, as a share of their speed without one.
-        beside_packed: the same beside an all-to-all of packed parts, which leaves multiplies more than single messages or stores do.
-        direct_bandwidth: of stores into the peers' memory, inside a host, among more than two ranks.
-        direct_pair_bandwidth: of stores into the memory of one peer.
-        direct_latency: of the barriers before and after them.
+        beside_packed: the same beside an all-to-all of packed parts, which leaves multiplies more than single messages do.
+        beside_direct: the same beside copies to and from the peers' memory.
+        direct_bandwidth: of copies to and from the peers' memory, inside a host, among more than two ranks.
+        direct_pair_bandwidth: of copies to and from the memory of one peer.
+        direct_latency: of the barriers before and after them, beside multiplies.
         cpu_call: processor time of a product, before its first chunk.
         cpu_chunk: of each chunk of rows, for its multiplies.
         cpu_exchange: of each exchange of a chunk.
         cpu_message: of each round of messages in it, one to every peer.
-        cpu_direct_exchange: in place of cpu_exchange, where ranks store into each other's memory.
-        cpu_store: in place of cpu_message, of each run that is stored.
+        cpu_direct_exchange: in place of cpu_exchange, where ranks reach into each other's memory.
     """
 
     bandwidth: float = 330e9
@@ -68,21 +68,21 @@ class Links:
     copy_memory: float = 4.1e12
     beside: float = 0.3
     beside_packed: float = 0.5
+    beside_direct: float = 0.75
     direct_bandwidth: float = 219e9
     direct_pair_bandwidth: float = 376e9
-    direct_latency: float = 15e-6
+    direct_latency: float = 0.1e-3
     cpu_call: float = 0.15e-3
     cpu_chunk: float = 0.15e-3
     cpu_exchange: float = 0.17e-3
     cpu_message: float = 40e-6
-    cpu_direct_exchange: float = 0.25e-3
-    cpu_store: float = 8e-6
+    cpu_direct_exchange: float = 0.3e-3
 
     def __post_init__(self) -> None:
         for name in BANDWIDTHS:
             if not getattr(self, name) > 0:
                 raise value_error(name, "a positive number", getattr(self, name))
-        for name in ("beside", "beside_packed"):
+        for name in ("beside", "beside_packed", "beside_direct"):
             if not 0 <= getattr(self, name) <= 1:
                 raise value_error(name, "a share from 0 to 1", getattr(self, name))
         for name in ("latency", "message", "round", "host_message", "direct_latency", *CPU):
@@ -90,16 +90,17 @@ class Links:
                 raise value_error(name, "a number of seconds, not negative", getattr(self, name))
 
     def stored(self, parts: int) -> Links:
-        """The same links where so many ranks store into each other's memory."""
+        """The same links where so many ranks reach into each other's memory."""
         bandwidth = self.direct_pair_bandwidth if parts == 2 else self.direct_bandwidth
         return replace(
             self,
             bandwidth=bandwidth,
             pair_bandwidth=bandwidth,
             latency=self.direct_latency,
-            round=0.0,  # stores follow each other at once
+            round=0.0,  # copies follow each other at once
+            beside=self.beside_direct,
+            beside_packed=self.beside_direct,
             cpu_exchange=self.cpu_direct_exchange,
-            cpu_message=self.cpu_store,
         )
 
     def exchange_seconds(self, near: float, far: float, near_messages: int, far_messages: int) -> float:

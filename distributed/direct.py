@@ -1,10 +1,10 @@
-"""Stores straight into the peers' memory, between GPUs of one host: torch's symmetric memory in place of an all-to-all.
+"""Into the peers' memory and out of it, between GPUs of one host: torch's symmetric memory in place of an all-to-all.
 
-Every rank of a line keeps a few slots that its peers can write to. A transfer takes one, writes each peer's part to its place in the
-peer's slot (packing, sending and unpacking in one copy), on the slot's stream, between two barriers: before the first
-the slot's last content has been used everywhere, after the second all parts are there. What is multiplied next is read from the slot,
-and what belongs to the result is copied there on the same stream, so that no copy delays a multiply. Long runs are copied by the
-GPU's copy engines. NVLink multicast is not used.
+Every rank of a line keeps a few slots that its peers can write to and read from. An exchange takes one, and copies straight between it
+and where the parts come from or belong (packing, sending and unpacking in one copy), on the slot's stream, between two barriers: before
+the first the slot's last content has been used everywhere, after the second all parts are where they belong. `fetched` stores what is
+multiplied and fetches products; an `exchange.Transfer` stores whatever it sends, and copies from the slot what belongs to the result, on
+the same stream, so that no copy delays a multiply. Long runs are copied by the GPU's copy engines. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from fastkron_py.distributed.grid import ProcessGrid
 
 ALIGNMENT: Final = 256
 VIEWS: Final = 1024  # of slots, that are kept
+LATER: Final = 10.0
+"""Seconds by which barriers give up after the group's timeout, at which `watch` ends a process with better words."""
 
 
 class Direct:
@@ -45,18 +47,21 @@ class Direct:
         # Before multiplies of many programs, which a barrier would else wait for.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)]
         self._free = [torch.cuda.Event() for _ in range(SLOTS)]
-        self._timeout = int(group_timeout().total_seconds() * 1000)
+        self._timeout = int((group_timeout().total_seconds() + LATER) * 1000)
+        self._before = [torch.cuda.Event(), torch.cuda.Event()]  # the latest stores, the latest fetches
         self._taken = [False] * SLOTS
         self._next = 0
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
-    def take(self, size: int) -> int | None:
-        """A slot for a transfer of at most so many bytes a rank; None if there is none. The same answer on every rank."""
-        if size > self.slot_bytes or self._taken[self._next]:
+    def take(self, size: int, count: int = 1) -> tuple[int, ...] | None:
+        """Slots for transfers of at most so many bytes a rank; None if there are not so many. The same answer on every rank."""
+        slots = tuple([(self._next + i) % SLOTS for i in range(count)])
+        if size > self.slot_bytes or any([self._taken[slot] for slot in slots]):
             return None
-        slot, self._next = self._next, (self._next + 1) % SLOTS
-        self._taken[slot] = True
-        return slot
+        self._next = (self._next + count) % SLOTS
+        for slot in slots:
+            self._taken[slot] = True
+        return slots
 
     def block(self, slot: int, peer: int, elements: int, dtype: torch.dtype) -> Tensor:
         """The first elements of a peer's slot."""
@@ -69,20 +74,31 @@ class Direct:
             self._views[key] = found
         return found
 
-    def store(
-        self, slot: int, local: Tensor, copies: Callable[[], None], then: Callable[[], None], ready: torch.cuda.Event | None = None
+    def exchange(
+        self,
+        slot: int,
+        local: Tensor,
+        copies: Callable[[], None],
+        *,
+        fetches: bool = False,
+        first: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
-        """Have a function write to the peers' slots, beside what the current stream does next.
+        """Have a function write to the peers' slots, or read what is in them, beside what the current stream does next.
 
         Args:
             slot: a taken one.
-            local: what the function reads.
-            copies: the function; it writes.
-            then: called when this rank's slot is complete.
+            local: what this rank gives or gets besides slots.
+            copies: the function; it begins when all ranks have come so far, and those before it of its kind have been made: a GPU's
+                copy engines would else take them in any order, and a multiply wait for what came last.
+            fetches: it reads.
+            first: called before.
+            then: called when all ranks have made their copies.
             ready: after which local can be read; None for all that the current stream has been given.
 
         Returns:
-            The event after which the slot is complete, and then's work done.
+            The event after which all is done.
         """
         stream = self._streams[slot]
         if ready is None:
@@ -91,18 +107,26 @@ class Direct:
             stream.wait_event(ready)
             stream.wait_event(self._free[slot])
         with torch.cuda.stream(stream):
+            if first is not None:
+                first()
             self._handle.barrier(channel=2 * slot, timeout_ms=self._timeout)
+            stream.wait_event(self._before[fetches])
             copies()
+            self._before[fetches] = stream.record_event()
             self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
-            then()
-            done = torch.cuda.Event()
-            done.record(stream)
+            if then is not None:
+                then()
+            done: torch.cuda.Event = stream.record_event()
         local.record_stream(stream)
         return done
 
-    def release(self, slot: int) -> None:
-        """The current stream has been given all that reads the slot."""
-        self._free[slot].record()
+    def lend(self, slot: int) -> None:
+        """Make the current stream wait until a taken slot of this rank may be written."""
+        torch.cuda.current_stream(self._buffer.device).wait_event(self._free[slot])
+
+    def release(self, slot: int, done: torch.cuda.Event | None = None) -> None:
+        """All that reads the slot comes before an event, or has been given to the current stream."""
+        self._free[slot] = torch.cuda.current_stream(self._buffer.device).record_event() if done is None else done
         self._taken[slot] = False
 
 

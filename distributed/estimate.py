@@ -36,7 +36,7 @@ class Step:
         bytes_to_hosts: of these, to ranks of other hosts.
         messages: to other ranks, of each chunk.
         messages_to_hosts: of these, to ranks of other hosts.
-        calls: rounds of messages that the processor begins, of all rows, or runs that it has stored directly; none where parts are packed.
+        calls: rounds of messages that the processor begins, of all rows; none where parts are packed or copied.
     """
 
     factors: tuple[int, int] | None
@@ -80,16 +80,16 @@ def row_steps(problem: Problem, rows: int, parts: int, stride: int, links: Links
         parts: ranks in it.
         stride: from one to the next.
         links: between ranks.
-        direct: parts are stored where they belong.
+        direct: ranks reach into each other's memory.
         messages: else, runs of memory are sent as they lie; neither: parts are packed.
     """
     there, back = by_rows(rows, math.prod(problem.inner), math.prod(problem.outer), parts)
     most = max(widths(even_offsets(rows, parts)))
     seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
     for exchange, factors, spent, is_back in ((there, None, 0.0, False), (back, (0, len(problem.ps)), seconds, True)):
-        runs = messages and exchange.in_runs
+        runs = messages and exchange.in_runs and not direct
         copies = (0, 0) if direct or runs else (1, 0)  # what a rank keeps is copied beside the multiplies
-        calls = rows if direct else most if runs else 0
+        calls = most if runs else 0
         step = _step(problem, factors, Leg(exchange, 1, is_back), spent, copies, stride, links)
         yield replace(step, calls=calls, exchange_seconds=step.exchange_seconds + calls * links.round)
 

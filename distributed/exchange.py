@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,16 @@ from fastkron_py.distributed.messages import Works, begin_messages, cut_at_sourc
 from fastkron_py.distributed.watch import note
 
 
+class InBlocks(NamedTuple):
+    """Whether products of whole rows read columns in blocks, and whether they write them so. The same on every rank."""
+
+    reads: bool
+    writes: bool
+
+
+IN_WHOLE: Final = InBlocks(False, False)
+
+
 @dataclass(frozen=True)
 class Line:
     """The ranks that share rows of x and exchange its columns."""
@@ -34,12 +44,22 @@ class Line:
     group: dist.ProcessGroup
     size: int
     position: int  # of this rank
-    direct: Direct | None = None  # where peers can store into each other's memory
+    direct: Direct | None = None  # where peers can reach each other's memory
+    blocks: InBlocks = IN_WHOLE
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Their ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.group))
+
+    def text(self, label: str, size: int) -> str:
+        """How errors call an exchange of so many bytes."""
+        return _stage_text(label, size, self.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
+    return f"{label}: exchange of {size / 1e6:.3g} MB with {rank_text(ranks)}"
 
 
 @dataclass
@@ -128,8 +148,9 @@ class Transfer:
         """Pack a block and begin to send it."""
         local = local.contiguous()
         if self.moves and self.line.direct is not None:
-            self.slot = self.line.direct.take(self.most * local.element_size())
-            if self.slot is not None:
+            slots = self.line.direct.take(self.most * local.element_size())
+            if slots is not None:
+                (self.slot,) = slots
                 self._store(self.line.direct, self.slot, local)
                 return
         if self.sent_in_runs:
@@ -230,7 +251,7 @@ class Transfer:
                         self.into[part].copy_(block[part])
 
         with stage(self._text(local), self.line.group):
-            self.work = direct.store(slot, local, copies, then, self.ready)
+            self.work = direct.exchange(slot, local, copies, then=then, ready=self.ready)
         self.dtype = local.dtype
 
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
@@ -282,13 +303,8 @@ class Transfer:
         if not self.text:
             sizes = self.sizes(outgoing=True)
             size = self.rows * (sum(sizes) - sizes[self.line.position]) * like.element_size()
-            self.text = _stage_text(self.label, size, self.line.ranks)
+            self.text = self.line.text(self.label, size)
         return self.text
-
-
-@lru_cache(maxsize=1024)
-def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
-    return f"{label}: exchange of {size / 1e6:.3g} MB with {rank_text(ranks)}"
 
 
 def _uniform_pair(exchange: Exchange, parcel: Tensor, local: Tensor, rows: int, at_source: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from fastkron_py.distributed.blocks import chunk_offsets, widths
 from fastkron_py.distributed.check import agree, announce
 from fastkron_py.distributed.direct import direct_for
-from fastkron_py.distributed.exchange import Line
+from fastkron_py.distributed.exchange import IN_WHOLE, InBlocks, Line
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.memory import explained, fit, free_memory
 from fastkron_py.distributed.pipeline import Pipeline
@@ -30,6 +30,7 @@ from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.functional.autocast import autocasted
 from fastkron_py.functional.checks import check_precision, check_scalar, check_scalar_fits, check_tensors, factor_list
+from fastkron_py.ops.implementation import block_ways
 from fastkron_py.shapes import check_factor_shapes
 
 PLACEMENTS = (Shard(0), Shard(1))
@@ -179,18 +180,22 @@ def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precis
     where = _grid(x, grid)
     try:
         call = _checked(x, factors, where, alpha, beta, z, precision, plan, recompute, left)
+        able = _in_blocks(call)
     except (TypeError, ValueError) as error:
         agree(where, error)
         raise  # not reached: agree raises on all ranks
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
-    agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x)))
+    # So does what its launches can do with blocks, on which depends what peers find where.
+    agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
     # What needs no exchange begins while the ranks hear of each other.
     y = _multiply(call, None) if call.parts == 1 else None
     found = agreement.settle()
     m = _check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
         chosen = fit(call.plan or _planned(_problem(call, m), where.shape, where.device.type), [sizes[2] for sizes in found], where.ranks)
-        y = _multiply(call, chosen)
+        line = _lines(where, left)[where.col if left else where.row]
+        common = [found[rank][3] for rank in line]
+        y = _multiply(call, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
     if not isinstance(x, DTensor):
         return y
     ps, qs = call.sizes
@@ -198,7 +203,16 @@ def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precis
     return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=torch.Size(size), stride=(size[1], 1))
 
 
-def _multiply(call: _Call, chosen: Plan | None) -> Tensor:
+def _in_blocks(call: _Call) -> InBlocks:
+    """What this rank's products of whole rows can do, where its peers may reach into its memory."""
+    may = call.plan.direct if call.plan is not None else call.x.device.type == "cuda"
+    if not may or call.x.is_complex():
+        return IN_WHOLE
+    ps, qs = call.sizes
+    return InBlocks(*block_ways(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x))
+
+
+def _multiply(call: _Call, chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
     """This rank's block of the result; without a plan one rank has all that it takes."""
     grid, alpha, beta = call.grid, call.alpha, call.beta
     shared = [*call.factors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
@@ -215,8 +229,10 @@ def _multiply(call: _Call, chosen: Plan | None) -> Tensor:
         y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
     else:
         group = grid.col_group if call.left else grid.row_group
-        direct = direct_for(grid, group, _lines(grid, call.left), chosen.most_elements * x.element_size()) if chosen.direct else None
-        line = Line(group, call.parts, grid.row if call.left else grid.col, direct)
+        # Slots' events come from outside of a graph that is being captured, which could not wait for them.
+        may_reach = chosen.direct and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        direct = direct_for(grid, group, _lines(grid, call.left), chosen.most_elements * x.element_size()) if may_reach else None
+        line = Line(group, call.parts, grid.row if call.left else grid.col, direct, blocks)
         try:
             y = _run(Pipeline(chosen, line, factors, alpha, call.precision, call.name), x, call.recompute)
         except torch.OutOfMemoryError as error:
@@ -239,7 +255,8 @@ def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
 @lru_cache(maxsize=1024)
 def _planned(problem: Problem, shape: tuple[int, int], device_type: str) -> Plan:
     # On CPUs multiplies and exchanges share the cores: chunks would only make them smaller.
-    return make_plan(problem, shape, chunks=None if device_type == "cuda" else 1)
+    on_gpus = device_type == "cuda"
+    return make_plan(problem, shape, chunks=None if on_gpus else 1, direct=None if on_gpus else False)
 
 
 def _problem(call: _Call, m: int) -> Problem:

@@ -89,10 +89,11 @@ def needed(chosen: Plan) -> int:
 
 @lru_cache(maxsize=256)
 def _smaller(chosen: Plan) -> list[Plan]:
-    """The same stages with more chunks than these, fewest first."""
+    """The same stages with more chunks than these, fewest first; then without slots that peers reach."""
     problem = chosen.problem
     return [
-        plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, direct=chosen.direct, messages=chosen.messages)
+        plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, direct=direct, messages=chosen.messages)
+        for direct in ((True, False) if chosen.direct else (False,))
         for c in CHUNKS
         if c > chosen.chunks
     ]
@@ -105,7 +106,7 @@ def _advice(chosen: Plan, limit: int) -> str:
         return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
     if chosen.problem.gradients:
         plain = replace(chosen.problem, gradients=False)
-        without = plan(plain, chosen.grid, stages=chosen.stages, chunks=CHUNKS[-1], links=chosen.links)
+        without = plan(plain, chosen.grid, stages=chosen.stages, chunks=CHUNKS[-1], links=chosen.links, direct=False)
         if needed(without) <= limit:
             return f"without gradients, or with recompute=True, about {gib(needed(without))} are enough"
     return f"no grid of {chosen.world_size} ranks needs less than {gib(needed(best))}: take more ranks, or x in parts"
@@ -114,7 +115,9 @@ def _advice(chosen: Plan, limit: int) -> str:
 def _other_grids(chosen: Plan) -> list[Plan]:
     size = chosen.world_size
     shapes = [(size // d, d) for d in range(1, size + 1) if size % d == 0]
-    return [plan(chosen.problem, shape, chunks=chunks, links=chosen.links) for shape in shapes for chunks in (1, 16, CHUNKS[-1])]
+    return [
+        plan(chosen.problem, shape, chunks=chunks, links=chosen.links, direct=False) for shape in shapes for chunks in (1, 16, CHUNKS[-1])
+    ]
 
 
 def gib(size: float) -> str:

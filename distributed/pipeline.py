@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.blocks import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.exchange import Line, Transfer, finish, start
+from fastkron_py.distributed.fetched import chunk_in_slots
 from fastkron_py.distributed.planner import Plan
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 
@@ -41,6 +42,7 @@ class Pipeline:
     name: str
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
     _ready: torch.cuda.Event | None = None  # when x is there
+    _done: list[torch.cuda.Event] = field(default_factory=list)  # when chunks are
     _recorded: bool = False  # by autograd, which shall see one result, and may keep operands
     _inner: int = field(init=False)  # columns of x
     _outer: int = field(init=False)  # and of the result
@@ -58,7 +60,8 @@ class Pipeline:
         sizes = self.plan.chunk_rows(m)
         width = widths(chunk_offsets(self._outer, self.line.size))[me]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
-        out = None if len(sizes) == 1 else x.new_empty(m * width)
+        fetches = not recorded and self._can_fetch(x)
+        out = None if len(sizes) == 1 and not fetches else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         self._recorded = recorded
         self._ready = None
@@ -67,8 +70,14 @@ class Pipeline:
             self._ready.record(torch.cuda.current_stream(x.device))
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
-        work = self._by_rows if self.plan.by_rows else self._by_stages
         self._last = []
+        if out is not None and fetches:
+            self._done = []
+            _wave([self._in_slots(*chunk) for chunk in zip(parts, names, out.view(m, width).split(sizes), strict=True)])
+            for done in self._done:  # not before: no multiply waits for what comes back
+                done.wait()
+            return out.view(m, width)
+        work = self._by_rows if self.plan.by_rows else self._by_stages
         _wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
         if out is not None and not recorded:  # each chunk has landed where it belongs as soon as it was there
             return out.view(m, width)
@@ -110,6 +119,22 @@ class Pipeline:
         transfer.into = out
         block = start(block, transfer)
         yield from self._end(transfer, block, out)
+
+    def _can_fetch(self, x: Tensor) -> bool:
+        """Whether peers may fetch products from this rank's memory: of plain products that autograd does not follow."""
+        is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex())
+        return self.plan.by_rows and self.line.direct is not None and is_plain and x.shape[0] * self._inner * self._outer > 0
+
+    def _in_slots(self, x: Tensor, chunk: str, out: Tensor) -> Work:
+        """The same as `_by_rows`, by way of slots that peers write to and read from."""
+        rows = chunk_in_slots(self.line, x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk)
+        if rows is None:
+            yield from self._by_rows(x, chunk, out.view(-1))
+            return
+        rows.send(x.contiguous(), self._ready if x.is_contiguous() else None)
+        yield
+        rows.multiply(self.factors, self.alpha, self.precision, out)
+        self._done.append(rows.done)
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
         if out is None or self._recorded:

@@ -16,6 +16,8 @@ from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 
 CHUNKS: Final = (1, 2, 4, 8, 16, 32)
+FEWEST_REACHED: Final = 4
+"""Chunks from which on ranks reach into each other's memory without being told to: buffers are as large as chunks."""
 # Twice as many chunks, which keep the processor busy, are not taken for less than the model can tell.
 NEARLY: Final = 1.02
 BY_ROWS: Final[Literal["rows"]] = "rows"
@@ -35,7 +37,7 @@ class Plan:
         steps: an exchange to whole slices or to rows where one is needed, then the stages.
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients what is saved.
         seconds: modelled time of the forward product, of GPUs and links or of the processor.
-        direct: GPUs of one host store into each other's memory, in place of an all-to-all; where they cannot, the all-to-all
+        direct: GPUs of one host reach into each other's memory, in place of an all-to-all; where they cannot, the all-to-all
             is used all the same.
         messages: by whole rows, runs of memory are sent from where they lie to where they belong, each as a message, but in chunks
             that have no row for some rank; else they are packed for an all-to-all.
@@ -180,7 +182,7 @@ def plan(
     stages: Sequence[int] | Literal["rows"] | None = None,
     chunks: int | None = None,
     memory: float | None = None,
-    direct: bool = False,
+    direct: bool | None = None,
     messages: bool | None = None,
     links: Links = NVLINK,
 ) -> Plan:
@@ -195,7 +197,8 @@ def plan(
             an exchange there is one stage.
         chunks: into how many parts a rank's rows are cut; None chooses.
         memory: bytes that each rank may use; None sets no limit.
-        direct: let GPUs of one host store into each other's memory; takes six buffers more.
+        direct: let GPUs of one host reach into each other's memory; takes six buffers more. None chooses, for products by whole rows
+            without gradients in four chunks or more, on lines that `links` puts on one host.
         messages: send runs of memory as they lie, which is for whole rows, or pack them; None chooses, with direct to pack.
         links: how fast ranks exchange.
 
@@ -221,8 +224,17 @@ def plan(
     if messages and forced:
         raise value_error("messages", f'False or None with stages {forced}, or stages="{BY_ROWS}"', messages)
     counts = CHUNKS if chunks is None else (int(chunks),)
+    if not (direct is None or isinstance(direct, bool)):
+        raise type_error("direct", "True, False or None", type_name(direct))
     sends = (False, True) if messages is None and not direct else (bool(messages),)
-    found = [p for shape in _shapes(grid, world_size) for p in _plans(problem, shape, forced, counts, links, direct, sends)]
+    found: list[Plan] = []
+    for shape in _shapes(grid, world_size):
+        if not direct:
+            found += _plans(problem, shape, forced, counts, links, False, sends)
+        if direct:
+            found += _plans(problem, shape, forced, counts, links, True, sends)
+        elif direct is None and not messages and not forced and _may_reach(problem, shape, links):
+            found += _plans(problem, shape, (), [c for c in counts if c >= FEWEST_REACHED], links, True, (False,))
     fitting = [p for p in found if memory is None or p.peak_memory <= memory]
     if not fitting:
         least = min(found, key=lambda p: p.peak_memory)
@@ -296,6 +308,15 @@ def _plans(
             found = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, direct, messages)
             slots = SLOTS * found.most_elements * problem.dtype.itemsize if direct and parts > 1 else 0
             yield replace(found, peak_memory=memory + slots) if slots else found
+
+
+def _may_reach(problem: Problem, grid: tuple[int, int], links: Links) -> bool:
+    """Whether lines of a grid have several ranks, a row for each, and all of them on one host, and nobody asks for gradients."""
+    parts, stride = (grid[0], grid[1]) if problem.left else (grid[1], 1)
+    lines = grid[1] if problem.left else grid[0]
+    reach = parts * stride
+    together = reach <= links.ranks_per_host and (links.ranks_per_host % reach == 0 or math.prod(grid) <= links.ranks_per_host)
+    return 1 < parts <= -(-problem.m // lines) and together and not problem.gradients
 
 
 def _paid(links: Links, parts: int, direct: bool) -> Links:

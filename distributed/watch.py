@@ -64,12 +64,13 @@ told: list[str] = []
 """What has been written to stderr."""
 
 
-def note(text: str, device: torch.device, ranks: Sequence[int]) -> None:
-    """The current stream of a GPU waits for an exchange with these ranks: remember it until it is done."""
+def note(text: str, device: torch.device, ranks: Sequence[int], event: torch.cuda.Event | None = None) -> None:
+    """A GPU waits for an exchange with these ranks: its current stream, or what an event follows. Remember it until it is done."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    if event is None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
     note_event(text, event, ranks, device)
 
 

@@ -276,12 +276,14 @@ def measure(
 
 
 def _variants(problem: Problem, base: Plan, scaling: Scaling, ranks: Ranks) -> list[Plan]:
-    """The plan; on GPUs also packed in place of messages, or the other way round, with direct stores, and once by stages."""
+    """The plan; on GPUs also every other way to send whole rows, and once by stages."""
     if base.parts == 1 or not ranks.gpus or scaling.backward:
         return [base]
-    found = [base, plan(problem, base.grid, stages=base.stages, messages=not base.messages)] if base.by_rows else [base]
-    if scaling.dtype == torch.float32:
-        found.append(plan(problem, base.grid, stages=base.stages, chunks=base.chunks, direct=True))
+    found = [base]
+    if base.by_rows:
+        ways = ({"direct": True}, {"direct": False, "messages": True}, {"direct": False, "messages": False})
+        others = [plan(problem, base.grid, stages="rows", **way) for way in ways]  # type: ignore[arg-type]
+        found += [p for p in others if (p.direct, p.messages) != (base.direct, base.messages)]
     if base.by_rows and not scaling.weak and scaling.label == "64^4":
         found.append(plan(problem, base.grid, stages=(2, 2)))
     return found
@@ -295,7 +297,7 @@ def large(ranks: Ranks) -> dict[str, Any]:
     m = int(0.72 * memory / (2 * row)) * ranks.size // 2 * 2
     shape = (ranks.size // 2, 2) if ranks.size > 1 else (1, 1)
     grid = ProcessGrid(shape)
-    how = plan(Problem(m, sizes, sizes), shape, chunks=32)
+    how = plan(Problem(m, sizes, sizes), shape, chunks=32, direct=False)  # with no more buffers than needed
     made = make(grid, ranks.device, m, sizes, torch.float32)
     ranks.wait()
     start = time.perf_counter()

@@ -16,8 +16,9 @@ from products import PROBLEMS, Copied, block, grid_for, make, multiply, planned,
 from rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import fastkron_py
 from fastkron_py import reference
-from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, fetched, kron_matmul, plan
 from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.estimate import SLOTS
 from fastkron_py.testing import assert_close
@@ -291,26 +292,32 @@ class Files(Direct):
         self._slots[dist.get_rank(group)].fill_(255)  # NaN
         dist.barrier(group)
 
-    def take(self, size):
-        found = super().take(size)
+    def take(self, size, count=1):
+        found = super().take(size, count)
         self.stored, self.refused = self.stored + (found is not None), self.refused + (found is None)
         return found
 
     def block(self, slot, peer, elements, dtype):
         return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
 
-    def store(self, slot, local, copies, then, ready=None):
+    def exchange(self, slot, local, copies, *, fetches=False, first=None, then=None, ready=None):
+        if first is not None:
+            first()
         dist.barrier(self.group)
         copies()
         dist.barrier(self.group)
         with Copied() as copied:
-            then()
+            if then is not None:
+                then()
         self.landed += copied.bytes
         return mock.Mock()
 
-    def release(self, slot):
+    def lend(self, slot):
+        pass
+
+    def release(self, slot, done=None):
         self._slots[dist.get_rank(self.group)][slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = 255
-        super().release(slot)
+        super().release(slot, mock.Mock())
 
 
 def direct_stores(shape, left, folder):
@@ -324,7 +331,7 @@ def direct_stores(shape, left, folder):
         return made[-1]
 
     for m, sizes, stages in list(PROBLEMS.values())[::3]:
-        for kind, chunks in ((stages, 6), ("rows", 2)):
+        for kind, chunks in ((stages, 6), ("rows", 5)):
             ps, qs = zip(*sizes, strict=True)
             how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages=kind, chunks=chunks, direct=True)
             landed = sum(d.landed for d in made)
@@ -336,11 +343,8 @@ def direct_stores(shape, left, folder):
             with mock.patch("fastkron_py.distributed.functional.direct_for", files):
                 with torch.no_grad():
                     assert torch.equal(multiply(tensors[0], tensors[1:], left, grid=grid, plan=how), block(expected, grid))
-                line, me = how.place(grid.rank)
-                back = how.legs(line)[-1] if how.by_rows else []
-                back = [leg for leg in back if len(back) > 1 and not leg.exchange.idle]
-                # What a rank keeps has gone to the result at once.
-                assert sum(d.landed for d in made) - landed == 8 * sum(leg.gets(me) - leg.size(me, me) for leg in back)
+                # What belongs to the result has gone there at once.
+                assert sum(d.landed for d in made) == landed or not how.by_rows
                 y = multiply(tensors[0], tensors[1:], left, grid=grid, plan=how)
                 assert torch.equal(y, block(expected, grid))
                 y.square().sum().backward()
@@ -357,6 +361,47 @@ def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, 
     for stored, refused in own_ranks.run(direct_stores, shape, left, str(tmp_path)):
         assert stored > 50
         assert refused > 0
+
+
+def direct_in_blocks(shape, left, folder):
+    """Products that read and write columns where they are, that only read them so, and that do neither."""
+    if (grid := grid_for(shape)) is None:
+        return None
+    made = []
+
+    def files(grid, group, lines, slot_bytes):
+        made.append(Files(f"{folder}/{len(made)}-", group, slot_bytes))
+        return made[-1]
+
+    seen = []
+    with fastkron_py.backend("triton"), torch.no_grad(), mock.patch("fastkron_py.distributed.functional.direct_for", files):
+        for m, sizes in (
+            (7, ((8, 4), (65, 3), (66, 2))),
+            (4, ((16, 2), (16, 3), (16, 4), (16, 2))),
+            (3, ((6, 3), (5, 2))),
+        ):
+            sizes = [(q, p) for p, q in sizes] if left else sizes
+            ps, qs = zip(*sizes, strict=True)
+            how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages="rows", chunks=1, direct=True)
+            x, factors, _ = make(m, sizes, left=left)
+            with mock.patch.object(fetched, "multiply_into", wraps=fetched.multiply_into) as called:
+                found = multiply(block(x, grid), factors, left, grid=grid, plan=how, alpha=0.5)
+            assert torch.equal(found, block(single(x, factors, left) / 2, grid))
+            seen.append({(len(call.args[0]), len(call.args[2])) for call in called.call_args_list})
+            assert not any(made[-1]._taken)
+    return seen, grid.shape[0 if left else 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+@pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
+def test_direct_stores_in_blocks(own_ranks: RankPool, shape: tuple[int, int], left: bool, tmp_path: Path) -> None:
+    found = own_ranks.run(direct_in_blocks, shape, left, str(tmp_path))
+    for seen, parts in found:
+        wide, chain, odd = seen
+        assert wide <= {(parts, parts)}
+        assert chain <= {(parts, 1), (parts, parts)}
+        assert odd <= {(1, 1), (2, 1)}
+    assert any(seen[0] for seen, _ in found)
 
 
 def direct_without_gpus():
