@@ -3,8 +3,8 @@
 Every rank of a line keeps a few slots that its peers can write to and read from. An exchange takes one, and copies straight between it
 and where the parts come from or belong (packing, sending and unpacking in one copy), on the slot's stream, between two barriers: before
 the first the slot's last content has been used everywhere, after the second all parts are where they belong. `fetched` stores what is
-multiplied and fetches products; an `exchange.Transfer` stores whatever it sends, and copies from the slot what belongs to the result, on
-the same stream, so that no copy delays a multiply. Long runs are copied by the GPU's copy engines. NVLink multicast is not used.
+multiplied and fetches products; an `exchange.Transfer` stores whatever it sends. Long runs are copied by the GPU's copy engines. NVLink
+multicast is not used.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class Direct:
         *,
         fetches: bool = False,
         first: Callable[[], None] | None = None,
-        then: Callable[[], None] | None = None,
         ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         """Have a function write to the peers' slots, or read what is in them, beside what the current stream does next.
@@ -94,7 +93,6 @@ class Direct:
                 copy engines would else take them in any order, and a multiply wait for what came last.
             fetches: it reads.
             first: called before.
-            then: called when all ranks have made their copies.
             ready: after which local can be read; None for all that the current stream has been given.
 
         Returns:
@@ -114,8 +112,6 @@ class Direct:
             copies()
             self._before[fetches] = stream.record_event()
             self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
-            if then is not None:
-                then()
             done: torch.cuda.Event = stream.record_event()
         local.record_stream(stream)
         return done

@@ -74,8 +74,6 @@ class Transfer:
         back: it goes from the exchange's target to its source.
         in_runs: runs of memory are sent as they lie, where each rank has some.
         into: where the block shall be afterwards, if that is known when it is sent.
-        lent: the block may lie in a slot of direct stores afterwards, until `give_back`.
-        ready: since when what is stored directly can be read, where that is earlier than what the current stream has been given.
     """
 
     exchange: Exchange
@@ -85,8 +83,6 @@ class Transfer:
     back: bool = False
     in_runs: bool = False
     into: Tensor | None = None
-    lent: bool = False
-    ready: torch.cuda.Event | None = None
     work: Any = None
     parcel: Tensor | None = None  # what is sent; kept alive until the work is done
     arrived: Tensor | None = None  # what is received
@@ -231,57 +227,27 @@ class Transfer:
         return found
 
     def _store(self, direct: Direct, slot: int, local: Tensor) -> None:
-        me = self.line.position
-        # What a rank keeps goes straight to where it shall be; it is a range of a block whose parts lie in order.
-        mine = self._own_range() if self.into is not None and self.lands_in_place else slice(0, 0)
+        get = self.exchange.source_size if self.back else self.exchange.target_size
 
         def copies() -> None:
-            get = self.exchange.source_size if self.back else self.exchange.target_size
             blocks = [direct.block(slot, peer, self.rows * get(peer), local.dtype) for peer in range(self.line.size)]
-            if self.into is not None and mine.stop:
-                blocks[me] = self.into
             for to, of in self.stores(local, blocks):
                 copy_runs(to, of)
 
-        def then() -> None:
-            if self.into is not None:
-                block = direct.block(slot, me, self.size, local.dtype)
-                for part in (slice(0, mine.start), slice(mine.stop, self.size)):
-                    if part.start < part.stop:
-                        self.into[part].copy_(block[part])
-
         with stage(self._text(local), self.line.group):
-            self.work = direct.exchange(slot, local, copies, then=then, ready=self.ready)
+            self.work = direct.exchange(slot, local, copies)
         self.dtype = local.dtype
 
     def _collect(self, direct: Direct, slot: int, out: Tensor | None) -> Tensor:
-        found = direct.block(slot, self.line.position, self.size, self.dtype) if self.into is None else self.into
+        """The block, copied from its slot."""
+        block = direct.block(slot, self.line.position, self.size, self.dtype)
         self.work.wait()  # the current stream, not the host
-        note(self._text(found), found.device, self.line.ranks)
-        if self.lent and out is None:
-            self.work = None
-            return found
-        if out is None or out.data_ptr() != found.data_ptr():
-            out = torch.empty_like(found) if out is None else out
-            out.copy_(found)
-        self.work = self.into = None
-        self._release(direct, slot)
-        return out
-
-    def _own_range(self) -> slice:
-        """Which elements of its block a rank has kept, after an exchange whose parts land in place."""
-        sizes, me = self.sizes(outgoing=False), self.line.position
-        start = sum(sizes[:me])
-        return slice(start, start + sizes[me])
-
-    def give_back(self) -> None:
-        """The current stream has been given all that reads a block that was lent."""
-        if self.slot is not None and self.line.direct is not None:
-            self._release(self.line.direct, self.slot)
-
-    def _release(self, direct: Direct, slot: int) -> None:
+        note(self._text(block), block.device, self.line.ranks)
+        out = torch.empty_like(block) if out is None else out
+        out.copy_(block)
         direct.release(slot)
-        self.slot = None
+        self.work = self.slot = self.into = None
+        return out
 
     def _pairs(self, parcel: Tensor, local: Tensor, outgoing: bool) -> list[tuple[Tensor, Tensor]]:
         """Parts of a buffer, and where in this rank's block each of them belongs: ``[rows, q, s]``, both."""

@@ -41,8 +41,6 @@ class Pipeline:
     precision: str | None
     name: str
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
-    _ready: torch.cuda.Event | None = None  # when x is there
-    _done: list[torch.cuda.Event] = field(default_factory=list)  # when chunks are
     _recorded: bool = False  # by autograd, which shall see one result, and may keep operands
     _inner: int = field(init=False)  # columns of x
     _outer: int = field(init=False)  # and of the result
@@ -60,23 +58,14 @@ class Pipeline:
         sizes = self.plan.chunk_rows(m)
         width = widths(chunk_offsets(self._outer, self.line.size))[me]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
-        fetches = not recorded and self._can_fetch(x)
-        out = None if len(sizes) == 1 and not fetches else x.new_empty(m * width)
-        outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
-        self._recorded = recorded
-        self._ready = None
-        if self.line.direct is not None and x.device.type == "cuda":
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(x.device))
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
+        if not recorded and self._can_fetch(x):
+            return self._fetched(parts, names, x.new_empty(m, width))
+        out = None if len(sizes) == 1 else x.new_empty(m * width)
+        outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
+        self._recorded = recorded
         self._last = []
-        if out is not None and fetches:
-            self._done = []
-            _wave([self._in_slots(*chunk) for chunk in zip(parts, names, out.view(m, width).split(sizes), strict=True)])
-            for done in self._done:  # not before: no multiply waits for what comes back
-                done.wait()
-            return out.view(m, width)
         work = self._by_rows if self.plan.by_rows else self._by_stages
         _wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
         if out is not None and not recorded:  # each chunk has landed where it belongs as soon as it was there
@@ -109,12 +98,9 @@ class Pipeline:
         """The same by whole rows, a share of them on each rank."""
         there, back = by_rows(x.shape[0], self._inner, self._outer, self.line.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
-        # What arrives first need not wait for multiplies that have been queued since x was there.
-        arriving.lent, arriving.ready = not self._recorded, self._ready if x.is_contiguous() else None
         block = start(x.reshape(-1), arriving)
         yield
         block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
-        arriving.give_back()
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
         transfer.into = out
         block = start(block, transfer)
@@ -125,16 +111,28 @@ class Pipeline:
         is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex())
         return self.plan.by_rows and self.line.direct is not None and is_plain and x.shape[0] * self._inner * self._outer > 0
 
-    def _in_slots(self, x: Tensor, chunk: str, out: Tensor) -> Work:
-        """The same as `_by_rows`, by way of slots that peers write to and read from."""
-        rows = chunk_in_slots(self.line, x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk)
-        if rows is None:
-            yield from self._by_rows(x, chunk, out.view(-1))
-            return
-        rows.send(x.contiguous(), self._ready if x.is_contiguous() else None)
-        yield
-        rows.multiply(self.factors, self.alpha, self.precision, out)
-        self._done.append(rows.done)
+    def _fetched(self, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
+        """By whole rows, which peers fetch."""
+        stream = torch.cuda.current_stream(out.device) if out.is_cuda else None
+        ready = None if stream is None else stream.record_event()
+        done: list[torch.cuda.Event] = []
+
+        def work(x: Tensor, chunk: str, part: Tensor) -> Work:
+            rows = chunk_in_slots(self.line, x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk)
+            if rows is None:
+                yield from self._by_rows(x, chunk, part.view(-1))
+                return
+            # What arrives first need not wait for multiplies that have been queued since x was there.
+            rows.send(x.contiguous(), ready if x.is_contiguous() else None)
+            yield
+            rows.multiply(self.factors, self.alpha, self.precision, part)
+            done.append(rows.done)
+
+        self._recorded = False
+        _wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])
+        for event in done:  # not before: no multiply waits for what comes back
+            event.wait()
+        return out
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
         if out is None or self._recorded:
