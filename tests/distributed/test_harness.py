@@ -12,6 +12,10 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 
+def meet():
+    dist.barrier()
+
+
 def hang_on_rank_0():
     if dist.get_rank() == 0:
         time.sleep(30)
@@ -31,6 +35,7 @@ def raise_on_rank_1():
 
 
 def test_what_a_broken_case_says(own_ranks: RankPool) -> None:
+    own_ranks.run(meet)  # from here on ranks are there, however long that takes
     with pytest.raises(AssertionError, match=r"hang_on_rank_0: ranks \[0\] hang after 5 s(.|\n)*in hang_on_rank_0"):
         own_ranks.run(hang_on_rank_0, timeout=5)
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
