@@ -36,9 +36,10 @@ def _in_words(t: Tensor) -> bool:
 
 
 def copy_runs(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, q, s]`` of any strides; long runs by the GPU's copy engines."""
+    """Copy ``[rows, q, s]`` of any strides; what is one run of memory at once, and long runs by the GPU's copy engines."""
     run = of.shape[-1] * of.element_size()
-    if run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:
+    at_once = to.is_contiguous() and of.is_contiguous()
+    if at_once or run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:
         copy(to, of)
         return
     outer = int(to.shape[1] < to.shape[0])  # the fewest matrices

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,7 @@ from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.messages import Works, begin_messages, cut_at_source, cut_at_target, plain
 from fastkron_py.distributed.watch import note
-
-
-class InBlocks(NamedTuple):
-    """Whether products of whole rows read columns in blocks, and whether they write them so. The same on every rank."""
-
-    reads: bool
-    writes: bool
-
-
-IN_WHOLE: Final = InBlocks(False, False)
+from fastkron_py.tuning.plan import IN_WHOLE, InBlocks
 
 
 @dataclass(frozen=True)
@@ -45,12 +36,17 @@ class Line:
     size: int
     position: int  # of this rank
     direct: Direct | None = None  # where peers can reach each other's memory
-    blocks: InBlocks = IN_WHOLE
+    blocks: InBlocks = IN_WHOLE  # of products of whole rows; the same on every rank
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Their ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.group))
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """Positions of the other ranks, from the next one on: were all to begin with the same, they would share its link."""
+        return tuple([(self.position + step) % self.size for step in range(1, self.size)])
 
     def text(self, label: str, size: int) -> str:
         """How errors call an exchange of so many bytes."""
@@ -209,14 +205,10 @@ class Transfer:
         return self.rows * max(widths(offsets)) * (self.exchange.rows if self.back else 1)
 
     def stores(self, local: Tensor, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``.
-
-        Each rank begins with the one after it: were all to begin with the same, its link would be shared by them while others lie idle.
-        """
+        """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``."""
         exchange, me, rows = self.exchange, self.line.position, self.rows
         found = []
-        for step in range(1, len(blocks) + 1):
-            peer = (me + step) % len(blocks)
+        for peer in (*self.line.others, me):
             block = blocks[peer]
             if self.back:
                 pairs = [(r, _at_source(exchange, block, rows, peer, r)) for r in exchange.rectangles(peer, me)]

@@ -144,12 +144,15 @@ class Chunk:
         fetches: bool,
         ready: torch.cuda.Event | None,
     ) -> torch.cuda.Event:
-        """Copy to or from every peer, beginning with the next, lest all begin with the same; whole rows of this rank's own before."""
-        me, size = self._line.position, self._line.size
-        peers = [(me + step) % size for step in range(1, size)]
-        own = None if layout.in_blocks else partial(copy, me)
+        """Copy to or from every peer; whole rows of this rank's own before."""
+        own = None if layout.in_blocks else partial(copy, self._line.position)
+
+        def copies() -> None:
+            for peer in self._line.others:
+                copy(peer)
+
         with stage(text, self._line.group):
-            return self._direct.exchange(slot, local, lambda: _each(copy, peers), fetches=fetches, first=own, ready=ready)
+            return self._direct.exchange(slot, local, copies, fetches=fetches, first=own, ready=ready)
 
     def _stage(self, label: str, columns: Tensor) -> str:
         size = (columns.numel() - self._of(columns, self._line.position).numel()) * columns.element_size()
@@ -178,14 +181,6 @@ def chunk_in_slots(line: Line, rows: int, inner: int, outer: int, itemsize: int,
     return None if slots is None else Chunk(line, line.direct, (there, back), slots, name, chunk)
 
 
-def _each(function: Callable[[int], None], peers: Sequence[int]) -> None:
-    for peer in peers:
-        function(peer)
-
-
 def _copy(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, columns]``, at once where both are one run of memory."""
-    if to.is_contiguous() and of.is_contiguous():
-        to.copy_(of)
-    else:
-        copy_runs(to.unsqueeze(1), of.unsqueeze(1))
+    """Copy ``[rows, columns]``."""
+    copy_runs(to.unsqueeze(1), of.unsqueeze(1))

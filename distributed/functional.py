@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from fastkron_py.distributed.blocks import chunk_offsets, widths
 from fastkron_py.distributed.check import agree, announce
 from fastkron_py.distributed.direct import direct_for
-from fastkron_py.distributed.exchange import IN_WHOLE, InBlocks, Line
+from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.memory import explained, fit, free_memory
 from fastkron_py.distributed.pipeline import Pipeline
@@ -32,6 +32,7 @@ from fastkron_py.functional.autocast import autocasted
 from fastkron_py.functional.checks import check_precision, check_scalar, check_scalar_fits, check_tensors, factor_list
 from fastkron_py.ops.implementation import block_ways
 from fastkron_py.shapes import check_factor_shapes
+from fastkron_py.tuning.plan import IN_WHOLE, InBlocks
 
 PLACEMENTS = (Shard(0), Shard(1))
 
@@ -209,7 +210,7 @@ def _in_blocks(call: _Call) -> InBlocks:
     if not may or call.x.is_complex():
         return IN_WHOLE
     ps, qs = call.sizes
-    return InBlocks(*block_ways(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x))
+    return block_ways(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x)
 
 
 def _multiply(call: _Call, chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:

@@ -60,11 +60,11 @@ class Pipeline:
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
+        self._recorded = recorded
         if not recorded and self._can_fetch(x):
             return self._fetched(parts, names, x.new_empty(m, width))
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
-        self._recorded = recorded
         self._last = []
         work = self._by_rows if self.plan.by_rows else self._by_stages
         _wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
@@ -113,8 +113,7 @@ class Pipeline:
 
     def _fetched(self, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
         """By whole rows, which peers fetch."""
-        stream = torch.cuda.current_stream(out.device) if out.is_cuda else None
-        ready = None if stream is None else stream.record_event()
+        ready = torch.cuda.current_stream(out.device).record_event() if out.is_cuda else None
         done: list[torch.cuda.Event] = []
 
         def work(x: Tensor, chunk: str, part: Tensor) -> Work:
@@ -128,7 +127,6 @@ class Pipeline:
             rows.multiply(self.factors, self.alpha, self.precision, part)
             done.append(rows.done)
 
-        self._recorded = False
         _wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])
         for event in done:  # not before: no multiply waits for what comes back
             event.wait()

@@ -273,6 +273,11 @@ def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
         yield size // d, d
 
 
+def _sides(problem: Problem, grid: tuple[int, int]) -> tuple[int, int, int]:
+    """Lines of a grid, the ranks of each, and how far apart these are."""
+    return (grid[1], grid[0], grid[1]) if problem.left else (*grid, 1)
+
+
 def _plans(
     problem: Problem,
     grid: tuple[int, int],
@@ -282,10 +287,9 @@ def _plans(
     direct: bool,
     sends: Sequence[bool],
 ) -> Iterator[Plan]:
-    lines, parts = (grid[1], grid[0]) if problem.left else grid
+    lines, parts, stride = _sides(problem, grid)
     paid = _paid(links, parts, direct)
     rows = -(-problem.m // lines)
-    stride = grid[1] if problem.left else 1
     if parts == 1:
         ways: list[tuple[int, ...]] = [(len(problem.ps),)]
     elif forced is not None:
@@ -312,8 +316,7 @@ def _plans(
 
 def _may_reach(problem: Problem, grid: tuple[int, int], links: Links) -> bool:
     """Whether lines of a grid have several ranks, a row for each, and all of them on one host, and nobody asks for gradients."""
-    parts, stride = (grid[0], grid[1]) if problem.left else (grid[1], 1)
-    lines = grid[1] if problem.left else grid[0]
+    lines, parts, stride = _sides(problem, grid)
     reach = parts * stride
     together = reach <= links.ranks_per_host and (links.ranks_per_host % reach == 0 or math.prod(grid) <= links.ranks_per_host)
     return 1 < parts <= -(-problem.m // lines) and together and not problem.gradients

@@ -122,8 +122,7 @@ def _pair_gradients(
         gated = triton_gated.Gated(activation, layout, resolved(precision))
         if pairs is None:
             return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, again)
-        # Hooks of saved tensors may have given others.
-        return triton_gated.stored_gradients(dy, pairs.contiguous(), gated, in_place, again)
+        return triton_gated.stored_gradients(dy, pairs, gated, in_place, again)
     from fastkron_py.kernels.gated import torch_gated
 
     with torch_products(x, precision):

@@ -15,6 +15,7 @@ from fastkron_py.kernels.precision import torch_products
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.canonical import Canonical, canonical
 from fastkron_py.shapes import result_shape
+from fastkron_py.tuning.plan import IN_WHOLE, InBlocks
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
@@ -65,8 +66,8 @@ def multiply(
         return problem.unpack(y4)
 
 
-def block_ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> tuple[bool, bool]:
-    """Whether `multiply_into` can read columns in so many equal blocks, and whether it can write them so.
+def block_ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> InBlocks:
+    """What `multiply_into` can do with columns in so many equal blocks.
 
     Args:
         ps: rows of the factors.
@@ -75,7 +76,7 @@ def block_ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) 
         x: of the dtype and on the device.
     """
     if parts == 1 or 0 in ps or 0 in qs or choose_backend("", x) != "triton":
-        return False, False
+        return IN_WHOLE
     from fastkron_py.kernels.kron.blocks import ways
 
     return ways(ps, qs, parts, x.dtype, x.device)

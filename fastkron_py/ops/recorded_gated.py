@@ -63,7 +63,7 @@ class _Pass:
 
     def stored(self, dy: Tensor, pairs: Tensor, in_place: bool, again: bool) -> tuple[Tensor, Tensor | None]:
         """As `triton_gated.stored_gradients`."""
-        return self._kernels.stored_gradients(dy, pairs.contiguous(), self._gated, in_place, again)  # a hook may have given others
+        return self._kernels.stored_gradients(dy, pairs, self._gated, in_place, again)
 
     def recomputed(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, again: bool) -> Any:
         """As `triton_gated.recomputed_gradients`, in fewer steps from the second time on."""

@@ -230,6 +230,16 @@ def plans(
     return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best[count]]
 
 
+class InBlocks(NamedTuple):
+    """Whether a product reads its operand in blocks of columns that lie apart, and whether it writes its result so."""
+
+    reads: bool
+    writes: bool
+
+
+IN_WHOLE: Final = InBlocks(False, False)
+
+
 class Place(NamedTuple):
     """What lies around a launch's modes when it runs: elements before them and after them."""
 

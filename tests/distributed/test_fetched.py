@@ -22,8 +22,9 @@ from fastkron_py.distributed import fetched
 from fastkron_py.distributed.blocks import chunk_offsets
 from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.estimate import SLOTS
-from fastkron_py.distributed.exchange import InBlocks, Line
+from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.pipeline import _wave
+from fastkron_py.tuning.plan import InBlocks
 
 
 class Stream:

@@ -372,6 +372,14 @@ def direct_in_blocks(shape, left, folder):
         """A launch for each factor, as large ones have it."""
         return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
 
+    def forget_blocks():
+        """Which ranks that are used again would else find."""
+        from fastkron_py.kernels.kron import blocks
+
+        blocks.ways.cache_clear()
+        blocks._program.cache_clear()
+
+    forget_blocks()
     seen = []
     with (
         fastkron_py.backend("triton"),
@@ -384,11 +392,21 @@ def direct_in_blocks(shape, left, folder):
             ps, qs = zip(*sizes, strict=True)
             how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages="rows", chunks=2, direct=True)
             x, factors, _ = make(m, sizes, left=left)
-            with mock.patch.object(fetched, "multiply_into", wraps=fetched.multiply_into) as called:
+            with (
+                mock.patch.object(fetched, "multiply_into", wraps=fetched.multiply_into) as called,
+                mock.patch.object(fetched, "_copy", wraps=fetched._copy) as copied,
+            ):
                 found = multiply(block(x, grid), factors, left, grid=grid, plan=how, alpha=0.5)
             assert torch.equal(found, block(single(x, factors, left) / 2, grid))
             seen.append({(len(call.args[0]), len(call.args[2])) for call in called.call_args_list})
+            if seen[-1] == {(how.parts, how.parts)}:  # then nothing is copied but what goes from rank to rank
+                line, me = how.place(grid.rank)
+                there, back = how.legs(line)
+                others = [p for p in range(how.parts) if p != me]
+                crossing = sum(leg.size(me, p) for leg in there for p in others) + sum(leg.size(p, me) for leg in back for p in others)
+                assert sum(call.args[0].nbytes for call in copied.call_args_list) == 8 * crossing
             assert not any(made[-1]._taken)
+    forget_blocks()
     return seen, grid.shape[0 if left else 1]
 
 

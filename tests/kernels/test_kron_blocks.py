@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,25 +11,40 @@ from torch import Tensor
 
 from fastkron_py import kron_matmul
 from fastkron_py.kernels.kron import blocks as kron_blocks
-from fastkron_py.kernels.kron.blocks import Ways, multiply_blocks, ways
+from fastkron_py.kernels.kron.blocks import multiply_blocks, ways
 from fastkron_py.testing import assert_close
-from fastkron_py.tuning.plan import Launch, Setting
+from fastkron_py.tuning.plan import InBlocks, Launch, Setting
 from fastkron_py.tuning.steps import Step
 
 WIDE = ((8, 4), (65, 3), (66, 2))  # too wide to share a launch
 SHAPES = {  # sizes, blocks, and what is expected of launches for one factor each
-    "three launches": (((8, 4), (5, 3), (6, 2)), 4, Ways(True, True)),
-    "unaligned blocks": (((4, 6), (5, 2), (6, 3)), 2, Ways(True, True)),
-    "two launches": (((16, 16), (5, 3)), 4, Ways(True, False)),
-    "one launch": (((4, 4),), 2, Ways(False, False)),
-    "blocks of what is read alone": (((8, 3), (5, 3), (6, 2)), 2, Ways(True, False)),
-    "no blocks": (((3, 5), (5, 3), (6, 2)), 2, Ways(False, False)),
+    "three launches": (((8, 4), (5, 3), (6, 2)), 4, InBlocks(True, True)),
+    "unaligned blocks": (((4, 6), (5, 2), (6, 3)), 2, InBlocks(True, True)),
+    "two launches": (((16, 16), (5, 3)), 4, InBlocks(True, False)),
+    "one launch": (((4, 4),), 2, InBlocks(False, False)),
+    "blocks of what is read alone": (((8, 3), (5, 3), (6, 2)), 2, InBlocks(True, False)),
+    "no blocks": (((3, 5), (5, 3), (6, 2)), 2, InBlocks(False, False)),
 }
 
 
 def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tuple[Launch, ...]:
     """A launch for each factor, as large ones have it."""
     return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
+
+
+@pytest.fixture
+def launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it for such launches; what was planned of them is forgotten afterwards."""
+    caches = (ways, kron_blocks._program)
+
+    def change() -> None:
+        monkeypatch.setattr(kron_blocks, "plan", one_by_one)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield change
+    for cache in caches:
+        cache.cache_clear()
 
 
 def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
@@ -42,12 +58,12 @@ def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [*SHAPES, "launches of the closed form"])
-def test_blocks(name: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, parts, expected = SHAPES.get(name, (WIDE, 4, Ways(True, True)))
+def test_blocks(
+    name: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, launches_one_by_one: Callable[[], None]
+) -> None:
+    sizes, parts, expected = SHAPES.get(name, (WIDE, 4, InBlocks(True, True)))
     if name in SHAPES:
-        monkeypatch.setattr(kron_blocks, "plan", one_by_one)
-        ways.cache_clear()
-        kron_blocks._program.cache_clear()
+        launches_one_by_one()
     ps, qs = zip(*sizes, strict=True)
     rows, gap = (3, 1) if name == "unaligned blocks" else (2, 0)
     x = torch.randn(rows, math.prod(ps), generator=generator).to(device, dtype)

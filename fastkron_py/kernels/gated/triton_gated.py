@@ -121,12 +121,13 @@ def _gradients_launch(
 
 
 def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, again: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(gradients of pairs ``[M, 2 H]`` that were stored (contiguous), the result ``[M, H]`` again), from ``dy [M, H]``.
+    """(gradients of pairs ``[M, 2 H]`` that were stored, the result ``[M, H]`` again), from ``dy [M, H]``.
 
     In place over the pairs, if so; the result over dy, which is contiguous then.
     """
     with on_device(dy):
         dy = rowwise(dy)
+        pairs = pairs.contiguous()  # hooks of saved tensors may have given others
         d = pairs if in_place else torch.empty_like(pairs)
         found = find_activation(gated.activation)
         launch = _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, again, dy.dtype)

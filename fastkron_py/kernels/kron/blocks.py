@@ -19,21 +19,13 @@ import torch
 from torch import Tensor
 
 from fastkron_py.errors import value_error
-from fastkron_py.kernels import devices
+from fastkron_py.kernels.devices import on_device
 from fastkron_py.kernels.kron.forward_kind import Kind
-from fastkron_py.kernels.kron.triton_backend import Prepared, setting_of
+from fastkron_py.kernels.kron.triton_backend import Prepared, case_of, setting_of
 from fastkron_py.kernels.precision import resolved
-from fastkron_py.kernels.recipes import Case, Rows
+from fastkron_py.kernels.recipes import Rows
 from fastkron_py.kernels.replay import bits
-from fastkron_py.tuning.plan import Launch, places, plan, turns
-
-
-class Ways(NamedTuple):
-    """What a product can do without a copy."""
-
-    reads: bool  # blocks of its operand
-    writes: bool  # blocks of its result
-
+from fastkron_py.tuning.plan import InBlocks, Launch, places, plan, turns
 
 _PLANNED_ROWS: Final = 1 << 20  # launches are those of many rows, so that ranks with different numbers of rows find the same
 _IN_PLACE_BYTES: Final = 4  # of an element, at least,
@@ -43,7 +35,7 @@ _LEAST_IN_PLACE: Final = 3  # and so many launches
 class _Order(NamedTuple):
     launches: tuple[Launch, ...]
     turn: bool  # they turn modes to the front
-    able: Ways
+    able: InBlocks
 
 
 def _order(kind: Kind, parts: int) -> _Order:
@@ -58,7 +50,7 @@ def _order(kind: Kind, parts: int) -> _Order:
         others = [launch for launch in found if launch.start > 0]
         found = (*others[:1], first, *others[1:])
     reads = found[0].start > 0 and shapes[0][-2] % parts == 0
-    return _Order(found, turn, Ways(reads, found[-1].start > 0 and shapes[0][-1] % parts == 0))
+    return _Order(found, turn, InBlocks(reads, found[-1].start > 0 and shapes[0][-1] % parts == 0))
 
 
 def _kind(
@@ -78,7 +70,7 @@ def _kind(
 
 
 @lru_cache(maxsize=256)
-def ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, dtype: torch.dtype, device: torch.device) -> Ways:
+def ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, dtype: torch.dtype, device: torch.device) -> InBlocks:
     """What a product by factors ``[P_i, Q_i]`` can do of so many equal blocks on a device, whatever its rows."""
     shapes = tuple([(1, p, q) for p, q in zip(ps, qs, strict=True)])
     return _order(_kind(1, shapes, shapes, False, "highest", dtype, device), parts).able
@@ -100,7 +92,6 @@ class _Step(NamedTuple):
 def _program(kind: Kind, blocks: int, outs: int) -> tuple[_Step, ...]:
     """The launches, with so many blocks of the operand and of the result, each one or as many as the other's."""
     rows, parts = kind.shape[1], max(blocks, outs)
-    shapes = [(s[-2], s[-1]) for s in kind.factor_shapes]
     launches, turn, able = _order(kind, parts)
     if (blocks > 1 and not able.reads) or (outs > 1 and not able.writes):
         raise value_error("blocks, outs", f"what `ways` allows, {able}", (blocks, outs))
@@ -111,22 +102,7 @@ def _program(kind: Kind, blocks: int, outs: int) -> tuple[_Step, ...]:
         times = parts if reads or writes else 1
         inner, outer = before * launch.p * after, before * launch.q * after
         x, y = (Rows(0, width // parts if apart else width, 1) for width, apart in ((inner, reads), (outer, writes)))
-        case = Case(
-            launch,
-            kind.dtype,
-            kind.precision,
-            "scale" if i == last and kind.scaled else "plain",
-            (1, rows, before // times, after),
-            turn and before > 1,
-            before,
-            True,
-            x,
-            y,
-            y,
-            tuple(shapes[launch.start : launch.stop]),
-            tuple([(0, s[1], s[2]) for s in kind.factor_strides[launch.start : launch.stop]]),
-            devices.multiprocessor_count(kind.device),
-        )
+        case = case_of(kind, launch, (1, rows, before // times, after), turn, before, x, y, i == last)
         shift = (before if turn else outer) // times
         found.append(_Step(Prepared(case, (1, rows, outer, 1)), times, reads, writes, inner // times, shift, outer))
     return tuple(found)
@@ -150,7 +126,7 @@ def multiply_blocks(
     x, rows = blocks[0], blocks[0].shape[0]
     factors = [f.unsqueeze(0) for f in factors]
     scale, zero = bits(alpha), bits(0.0)
-    with devices.on_device(x):
+    with on_device(x):
         shapes, strides = tuple([tuple(f.shape) for f in factors]), tuple([f.stride() for f in factors])
         program = _program(_kind(rows, shapes, strides, alpha != 1, precision, x.dtype, x.device), len(blocks), len(outs))
         sources: Sequence[Tensor] = blocks

@@ -19,7 +19,7 @@ from fastkron_py.kernels.precision import resolved
 from fastkron_py.kernels.recipes import Case, Rows, recipes
 from fastkron_py.kernels.replay import ALPHA, Replay, Tape, bits
 from fastkron_py.tuning.choice import Choice
-from fastkron_py.tuning.plan import Setting, places, plan, turns
+from fastkron_py.tuning.plan import Launch, Setting, places, plan, turns
 
 
 def mergeable(t: Tensor) -> Tensor:
@@ -124,6 +124,28 @@ def setting_of(kind: Kind) -> Setting:
     return Setting(kind.dtype.itemsize, groups * rows * before, after, devices.has_fragments(kind.device, kind.dtype), before)
 
 
+def case_of(kind: Kind, launch: Launch, shape: tuple[int, int, int, int], turn: bool, apart: int, x: Rows, y: Rows, final: bool) -> Case:
+    """A launch of a multiply, from x to y; the final one scales, and adds z. Shape and apart as of `Case`, turn of the whole program."""
+    z = kind.z if final else None
+    groups, span = shape[0], slice(launch.start, launch.stop)
+    return Case(
+        launch,
+        kind.dtype,
+        kind.precision,
+        "axpby" if z is not None else "scale" if final and kind.scaled else "plain",
+        shape,
+        turn and apart > 1,
+        apart,
+        kind.shape[3] == 1,
+        x,
+        y,
+        y if z is None else z,
+        tuple([(s[-2], s[-1]) for s in kind.factor_shapes[span]]),
+        tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in kind.factor_strides[span]]),
+        devices.multiprocessor_count(kind.device),
+    )
+
+
 def program_of(kind: Kind, choice: Choice | None) -> tuple[Prepared, ...]:
     """The launches of a multiply by this choice, or by the closed form.
 
@@ -146,23 +168,7 @@ def program_of(kind: Kind, choice: Choice | None) -> tuple[Prepared, ...]:
         width = before * launch.q * after
         y = Rows(rows * width, width, 1)
         final = i == len(launches) - 1
-        z = kind.z if final else None
-        case = Case(
-            launch,
-            kind.dtype,
-            kind.precision,
-            "axpby" if z is not None else "scale" if final and kind.scaled else "plain",
-            (groups, rows, before, after),
-            turn and before > 1,
-            before,
-            columns == 1,
-            x,
-            y,
-            y if z is None else z,
-            tuple(shapes[launch.start : launch.stop]),
-            tuple((s[0] if groups > 1 else 0, s[1], s[2]) for s in kind.factor_strides[launch.start : launch.stop]),
-            devices.multiprocessor_count(kind.device),
-        )
+        case = case_of(kind, launch, (groups, rows, before, after), turn, before, x, y, final)
         program.append(Prepared(case, (groups, rows, width // columns, columns), configs[i]))
         x = y
     return tuple(program)
