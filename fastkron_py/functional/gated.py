@@ -23,9 +23,9 @@ _REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def gated_linear(
     x: ArrayT,
-    weight: ArrayT,
+    weight: ArrayT | tuple[ArrayT, ArrayT],
     *,
-    bias: ArrayT | None = None,
+    bias: ArrayT | tuple[ArrayT, ArrayT] | None = None,
     activation: str = "silu",
     layout: str = "interleaved",
     backward: str = "save",
@@ -38,13 +38,15 @@ def gated_linear(
 
     Args:
         x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
-        weight: both projections' weights, of x's kind, dtype and device; see layout.
-        bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows.
+        weight: both projections' weights, of x's kind, dtype and device: packed, see layout, or a pair (up, gate), each
+            ``[hidden, in]``, which may lie anywhere in memory: a pair is not copied either.
+        bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows; for a pair of
+            weights a pair of ``[hidden]``.
         activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"relu"``, ``"sigmoid"``, ``"identity"``, or one that was registered
             (see docs/gated_mlp.md).
         layout: ``"interleaved"``, weight ``[2 * hidden, in]`` whose row 2 i projects up_i and row 2 i + 1 gate_i; or ``"stacked"``,
             weight ``[2, hidden, in]``, up then gate. Neither is packed anew. The shape alone does not tell an interleaved
-            weight from two that were concatenated.
+            weight from two that were concatenated. A pair of weights has no layout.
         backward: ``"save"`` keeps both projections for the backward pass, which then writes their gradients over them;
             ``"recompute"`` keeps x alone and multiplies once more.
         precision: of float32 products, as in `kron_matmul`.
@@ -61,15 +63,15 @@ def gated_linear(
         >>> gated_linear(x, weight, layout="stacked").shape
         torch.Size([100, 24])
     """
-    return _call((x, weight, bias, None, None), activation, layout, backward, precision)  # type: ignore[no-any-return]
+    return _call(x, weight, bias, (None, None), activation, layout, backward, precision)  # type: ignore[no-any-return]
 
 
 def gated_mlp(
     x: ArrayT,
-    weight: ArrayT,
+    weight: ArrayT | tuple[ArrayT, ArrayT],
     down: ArrayT,
     *,
-    bias: ArrayT | None = None,
+    bias: ArrayT | tuple[ArrayT, ArrayT] | None = None,
     down_bias: ArrayT | None = None,
     activation: str = "silu",
     layout: str = "interleaved",
@@ -104,14 +106,20 @@ def gated_mlp(
         >>> gated_mlp(x, weight, down).shape
         torch.Size([100, 8])
     """
-    return _call((x, weight, bias, down, down_bias), activation, layout, backward, precision)  # type: ignore[no-any-return]
+    return _call(x, weight, bias, (down, down_bias), activation, layout, backward, precision)  # type: ignore[no-any-return]
 
 
-_LABELS: Final = ("x", "weight", "bias", "down", "down_bias")
+_PACKED: Final = ("x", "weight", "gate", "bias", "down", "down_bias")
+_PAIR: Final = ("x", "weight[0]", "weight[1]", "bias", "down", "down_bias")
 
 
-def _call(arguments: Any, activation: Any, layout: Any, backward: Any, precision: Any) -> Any:
+def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: Any, layout: Any, backward: Any, precision: Any) -> Any:
     """Check what is no tensor, and load what is another library's array."""
+    gate, labels = None, _PACKED
+    if isinstance(weight, tuple | list):
+        check_choice("layout", layout, LAYOUTS)
+        (weight, gate), bias, layout, labels = _pair("weight", weight), _stacked_bias(x, bias), "stacked", _PAIR
+    arguments = (x, weight, gate, bias, *after)
     if not torch.compiler.is_compiling():
         y = recorded_gated.replay(arguments, activation, layout, backward, precision)
         if y is not None:
@@ -120,13 +128,38 @@ def _call(arguments: Any, activation: Any, layout: Any, backward: Any, precision
     check_choice("layout", layout, LAYOUTS)
     check_choice("backward", backward, BACKWARDS)
     described = (check_activation(activation), layout, precision)
-    if isinstance(arguments[0], Tensor):
-        return _gated_linear(arguments, backward, described)
-    given = {label: a for label, a in zip(_LABELS, arguments, strict=True) if a is not None or label == "x"}
+    if isinstance(x, Tensor):
+        return _gated_linear(arguments, labels, backward, described)
+    given = {label: a for label, a in zip(labels, arguments, strict=True) if a is not None or label == "x"}
     bridge = find_bridge(list(given.values()), list(given))
     with bridge.context():
         loaded = {label: bridge.load(a, label) for label, a in given.items()}
-        return bridge.give_back(_gated_linear(tuple([loaded.get(label) for label in _LABELS]), backward, described))
+        return bridge.give_back(_gated_linear(tuple([loaded.get(label) for label in labels]), labels, backward, described))
+
+
+def _pair(name: str, given: Any) -> Any:
+    if not isinstance(given, tuple | list):
+        raise type_error(name, "a pair (up, gate), since weight is one", type_name(given))
+    if len(given) != 2 or any(t is None for t in given):
+        raise value_error(name, "a pair (up, gate)", f"{len(given)} of which {sum(t is None for t in given)} are None")
+    return given
+
+
+def _stacked_bias(x: Any, bias: Any) -> Any:
+    """A pair of biases ``[hidden]`` as one, ``[2, hidden]``, through which gradients pass."""
+    if bias is None:
+        return None
+    up, gate = _pair("bias", bias)
+    if isinstance(x, Tensor):
+        for i, t in enumerate((up, gate)):
+            check_tensor(f"bias[{i}]", t, up, "bias[0]")
+        if up.ndim != 1 or up.shape != gate.shape:
+            raise value_error("bias", "a pair of shape (hidden,)", f"shapes {tuple(up.shape)} and {tuple(gate.shape)}")
+        return torch.stack([up, gate])
+    bridge = find_bridge([x, up, gate], ["x", "bias[0]", "bias[1]"])
+    with bridge.context():
+        both = _stacked_bias(torch.empty(0), [bridge.load(t, f"bias[{i}]") for i, t in enumerate((up, gate))])
+        return bridge.give_back(both)
 
 
 def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:
@@ -187,33 +220,40 @@ def check_activation(name: Any) -> str:
     return find_activation(name).name
 
 
-def _gated_linear(tensors: Any, backward: str, described: tuple[str, str, str | None]) -> Tensor:
+def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, described: tuple[str, str, str | None]) -> Tensor:
     device_type = tensors[0].device.type
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         tensors = tuple([cast(t, dtype) for t in tensors])
-    x, weight, bias, down, down_bias = tensors
-    _check_tensors(x, weight, bias, down, down_bias, described[1])
+    _check_tensors(tensors, labels, described[1])
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     chosen = "" if torch.compiler.is_compiling() else requested_backend()
     return recorded_gated.gated_linear(tensors, backward, *described, chosen)
 
 
-def _check_tensors(x: Tensor, weight: Any, bias: Any, down: Any, down_bias: Any, layout: str) -> None:
+def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:
+    x, weight, gate, bias, down, down_bias = tensors
     check_tensor("x", x, x, "x")
     if x.dtype not in _REAL:
         raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
-    check_tensor("weight", weight, x, "x")
+    check_tensor(labels[1], weight, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")
     shape = tuple(weight.shape)
-    if layout == "interleaved":
+    if gate is not None:
+        check_tensor(labels[2], gate, x, "x")
+        if weight.ndim != 2:
+            raise value_error(labels[1], "[hidden, in]", f"shape {shape}")
+        if gate.shape != weight.shape:
+            raise value_error(labels[2], f"weight[0]'s shape {shape}", f"shape {tuple(gate.shape)}")
+        shape = (2, *shape)
+    elif layout == "interleaved":
         if weight.ndim != 2 or shape[0] % 2:
             raise value_error("weight", "[2 * hidden, in], since layout is 'interleaved'", f"shape {shape}")
     elif weight.ndim != 3 or shape[0] != 2:
         raise value_error("weight", "[2, hidden, in], since layout is 'stacked'", f"shape {shape}")
     if shape[-1] != x.shape[-1]:
-        raise value_error("weight", f"a last dimension of x's {x.shape[-1]} inputs", f"shape {shape}")
+        raise value_error(labels[1], f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(weight.shape)}")
     if bias is not None:
         check_tensor("bias", bias, x, "x")
         if tuple(bias.shape) != shape[:-1]:

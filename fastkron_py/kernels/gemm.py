@@ -14,9 +14,9 @@ launches; `tuning/gemm.py` chooses blocks. What an operator passes in:
 ``BEGIN(row, tile_n, tensors, strides, rows, BLOCK_M, BLOCK_N, PARAMS)``
     what is to be under way before a tile's sums, such as fetching what FINISH will read into a cache; it returns nothing.
 
-PAIRS says whether rows of b belong together in twos: "" (no: second is first), "stacked" (b is ``[2, N / 2, K]``, in any strides) or
-"interleaved" (rows 2 i and 2 i + 1). Then first and second are the two sums of each pair, and columns is N / 2. A tile is finished in PARTS
-pieces one beside the other, which bounds registers and the shared memory that stores pass through.
+PAIRS says whether rows of b belong together in twos: "" (no: second is first), "stacked" (row i of b and row i of b2, both ``[N / 2, K]``,
+anywhere in memory) or "interleaved" (rows 2 i and 2 i + 1). Then first and second are the two sums of each pair, and columns is N / 2.
+A tile is finished in PARTS pieces one beside the other, which bounds registers and the shared memory that stores pass through.
 
 tensors is a tuple of tensors that MAKE and FINISH may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for FINISH, which
 finds further ones, `functions`, behind the tensors. With `finish_plain` VALUE is ``VALUE(sums, column, columns, tensors, PARAMS)``, so
@@ -58,17 +58,17 @@ def store_tile(target, value, row, column, rows, columns, stride):
 
 
 @triton.jit
-def _load_rows(b, tile_n, k, N, K, stride, stride_half, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAIRS: tl.constexpr):
-    """``[BLOCK_N, BLOCK_K]`` of b: neighbouring rows, or BLOCK_N / 2 of each half, one half after the other."""
+def _load_rows(b, b2, tile_n, k, N, K, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAIRS: tl.constexpr):
+    """``[BLOCK_N, BLOCK_K]``: neighbouring rows of b, or BLOCK_N / 2 rows of b and behind them the same rows of b2."""
     if PAIRS == "stacked":
         HALF: tl.constexpr = BLOCK_N // 2
         if isinstance(b, tl.tensor_descriptor):
             return tl.reshape(b.load([0, tile_n * HALF, k]), (BLOCK_N, BLOCK_K))
         else:
             i = tl.arange(0, BLOCK_N)
-            n = tl.minimum(tile_n * HALF + i % HALF, N // 2 - 1).to(tl.int64) * stride + (i // HALF).to(tl.int64) * stride_half
+            n = tl.minimum(tile_n * HALF + i % HALF, N // 2 - 1).to(tl.int64) * stride
             c = k + tl.arange(0, BLOCK_K)
-            return tl.load(b + n[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)
+            return tl.load(tl.where(i < HALF, b + n, b2 + n)[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)
     else:
         return load_tile(b, tile_n * BLOCK_N, k, N, K, stride, BLOCK_N, BLOCK_K)
 
@@ -132,7 +132,8 @@ def _finish(
 @triton.jit
 def _gemm_kernel(
     a,  # [M, K], boxes [BLOCK_M, BLOCK_K]
-    b,  # [N, K], boxes [BLOCK_N, BLOCK_K]; for "stacked" pairs [2, N / 2, K], boxes [2, BLOCK_N / 2, BLOCK_K]
+    b,  # [N, K], boxes [BLOCK_N, BLOCK_K]; for "stacked" pairs [N / 2, K], or both as [2, N / 2, K], boxes [2, BLOCK_N / 2, BLOCK_K]
+    b2,  # [N / 2, K], for "stacked" pairs without a descriptor of both
     bias,  # [N], or [2, N / 2] in its strides
     out,  # these four are the finisher's
     pair,
@@ -144,7 +145,6 @@ def _gemm_kernel(
     K,
     stride_a,
     stride_b,
-    stride_half,
     bias_step,
     bias_half,
     strides,
@@ -156,6 +156,7 @@ def _gemm_kernel(
     BEGIN: tl.constexpr,
     PARAMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    SWAPPED: tl.constexpr,  # in the descriptor of both, b2 comes first: its address is the lower one
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -183,14 +184,17 @@ def _gemm_kernel(
         for step in range(steps):
             k = step * BLOCK_K
             x = load_tile(a, row, k, M, K, stride_a, BLOCK_M, BLOCK_K)
-            w = _load_rows(b, tile_n, k, N, K, stride_b, stride_half, BLOCK_N, BLOCK_K, PAIRS)
+            w = _load_rows(b, b2, tile_n, k, N, K, stride_b, BLOCK_N, BLOCK_K, PAIRS)
             x = MAKE(x, k, K, tensors, PARAMS).to(COMPUTE)
             w = w.to(COMPUTE).T
             acc = product(x, w, w, acc, PRECISION, MADE)
         first = acc
         second = acc
         if PAIRS == "stacked":
-            first, second = _halves(acc)
+            if SWAPPED:
+                second, first = _halves(acc)
+            else:
+                first, second = _halves(acc)
         place = (row, tile_n * (BLOCK_N // PAIRED), M, N // PAIRED)
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)

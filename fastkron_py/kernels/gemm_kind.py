@@ -55,7 +55,7 @@ class Kind(NamedTuple):
     depth: int
     a: Operand
     b: Operand
-    half: int  # stride between the two of a pair of b's rows
+    swapped: bool  # a descriptor of "stacked" pairs begins with b2, which has the lower address
     bias: tuple[int, int] | None  # strides of a column, and between the two of a pair
     others: tuple[Operand | None, ...]  # out, pair, pair2, side
     gemm: Gemm
@@ -66,6 +66,13 @@ class Kind(NamedTuple):
     def overlaps(self) -> bool:
         """Whether one of several launches may begin while the one ahead ends."""
         return self.gemm.divisible and has_overlap(self.device)
+
+    def takes(self, b: Tensor, b2: Tensor | None) -> bool:
+        """Whether b and b2, alike but elsewhere in memory, 16-byte aligned, are as far apart as a launch of this kind reaches."""
+        if b2 is None or not self.b.described:
+            return True
+        distance = b2.data_ptr() - b.data_ptr()
+        return 0 < (-distance if self.swapped else distance) < _FARTHEST
 
     def sizes(self) -> GemmSizes:
         """What the closed form chooses by."""
@@ -100,10 +107,10 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def _layout(t: Tensor) -> tuple[int, bool]:
-    """(stride of rows ``[..., R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
-    shape, strides, size = t.shape, t.stride(), t.element_size()
-    rows, columns = shape[-2:]
-    stride = strides[-2] if rows > 1 else -(-columns // 8) * 8
+    """(stride of rows ``[R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
+    size = t.element_size()
+    rows, columns = t.shape
+    stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
     step = stride * size
     described = (
         has_descriptors(t.device)
@@ -115,14 +122,11 @@ def _layout(t: Tensor) -> tuple[int, bool]:
         and rows < _LONGEST
         and columns < _LONGEST
     )
-    if described and len(shape) > 2:
-        steps = [s * size for s, n in zip(strides[:-2], shape[:-2], strict=True) if n > 1]
-        described = all([0 < s < _FARTHEST and s % 16 == 0 for s in steps]) and all([n < _LONGEST for n in shape[:-2]])
     return stride, described
 
 
 def is_describable(t: Tensor) -> bool:
-    """Whether a matrix, or a pair of them, can have a descriptor."""
+    """Whether a matrix can have a descriptor."""
     return _layout(t)[1]
 
 
@@ -131,16 +135,33 @@ def _operand(t: Tensor, share: int = 1) -> Operand:
 
 
 def rowwise(t: Tensor) -> Tensor:
-    """A matrix, or a pair of them, whose rows are runs of memory."""
+    """A matrix whose rows are runs of memory."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def _pair(b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
+    """(both as one operand ``[2, R, C]``, whether b2 comes first there), of matrices of the same strides anywhere in memory."""
+    operand = _operand(b)
+    distance = b2.data_ptr() - b.data_ptr()
+    # The stride from one to the other is an ordinary one to the copy engine, which asks for no common allocation.
+    described = operand.described and is_describable(b2) and 0 < abs(distance) < _FARTHEST
+    return operand._replace(described=described), described and distance < 0
+
+
 def kind_of(
-    a: Tensor, b: Tensor, bias: Tensor | None, others: Sequence[Tensor | None], call: Gemm, precision: str, tile: GemmTile | None
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    others: Sequence[Tensor | None],
+    call: Gemm,
+    precision: str,
+    tile: GemmTile | None,
+    b2: Tensor | None = None,
 ) -> Kind:
-    """Of a launch on these; arguments as of `gemm_launch.gemm`, rows of a and b being runs of memory."""
-    columns = b.shape[0] * b.shape[1] if b.ndim == 3 else b.shape[0]
+    """Of a launch on these; arguments as of `gemm_launch.gemm`, rows of a, b and b2 being runs of memory."""
+    columns = b.shape[0] if b2 is None else 2 * b.shape[0]
     width = columns // call.fan
+    operand_b, swapped = (_operand(b), False) if b2 is None else _pair(b, b2)
     strides = None
     if bias is not None:
         strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
@@ -149,8 +170,8 @@ def kind_of(
         columns,
         a.shape[1],
         _operand(a),
-        _operand(b),
-        b.stride(0) if b.ndim == 3 else 0,
+        operand_b,
+        swapped,
         strides,
         tuple([None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]),
         call,

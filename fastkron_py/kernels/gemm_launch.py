@@ -35,15 +35,14 @@ _WATCHED: Final = _Watched()
 _generations = itertools.count(1)
 _generation = 0  # of plans: another one when they are forgotten
 
-_UNSHIFTED: Final = (0,) * 6  # of b, bias, out, pair, pair2 and side
+_UNSHIFTED: Final = (0,) * 7  # of b, b2, bias, out, pair, pair2 and side
 
 
 def _template(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> Template | None:
     """What a matrix's descriptor of boxes holds besides the matrix, checked by Triton; None where the kernel gets the tensor."""
     if t is None or operand is None or box is None or not operand.described:
         return None
-    strides = [*t.stride()[:-2], operand.stride, 1]
-    return template_of(TensorDescriptor(t, list(t.shape), strides, list(box)))
+    return template_of(TensorDescriptor(t, list(t.shape), [operand.stride, 1], list(box)))
 
 
 def _source(t: Any, template: Template | None) -> Any:
@@ -84,12 +83,13 @@ class Plan:
     def __init__(self, kind: Kind, overlap: Overlap = _ALONE) -> None:
         self._kind = kind
         self._generation = _generation
-        self._templates: tuple[Template | None, ...] | None = None  # of a, b, bias (which has none) and others
+        self._templates: list[Template | None] | None = None  # of a, b, b2 and bias (which have none) and others
         self._direct: _Direct | None = None
         sizes = kind.sizes()
         self.tile = tile = kind.tile or tuning.gemm_tile(sizes)
         self.box_a = (tile.block_m, tile.block_k)
         stacked = kind.gemm.pairs == "stacked"
+        self._both = stacked and kind.b.described  # b and b2 have one descriptor
         self.box_b = (2, tile.block_n // 2, tile.block_k) if stacked else (tile.block_n, tile.block_k)
         width = tile.block_n // kind.gemm.fan // tile.parts
         self.boxes = [None if o is None else (tile.block_m, width * o.share) for o in kind.others]
@@ -101,7 +101,6 @@ class Plan:
             "K": kind.depth,
             "stride_a": kind.a.stride,
             "stride_b": kind.b.stride,
-            "stride_half": kind.half,
             "bias_step": 1 if kind.bias is None else kind.bias[0],
             "bias_half": 1 if kind.bias is None else kind.bias[1],
             "strides": tuple([1 if o is None else o.stride for o in (out, pair, side)]),
@@ -113,6 +112,7 @@ class Plan:
             "BEGIN": kind.gemm.begin,
             "PARAMS": kind.gemm.params,
             "PAIRS": kind.gemm.pairs,
+            "SWAPPED": kind.swapped,
             "HAS_BIAS": kind.bias is not None,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -134,14 +134,15 @@ class Plan:
         stages = range(tile.stages, 0, -1)
         self.launch = Launcher([Way(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 
-    def is_current(self) -> bool:
-        """Whether launches have not been forgotten since it was made."""
-        return self._generation == _generation
+    def is_current(self, b: Tensor, b2: Tensor | None) -> bool:
+        """Whether it can be repeated on b and b2, elsewhere in memory: launches have not been forgotten since it was made."""
+        return self._generation == _generation and self._kind.takes(b, b2)
 
     def __call__(
         self,
         a: Tensor,
         b: Tensor,
+        b2: Tensor | None,
         bias: Tensor | None,
         others: Sequence[Tensor | None],
         tensors: tuple[Tensor, ...],
@@ -149,26 +150,47 @@ class Plan:
     ) -> None:
         """Launch on operands of the plan's kind, on their device; others are out, pair, pair2 and side.
 
-        After the first time only addresses are read of a, b, bias and out, which may then be any views of the same memory; what has a
-        descriptor begins at a 16-byte boundary. shifts are bytes from where b, bias and others begin to what is meant.
+        After the first time only addresses are read of a, b, b2, bias and out, which may then be any views of the same memory; what has a
+        descriptor begins at a 16-byte boundary. shifts are bytes from where b, b2, bias and others begin to what is meant.
         """
-        if self._direct is not None and self._again(self._direct, (a, b, bias, *others), tensors, shifts):
+        operands = (a, b, b2, bias, *others)
+        if self._direct is not None and self._again(self._direct, operands, tensors, shifts):
             return
-        b, bias, *others = [_shifted(t, n) for t, n in zip((b, bias, *others), shifts, strict=True)]  # type: ignore[assignment]
-        templates = self._templates
-        if templates is None:
-            operands = (self._kind.a, self._kind.b, None, *self._kind.others)
-            boxes = (self.box_a, self.box_b, None, *self.boxes)
-            found = [_template(t, o, box) for t, o, box in zip((a, b, bias, *others), operands, boxes, strict=True)]
-            templates = self._templates = tuple(found)
+        operands = (a, *[_shifted(t, n) for t, n in zip(operands[1:], shifts, strict=True)])
+        if self._templates is None:
+            self._templates = self._described(operands)
         # What is absent is never read; a pointer stands in, since None would make another kind of kernel.
-        sources = [a if t is None else _source(t, template) for t, template in zip((a, b, bias, *others), templates, strict=True)]
+        sources = [a if t is None else _source(t, template) for t, template in zip(operands, self._templates, strict=True)]
+        if self._both:
+            sources[1:3] = self._source_of_both(operands[1], operands[2]), a
         self.launch(*sources, tensors or (a,))
         ready = self.launch.ready()
         if self._direct is None and ready is not None:
             launch, more = launcher_of(ready)
             active = driver.active
             self._direct = _Direct(launch, ready.grid[0], active.get_current_stream, active.get_current_device(), more, ready.after)
+
+    def _described(self, operands: Sequence[Tensor | None]) -> list[Template | None]:
+        """What each operand's descriptor holds besides the matrix, of both b and b2 in b's place."""
+        kinds = (self._kind.a, None if self._both else self._kind.b, None, None, *self._kind.others)
+        boxes = (self.box_a, self.box_b, None, None, *self.boxes)
+        found = [_template(t, o, box) for t, o, box in zip(operands, kinds, boxes, strict=True)]
+        if self._both:
+            _, b, b2, *_ = operands
+            begin, strides = self._place_of_both(b, b2)
+            shape = [2, *b.shape]  # type: ignore[union-attr]
+            found[1] = template_of(TensorDescriptor(begin, shape, strides, list(self.box_b)))
+        return found
+
+    def _place_of_both(self, b: Any, b2: Any) -> tuple[Any, list[int]]:
+        """(the one of b and b2 that has the lower address, strides of both as ``[2, R, C]`` from there)."""
+        distance = b2.data_ptr() - b.data_ptr()
+        return (b2 if self._kind.swapped else b), [abs(distance) // self._kind.b.dtype.itemsize, self._kind.b.stride, 1]
+
+    def _source_of_both(self, b: Any, b2: Any) -> Any:
+        """One descriptor of both: how far apart they are differs from call to call."""
+        begin, strides = self._place_of_both(b, b2)
+        return remade(TensorDescriptor, {**self._templates[1], "strides": strides}, begin)  # type: ignore[dict-item, index]
 
     def _again(self, direct: _Direct, operands: Sequence[Tensor | None], tensors: tuple[Tensor, ...], shifts: Sequence[int]) -> bool:
         """Launch by addresses, of which Triton asks nothing more; False, and nothing done, if that is not possible now."""
@@ -187,6 +209,10 @@ class Plan:
                 sources.append(address)
             else:
                 sources.append(_source(Place(t.data_ptr() + shift) if shift else t, template))
+        if self._both:
+            _, b, b2, *_ = operands
+            places = [Place(t.data_ptr() + n) for t, n in zip((b, b2), shifts, strict=False)]  # type: ignore[union-attr]
+            sources[1:3] = self._source_of_both(*places), first
         if unaligned & 15:  # compiled for pointers on a 16-byte boundary
             return False
         direct.launch(direct.grid, 1, 1, direct.stream(direct.device), *direct.more, *sources, tuple(addresses), *direct.rest)
@@ -201,51 +227,52 @@ class DividedPlan:
         self._generation = _generation
         self._parts: list[tuple[Plan, list[int]]] = []
 
-    def is_current(self) -> bool:
+    def is_current(self, b: Tensor, b2: Tensor | None) -> bool:
         """See `Plan`."""
-        return self._generation == _generation
+        return self._generation == _generation and self._kind.takes(b, b2)
 
     def __call__(
         self,
         a: Tensor,
         b: Tensor,
+        b2: Tensor | None,
         bias: Tensor | None,
         others: Sequence[Tensor | None],
         tensors: tuple[Tensor, ...],
+        shifts: Sequence[int] = _UNSHIFTED,
     ) -> None:
         """See `Plan`."""
         if not self._parts:
+            b, b2, bias, *others = [_shifted(t, n) for t, n in zip((b, b2, bias, *others), shifts, strict=True)]  # type: ignore[assignment]
             last = len(self._spans) - 1 if self._kind.overlaps() else 0
             overlaps = [Overlap(i < last, 0 < i <= last) for i in range(len(self._spans))]
             pairs = zip(self._spans, overlaps, strict=True)
-            self._parts = [self._launched(span, overlap, a, b, bias, others, tensors) for span, overlap in pairs]
+            self._parts = [self._launched(span, overlap, (a, b, b2, bias, *others), tensors) for span, overlap in pairs]
             return
-        for plan, shifts in self._parts:
-            plan(a, b, bias, others, tensors, shifts)
+        for plan, more in self._parts:
+            plan(a, b, b2, bias, others, tensors, [n + m for n, m in zip(shifts, more, strict=True)])
 
     def _launched(
         self,
         span: GemmSpan,
         overlap: Overlap,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        others: Sequence[Tensor | None],
+        operands: Sequence[Any],
         tensors: tuple[Tensor, ...],
     ) -> tuple[Plan, list[int]]:
-        """Launch on a span for the first time: its plan, and how many bytes after b, bias and others its operands begin."""
+        """Launch on a span for the first time: its plan, and how many bytes after b, b2, bias and others its operands begin."""
         kind = self._kind
+        a, b, b2, bias, *others = operands
         each = 2 if kind.gemm.pairs else 1
         half = slice(span.start // each, span.stop // each)
-        part_b = b[:, half] if b.ndim == 3 else b[span.start : span.stop]
+        part_b, part_b2 = (b[span.start : span.stop], None) if b2 is None else (b[half], b2[half])
         part_bias = bias
         if bias is not None:
             part_bias = bias[:, half] if bias.ndim == 2 else bias[span.start : span.stop]
         shares = [1 if o is None else o.share for o in kind.others]
         parts = [None if t is None else t[:, half.start * n : half.stop * n] for t, n in zip(others, shares, strict=True)]
-        plan = Plan(kind_of(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile), overlap)
-        plan(a, part_b, part_bias, parts, tensors)
-        pairs = zip((b, bias, *others), (part_b, part_bias, *parts), strict=True)
+        plan = Plan(kind_of(a, part_b, part_bias, parts, kind.gemm, kind.precision, span.tile, part_b2), overlap)
+        plan(a, part_b, part_b2, part_bias, parts, tensors)
+        pairs = zip(operands[1:], (part_b, part_b2, part_bias, *parts), strict=True)
         return plan, [0 if t is None or part is None else part.data_ptr() - t.data_ptr() for t, part in pairs]
 
 
@@ -255,7 +282,7 @@ def _shifted(t: Tensor | None, shift: int) -> Tensor | None:
 
 
 class Launched(NamedTuple):
-    """Launches that were made, and what they read: a, b, bias, and further tensors."""
+    """Launches that were made, and what they read: a, b, b2, bias, and further tensors."""
 
     plan: Plan | DividedPlan
     operands: tuple[Tensor | None, ...]
@@ -301,12 +328,13 @@ def gemm(
     tensors: tuple[Tensor, ...] = (),
     precision: str = "highest",
     tile: GemmTile | None = None,
+    b2: Tensor | None = None,
 ) -> None:
     """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.finish`` store what becomes of the sums.
 
     Args:
         a: float32, float16 or bfloat16, of any strides, not empty.
-        b: like a; ``[2, N / 2, K]`` for "stacked" pairs.
+        b: like a; ``[N / 2, K]`` for "stacked" pairs.
         bias: ``[N]``, or ``[2, N / 2]`` for "stacked" pairs; or None.
         call: what is passed in.
         out: ``[M, N]``, or ``[M, N / 2]`` for pairs, rows being runs of memory, as of the following; or None where the finisher needs none.
@@ -316,11 +344,14 @@ def gemm(
         tensors: what maker and finisher read besides.
         precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
         tile: blocks; None lets the closed form choose.
+        b2: ``[N / 2, K]`` for "stacked" pairs, in memory of b's or of its own.
     """
     with on_device(a):
         a, b = rowwise(a), rowwise(b)
+        if b2 is not None and b2.stride() != b.stride():
+            b, b2 = b.contiguous(), b2.contiguous()
         others = [out, pair, pair2, side]
-        plan = _plan(kind_of(a, b, bias, others, call, precision, tile))
-        plan(a, b, bias, others, tensors)
+        plan = _plan(kind_of(a, b, bias, others, call, precision, tile, b2))
+        plan(a, b, b2, bias, others, tensors)
         if _WATCHED.seen is not None:
-            _WATCHED.seen.append(Launched(plan, (a, b, bias, *tensors)))
+            _WATCHED.seen.append(Launched(plan, (a, b, b2, bias, *tensors)))

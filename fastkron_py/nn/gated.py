@@ -22,6 +22,7 @@ from fastkron_py.functional.gated import (
     pack_gated,
     unpack_gated,
 )
+from fastkron_py.nn.hooks import is_plain_linear
 
 # What papers call the whole layer, by its gate's activation.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
@@ -39,14 +40,6 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 _UNPACKED: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _PACKED: Final = MappingProxyType({"weight": "up_gate_weight", "bias": "up_gate_bias"})
 _EXTRA: Final = "_extra_state"
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether calling a module is a plain product: no adapter, hook, parametrisation or distributed tensor has been put there."""
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
-        return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any([len(h) for h in hooks])
 
 
 def _activation_name(given: Any) -> str:
@@ -146,7 +139,7 @@ class GatedMLP(nn.Module):
             "precision": self.precision,
         }
         down = self.down_proj
-        if _is_plain(down):
+        if is_plain_linear(down):
             result: Tensor = gated_mlp(x, self.up_gate_weight, down.weight, down_bias=down.bias, **options)
         else:
             result = down(gated_linear(x, self.up_gate_weight, **options))

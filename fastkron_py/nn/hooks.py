@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
@@ -16,3 +18,8 @@ def is_hooked(module: nn.Module) -> bool:
         everywhere._global_backward_pre_hooks,
     )
     return any(map(bool, own + of_all)) or "forward" in module.__dict__
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether calling a module is multiplying with its weight: no adapter, hook, quantised, parametrised or distributed weight."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked(module)

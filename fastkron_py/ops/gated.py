@@ -2,7 +2,9 @@
 
 gated_linear           y = up * act(gate), up and gate being the two halves of x W^T + b; with a projection after it, y D^T + c
 gated_linear_saving    the same, and the two halves side by side, which backward may read instead of computing them again
-gated_linear_backward  [dx] + [dW] + [db] + [dD] + [dc], only those asked for
+gated_linear_backward  [dx] + [dW] + [dG] + [db] + [dD] + [dc], only those asked for
+
+W is packed, or up's weight alone; then G is gate's, in memory of its own, and the layout is "stacked".
 
 Backward makes the gradients of up and gate in one kernel; the products with W, x, D and y are torch's. With a projection after it, y is not
 saved: that kernel makes it again, over the gradient that it has read. Derivatives of gradients, and everything inside torch.func's
@@ -11,6 +13,7 @@ transforms and forward mode, are torch's own, of the same layer written in torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -26,31 +29,40 @@ from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
 LIBRARY = torch.library.Library("fastkron", "FRAGMENT")
-_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? down, Tensor? down_bias"
+_TENSORS = "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, Tensor? down, Tensor? down_bias"
 _OPTIONS = "str activation, str layout, str? precision, str backend"
 # Which of the tensors' gradients are needed; a list of booleans would be a list of symbols to some of torch's transforms.
-_NEEDS = "bool need_x, bool need_weight, bool need_bias, bool need_down, bool need_down_bias"
+_NEEDS = "bool need_x, bool need_weight, bool need_gate, bool need_bias, bool need_down, bool need_down_bias"
 # No defaults: the dispatcher drops arguments that equal theirs, and the autograd wrapper then miscounts.
 LIBRARY.define(f"gated_linear({_TENSORS}, {_OPTIONS}) -> Tensor")
 LIBRARY.define(f"gated_linear_saving({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"gated_linear_backward(Tensor dy, {_TENSORS}, Tensor? pairs, {_NEEDS}, {_OPTIONS}) -> Tensor[]")
-COUNT: Final = 5  # tensors
+COUNT: Final = 6  # tensors
 _NO_GRADIENTS: Final = (None,) * 4  # of the options
 
-Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""x ``[..., K]``, weight ``[2 H, K]`` or ``[2, H, K]``, bias of its rows' shape, down ``[O, H]``, down_bias ``[O]``."""
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""x ``[..., K]``, weight ``[2 H, K]`` or ``[2, H, K]``, bias of its rows' shape, down ``[O, H]``, down_bias ``[O]``; gate is None.
+
+Or weight ``[H, K]`` of up, gate ``[H, K]``, and bias ``[2, H]``."""
 
 # Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off (see `ops/poly_kan.py`).
 _LONGEST_SUM: Final = 512
 
 
-def sizes(x: Tensor, weight: Tensor, down: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
+def sizes(x: Tensor, weight: Tensor, gate: Tensor | None, down: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
     """(rows, H, shape of the result)."""
-    hidden = weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
-    return x.shape[:-1].numel(), hidden, (*x.shape[:-1], hidden if down is None else down.shape[0])
+    from fastkron_py.kernels.gated.torch_gated import hidden_size
+
+    hidden = hidden_size(weight, gate)
+    # Not numel(), which makes an integer of a symbol.
+    return math.prod(x.shape[:-1]), hidden, (*x.shape[:-1], hidden if down is None else down.shape[0])
 
 
 # ---- implementations -------------------------------------------------------------------------
+
+
+Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""x, weight, gate and bias."""
 
 
 def by_triton(x: Tensor, weight: Tensor, activation: str, precision: str | None, backend: str) -> bool:
@@ -70,20 +82,20 @@ def _forward(
     tensors: Tensors, saving: bool, activation: str, layout: str, precision: str | None, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """(result, pairs ``[M, 2 H]`` where they are saved)."""
-    x, weight, bias, down, down_bias = tensors
-    rows, _, shape = sizes(x, weight, down)
+    x, weight, gate, bias, down, down_bias = tensors
+    rows, _, shape = sizes(x, weight, gate, down)
     pairs: Tensor | None
     with unseen_by_autograd(x), torch.no_grad():
-        x2 = x.reshape(rows, x.shape[-1])
+        wide = (x.reshape(rows, x.shape[-1]), weight, gate, bias)
         if by_triton(x, weight, activation, precision, backend):
             from fastkron_py.kernels.gated import triton_gated
 
-            y, pairs = triton_gated.forward(x2, weight, bias, triton_gated.Gated(activation, layout, resolved(precision)), saving)
+            y, pairs = triton_gated.forward(wide, triton_gated.Gated(activation, layout, resolved(precision)), saving)
         else:
             from fastkron_py.kernels.gated import torch_gated
 
             with torch_products(x, precision):
-                pairs = torch_gated.pairs_of(x2, weight, bias)
+                pairs = torch_gated.pairs_of(*wide)
             y = torch_gated.gate(pairs, activation, layout)
         if down is not None:
             with torch_products(x, precision):
@@ -91,21 +103,19 @@ def _forward(
         return y.reshape(shape), pairs if saving else None
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, down_bias: Tensor | None, *options: Any) -> Tensor:
+def multiply(*given: Any) -> Tensor:
     """The layer's result; arguments as in the operator's schema."""
-    return _forward((x, weight, bias, down, down_bias), False, *options)[0]
+    return _forward(given[:COUNT], False, *given[COUNT:])[0]
 
 
-def multiply_saving(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, down_bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Any]:
+def multiply_saving(*given: Any) -> tuple[Tensor, Any]:
     """The result, and pairs ``[M, 2 H]``."""
-    return _forward((x, weight, bias, down, down_bias), True, *options)
+    return _forward(given[:COUNT], True, *given[COUNT:])
 
 
 def _pair_gradients(
     dy: Tensor,
-    tensors: Tensors,
+    wide: Wide,
     pairs: Tensor | None,
     in_place: bool,
     again: bool,
@@ -115,18 +125,18 @@ def _pair_gradients(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, which may be written over dy), for matrices x and dy."""
-    x, weight, bias = tensors[:3]
+    x, weight, *_ = wide
     if by_triton(x, weight, activation, precision, backend):
         from fastkron_py.kernels.gated import triton_gated
 
         gated = triton_gated.Gated(activation, layout, resolved(precision))
         if pairs is None:
-            return triton_gated.recomputed_gradients(dy, x, weight, bias, gated, again)
+            return triton_gated.recomputed_gradients(dy, wide, gated, again)
         return triton_gated.stored_gradients(dy, pairs, gated, in_place, again)
     from fastkron_py.kernels.gated import torch_gated
 
     with torch_products(x, precision):
-        pairs = torch_gated.pairs_of(x, weight, bias) if pairs is None else pairs
+        pairs = torch_gated.pairs_of(*wide) if pairs is None else pairs
     y = torch_gated.gate(pairs, activation, layout) if again else None
     return torch_gated.pair_gradients(dy, pairs, activation, layout), y
 
@@ -135,49 +145,54 @@ PairGradients = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
 """From the gradient of y ``[M, H]``: those of the pairs ``[M, 2 H]`` and, if so, y again, which may be written over its gradient."""
 
 
-def chain(
-    dy: Tensor, x: Tensor, wide: Tensor, down: Tensor | None, needs: Sequence[bool], pair_gradients: PairGradients
-) -> tuple[Tensor | None, ...]:
-    """(dx, dW, db, dD, dc) of matrices dy, x and wide ``[2 H, K]``, those that are needed, among them one of the first three."""
-    need_x, need_weight, need_bias, need_down, need_down_bias = needs
-    dx = dwide = dbias = ddown = None
+def chain(dy: Tensor, wide: Wide, down: Tensor | None, needs: Sequence[bool], pair_gradients: PairGradients) -> tuple[Tensor | None, ...]:
+    """(dx, dW, dG, db, dD, dc) of matrices dy and x, those that are needed, among them one of the first four; shapes are the caller's."""
+    x, weight, gate, _ = wide
+    need_x, need_weight, need_gate, need_bias, need_down, need_down_bias = needs
+    dweight = dgate = dbias = ddown = None
     # A projection's gradient of y is a fresh tensor, over which y may be written.
     d, y = pair_gradients(dy if down is None else dy @ down, need_down)
     if y is not None:
         ddown = dy.mT @ y
     del y
-    if need_x:
-        dx = d @ wide
+    if gate is None:
+        first, second = d, d
+        dx = first @ weight.flatten(0, -2) if need_x else None
+    else:
+        first, second = d.chunk(2, 1)
+        dx = (first @ weight).addmm_(second, gate) if need_x else None
     if need_weight:
-        dwide = d.mT @ x
+        dweight = first.mT @ x
+    if need_gate:
+        dgate = second.mT @ x
     if need_bias:
         dbias = column_sums(d)
-    return dx, dwide, dbias, ddown, column_sums(dy) if need_down_bias else None
+    return dx, dweight, dgate, dbias, ddown, column_sums(dy) if need_down_bias else None
 
 
 def _gradients(dy: Tensor, tensors: Tensors, pairs: Tensor | None, needs: Sequence[bool], in_place: bool, *options: Any) -> list[Tensor]:
-    """[dx] + [dW] + [db] + [dD] + [dc], those that are needed; in_place: pairs may be overwritten."""
-    x, weight, bias, down, _ = tensors
-    rows, hidden, _ = sizes(x, weight, down)
+    """[dx] + [dW] + [dG] + [db] + [dD] + [dc], those that are needed; in_place: pairs may be overwritten."""
+    x, weight, gate, bias, down, _ = tensors
+    rows = math.prod(x.shape[:-1])
     wanted = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
     with unseen_by_autograd(x), torch.no_grad(), torch_products(x, options[2]):
-        x2, dy2 = x.reshape(rows, x.shape[-1]), dy.reshape(rows, dy.shape[-1])
-        wide = (x2, weight, bias, None, None)
+        dy2 = dy.reshape(rows, dy.shape[-1])
+        wide = (x.reshape(rows, x.shape[-1]), weight, gate, bias)
         found: tuple[Tensor | None, ...]
-        if any(wanted[:3]):
+        if any(wanted[:4]):
 
-            def pair_gradients(dgate: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
-                return _pair_gradients(dgate, wide, pairs, in_place, again, *options)
+            def pair_gradients(dgated: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
+                return _pair_gradients(dgated, wide, pairs, in_place, again, *options)
 
-            found = chain(dy2, x2, weight.reshape(2 * hidden, x.shape[-1]), down, wanted, pair_gradients)
+            found = chain(dy2, wide, down, wanted, pair_gradients)
         else:
-            y = _forward(wide, False, *options)[0] if wanted[3] else None
-            found = None, None, None, None if y is None else dy2.mT @ y, column_sums(dy2) if wanted[4] else None
+            y = _forward((*wide, None, None), False, *options)[0] if wanted[4] else None
+            found = None, None, None, None, None if y is None else dy2.mT @ y, column_sums(dy2) if wanted[5] else None
         return [f.reshape(t.shape) for f, t in zip(found, tensors, strict=True) if f is not None and t is not None]
 
 
 def gradients(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    """[dx] + [dW] + [db] + [dD] + [dc], those that are needed; arguments as in the operator's schema."""
+    """[dx] + [dW] + [dG] + [db] + [dD] + [dc], those that are needed; arguments as in the operator's schema."""
     tensors, pairs, needs, options = _taken_apart(arguments)
     return _gradients(dy, tensors, pairs, needs, False, *options)
 
@@ -219,13 +234,13 @@ BACKWARD_OPERATOR = torch.ops.fastkron.gated_linear_backward
 
 
 @torch.library.register_fake("fastkron::gated_linear", lib=LIBRARY)
-def _(x, weight, bias, down, *rest):  # type: ignore[no-untyped-def]
-    return x.new_empty(sizes(x, weight, down)[2])
+def _(x, weight, gate, bias, down, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(sizes(x, weight, gate, down)[2])
 
 
 @torch.library.register_fake("fastkron::gated_linear_saving", lib=LIBRARY)
-def _(x, weight, bias, down, *rest):  # type: ignore[no-untyped-def]
-    rows, hidden, shape = sizes(x, weight, down)
+def _(x, weight, gate, bias, down, *rest):  # type: ignore[no-untyped-def]
+    rows, hidden, shape = sizes(x, weight, gate, down)
     return x.new_empty(shape), x.new_empty((rows, 2 * hidden))
 
 
@@ -235,22 +250,15 @@ def _(dy, *arguments):  # type: ignore[no-untyped-def]
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need and t is not None]
 
 
-def contexts(count: int) -> tuple[Any, Any]:
-    """What the two operators keep for the backward pass, of inputs that begin with so many tensors: without pairs, and with them."""
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:count], None)
-        ctx.options = inputs[count:]
-
-    def setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs[:count], output[1])
-        ctx.options = inputs[count:]
-
-    return setup, setup_saving
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:COUNT], None)
+    ctx.options = inputs[COUNT:]
 
 
-_setup, _setup_saving = contexts(COUNT)
+def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:COUNT], output[1])
+    ctx.options = inputs[COUNT:]
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:

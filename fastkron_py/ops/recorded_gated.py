@@ -1,12 +1,12 @@
 """Gated layers that were computed before, recognised in the fewest steps: see `records`.
 
 The launch is the one that the long way makes, on descriptors equal to its; products with a projection are torch's in both. Of a backward
-pass the launch is kept as well, and what its products are of. A weight in two halves, of which `gated_split` tells, has records of its own.
+pass the launch is kept as well, and what its products are of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,6 @@ from fastkron_py.ops import gated as operator
 from fastkron_py.ops import guards
 from fastkron_py.ops.autograd import undecorated
 from fastkron_py.ops.backend import requested_backend
-from fastkron_py.ops.gated_split import halves, join, lie_together
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import KINDS
 from fastkron_py.ops.records import (
@@ -31,10 +30,6 @@ from fastkron_py.ops.records import (
     only_launch,
 )
 
-Split = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""x ``[..., K]``, weight, None, and the rest as `gated.Tensors`; or x, up ``[H, K]``, gate ``[H, K]``, which lies behind up, and so on."""
-Halves = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
 
 def _gated(options: tuple[Any, ...]) -> Any:
     """What the kernels are told of the operator's options."""
@@ -42,6 +37,33 @@ def _gated(options: tuple[Any, ...]) -> Any:
 
     activation, layout, precision, _ = options
     return Gated(activation, layout, resolved(precision))
+
+
+class _Repeated:
+    """A launch of the main loop on up's and gate's weight, in one tensor or in two, that can be repeated."""
+
+    def __init__(self, plan: Any, shifts: tuple[int, ...]) -> None:
+        self._plan, self._shifts = plan, shifts
+
+    def is_current(self, weight: Tensor, gate: Tensor | None) -> bool:
+        """Whether it may be repeated on such weights, which lie elsewhere."""
+        return self._plan.is_current(weight, gate)  # type: ignore[no-any-return]
+
+    def __call__(self, wide: operator.Wide, others: Sequence[Tensor | None]) -> None:
+        """Launch; others are out, pair, pair2 and side."""
+        x, weight, gate, bias = wide
+        self._plan(x, weight, weight if gate is None else gate, bias, others, (), self._shifts)
+
+
+def _repeated(seen: Sequence[Any], wide: operator.Wide, gated: Any) -> _Repeated | None:
+    """The one launch that was made, if it read these tensors' memory; else None."""
+    x, weight, gate, bias = wide
+    # Of a packed weight the kernel is told where its second half begins.
+    distance = gated.distance(weight) if gate is None else 0
+    second = weight if gate is None else gate
+    read = [x.data_ptr(), weight.data_ptr(), second.data_ptr() + distance, *([] if bias is None else [bias.data_ptr()])]
+    plan = only_launch(seen, read)
+    return None if plan is None else _Repeated(plan, (0, distance, 0, 0, 0, 0, 0))
 
 
 class _Pass:
@@ -54,7 +76,7 @@ class _Pass:
         self._check = guards.guard(given)
         self._kernels = triton_gated
         self._gated = _gated(options)
-        self._plan: Any = None  # of the product that is made once more
+        self._again: _Repeated | None = None  # of the product that is made once more
         self._over = False  # that launch writes y over its gradient
 
     def fits(self, key: Hashable, given: Sequence[Tensor]) -> bool:
@@ -65,22 +87,22 @@ class _Pass:
         """As `triton_gated.stored_gradients`."""
         return self._kernels.stored_gradients(dy, pairs, self._gated, in_place, again)
 
-    def recomputed(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, again: bool) -> Any:
+    def recomputed(self, dy: Tensor, wide: operator.Wide, again: bool) -> Any:
         """As `triton_gated.recomputed_gradients`, in fewer steps from the second time on."""
-        if self._plan is None or not self._plan.is_current():
-            return self._first(dy, x, weight, bias, again)
-        d = x.new_empty((dy.shape[0], 2 * dy.shape[1]))
+        if self._again is None or not self._again.is_current(*wide[1:3]):
+            return self._first(dy, wide, again)
+        d = dy.new_empty((dy.shape[0], 2 * dy.shape[1]))
         y = (dy if self._over else torch.empty_like(dy)) if again else None
-        self._plan(x, weight, bias, (y, *self._gated.pair_targets(d), dy), ())
+        self._again(wide, (y, *self._gated.pair_targets(d), dy))
         return d, y
 
-    def _first(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, again: bool) -> Any:
+    def _first(self, dy: Tensor, wide: operator.Wide, again: bool) -> Any:
         from fastkron_py.kernels.gemm_launch import watching
 
         with watching() as seen:
-            found = self._kernels.recomputed_gradients(dy, x, weight, bias, self._gated, again)
+            found = self._kernels.recomputed_gradients(dy, wide, self._gated, again)
         if dy.stride(-1) == 1:  # else the launch read a copy
-            self._plan = only_launch(seen, (x, weight) if bias is None else (x, weight, bias))
+            self._again = _repeated(seen, wide, self._gated)
             self._over = found[1] is dy
         return found
 
@@ -88,46 +110,36 @@ class _Pass:
 class _Layer(Guarded):
     """A recorded layer, and the backward passes after it."""
 
-    def __init__(self, tensors: Split, shape: tuple[int, ...], plan: Any, saving: bool, options: tuple[Any, ...]) -> None:
+    def __init__(self, tensors: operator.Tensors, launch: _Repeated, saving: bool, options: tuple[Any, ...]) -> None:
         super().__init__([t for t in tensors if t is not None])
-        x, weight, gate, *_ = tensors
+        x, weight, gate, _, down, _ = tensors
         self._gated = _gated(options)
-        self.plan, self.options = plan, options
-        self._shape, self._saving = shape, saving
-        self._rows = x.shape[:-1].numel()
-        self._hidden = weight.shape[0] if gate is not None else operator.sizes(x, weight, None)[1]
+        self.launch, self.options = launch, options
+        self._rows, self._hidden, self._shape = operator.sizes(x, weight, gate, down)
         self._keeps = saving and self.with_gradient
-        self._stacked = options[1] == "stacked"
         self._passes: list[_Pass] = []
         self._tries = 0
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, _: Tensor | None, bias: Tensor | None, down: Tensor | None, down_bias: Tensor | None
-    ) -> Any:
+    def __call__(self, *tensors: Any) -> Any:
         """(result, pairs ``[M, 2 H]`` where they are saved)."""
+        x, _, _, _, down, down_bias = tensors
         with unseen_by_autograd(x):
             y = x.new_empty(self._shape if down is None else (self._rows, self._hidden))
             pairs = x.new_empty((self._rows, 2 * self._hidden)) if self._keeps else None
             pair, pair2 = (None, None) if pairs is None else self._gated.pair_targets(pairs)
-            self.plan(x, weight, bias, (y, pair, pair2, None), ())
+            self.launch(tensors[:4], (y, pair, pair2, None))
             if down is not None:
                 y = torch.nn.functional.linear(y, down, down_bias).view(self._shape)
         return y, pairs
 
-    def halved(self, tensors: Split) -> _Layer:
-        """The same of a weight in two halves."""
-        return _Layer(tensors, self._shape, self.plan, self._saving, self.options)
-
     def gradients(self, dy: Tensor, tensors: Any, pairs: Tensor | None, needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Gradients of x, of the whole weight and of the rest, those that are needed."""
-        x, weight, gate, *rest = tensors
-        if may_repeat_backward() and any(needs[:3]):
+        """Gradients of the tensors, those that are needed."""
+        if may_repeat_backward() and any(needs[:4]):
             given = [t for t in (dy, *tensors, pairs) if t is not None]
             one = self._pass(given, needs)
-            if one is not None and is_here(given) and (gate is None or lie_together(weight, gate)):
+            if one is not None and is_here(given):
                 return self._repeat(one, dy, tensors, pairs, needs)
-        whole = weight if gate is None else join(weight, gate)
-        return operator.differentiable_gradients(dy, (x, whole, *rest), pairs, needs, self.options)
+        return operator.differentiable_gradients(dy, tensors, pairs, needs, self.options)
 
     def _pass(self, given: Sequence[Tensor], needs: tuple[bool, ...]) -> _Pass | None:
         activation, _, precision, backend = self.options
@@ -148,29 +160,20 @@ class _Layer(Guarded):
     def _repeat(self, one: _Pass, dy: Tensor, tensors: Any, pairs: Tensor | None, needs: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients, by a pass that fits."""
         x, weight, gate, bias, down, _ = tensors
-        hidden, depth = self._hidden, x.shape[-1]
         in_place = operator.may_overwrite(pairs)
         with unseen_by_autograd(x):
-            x2, dy2 = x.reshape(self._rows, depth), dy.reshape(self._rows, dy.shape[-1])
-            wide = weight.reshape(2 * hidden, depth) if gate is None else weight.as_strided((2 * hidden, depth), (depth, 1))
+            wide = (x.reshape(self._rows, x.shape[-1]), weight, gate, bias)
 
-            def pair_gradients(dgate: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
+            def pair_gradients(dgated: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
                 if pairs is not None:
-                    return one.stored(dgate, pairs, in_place, again)
-                whole = wide.view(2, hidden, depth) if self._stacked else wide
-                found: tuple[Tensor, Tensor | None] = one.recomputed(dgate, x2, whole, bias, again)
+                    return one.stored(dgated, pairs, in_place, again)
+                found: tuple[Tensor, Tensor | None] = one.recomputed(dgated, wide, again)
                 return found
 
-            dx, dwide, dbias, *others = operator.chain(dy2, x2, wide, down, needs, pair_gradients)
+            found = operator.chain(dy.reshape(self._rows, dy.shape[-1]), wide, down, needs, pair_gradients)
             if pairs is not None and in_place:
                 torch.autograd.graph.increment_version(pairs)  # whoever reads them nevertheless gets an error
-            if dx is not None and x.ndim != 2:
-                dx = dx.view(x.shape)
-            if dwide is not None and self._stacked:
-                dwide = dwide.view(2, hidden, depth)
-            if dbias is not None and self._stacked:
-                dbias = dbias.view(2, hidden)
-            return [dx, dwide, dbias, *others]
+            return [f if f is None or f.shape == t.shape else f.view(t.shape) for f, t in zip(found, tensors, strict=True)]
 
 
 RECORDS: Final[Records[_Layer]] = Records()
@@ -189,14 +192,10 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         *tensors, pairs = ctx.saved_tensors
-        _, need_x, need_weight, need_gate, *rest = ctx.needs_input_grad
-        needs = (need_x, need_weight or need_gate, *rest)
+        needs = ctx.needs_input_grad[1:]
         if not any(needs):
-            return (None,) * (2 + operator.COUNT)
-        dx, dweight, *others = ctx.layer.gradients(dy, tensors, pairs, needs)
-        if tensors[2] is None:
-            return None, dx, dweight, None, *others
-        return None, dx, *halves(dweight, need_weight, need_gate), *others
+            return (None,) * (1 + operator.COUNT)
+        return None, *ctx.layer.gradients(dy, tensors, pairs, needs)
 
 
 _apply: Any = undecorated(_Recorded)
@@ -211,66 +210,36 @@ def _key(tensors: Sequence[Any], activation: Any, layout: Any, backward: Any, pr
         return None
     from fastkron_py.kernels.gated.activations import known_activation
 
+    _, weight, gate, *_ = tensors
     try:
         shape = tensors[0].shape
-    except (AttributeError, RuntimeError):  # of None and of a nested tensor
+        # A launch on two weights begins at the lower address.
+        swapped = gate is not None and gate.data_ptr() < weight.data_ptr()
+    except (AttributeError, RuntimeError):  # of None, of a nested tensor, and of one without memory
         return None
     absent = tuple([t is None for t in tensors])
     # An explicit precision is also one of torch's products.
-    return shape, absent, known_activation(activation), layout, backward, precision, resolved(precision), requested_backend()
-
-
-def _replay(tensors: Sequence[Any], *described: Any) -> Tensor | None:
-    key = _key(tensors, *described)
-    if key is None:
-        return None
-    given = [t for t in tensors if t is not None]
-    layer = RECORDS.find(key, given)
-    if layer is None or not is_here(given) or not layer.plan.is_current():
-        return None
-    if tensors[2] is not None and not lie_together(tensors[1], tensors[2]):
-        return None
-    y: Tensor = _apply(layer, *tensors) if layer.with_gradient else layer(*tensors)[0]
-    return y
+    return shape, absent, swapped, known_activation(activation), layout, backward, precision, resolved(precision), requested_backend()
 
 
 def replay(tensors: Sequence[Any], activation: Any, layout: Any, backward: Any, precision: Any) -> Tensor | None:
     """The result of a call, if one like it was recorded; else None. Not for a graph that is being compiled.
 
     Args:
-        tensors: the five tensors of a call, or what was given for them.
+        tensors: the six tensors of a call, or what was given for them.
         activation: as in `functional.gated_linear`.
         layout: likewise.
         backward: likewise.
         precision: likewise.
     """
-    x, weight, *rest = tensors
-    return _replay((x, weight, None, *rest), activation, layout, backward, precision)
-
-
-def of_halves(tensors: Halves, activation: str, backward: str, precision: str | None, call: Callable[[Tensor], Tensor]) -> Tensor:
-    """The result of a layer whose weight is in two halves, recorded where a call with the whole one is. Not for graphs being compiled.
-
-    Args:
-        tensors: x, up, gate, bias, down and down_bias.
-        activation: as in `functional.gated_linear`.
-        backward: likewise.
-        precision: likewise.
-        call: calls `functional.gated_linear` or `gated_mlp` with the same and, layout "stacked", the whole weight.
-    """
-    described = (activation, "stacked", backward, precision)
-    y = _replay(tensors, *described)
-    if y is not None:
-        return y
-    x, up, gate = tensors[:3]
-    weight = join(up, gate)
-    y = call(weight)
-    if may_be_triton(x) and lie_together(up, gate):
-        whole = (x, weight, None, *tensors[3:])
-        found = RECORDS.find(_key(whole, *described), [t for t in whole if t is not None])
-        slot = None if found is None else RECORDS.grant(_key(tensors, *described))
-        if found is not None and slot is not None:
-            slot.records.append(found.halved(tensors))
+    key = _key(tensors, activation, layout, backward, precision)
+    if key is None:
+        return None
+    given = [t for t in tensors if t is not None]
+    layer = RECORDS.find(key, given)
+    if layer is None or not is_here(given) or not layer.launch.is_current(*tensors[1:3]):
+        return None
+    y: Tensor = _apply(layer, *tensors) if layer.with_gradient else layer(*tensors)[0]
     return y
 
 
@@ -278,11 +247,10 @@ def gated_linear(tensors: operator.Tensors, backward: str, *options: Any) -> Ten
     """The operator's result on tensors that were checked, recorded where it can be repeated; options as in its schema."""
     saving = backward == "save"
     activation, layout, precision, _ = options
-    x, weight, bias, down, _ = tensors
+    x, weight, gate, bias, down, _ = tensors
     if torch.compiler.is_compiling() or not may_be_triton(x):
         return operator.gated_linear(tensors, saving, *options)
-    apart: Split = (*tensors[:2], None, *tensors[2:])
-    key = _key(apart, activation, layout, backward, precision)
+    key = _key(tensors, activation, layout, backward, precision)
     given = [t for t in tensors if t is not None]
     # Torch's products in a precision of their own are left to the long way, which sets and resets it.
     is_set = down is not None and precision is not None and x.dtype == torch.float32
@@ -294,7 +262,7 @@ def gated_linear(tensors: operator.Tensors, backward: str, *options: Any) -> Ten
 
     with watching() as seen:
         y = operator.gated_linear(tensors, saving, *options)
-    plan = only_launch(seen, (x, weight) if bias is None else (x, weight, bias))
-    if plan is not None:
-        slot.records.append(_Layer(apart, operator.sizes(x, weight, down)[2], plan, saving, options))
+    launch = _repeated(seen, (x, weight, gate, bias), _gated(options))
+    if launch is not None:
+        slot.records.append(_Layer(tensors, launch, saving, options))
     return y

@@ -27,7 +27,7 @@ class _Layer(Guarded):
         """The result, and the linear layer's, which is kept where gradients are wanted."""
         y = x.new_empty(self._shape)
         z = x.new_empty(self._shape) if self.with_gradient else None
-        self.plan(x, weight, bias, (y, z, None, None), (a, b))
+        self.plan(x, weight, None, bias, (y, z, None, None), (a, b))
         return y, z
 
 
@@ -82,7 +82,7 @@ def replay(x: Any, weight: Any, bias: Any, a: Any, b: Any, version: str) -> Tens
         return None
     given = (x, weight, a, b) if bias is None else (x, weight, bias, a, b)
     layer = RECORDS.find(key, given)
-    if layer is None or not is_here(given) or not layer.plan.is_current():
+    if layer is None or not is_here(given) or not layer.plan.is_current(weight, None):
         return None
     y: Tensor = _apply(layer, version, x, weight, bias, a, b) if layer.with_gradient else layer(x, weight, bias, a, b)[0]
     return y
@@ -100,7 +100,7 @@ def linear_rational(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b
 
     with watching() as seen:
         y = operator.linear_rational(*tensors, version)
-    plan = only_launch(seen, given)
+    plan = only_launch(seen, [t.data_ptr() for t in given])
     if plan is not None:
         slot.records.append(_Layer(given, plan, y.shape))
     return y

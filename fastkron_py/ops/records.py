@@ -131,9 +131,9 @@ def is_here(tensors: Sequence[Tensor]) -> bool:
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
-def only_launch(seen: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
-    """The plan of the one launch that was made, if it read these tensors' memory, in this order; else None."""
+def only_launch(seen: Sequence[Any], addresses: Sequence[int]) -> Any:
+    """The plan of the one launch that was made, if it read what begins at these addresses, in this order; else None."""
     if len(seen) != 1:
         return None
     read = [t.data_ptr() for t in seen[0].operands if t is not None]
-    return seen[0].plan if read == [t.data_ptr() for t in tensors] else None
+    return seen[0].plan if read == list(addresses) else None

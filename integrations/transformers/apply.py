@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -13,8 +12,8 @@ from torch import nn
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_precision
 from fastkron_py.functional.gated import BACKWARDS, check_choice
-from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, is_plain_linear, leave
-from fastkron_py.nn.hooks import is_hooked
+from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, leave
+from fastkron_py.nn.hooks import is_hooked, is_plain_linear
 
 # Classes whose forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)), by the family that transformers files them under.
 FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
@@ -44,7 +43,7 @@ class AppliedToLlama:
     def __init__(self, modules: Mapping[str, nn.Module], left_alone: Mapping[str, str]) -> None:
         self._modules = dict(modules)
         self.replaced: tuple[str, ...] = tuple(modules)
-        self.left_alone: Mapping[str, str] = MappingProxyType(dict(left_alone))
+        self.left_alone: Mapping[str, str] = dict(left_alone)
 
     def close(self) -> None:
         """Change the MLPs back; a second time has no effect."""
@@ -65,9 +64,8 @@ class AppliedToLlama:
 def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> AppliedToLlama:
     """Let the MLPs of a Hugging Face model compute with `fastkron_py.functional.gated_mlp`.
 
-    For Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2 and Gemma3. Modules, parameters and their names stay as they are, so optimizers,
-    states, `save_pretrained` and checkpoints of either are the other's. The memory of each gate_proj.weight is laid behind that of
-    up_proj.weight; CUDA graphs that were captured before have to be captured anew. An MLP whose projections get an adapter or a hook
+    For Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2 and Gemma3. Modules, parameters, their names and their memory stay as they are, so
+    optimizers, states, `save_pretrained` and checkpoints of either are the other's. An MLP whose projections get an adapter or a hook
     later on, or another activation, computes as before.
 
     Args:
@@ -91,12 +89,11 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
         raise type_error("model", "a torch.nn.Module", type_name(model))
     check_choice("backward", backward, BACKWARDS)
     check_precision(precision)
-    owners = _owners(model)
     replaced: dict[str, nn.Module] = {}
     left_alone: dict[str, str] = {}
     for name, module in model.named_modules():
         if _is_gated_mlp(module):
-            reason = _obstacle(module, owners)
+            reason = _obstacle(module)
             if reason is None:
                 replaced[name] = module
             else:
@@ -133,34 +130,12 @@ def _nothing(model: nn.Module, left_alone: Mapping[str, str]) -> str:
 
 # ---- what stands in the way --------------------------------------------------------------------
 
-Owners = Mapping[int, set[tuple[int, str]]]
-"""Storages, each with the modules, by their parents, that have parameters or buffers in them."""
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # of a subclass that wraps others
-        return None
-
-
-def _owners(model: nn.Module) -> Owners:
-    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
-    for parent in model.modules():
-        for name, child in (*parent._modules.items(), ("", parent)) if parent is model else parent._modules.items():
-            if child is not None:
-                for tensor in (*child._parameters.values(), *child._buffers.values()):
-                    storage = None if tensor is None else _storage(tensor)
-                    if storage is not None:
-                        owners[storage].add((id(parent), name))
-    return owners
-
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     return all([isinstance(getattr(module, name, None), nn.Module) for name in _PARTS[:3]])
 
 
-def _obstacle(mlp: Any, owners: Owners) -> str | None:
+def _obstacle(mlp: Any) -> str | None:
     """Why an MLP is left alone, or None."""
     if isinstance(mlp, GatedProjections):
         return "it was replaced before"
@@ -176,7 +151,7 @@ def _obstacle(mlp: Any, owners: Owners) -> str | None:
         reason = _projection_obstacle(name, getattr(mlp, name))
         if reason is not None:
             return reason
-    return _pair_obstacle(mlp, owners)
+    return _pair_obstacle(mlp)
 
 
 def _is_known(forward: Any) -> bool:
@@ -193,26 +168,16 @@ def _projection_obstacle(name: str, linear: Any) -> str | None:
     weight = linear.weight
     if not is_plain_linear(linear):
         return f"the weight of its {name} is {type_name(weight)}, no plain parameter"
-    if weight.is_meta:
-        return f"the weight of its {name} is on the meta device"
     if weight.dtype not in _DTYPES:
         return f"the weight of its {name} is of dtype {weight.dtype}"
-    if weight.is_inference():
-        return f"the weight of its {name} was made in inference mode"
     return None
 
 
-def _pair_obstacle(mlp: Any, owners: Owners) -> str | None:
+def _pair_obstacle(mlp: Any) -> str | None:
     up, gate = mlp.up_proj, mlp.gate_proj
-    if up.weight is gate.weight:
-        return "its gate_proj and up_proj have one weight"
     for what in ("shape", "dtype", "device"):
         if getattr(up.weight, what) != getattr(gate.weight, what):
             return f"its gate_proj and up_proj differ in {what}"
     if (up.bias is None) != (gate.bias is None):
         return "only one of its gate_proj and up_proj has a bias"
-    allowed = {(id(mlp), "up_proj"), (id(mlp), "gate_proj")}
-    for name, linear in (("up_proj", up), ("gate_proj", gate)):
-        if not owners[linear.weight.untyped_storage()._cdata] <= allowed:
-            return f"the weight of its {name} shares memory with another module's"
     return None

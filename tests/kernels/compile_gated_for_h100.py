@@ -71,16 +71,16 @@ def main() -> None:
         weight = torch.empty(2 * hidden, depth, dtype=dtype)
         weight = weight if layout == "interleaved" else weight.view(2, hidden, depth)
         gated = triton_gated.Gated(activation, layout, precision)
-        triton_gated.forward(x, weight, None, gated)
-        triton_gated.forward(x, weight, torch.empty(weight.shape[:-1], dtype=dtype), gated, saving=True)
-        triton_gated.recomputed_gradients(dy, x, weight, None, gated)
-        triton_gated.recomputed_gradients(dy, x, weight, None, gated, True)
+        triton_gated.forward((x, weight, None, None), gated)
+        triton_gated.forward((x, weight, None, torch.empty(weight.shape[:-1], dtype=dtype)), gated, saving=True)
+        triton_gated.recomputed_gradients(dy, (x, weight, None, None), gated)
+        triton_gated.recomputed_gradients(dy, (x, weight, None, None), gated, True)
         triton_gated.stored_gradients(dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated, True, True)
     gemm_kind.has_descriptors = lambda device: True  # type: ignore[assignment]
     x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
     for activation in sorted(triton_gated.LIGHT):
         current = f"beside, {activation}"
-        triton_gated.forward(x, weight, None, triton_gated.Gated(activation, "interleaved", "highest"))
+        triton_gated.forward((x, weight, None, None), triton_gated.Gated(activation, "interleaved", "highest"))
     current = "a linear layer"
     x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
     call = Gemm(finish_plain, make=_make_silu, value=_clipped, params=(3.0,))

@@ -162,6 +162,7 @@ def main() -> None:
     learned = weight.clone().requires_grad_()
     long_x, long_weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
     rest = long_weight[25344:]  # what the second launch does, by the closed form
+    first, second = sorted([weight[:128].clone(), weight[128:].clone()], key=torch.Tensor.data_ptr)
     calls = {
         "interleaved": lambda: fastkron_py.gated_linear(x, weight),
         "interleaved, with bias": lambda: fastkron_py.gated_linear(x, weight, bias=bias),
@@ -170,12 +171,15 @@ def main() -> None:
         "recomputing": lambda: fastkron_py.gated_linear(x, learned, backward="recompute"),
         "two launches": lambda: fastkron_py.gated_linear(long_x, long_weight),
         "two launches, stacked": lambda: fastkron_py.gated_linear(long_x, long_weight.view(2, 14336, 4096), layout="stacked"),
+        "two weights": lambda: fastkron_py.gated_linear(x, (first, second)),
+        "two weights, the second one ahead": lambda: fastkron_py.gated_linear(x, (second, first)),
+        "two launches, two weights": lambda: fastkron_py.gated_linear(long_x, (long_weight[:14336], long_weight[14336:])),
         "whole": lambda: gated_mlp(x, weight, down),
         "rational": lambda: linear_rational(x, weight, bias, a, b),
         "rational, kept": lambda: linear_rational(x, learned, None, a, b),
     }
     stacked_rest = long_weight[25344 // 2 :]
-    given = [t.data_ptr() for t in (x, weight, bias, learned, a, b, long_x, long_weight, rest, stacked_rest)]
+    given = [t.data_ptr() for t in (x, weight, bias, learned, a, b, first, second, long_x, long_weight, rest, stacked_rest)]
     with fastkron_py.backend("triton"):
         found = {name: ways(call) for name, call in calls.items()} | {"gradients": gradients(x, learned)}
         print(json.dumps({"given": given, "calls": found, "direct": direct()}))

@@ -82,16 +82,31 @@ def test_maker_and_function_of_the_sums(tile: GemmTile, described: bool, device:
     assert_close(out, sums**2 + shift.double(), rms_tol=2e-6, max_tol=1e-5)
 
 
+def placed(where: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both matrices ``[H, K]`` of ``weight [2, H, K]``: one behind the other, or each in memory of its own, in either order."""
+    if where == "stacked":
+        return weight[0], weight[1]
+    low, high = sorted([torch.empty_like(weight[0]) for _ in range(2)], key=Tensor.data_ptr)
+    first, second = (low, high) if where == "apart" else (high, low)
+    return first.copy_(weight[0]), second.copy_(weight[1])
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("pairs", ["interleaved", "stacked"])
-def test_pairs(tile: GemmTile, pairs: str, described: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("where", ["interleaved", "stacked", "apart", "apart, gate first"])
+def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device) -> None:
     m, h, k = 37, 40, 24
     x, weight, bias = torch.randn(m, k, device=device), torch.randn(2, h, k, device=device), torch.randn(2, h, device=device)
     up, gate = (x.double() @ weight[i].double().mT + bias[i].double() for i in range(2))
-    if pairs == "interleaved":
-        weight, bias = weight.transpose(0, 1).reshape(2 * h, k), bias.mT.reshape(2 * h)
     whole, out = inner(m, h, torch.float32, device)
-    gemm(x, weight, bias, Gemm(finish_gate, value=find_activation("relu").value, params=(False,), pairs=pairs), out, tile=tile)
+    pairs = "interleaved" if where == "interleaved" else "stacked"
+    call = Gemm(finish_gate, value=find_activation("relu").value, params=(False,), pairs=pairs)
+    if where == "interleaved":
+        gemm(x, weight.transpose(0, 1).reshape(2 * h, k), bias.mT.reshape(2 * h), call, out, tile=tile)
+    else:
+        b, b2 = placed(where, weight)
+        kind = gemm_kind.kind_of(x, b, bias, [out, None, None, None], call, "highest", tile, b2)
+        assert (kind.b.described, kind.swapped) == (described, described and where == "apart, gate first")
+        gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
 
@@ -115,12 +130,12 @@ def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: 
     register_activation(Activation("my own", torch.relu, torch.relu, make_plain, make_plain))
     try:
         finish = finish_gate_and_pair if other.get("saving") else finish_gate
-        x, weight = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
+        x, (b, b2) = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
         call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(finish, x)
     finally:
         unregister_activation("my own")
     bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
-    kind = gemm_kind.kind_of(x, weight, bias, [torch.empty(40, hidden, dtype=dtype), None, None, None], call, "highest", None)
+    kind = gemm_kind.kind_of(x, b, bias, [torch.empty(40, hidden, dtype=dtype), None, None, None], call, "highest", None, b2)
     assert kind.sizes().beside is beside
     assert kind.overlaps() is other.get("overlap", True)
 

@@ -27,7 +27,7 @@ def found() -> dict[str, Any]:
 
 def test_the_same_launches(found: dict[str, Any]) -> None:
     """Through the JIT function, as a compiled kernel, and repeated: results lie elsewhere, all else is equal."""
-    assert len(found["calls"]) == 11
+    assert len(found["calls"]) == 14
     given = set(found["given"])
     for name, ways in found["calls"].items():
         assert len(ways["first"]) == (2 if "two launches" in name else 1)
@@ -44,12 +44,21 @@ def test_the_same_launches(found: dict[str, Any]) -> None:
 def test_two_launches(found: dict[str, Any]) -> None:
     """The second one's weight begins where the first one's ends, and its result a row of the first one's width to the right."""
     x, weight, rest, stacked_rest = found["given"][-4:]
-    for name, begin in (("two launches", rest), ("two launches, stacked", stacked_rest)):
+    for name, begin in (("two launches", rest), ("two launches, stacked", stacked_rest), ("two launches, two weights", stacked_rest)):
         for way in ("first", "compiled", "repeated"):
             first, second = (launch["encoded"] for launch in found["calls"][name][way])
             assert [e[0] for e in first[:2]] == [x, weight]
             assert [e[0] for e in second[:2]] == [x, begin]
             assert second[2][0] - first[2][0] == 25344 // 2 * 2
+
+
+def test_two_weights(found: dict[str, Any]) -> None:
+    """One descriptor reaches both, from the lower address, whichever is which."""
+    low, high = found["given"][-6:-4]
+    for name in ("two weights", "two weights, the second one ahead"):
+        for way in ("first", "compiled", "repeated"):
+            begin, *_, sizes, strides, _ = found["calls"][name][way][0]["encoded"][1]
+            assert (begin, sizes, strides) == (low, [2, 128, 64], [(high - low) // 2, 64, 1])
 
 
 def test_the_second_of_two_launches_may_begin_early(found: dict[str, Any]) -> None:

@@ -92,13 +92,21 @@ def test_what_is_kept_for_backward(layout: str, backward: str, kept: list[int], 
 
 
 def test_what_replaces_the_down_projection_is_called(device: torch.device) -> None:
-    """Hooks and adapters are part of the layer."""
+    """Hooks, those of all modules too, another forward and adapters are part of the layer."""
     layer = GatedMLP(6, 8, device=device)
     x = torch.randn(4, 6, device=device)
     plain = layer(x).detach()
     handle = layer.down_proj.register_forward_hook(lambda module, given, result: 2 * result)
     assert_close(layer(x).detach(), 2 * plain)
     handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, result: 2 * result if module is layer.down_proj else None)
+    assert_close(layer(x).detach(), 2 * plain)
+    handle.remove()
+    inner = layer.down_proj.forward
+    layer.down_proj.forward = lambda y: -inner(y)  # type: ignore[method-assign]
+    assert_close(layer(x).detach(), -plain)
+    del layer.down_proj.forward
+    assert_close(layer(x).detach(), plain)
     layer.down_proj = nn.Sequential(layer.down_proj, nn.ReLU())  # type: ignore[assignment]
     assert_close(layer(x).detach(), plain.relu())
 

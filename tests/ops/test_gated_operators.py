@@ -58,7 +58,9 @@ def test_registered_operators_have_derivatives(layout: str, saving: bool, device
 
     def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         options = ("silu", layout, None, "")
-        y: Tensor = SAVING(x, weight, bias, None, None, *options)[0] if saving else FORWARD(x, weight, bias, None, None, *options)
+        y: Tensor = (
+            SAVING(x, weight, None, bias, None, None, *options)[0] if saving else FORWARD(x, weight, None, bias, None, None, *options)
+        )
         return y
 
     assert torch.autograd.gradcheck(call, (x, weight, bias), fast_mode=True)
@@ -108,11 +110,13 @@ def test_opcheck(needs: tuple[bool, ...], layout: str, backend_name: str, device
     dy = torch.randn(3, 3, device=device)
     options = ("silu", layout, "highest", backend_name)
     given = [t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
+    given.insert(2, None)
+    needs = (*needs[:2], False, *needs[2:])
     torch.library.opcheck(FORWARD, (*given, *options))
     if needs[0]:
-        torch.library.opcheck(FORWARD, (*given[:2], None, None, None, *options))
+        torch.library.opcheck(FORWARD, (*given[:2], None, None, None, None, *options))
     torch.library.opcheck(SAVING, (*given, *options))
-    pairs = SAVING(*(t.detach() for t in given), *options)[1]
+    pairs = SAVING(*(None if t is None else t.detach() for t in given), *options)[1]
     torch.library.opcheck(BACKWARD, (dy, *given, None, *needs, *options))
     torch.library.opcheck(BACKWARD, (dy, *given, pairs, *needs, *options))
 
@@ -174,7 +178,7 @@ def test_vmap_of_the_operators(backend_name: str, device: torch.device, generato
     """The rules that a compiled graph uses."""
     x, weight, bias, dy = (t.detach() for t in sample(device, generator, "stacked", torch.float32))
     options = ("silu", "stacked", "highest", backend_name)
-    rest, needs = (bias, None, None), (True, True, True, False, False)
+    rest, needs = (None, bias, None, None), (True, True, False, True, False, False)
     xs, ws, dys = (torch.stack([t, 2 * t]) for t in (x, weight, dy))
     for dims in ((0, None), (None, 0), (0, 0)):
         arguments = [a if d is None else s for a, s, d in zip((x, weight), (xs, ws), dims, strict=True)]

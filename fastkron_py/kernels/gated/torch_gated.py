@@ -20,6 +20,13 @@ def flat_weight(weight: Tensor) -> Tensor:
     return weight if weight.ndim == 2 else weight.flatten(0, 1)
 
 
+def hidden_size(weight: Tensor, gate: Tensor | None) -> int:
+    """H of a packed weight, or of up's and gate's."""
+    if gate is not None:
+        return gate.shape[0]
+    return weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
+
+
 def split(pairs: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """(up, gate), each ``[..., H]``, views of ``pairs [..., 2 H]`` in the order of the weight's rows."""
     if layout == "interleaved":
@@ -33,9 +40,13 @@ def join(up: Tensor, gate: Tensor, layout: str) -> Tensor:
     return torch.stack([up, gate], -1).flatten(-2) if layout == "interleaved" else torch.cat([up, gate], -1)
 
 
-def pairs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def pairs_of(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> Tensor:
     """``[M, 2 H]``, both of every pair before the gate."""
-    return torch.nn.functional.linear(x, flat_weight(weight), None if bias is None else bias.flatten())
+    linear = torch.nn.functional.linear
+    if gate is None:
+        return linear(x, flat_weight(weight), None if bias is None else bias.flatten())
+    up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
+    return torch.cat([linear(x, weight, up_bias), linear(x, gate, gate_bias)], -1)
 
 
 def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
@@ -44,14 +55,14 @@ def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
     return (wide(up) * find_activation(activation).host(wide(gated))).to(pairs.dtype)
 
 
-Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""x ``[..., K]``, weight, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``."""
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""x ``[..., K]``, weight, gate, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``."""
 
 
 def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
     """``[..., H]``, or ``[..., O]``; differentiable to any order."""
-    x, weight, bias, down, down_bias = tensors
-    y = gate(pairs_of(x, weight, bias), activation, layout)
+    down, down_bias = tensors[4:]
+    y = gate(pairs_of(*tensors[:4]), activation, layout)
     return y if down is None else torch.nn.functional.linear(y, down, down_bias)
 
 

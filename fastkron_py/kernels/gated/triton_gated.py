@@ -17,6 +17,7 @@ from fastkron_py.kernels.gated.finishers import (
     finish_gradients,
     finish_gradients_and_gate,
 )
+from fastkron_py.kernels.gated.torch_gated import hidden_size
 from fastkron_py.kernels.gemm_kind import Gemm, is_describable, rowwise
 from fastkron_py.kernels.gemm_launch import gemm
 from fastkron_py.kernels.launcher import Launcher, Way
@@ -46,13 +47,20 @@ class Gated(NamedTuple):
         light = finish is finish_gate and pairs == "stacked" and self.activation in LIGHT
         return Gemm(finish, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
-    def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as the main loop takes them, views: ``[2, H, K]`` and ``[2, H]``, or as they are."""
-        if self.layout == "stacked" or not self.as_halves:
-            return weight, bias
+    def operands(self, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights and bias as the main loop takes them, views: ``[H, K]`` twice and ``[2, H]``, or as they are."""
+        if gate is not None:
+            return weight, gate, bias
+        if self.layout == "stacked":
+            return weight[0], weight[1], bias
+        if not self.as_halves:
+            return weight, None, bias
         weight = rowwise(weight)
-        weight = weight.unflatten(0, (-1, 2)).transpose(0, 1)
-        return weight, None if bias is None else bias.unflatten(0, (-1, 2)).mT
+        return weight[0::2], weight[1::2], None if bias is None else bias.unflatten(0, (-1, 2)).mT
+
+    def distance(self, weight: Tensor) -> int:
+        """Bytes from up's to gate's weight in a packed one, whose rows are runs of memory."""
+        return weight.stride(0) * weight.element_size()
 
     def pair_targets(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where finishers store pairs ``[M, 2 H]``: `gemm`'s pair and pair2."""
@@ -62,46 +70,45 @@ class Gated(NamedTuple):
         return up, gate
 
 
-def hidden_size(weight: Tensor) -> int:
-    """H of a weight ``[2 H, K]`` or ``[2, H, K]``."""
-    return weight.shape[1] if weight.ndim == 3 else weight.shape[0] // 2
+Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""x ``[M, K]``, weight, packed or up's ``[H, K]``, None or gate's ``[H, K]``, bias; none of them empty."""
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, saving: bool = False) -> tuple[Tensor, Tensor | None]:
-    """``y [M, H]`` of ``x [M, K]``, none of them empty, and, saving, the pairs ``[M, 2 H]``."""
-    hidden = hidden_size(weight)
-    weight, bias = gated.operands(weight, bias)
+def forward(wide: Wide, gated: Gated, saving: bool = False) -> tuple[Tensor, Tensor | None]:
+    """``y [M, H]``, and, saving, the pairs ``[M, 2 H]``."""
+    x, weight, gate, bias = wide
+    hidden = hidden_size(weight, gate)
+    weight, gate, bias = gated.operands(weight, gate, bias)
     y = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
     if not saving:
-        gemm(x, weight, bias, gated.gemm(finish_gate, x), y, precision=gated.precision, tile=gated.tile)
+        gemm(x, weight, bias, gated.gemm(finish_gate, x), y, precision=gated.precision, tile=gated.tile, b2=gate)
         return y, None
     pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
     call = gated.gemm(finish_gate_and_pair, x)
     pair, pair2 = gated.pair_targets(pairs)
-    gemm(x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile)
+    gemm(x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
     return y, pairs
 
 
-def recomputed_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: Gated, again: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def recomputed_gradients(dy: Tensor, wide: Wide, gated: Gated, again: bool = False) -> tuple[Tensor, Tensor | None]:
     """(gradients of the pairs ``[M, 2 H]``, the result ``[M, H]`` again) from ``dy [M, H]``.
 
     The product once more, with their making as its finish. The result is written over dy if possible.
     """
+    x, weight, gate, bias = wide
     dy = rowwise(dy)
     y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
-    d = torch.empty((x.shape[0], 2 * hidden_size(weight)), dtype=x.dtype, device=x.device)
+    d = torch.empty((x.shape[0], 2 * hidden_size(weight, gate)), dtype=x.dtype, device=x.device)
     call = gated.gemm(finish_gradients_and_gate if again else finish_gradients, x)
     pair, pair2 = gated.pair_targets(d)
-    weight, bias = gated.operands(weight, bias)
-    gemm(x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile)
+    weight, gate, bias = gated.operands(weight, gate, bias)
+    gemm(x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
     return d, y
 
 
 @lru_cache(maxsize=512)
 def _gradients_launch(
-    rows: int, columns: int, stride: int, value: Any, slope: Any, layout: str, gate: bool, dtype: torch.dtype
+    rows: int, columns: int, stride: int, value: Any, slope: Any, layout: str, again: bool, dtype: torch.dtype
 ) -> Launcher:
     block_m, block_n = _ELEMENTWISE_BLOCK
     arguments = {
@@ -111,7 +118,7 @@ def _gradients_launch(
         "VALUE": value,
         "SLOPE": slope,
         "INTERLEAVED": layout == "interleaved",
-        "GATE": gate,
+        "GATE": again,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "ACC": arithmetic(dtype, "highest", True).acc,
