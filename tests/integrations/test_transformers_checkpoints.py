@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 
 from fastkron_py.integrations.transformers import apply_to_llama
