@@ -6,6 +6,8 @@ out because it knows its own would go on into an exchange of data, while one who
 for it, and both would hang; no rank can know alone that another one's call differs. So nothing is decided but by
 digests that all have seen. What repeated calls do save is making the description's digest, which is kept.
 
+A description has the grid's layout in it: the same ranks in other rows and columns would exchange other blocks, or wait for each other.
+
 The exchange runs on the host, beside what is queued on a GPU: among the ranks of one host through shared memory, in microseconds, else over
 Gloo. It can be started before a call's first local step and settled before its first exchange of data (`announce`, `Agreement.settle`);
 a product without exchanges is multiplied meanwhile. Where digests differ, and only there, the descriptions follow.
@@ -17,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -39,12 +41,20 @@ class Members(Protocol):
     def control(self) -> Control:
         """What checks are made through, with all ranks of the grid."""
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The grid's ranks in the default group, in the grid's order."""
+
+    @property
+    def layout(self) -> str:
+        """Rows and columns, to be compared; empty while they are not agreed on."""
+
 
 class Agreement:
     """A check under way. What it says is known when `settle` returns."""
 
     def __init__(self, grid: Members, call: str, text: str, local: Sequence[int], error: Exception | None) -> None:
-        self._control = grid.control
+        self._control, self._ranks = grid.control, grid.ranks
         self._stage = f"{call}: {STAGE}" if call else STAGE
         self._text = text
         self._error = error
@@ -69,6 +79,8 @@ class Agreement:
             raise error from self._error
         if self._error is not None:  # the same on every rank
             raise self._error
+        if self._ranks != self._control.ranks:
+            rows = [rows[self._control.ranks.index(rank)] for rank in self._ranks]
         return [tuple(row[2:]) for row in rows]
 
 
@@ -91,7 +103,7 @@ def announce(grid: Members, description: Mapping[str, Any] | Exception, *, local
     if len(local) > LOCAL:
         raise value_error("local", f"at most {LOCAL} numbers", len(local))
     error = description if isinstance(description, Exception) else None
-    content = {"error": pack_error(error)} if error is not None else {"fields": description}
+    content = {"grid": grid.layout} | ({"error": pack_error(error)} if error is not None else {"fields": description})
     call = str(description.get("call", "")) if isinstance(description, Mapping) else ""
     return Agreement(grid, call, json.dumps(content, separators=(",", ":")), local, error)
 
@@ -116,6 +128,17 @@ def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: S
         >>> agree(grid, {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}, local=(rows,))
     """
     return announce(grid, description, local=local).settle()
+
+
+def refuse(grid: Members, error: Exception) -> NoReturn:
+    """Raise an error that this rank met, on every rank: the others learn of it in the check that they make or are about to make.
+
+    Args:
+        grid: the ranks.
+        error: what was found.
+    """
+    agree(grid, error)
+    raise error  # not reached: all ranks have raised
 
 
 @lru_cache(maxsize=1024)
@@ -146,9 +169,13 @@ def compare(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> Exce
     """The error that says how descriptions differ. Plain Python, the same on every rank.
 
     Args:
-        contents: by rank, ``{"fields": ...}`` or ``{"error": ...}``.
+        contents: by rank, ``{"grid": ..., "fields": ...}`` or ``{"grid": ..., "error": ...}``.
         ranks: how the ranks are called.
     """
+    known = [(rank, content) for rank, content in zip(ranks, contents, strict=True) if content.get("grid")]
+    # Before errors, which may come from it: blocks of one grid do not fit another.
+    if error := _differing("grid", [content["grid"] for _, content in known], [rank for rank, _ in known]):
+        return error
     errors: list[tuple[int, PackedError]] = [(r, c["error"]) for r, c in zip(ranks, contents, strict=True) if "error" in c]
     if errors:
         first = errors[0][1]
@@ -160,8 +187,15 @@ def compare(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> Exce
     names = list(dict.fromkeys(name for f in fields for name in f))
     for name in names:
         values = [json.dumps(f[name]) if name in f else "nothing" for f in fields]
-        kinds = list(dict.fromkeys(values))
-        if len(kinds) > 1:
-            shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
-            return value_error(name, "the same on every rank", shown)
+        if error := _differing(name, values, ranks):
+            return error
     return value_error("description", "fields in the same order on every rank", "the same fields in another order")
+
+
+def _differing(name: str, values: Sequence[str], ranks: Sequence[int]) -> Exception | None:
+    """The error that says who has what, if not all have the same."""
+    kinds = list(dict.fromkeys(values))
+    if len(kinds) < 2:
+        return None
+    shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
+    return value_error(name, "the same on every rank", shown)

@@ -25,7 +25,7 @@ class Control:
     for data, so that a rank which goes another way than the others meets no collective of theirs by accident.
 
     Args:
-        ranks: the members in the default group, in the grid's order; this rank is one of them.
+        ranks: the members in the default group, ascending; this rank is one of them.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -64,10 +64,6 @@ class Control:
         if self._board is not None:
             self._board.close()
         self._group, self._board, self._failure = None, None, str(failure)  # not the error, whose stack has the group
-
-    def barrier(self) -> None:
-        """Return when every rank has called this."""
-        self.tell([]).wait()
 
     def _gathered(self, own: Tensor) -> Tensor:
         everything, work = self.gather(own)

@@ -11,6 +11,7 @@ from typing import Final, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 _after_failure: list[Callable[[CollectiveError], None]] = []
 
@@ -104,8 +105,10 @@ class PackedError(TypedDict):
     message: str
 
 
+REFUSALS: Final = (TypeError, ValueError, LinAlgError)
+"""What a rank may find wrong with its own arguments, and tells the others."""
 _KINDS: Final[dict[str, type[Exception]]] = {
-    k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
+    k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError, LinAlgError)
 }
 
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.blocks import chunk_offsets, widths
-from fastkron_py.distributed.check import agree, announce
+from fastkron_py.distributed.check import announce, refuse
 from fastkron_py.distributed.direct import direct_for
 from fastkron_py.distributed.exchange import Line
+from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.memory import explained, fit, free_memory
 from fastkron_py.distributed.pipeline import Pipeline
+from fastkron_py.distributed.placed import grid_of_call, plain_factor, plain_x, plain_z
 from fastkron_py.distributed.planner import Plan
 from fastkron_py.distributed.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
@@ -33,8 +34,6 @@ from fastkron_py.functional.checks import check_precision, check_scalar, check_s
 from fastkron_py.ops.implementation import block_ways
 from fastkron_py.shapes import check_factor_shapes
 from fastkron_py.tuning.plan import IN_WHOLE, InBlocks
-
-PLACEMENTS = (Shard(0), Shard(1))
 
 
 def kron_matmul(
@@ -178,13 +177,12 @@ def _scalar_text(value: Any) -> str:
 
 
 def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precision: Any, plan: Any, recompute: Any, left: bool) -> Tensor:
-    where = _grid(x, grid)
+    where = grid_of_call(x, grid)
     try:
         call = _checked(x, factors, where, alpha, beta, z, precision, plan, recompute, left)
         able = _in_blocks(call)
-    except (TypeError, ValueError) as error:
-        agree(where, error)
-        raise  # not reached: agree raises on all ranks
+    except REFUSALS as error:
+        refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does what its launches can do with blocks, on which depends what peers find where.
     agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
@@ -270,9 +268,9 @@ def _checked(
     x: Any, factors: Any, grid: ProcessGrid, alpha: Any, beta: Any, z: Any, precision: Any, plan: Any, recompute: Any, left: bool
 ) -> _Call:
     """Check what one rank can check by itself."""
-    listed = [_plain_factor(f, i, x) for i, f in enumerate(factor_list(factors))]
-    z = _plain_z(z, x)
-    local = _plain_x(x)
+    listed = [plain_factor(f, i, x) for i, f in enumerate(factor_list(factors))]
+    z = plain_z(z, x)
+    local = plain_x(x)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     check_precision(precision)
     if plan is not None and not isinstance(plan, Plan):
@@ -345,59 +343,3 @@ def _lines(grid: ProcessGrid, left: bool) -> list[list[int]]:
     gm, gk = grid.shape
     rows = [[r * gk + c for c in range(gk)] for r in range(gm)]
     return [list(column) for column in zip(*rows, strict=True)] if left else rows
-
-
-# ---- DTensors ----------------------------------------------------------------------------------
-
-_grids: dict[int, ProcessGrid] = {}
-
-
-def _grid(x: Any, grid: Any) -> ProcessGrid:
-    if grid is not None and not isinstance(grid, ProcessGrid):
-        raise type_error("grid", "a ProcessGrid", type_name(grid))
-    if not isinstance(x, DTensor):
-        if grid is None:
-            raise value_error("grid", "a ProcessGrid, since x is a block", None)
-        return grid
-    mesh = x.device_mesh
-    if grid is None:
-        return grid_of(mesh)
-    if grid.mesh != mesh:
-        raise value_error("grid", f"None, or the grid of x's mesh {mesh}", grid)
-    return grid
-
-
-def grid_of(mesh: DeviceMesh) -> ProcessGrid:
-    """The grid of a mesh, made when it is first seen. It keeps the mesh, so that no other gets its id."""
-    found = _grids.get(id(mesh))
-    if found is None or found.mesh is not mesh:
-        found = _grids[id(mesh)] = ProcessGrid(mesh)
-    return found
-
-
-def _plain_x(x: Any) -> Any:
-    if not isinstance(x, DTensor):
-        return x
-    if x.ndim != 2 or tuple(x.placements) != PLACEMENTS:
-        raise value_error("x", "a matrix placed [Shard(0), Shard(1)]; x.redistribute(placements=...) can bring it there", f"{x.placements}")
-    return x.to_local()
-
-
-def _plain_z(z: Any, x: Any) -> Any:
-    if z is None or not (isinstance(z, DTensor) or isinstance(x, DTensor)):
-        return z
-    if not (isinstance(z, DTensor) and isinstance(x, DTensor)):
-        raise type_error("z", "a DTensor where x is one, and a block where x is one", type_name(z))
-    if z.device_mesh != x.device_mesh or tuple(z.placements) != PLACEMENTS:
-        raise value_error("z", f"a matrix placed [Shard(0), Shard(1)] on {x.device_mesh}", f"{z.placements} on {z.device_mesh}")
-    return z.to_local()
-
-
-def _plain_factor(factor: Any, index: int, x: Any) -> Any:
-    if not isinstance(factor, DTensor):
-        return factor
-    if isinstance(x, DTensor) and factor.device_mesh != x.device_mesh:
-        raise value_error(f"factors[{index}]", f"a DTensor on x's mesh {x.device_mesh}", factor.device_mesh)
-    if not all(p.is_replicate() for p in factor.placements):
-        raise value_error(f"factors[{index}]", "a replicated DTensor, since every rank needs all of each factor", f"{factor.placements}")
-    return factor.to_local(grad_placements=[Replicate()] * factor.device_mesh.ndim)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastkron_py.distributed.blocks import chunk_offsets
-from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.check import agree, refuse
 from fastkron_py.distributed.control import Control, group_timeout
-from fastkron_py.distributed.failures import rank_text, stage
+from fastkron_py.distributed.failures import REFUSALS, rank_text, stage
 from fastkron_py.errors import type_error, type_name, value_error
 
 DIMENSIONS: Final = ("rows", "cols")
@@ -58,16 +59,18 @@ class ProcessGrid:
             raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
         mesh = shape if isinstance(shape, DeviceMesh) else None
         self._ranks = _member_ranks(mesh, ranks)
-        self._control = _control(self._ranks)
+        self._control = _control(tuple(sorted(self._ranks)))
+        self._layout = ""  # while ranks agree on one
         self._rank = self._ranks.index(dist.get_rank())
         description: dict[str, Any] | Exception
         try:
             self._shape = _grid_shape(shape, ranks, self._ranks)
             self._device = _grid_device(device, shape)
             description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type}
-        except (TypeError, ValueError) as error:
+        except REFUSALS as error:
             description = error
         agree(self, description)
+        self._layout = _layout(self._shape, self._ranks, mesh is not None)
         if mesh is None:
             self._group, row_group, col_group = _groups(self, self._shape)
             table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
@@ -136,6 +139,11 @@ class ProcessGrid:
         """What all ranks of the grid tell each other beside their data, on the host."""
         return self._control
 
+    @property
+    def layout(self) -> str:
+        """Which ranks are in which row and column, and whose groups they use: what ranks compare before each call."""
+        return self._layout
+
     def block(self, shape: Sequence[int]) -> tuple[slice, slice]:
         """Which rows and columns of a matrix this rank holds: those that torch.chunk, and a DTensor's Shard, would give it.
 
@@ -151,9 +159,8 @@ class ProcessGrid:
         return rows, columns
 
     def barrier(self) -> None:
-        """Wait, on the host, until every rank of the grid is here."""
-        with stage("ProcessGrid.barrier", self._ranks):
-            self._control.barrier()
+        """Wait, on the host, until every rank of the grid is here; one that makes another call instead is an error on all."""
+        agree(self, {"call": "ProcessGrid.barrier"})
 
     def __repr__(self) -> str:
         rows, cols = self._shape
@@ -183,6 +190,34 @@ def _control(ranks: tuple[int, ...]) -> Control:
     if ranks not in _controls:
         _controls[ranks] = Control(ranks)
     return _controls[ranks]
+
+
+def refuse_without_grid(error: Exception) -> NoReturn:
+    """Raise an error about the grid itself, which leaves open whom to tell.
+
+    Told are the most ranks with which this one has made a grid: the same ones from each of them, where sets of ranks do not overlap
+    by halves. A rank without any grid raises by itself.
+    """
+    if _made_in is dist.group.WORLD and _controls:
+        refuse(_Everyone(_controls[max(_controls, key=len)]), error)
+    raise error
+
+
+@dataclass(frozen=True)
+class _Everyone:
+    """Ranks that agree without a grid."""
+
+    control: Control
+    layout: str = ""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.control.ranks
+
+
+def _layout(shape: tuple[int, int], ranks: tuple[int, ...], of_mesh: bool) -> str:
+    order = "" if list(ranks) == sorted(ranks) else f" of ranks {', '.join(map(str, ranks))}"
+    return f"{shape[0]} x {shape[1]}{order}{' of a mesh' if of_mesh else ''}"
 
 
 def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.ProcessGroup, ...]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.check import agree
-from fastkron_py.distributed.functional import PLACEMENTS, grid_of
+from fastkron_py.distributed.check import agree, refuse
+from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid
+from fastkron_py.distributed.placed import PLACEMENTS
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional.checks import check_integer, check_scalar, check_scalar_fits, factor_list
+
+Prepared = TypeVar("Prepared")
 
 
 def checked_factors(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
@@ -39,43 +43,37 @@ def checked_factors(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
     return made
 
 
-def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
-    """The grid for a block; a DTensor brings its own, which has to be of the same ranks.
-
-    Raises:
-        ValueError: it is of others.
-    """
-    if not isinstance(operand, DTensor):
-        return grid
-    mesh = grid.mesh
-    if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
-        raise value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist())
-    return grid_of(operand.device_mesh)
-
-
 def agree_on_solve(
-    product: LocalKroneckerProduct, grid: ProcessGrid, b: Any, *, shift: Any, call: str, mask: Tensor | None = None, **options: Any
-) -> Any:
+    product: LocalKroneckerProduct,
+    grid: ProcessGrid,
+    b: Any,
+    prepare: Callable[[], Prepared],
+    *,
+    shift: Any,
+    call: str,
+    mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Any, Prepared]:
     """All ranks go on with the same options, or raise the same error. Collective over the grid.
 
     Args:
         product: the operator, the same on every rank.
         grid: the ranks.
         b: right-hand side, this rank's block or a DTensor; None without.
+        prepare: what a rank makes of its factors, once arguments fit; it may refuse them.
         shift: number or 0-dimensional tensor.
         call: the method's name.
         mask: of the equations, this rank's rows.
         options: of conjugate gradients.
 
     Returns:
-        This rank's block of b.
+        This rank's block of b, and what was prepared.
 
     Raises:
         TypeError: an argument of another type or dtype, on any rank.
         ValueError: something does not fit, or differs from rank to rank.
+        torch.linalg.LinAlgError: what was prepared could not be, on any rank.
     """
-    description: dict[str, Any] | Exception
-    block = None
     first = product.factors[0]
     try:
         shift = check_scalar("shift", shift)
@@ -90,10 +88,11 @@ def agree_on_solve(
         needs = torch.is_grad_enabled() and (product.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
         shown = "a tensor" if isinstance(shift, Tensor) else shift
         description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
-    except (TypeError, ValueError) as error:
-        description = error
+        prepared = prepare()
+    except REFUSALS as error:
+        refuse(grid, error)
     agree(grid, description)
-    return block
+    return block, prepared
 
 
 def _block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:

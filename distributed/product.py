@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.blocks import even_offsets
-from fastkron_py.distributed.check import agree
+from fastkron_py.distributed.check import agree, refuse
+from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.operands import agree_on_solve, checked_factors, grid_for
+from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
+from fastkron_py.distributed.operands import agree_on_solve, checked_factors
+from fastkron_py.distributed.placed import grid_for
 from fastkron_py.distributed.replicated import replicate, total
-from fastkron_py.distributed.solvers import Solution, System, kron_range, solve, symmetric_eigh
+from fastkron_py.distributed.solvers import Eigen, Solution, System, eigen, kron_range, solve, symmetric_eigh
 from fastkron_py.errors import type_error, type_name
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional.kronecker_algebra import SlogDet
@@ -48,14 +50,14 @@ class KroneckerProduct:
 
     def __init__(self, factors: Sequence[Tensor], *, grid: ProcessGrid | None = None) -> None:
         if grid is not None and not isinstance(grid, ProcessGrid):
-            raise type_error("grid", "a ProcessGrid or None", type_name(grid))
+            refuse_without_grid(type_error("grid", "a ProcessGrid or None", type_name(grid)))
         self._grid = ProcessGrid() if grid is None else grid
         description: dict[str, Any] | Exception
         try:
             self._local = checked_factors(factors, self._grid)
             shapes = [list(f.shape) for f in self._local.factors]
             description = {"call": "KroneckerProduct", "shapes of factors": shapes, "dtype of factors": str(self._local.dtype)}
-        except (TypeError, ValueError) as error:
+        except REFUSALS as error:
             description = error
         agree(self._grid, description)
 
@@ -227,10 +229,14 @@ class KroneckerProduct:
         """
         if shift is None:
             return self._local.logdet()
-        agree_on_solve(self._local, self._grid, None, shift=shift, call="logdet")
-        grid, shared = self._grid, [*self.factors, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
-        *factors, spread = replicate(shared, grid.group, grid.device)
-        parts = [values for values, _ in symmetric_eigh(factors)]
+        grid = self._grid
+
+        def eigenvalues() -> tuple[list[Tensor], Tensor]:
+            shared = [*self.factors, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
+            *factors, spread = replicate(shared, grid.group, grid.device)
+            return [values for values, _ in symmetric_eigh(factors)], spread
+
+        _, (parts, spread) = agree_on_solve(self._local, grid, None, eigenvalues, shift=shift, call="logdet")
         offsets = even_offsets(self.shape[0], grid.world_size)
         values = kron_range(parts, *offsets[grid.rank : grid.rank + 2])
         (logs,) = total([(values + spread).log().sum(dtype=torch.float64)], grid.group, grid.device)
@@ -254,12 +260,17 @@ class KroneckerProduct:
         Raises:
             TypeError: b of another kind or dtype, half-precision factors, or a shift that is no number.
             ValueError: b does not fit, or a factor is not square or, with a shift, not symmetric.
-            torch.linalg.LinAlgError: without a shift, a factor is singular.
+            torch.linalg.LinAlgError: without a shift, a factor is singular. Every rank raises what one meets.
         """
         if shift is None:
-            return self.inverse() @ b
-        block = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve")
-        return self._solve(b, block, shift, None, 0.0, 0, direct=True, preconditioner=True)[0]
+            where = grid_for(b, self._grid)
+            try:
+                inverse = self.inverse()
+            except REFUSALS as error:
+                refuse(where, error)
+            return kron_matmul_left(inverse.factors, b, grid=where)
+        block, found = agree_on_solve(self._local, self._grid, b, self._eigen, shift=shift, call="solve")
+        return self._solve(b, block, shift, None, 0.0, 0, direct=True, preconditioner=None, eigen=found)[0]
 
     def conjugate_gradients(
         self,
@@ -295,11 +306,21 @@ class KroneckerProduct:
                 ``K + shift * I`` turns out not to be positive definite. Raised on every rank alike.
         """
         options = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner}
-        block = agree_on_solve(self._local, self._grid, b, shift=shift, mask=mask, call="conjugate_gradients", **options)
-        x, system = self._solve(b, block, shift, mask, tolerance, max_iter, direct=False, preconditioner=preconditioner)
+
+        def eigen_or_none() -> Eigen | None:
+            return self._eigen() if preconditioner is True else None
+
+        block, found = agree_on_solve(
+            self._local, self._grid, b, eigen_or_none, shift=shift, mask=mask, call="conjugate_gradients", **options
+        )
+        function = preconditioner if callable(preconditioner) else None
+        x, system = self._solve(b, block, shift, mask, tolerance, max_iter, direct=False, preconditioner=function, eigen=found)
         return Solution(x, system.iterations, system.residual)
 
     # ---- how it is done -----------------------------------------------------------------------
+
+    def _eigen(self) -> Eigen:
+        return eigen(self.factors, self._grid)
 
     def _solve(
         self,
@@ -311,10 +332,11 @@ class KroneckerProduct:
         max_iter: int,
         *,
         direct: bool,
-        preconditioner: bool | Callable[[Tensor], Tensor],
+        preconditioner: Callable[[Tensor], Tensor] | None,
+        eigen: Eigen | None,
     ) -> tuple[Any, System]:
         column = None if mask is None else mask[:, None].to(self.dtype)
-        system = System(self._grid, list(self.factors), shift, column, tolerance, max_iter, direct, preconditioner)
+        system = System(self._grid, list(self.factors), shift, column, tolerance, max_iter, direct, preconditioner, eigen)
         x = solve(system, block if column is None else block * column)
         if isinstance(b, DTensor):
             x = DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,8 @@ from fastkron_py.functional import kronecker_algebra as algebra
 
 SYMMETRY: float = 64.0
 """Units in the last place of a factor's largest element by which it may differ from its transpose."""
+
+Eigen = tuple[Tensor, list[Tensor]]
 
 
 class Solution(NamedTuple):
@@ -72,7 +73,8 @@ class System:
         tolerance: of conjugate gradients, relative.
         max_iter: of conjugate gradients.
         direct: without a mask, use eigenvectors alone.
-        preconditioner: whether conjugate gradients use them, or a function of this rank's block.
+        preconditioner: of conjugate gradients, a function of this rank's block in place of eigenvectors.
+        eigen: this rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors; None where nothing uses them.
     """
 
     grid: ProcessGrid
@@ -82,19 +84,10 @@ class System:
     tolerance: float
     max_iter: int
     direct: bool
-    preconditioner: bool | Callable[[Tensor], Tensor]
+    preconditioner: Callable[[Tensor], Tensor] | None = None
+    eigen: Eigen | None = None
     iterations: int = 0
     residual: float = 0.0
-
-    @cached_property
-    def eigen(self) -> tuple[Tensor, list[Tensor]]:
-        """This rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors."""
-        with torch.no_grad():
-            parts = symmetric_eigh(self.factors)
-            n = math.prod([len(values) for values, _ in parts])
-            offsets = chunk_offsets(n, self.grid.shape[0])
-            values = kron_range([values for values, _ in parts], *offsets[self.grid.row : self.grid.row + 2])
-            return values[:, None], [vectors for _, vectors in parts]
 
     def apply(self, x: Tensor, factors: Sequence[Tensor], shift: Tensor | float) -> Tensor:
         """``A x``."""
@@ -104,10 +97,10 @@ class System:
 
     def precondition(self, r: Tensor) -> Tensor:
         """An approximation of ``A^-1 r``: without a mask the inverse itself."""
-        if callable(self.preconditioner):
+        if self.preconditioner is not None:
             mapped: Tensor = self.preconditioner(r)
             return mapped
-        if not self.preconditioner:
+        if self.eigen is None:
             return r
         inside = r if self.mask is None else r * self.mask
         values, vectors = self.eigen
@@ -158,6 +151,21 @@ class System:
         if self.grid.shape[1] > 1:
             all_reduce("conjugate gradients: largest residual", largest, self.grid.row_group, dist.ReduceOp.MAX)
         return float(largest)
+
+
+@torch.no_grad()
+def eigen(factors: Sequence[Tensor], grid: ProcessGrid) -> Eigen:
+    """This rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors.
+
+    Raises:
+        ValueError: a factor is not square or not symmetric.
+        torch.linalg.LinAlgError: the eigenvalues of one were not found.
+    """
+    parts = symmetric_eigh(factors)
+    n = math.prod([len(values) for values, _ in parts])
+    offsets = chunk_offsets(n, grid.shape[0])
+    values = kron_range([values for values, _ in parts], *offsets[grid.row : grid.row + 2])
+    return values[:, None], [vectors for _, vectors in parts]
 
 
 def symmetric_eigh(factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
