@@ -66,6 +66,8 @@ class Report(TypedDict):
 
 
 _made: tuple[Any, ProcessInfo] | None = None
+_launch: Launch | None = None
+"""Found once: a group that is made after another has been destroyed meets in the same store, whose server may be this process."""
 
 
 def init_process_group(backend: str | None = None, *, timeout: float | timedelta = TIMEOUT) -> ProcessInfo:
@@ -73,7 +75,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
 
     Recognises torchrun, mpirun or mpiexec (through mpi4py; no address has to be set), Slurm's srun, and a process
     that was started alone. A second call, or a call where torch's default group exists, returns what there is.
-    The group is destroyed when Python exits.
+    The group is destroyed when Python exits; once it is destroyed, all ranks may make another.
 
     Args:
         backend: ``"nccl"`` or ``"gloo"``; None takes NCCL if there are GPUs.
@@ -106,8 +108,10 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         _check_backend(backend)
     except (TypeError, ValueError) as wrong:
         error = wrong
-    launch = find_launch(seconds)
-    store = dist.PrefixStore("fastkron_py", launch.store)
+    launch = _found_launch(seconds)
+    # What was told before stays in the store, torchrun's above all: addresses of ranks as they were, and the verdict on them.
+    generation = launch.store.add(f"fastkron_py/generation/{launch.rank}", 1)
+    store = dist.PrefixStore(f"fastkron_py/{generation}", launch.store)
     reports = _exchange(store, launch, _report(backend, launch, seconds, error), seconds)
     info = _info(launch, reports)
     if info.device.type == "cuda":
@@ -115,7 +119,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     with stage("init_process_group: connecting all ranks"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if info.backend == "nccl" else "gloo",
-            store=dist.PrefixStore("torch", launch.store),
+            store=dist.PrefixStore(f"torch/{generation}", launch.store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=seconds),
@@ -123,6 +127,14 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     _made = (dist.group.WORLD, info)
     atexit.register(_destroy)
     return info
+
+
+def _found_launch(seconds: float) -> Launch:
+    global _launch
+    if _launch is None:
+        _launch = find_launch(seconds)
+    _launch.store.set_timeout(timedelta(seconds=seconds))
+    return _launch
 
 
 def _check_backend(backend: Any) -> None:

@@ -90,7 +90,6 @@ def _torchrun(env: Mapping[str, str], seconds: float) -> Launch:
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
     with stage(f"init_process_group: meeting at {env['MASTER_ADDR']}:{env['MASTER_PORT']}"):
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=seconds)))
-    store.set_timeout(timedelta(seconds=seconds))
     local_size = integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else None
     return Launch("torchrun", rank, size, integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else -1, local_size, store)
 

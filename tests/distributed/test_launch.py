@@ -166,6 +166,7 @@ def test_every_rank_refuses_what_one_asks(odd: object, kind: str, message: str) 
         for outcome in pool.outcomes(start_differently, "gloo", odd, timeout=30):
             assert outcome.error == kind
             assert outcome.message.startswith(message)
+        assert [info.world_size for info in pool.run(existing, "gloo")] == [2, 2]  # the refusal is not found again
     finally:
         pool.stop()
 
