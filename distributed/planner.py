@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -193,9 +194,10 @@ def plan(
         grid: ``(GM, GK)``; None chooses among all that make up world_size.
         world_size: number of ranks; needed without a grid.
         stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum
-            is the number of factors. Or "rows": ranks take whole rows for the product, and give them back. None chooses; without
-            an exchange there is one stage.
-        chunks: into how many parts a rank's rows are cut; None chooses.
+            is the number of factors. Or "rows": ranks take whole rows for the product, and give them back. None chooses. Two stages
+            at least where ranks exchange columns (one would bring all of a line to one of its ranks); without an exchange there is one.
+        chunks: into how many parts a rank's rows are cut; None chooses. As with torch.chunk there are at most as many as rows: by
+            "rows" as each rank takes, and one without an exchange.
         memory: bytes that each rank may use; None sets no limit.
         direct: let GPUs of one host reach into each other's memory; takes six buffers more. None chooses, for products by whole rows
             without gradients in four chunks or more, on lines that `links` puts on one host.
@@ -227,8 +229,12 @@ def plan(
     if not (direct is None or isinstance(direct, bool)):
         raise type_error("direct", "True, False or None", type_name(direct))
     sends = (False, True) if messages is None and not direct else (bool(messages),)
+    _check_limits(memory, links)
+    shapes = list(_shapes(grid, world_size))
+    if forced is not None and len(forced) == 1:
+        shapes = _without_exchange(problem, shapes, forced)
     found: list[Plan] = []
-    for shape in _shapes(grid, world_size):
+    for shape in shapes:
         if not direct:
             found += _plans(problem, shape, forced, counts, links, False, sends)
         if direct:
@@ -254,6 +260,22 @@ def _cuts(stages: Any, count: int) -> tuple[int, ...]:
     if sum(cuts) != count:
         raise value_error("stages", f"numbers that add up to {count}, the number of factors", cuts)
     return cuts
+
+
+def _check_limits(memory: Any, links: Any) -> None:
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
+        raise type_error("memory", "a number of bytes or None", type_name(memory))
+    if not isinstance(links, Links):
+        raise type_error("links", "Links", type_name(links))
+
+
+def _without_exchange(problem: Problem, shapes: Sequence[tuple[int, int]], stages: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The grids on which one stage is all there is."""
+    found = [shape for shape in shapes if _sides(problem, shape)[1] == 1]
+    if not found:
+        expected = f'two stages or more, or "{BY_ROWS}", since ranks of a {shapes[0][0]} x {shapes[0][1]} grid exchange columns'
+        raise value_error("stages", expected, stages)
+    return found
 
 
 def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
@@ -295,8 +317,10 @@ def _plans(
     elif forced is not None:
         ways = [forced]
     else:
-        ways = [_best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, paid)]
-        ways += [()] if rows >= parts else []  # else some ranks would have no row
+        best = _best_cuts(problem.inner, problem.outer, rows, parts, problem.dtype.itemsize, paid)
+        # One stage of all factors would bring each row to one rank, and all rows to the same.
+        ways = [best] if len(best) > 1 else []
+        ways += [()] if rows >= parts or not ways else []  # with fewer rows some ranks would have none
     for cuts, messages in [(c, s) for c in ways for s in ((False,) if c else sends)]:
         details = way(problem.inner, problem.outer, cuts, parts) if cuts else None
         if details is None:
@@ -304,8 +328,9 @@ def _plans(
         else:
             steps = tuple(stage_steps(problem, details, rows, stride, paid))
         most = max(1, rows if cuts else -(-rows // parts))
-        for chunks in counts:
-            if len(counts) > 1 and chunks > (1 if parts == 1 else most):
+        limit = 1 if parts == 1 else most
+        for chunks in counts if len(counts) > 1 else [min(limit, c) for c in counts]:
+            if chunks > limit:
                 continue
             memory = memory_needed(problem, details, rows, parts, chunks)
             seconds = seconds_needed(steps, chunk_rows(rows, chunks, 1 if cuts else parts), paid)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
+from fastkron_py.functional.checks import DTYPES, check_integer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Problem:
         m: rows of x; with left its columns.
         ps: rows of each factor.
         qs: columns of each factor.
-        dtype: of all tensors.
+        dtype: of all tensors; a floating-point one that products take.
         left: the product stands to the left of x.
         gradients: of x and all factors are wanted.
     """
@@ -41,6 +41,13 @@ class Problem:
             raise value_error("qs", f"{len(self.ps)} sizes, as ps has", len(self.qs))
         if check_integer("m", self.m) < 0:
             raise value_error("m", "a number of rows", self.m)
+        dtype: Any = self.dtype
+        if dtype not in DTYPES:
+            expected = "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise type_error("dtype", expected, dtype if isinstance(dtype, torch.dtype) else type_name(dtype))
+        for name in ("left", "gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise type_error(name, "True or False", type_name(getattr(self, name)))
 
     @property
     def inner(self) -> tuple[int, ...]:

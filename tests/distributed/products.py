@@ -30,7 +30,6 @@ PROBLEMS = {
     "no rows": (0, ((4, 4),) * 2, (1, 1)),
     "one factor": (4, ((8, 6),), None),
     "fewer columns than ranks": (5, ((3, 2),), None),
-    "all in one stage": (5, ((4, 4),) * 3, (3,)),
     "ones": (5, ((1, 3), (5, 1), (1, 1)), (1, 1, 1)),
 }
 

@@ -87,6 +87,22 @@ def test_forced_stages_and_chunks() -> None:
     assert best.seconds < found.seconds
 
 
+def test_at_most_as_many_chunks_as_there_are_rows() -> None:
+    eight = replace(SIXTY_FOURS, m=8)
+    for grid, stages, chunks in (((1, 2), (2, 2), 8), ((1, 2), "rows", 4), ((2, 2), (2, 2), 4), ((2, 1), None, 1)):
+        found = plan(eight, grid, stages=stages, chunks=10**9)  # type: ignore[arg-type]
+        assert found.chunks == chunks == plan(eight, grid, stages=stages, chunks=chunks).chunks  # type: ignore[arg-type]
+        assert f"{found.chunks} chunks of rows" in str(found) or found.chunks == 1
+
+
+def test_one_stage_is_for_grids_without_exchange() -> None:
+    assert plan(SIXTY_FOURS, (2, 1), stages=(4,)).cuts == (4,)
+    assert plan(SIXTY_FOURS, world_size=4, stages=(4,)).grid == (4, 1)
+    for m in (1, 3, 20):  # small products, in which one stage is modelled to take as long
+        assert plan(Problem(m, (4, 4, 4), (4, 4, 4)), (1, 4)).by_rows
+    assert plan(Problem(1, (64,), (64,)), (1, 4)).by_rows
+
+
 @pytest.mark.parametrize(
     ("m", "ps", "qs", "grid"),
     [
@@ -344,6 +360,16 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
         (lambda: call(grid="8x1"), TypeError, "grid: expected a sequence of integers; got 8x1"),
         (lambda: call(stages=(1, 2)), ValueError, r"stages: expected numbers that add up to 4, the number of factors; got \(1, 2\)"),
         (lambda: call(stages=(4, 0)), ValueError, "stages: expected one positive size"),
+        (
+            lambda: call(stages=(4,)),
+            ValueError,
+            r'stages: expected two stages or more, or "rows", .* 1 x 8 grid exchange columns; got \(4,\)',
+        ),
+        (
+            lambda: call(stages=(4,), problem=replace(SIXTY_FOURS, left=True), grid=(2, 1)),
+            ValueError,
+            "stages: expected two stages or more",
+        ),
         (lambda: call(stages="columns"), ValueError, "stages: expected numbers of factors, or \"rows\"; got 'columns'"),
         (lambda: call(chunks=0), ValueError, "chunks: expected a positive number; got 0"),
         (lambda: call(chunks=1.5), TypeError, "chunks: expected an integer; got float"),
@@ -353,6 +379,12 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
             ValueError,
             r'messages: expected False or None with stages \(2, 2\), or stages="rows"',
         ),
+        (lambda: call(memory="8 GB"), TypeError, "memory: expected a number of bytes or None; got str"),
+        (lambda: call(links=None), TypeError, "links: expected Links; got None"),
+        (lambda: Problem(1, (4,), (4,), torch.int32), TypeError, "dtype: expected a dtype among float16, bfloat16, .*; got torch.int32"),
+        (lambda: Problem(1, (4,), (4,), "float32"), TypeError, "dtype: expected a dtype among .*; got str"),
+        (lambda: Problem(1, (4,), (4,), left=1), TypeError, "left: expected True or False; got int"),
+        (lambda: Problem(1, (4,), (4,), gradients=None), TypeError, "gradients: expected True or False; got None"),
         (lambda: call(problem="64^4"), TypeError, "problem: expected a Problem; got str"),
         (lambda: Problem(-1, (4,), (4,)), ValueError, "m: expected a number of rows; got -1"),
         (lambda: Problem(1, (4, 4), (4,)), ValueError, "qs: expected 2 sizes, as ps has; got 1"),
