@@ -25,7 +25,7 @@ from fastkron_py.distributed.placed import grid_of_call, plain_factor, plain_x, 
 from fastkron_py.distributed.planner import Plan
 from fastkron_py.distributed.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.replicated import replicate
+from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
@@ -47,6 +47,7 @@ def kron_matmul(
     precision: str | None = None,
     plan: Plan | None = None,
     recompute: bool = False,
+    reduction: Reduction = "sum",
 ) -> Tensor:
     """Multiply with a Kronecker product over many ranks: ``alpha * x @ (F1 (x) ... (x) FN) + beta * z``.
 
@@ -55,7 +56,8 @@ def kron_matmul(
     in any way. All ranks of the grid make the same call; one that cannot makes all of them raise its error.
 
     Gradients reach x, z, the factors, alpha and beta, in every order. Those of factors, alpha and beta are summed over all ranks,
-    once; the loss is taken to be the sum of what the ranks make of their blocks.
+    once; the loss is taken to be the sum of what the ranks make of their blocks. In a module that DistributedDataParallel or fully_shard
+    wraps, which average gradients over ranks, it is their mean: take ``reduction="mean"``, or factors learn faster than all else.
 
     Args:
         x: this rank's block ``[m, k]``, or a DTensor ``[M, K]`` placed ``[Shard(0), Shard(1)]`` on a mesh of two dimensions.
@@ -67,6 +69,7 @@ def kron_matmul(
         precision: of float32 products, as in `fastkron_py.kron_matmul`.
         plan: stages and chunks; None chooses by `plan`.
         recompute: do without the stages' operands between forward and backward pass, and exchange again in the backward pass.
+        reduction: over the grid's ranks, of gradients of factors, alpha and beta: "sum", or "mean".
 
     Returns:
         This rank's block of the result, or a DTensor placed as x is.
@@ -81,7 +84,7 @@ def kron_matmul(
         >>> grid = ProcessGrid((2, 2))
         >>> y = kron_matmul(torch.randn(64, 2048, device=grid.device), [f1, f2], grid=grid)  # f1, f2 are [64, 64]
     """
-    return _call(x, factors, grid, alpha, beta, z, precision, plan, recompute, False)
+    return _call(x, factors, grid, alpha, beta, z, precision, plan, recompute, reduction, False)
 
 
 def kron_matmul_left(
@@ -95,6 +98,7 @@ def kron_matmul_left(
     precision: str | None = None,
     plan: Plan | None = None,
     recompute: bool = False,
+    reduction: Reduction = "sum",
 ) -> Tensor:
     """Multiply with a Kronecker product from the left over many ranks: ``alpha * (F1 (x) ... (x) FN) @ x + beta * z``.
 
@@ -111,6 +115,7 @@ def kron_matmul_left(
         precision: as in `fastkron_py.kron_matmul`.
         plan: of a Problem with left.
         recompute: as in `kron_matmul`.
+        reduction: as in `kron_matmul`.
 
     Returns:
         This rank's block of the result ``[prod(P_i), M]``, or a DTensor placed as x is.
@@ -120,7 +125,7 @@ def kron_matmul_left(
         ValueError: as in `kron_matmul`.
         CollectiveError: as in `kron_matmul`.
     """
-    return _call(x, factors, grid, alpha, beta, z, precision, plan, recompute, True)
+    return _call(x, factors, grid, alpha, beta, z, precision, plan, recompute, reduction, True)
 
 
 @dataclass
@@ -135,6 +140,7 @@ class _Call:
     precision: str | None
     plan: Plan | None
     recompute: bool
+    reduction: Reduction
     left: bool
     grid: ProcessGrid
 
@@ -168,6 +174,7 @@ class _Call:
             "precision": self.precision,
             "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.direct, self.plan.messages],
             "recompute": self.recompute,
+            "reduction": self.reduction,
             "arguments that need gradients": grads if torch.is_grad_enabled() else "none, under no_grad",
         }
 
@@ -176,10 +183,12 @@ def _scalar_text(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else str(value)
 
 
-def _call(x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precision: Any, plan: Any, recompute: Any, left: bool) -> Tensor:
+def _call(
+    x: Any, factors: Any, grid: Any, alpha: Any, beta: Any, z: Any, precision: Any, plan: Any, recompute: Any, reduction: Any, left: bool
+) -> Tensor:
     where = grid_of_call(x, grid)
     try:
-        call = _checked(x, factors, where, alpha, beta, z, precision, plan, recompute, left)
+        call = _checked(x, factors, where, alpha, beta, z, precision, plan, recompute, reduction, left)
         able = _in_blocks(call)
     except REFUSALS as error:
         refuse(where, error)
@@ -216,7 +225,7 @@ def _multiply(call: _Call, chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> 
     grid, alpha, beta = call.grid, call.alpha, call.beta
     shared = [*call.factors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
-        shared = replicate(shared, grid.group, grid.device)
+        shared = replicate(shared, grid.group, grid.device, call.reduction)
     factors, scalars = shared[: len(call.factors)], iter(shared[len(call.factors) :])
     alpha, beta = (next(scalars) if isinstance(s, Tensor) else s for s in (alpha, beta))
     x, z = call.x, call.z
@@ -265,7 +274,17 @@ def _problem(call: _Call, m: int) -> Problem:
 
 
 def _checked(
-    x: Any, factors: Any, grid: ProcessGrid, alpha: Any, beta: Any, z: Any, precision: Any, plan: Any, recompute: Any, left: bool
+    x: Any,
+    factors: Any,
+    grid: ProcessGrid,
+    alpha: Any,
+    beta: Any,
+    z: Any,
+    precision: Any,
+    plan: Any,
+    recompute: Any,
+    reduction: Any,
+    left: bool,
 ) -> _Call:
     """Check what one rank can check by itself."""
     listed = [plain_factor(f, i, x) for i, f in enumerate(factor_list(factors))]
@@ -277,6 +296,7 @@ def _checked(
         raise type_error("plan", "a Plan or None", type_name(plan))
     if not isinstance(recompute, bool):
         raise type_error("recompute", "True or False", type_name(recompute))
+    check_reduction(reduction)
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)
     check_tensors(local, listed, z, ("x", "factors", "z"))
@@ -294,7 +314,7 @@ def _checked(
         raise value_error("z", "this rank's block of the result's shape, since beta is not 0", None)
     if not isinstance(beta, Tensor) and beta == 0:
         z = None
-    call = _Call(local, listed, alpha, beta, z, precision, plan, recompute, left, grid)
+    call = _Call(local, listed, alpha, beta, z, precision, plan, recompute, reduction, left, grid)
     _check_own_block(call)
     if isinstance(x, DTensor):
         inner = math.prod(call.sizes[1 if left else 0])

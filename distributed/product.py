@@ -16,7 +16,7 @@ from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
 from fastkron_py.distributed.operands import agree_on_solve, checked_factors
 from fastkron_py.distributed.placed import grid_for
-from fastkron_py.distributed.replicated import replicate, total
+from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
 from fastkron_py.distributed.solvers import Eigen, Solution, System, eigen, kron_range, solve, symmetric_eigh
 from fastkron_py.errors import type_error, type_name
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
@@ -31,15 +31,16 @@ class KroneckerProduct:
     Every rank holds all factors, which are small, and a block of each operand and result: `ProcessGrid.block` says
     which. Names and errors are those of `fastkron_py.KroneckerProduct`; what depends on the factors alone (shape, trace,
     logdet, ...) comes out alike on every rank. Gradients reach factors and operands, as in `kron_matmul`: what every
-    rank computes alike counts once.
+    rank computes alike (trace, logdet, ...) counts once.
 
     Args:
         factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device.
         grid: the ranks; None makes a grid of all of them, one row each.
+        reduction: over the grid's ranks, of gradients that factors and shift have from blocks, as in `kron_matmul`: "sum", or "mean".
 
     Raises:
         TypeError: not a sequence, or factors that are no torch tensors or of different dtypes.
-        ValueError: no factors, batch dimensions, another device than the grid's, or factors whose shapes or dtypes
+        ValueError: no factors, batch dimensions, another device than the grid's, another reduction, or factors whose shapes or dtypes
             differ from rank to rank. Raised on every rank alike.
 
     Example:
@@ -48,24 +49,27 @@ class KroneckerProduct:
         >>> x = K.solve(y, shift=0.1)
     """
 
-    def __init__(self, factors: Sequence[Tensor], *, grid: ProcessGrid | None = None) -> None:
+    def __init__(self, factors: Sequence[Tensor], *, grid: ProcessGrid | None = None, reduction: Reduction = "sum") -> None:
         if grid is not None and not isinstance(grid, ProcessGrid):
             refuse_without_grid(type_error("grid", "a ProcessGrid or None", type_name(grid)))
         self._grid = ProcessGrid() if grid is None else grid
         description: dict[str, Any] | Exception
         try:
             self._local = checked_factors(factors, self._grid)
+            check_reduction(reduction)
+            self._reduction = reduction
             shapes = [list(f.shape) for f in self._local.factors]
             description = {"call": "KroneckerProduct", "shapes of factors": shapes, "dtype of factors": str(self._local.dtype)}
+            description["reduction"] = reduction
         except REFUSALS as error:
             description = error
         agree(self._grid, description)
 
     @classmethod
-    def _of(cls, local: LocalKroneckerProduct, grid: ProcessGrid) -> KroneckerProduct:
+    def _of(cls, local: LocalKroneckerProduct, grid: ProcessGrid, reduction: Reduction) -> KroneckerProduct:
         """From factors that all ranks have made alike: nothing to agree on."""
         made = cls.__new__(cls)
-        made._local, made._grid = local, grid
+        made._local, made._grid, made._reduction = local, grid, reduction
         return made
 
     # ---- what it is --------------------------------------------------------------------------
@@ -79,6 +83,11 @@ class KroneckerProduct:
     def grid(self) -> ProcessGrid:
         """The ranks."""
         return self._grid
+
+    @property
+    def reduction(self) -> Reduction:
+        """Of gradients from blocks, over the grid's ranks: "sum" or "mean"."""
+        return self._reduction
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
@@ -116,7 +125,7 @@ class KroneckerProduct:
     # ---- the same operator in another form ----------------------------------------------------
 
     def _like(self, local: LocalKroneckerProduct) -> KroneckerProduct:
-        return KroneckerProduct._of(local, self._grid)
+        return KroneckerProduct._of(local, self._grid, self._reduction)
 
     @property
     def mT(self) -> KroneckerProduct:  # noqa: N802
@@ -172,7 +181,7 @@ class KroneckerProduct:
         return self._like(self._local.matrix_power(n))
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
-        """``self (x) other``: an operator of both's factors, on this one's grid."""
+        """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
         return self._like(self._local.kron(_local_of(other)))
 
     # ---- products -----------------------------------------------------------------------------
@@ -180,10 +189,10 @@ class KroneckerProduct:
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, KroneckerProduct):
             return self._like(self._local @ other._local)
-        return kron_matmul_left(self.factors, other, grid=grid_for(other, self._grid))
+        return kron_matmul_left(self.factors, other, grid=grid_for(other, self._grid), reduction=self._reduction)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return kron_matmul(other, self.factors, grid=grid_for(other, self._grid))
+        return kron_matmul(other, self.factors, grid=grid_for(other, self._grid), reduction=self._reduction)
 
     def __mul__(self, scalar: Any) -> KroneckerProduct:
         return self._like(self._local * scalar)
@@ -268,7 +277,7 @@ class KroneckerProduct:
                 inverse = self.inverse()
             except REFUSALS as error:
                 refuse(where, error)
-            return kron_matmul_left(inverse.factors, b, grid=where)
+            return kron_matmul_left(inverse.factors, b, grid=where, reduction=self._reduction)
         block, found = agree_on_solve(self._local, self._grid, b, self._eigen, shift=shift, call="solve")
         return self._solve(b, block, shift, None, 0.0, 0, direct=True, preconditioner=None, eigen=found)[0]
 
@@ -336,7 +345,7 @@ class KroneckerProduct:
         eigen: Eigen | None,
     ) -> tuple[Any, System]:
         column = None if mask is None else mask[:, None].to(self.dtype)
-        system = System(self._grid, list(self.factors), shift, column, tolerance, max_iter, direct, preconditioner, eigen)
+        system = System(self._grid, list(self.factors), shift, column, tolerance, max_iter, direct, preconditioner, eigen, self._reduction)
         x = solve(system, block if column is None else block * column)
         if isinstance(b, DTensor):
             x = DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))

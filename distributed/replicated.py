@@ -3,6 +3,9 @@
 `replicate` hands them on, and its derivative sums what each rank found; `total` is that sum, and its derivative hands on again.
 So where a loss is the sum of what the ranks compute from their blocks, gradients of replicated tensors come out whole and alike
 on every rank, and what is made of these gradients (alike on every rank too) counts once in second derivatives.
+
+Where the loss is the mean of what the ranks compute, as wrappers for data parallelism take it, both are means over the ranks. They are
+each other's derivative all the same: what ranks hold in parts counts by its mean then, and what they have alike counts once.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,38 +21,55 @@ from torch import Tensor
 
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.watch import note
+from fastkron_py.errors import type_error, type_name, value_error
 
 _HALF: Final = (torch.float16, torch.bfloat16)
+Reduction = Literal["sum", "mean"]
+
+
+def check_reduction(reduction: Any) -> None:
+    """Refuse what is no reduction.
+
+    Raises:
+        TypeError: no string.
+        ValueError: another one.
+    """
+    if not isinstance(reduction, str):
+        raise type_error("reduction", '"sum" or "mean"', type_name(reduction))
+    if reduction not in ("sum", "mean"):
+        raise value_error("reduction", '"sum" or "mean"', repr(reduction))
 
 
 class _Replicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.device = group, device
+    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.where = group, device, reduction
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        sums = iter(total([g for g, need in zip(gradients, wanted, strict=True) if need], ctx.group, ctx.device))
-        return None, None, *[next(sums) if need else None for need in wanted]
+        wanted = ctx.needs_input_grad[3:]
+        sums = iter(total([g for g, need in zip(gradients, wanted, strict=True) if need], *ctx.where))
+        return None, None, None, *[next(sums) if need else None for need in wanted]
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.device = group, device
+    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Reduction, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.where = group, device, reduction
         dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in _HALF else p.dtype for p in parts])
         flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
         text = f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}"
         all_reduce(text, torch.view_as_real(flat) if flat.is_complex() else flat, group)
+        if reduction == "mean":
+            flat /= dist.get_world_size(group)
         pieces = flat.split([math.prod(p.shape) for p in parts])
         # Copies: a gradient that is part of one large buffer would keep all of it.
         return tuple(_like(piece.view(p.shape), p) for piece, p in zip(pieces, parts, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *replicate(gradients, ctx.group, ctx.device)
+        return None, None, None, *replicate(gradients, *ctx.where)
 
 
 def _like(value: Tensor, part: Tensor) -> Tensor:
@@ -78,29 +98,31 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
     note(name, tensor.device, _ranks(group))
 
 
-def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """The same tensors; their gradients will be summed over the group, all in one all-reduce.
+def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Reduction = "sum") -> list[Tensor]:
+    """The same tensors; their gradients will be summed or averaged over the group, all in one all-reduce.
 
     Args:
         tensors: alike on every rank, of any shapes.
         group: the ranks.
         device: where the all-reduce takes place.
+        reduction: "sum" or "mean".
 
     Raises:
         CollectiveError: in the backward pass, where the sum fails.
     """
-    return list(_Replicate.apply(group, device, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Replicate.apply(group, device, reduction, *tensors))  # type: ignore[no-untyped-call]
 
 
-def total(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """Sums over the group of each rank's parts, half types in float32; the inverse of `replicate` in derivatives.
+def total(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Reduction = "sum") -> list[Tensor]:
+    """Sums or means over the group of each rank's parts, half types in float32; the inverse of `replicate` in derivatives.
 
     Args:
         parts: of the same shapes on every rank.
         group: the ranks.
         device: where the all-reduce takes place.
+        reduction: "sum" or "mean".
 
     Raises:
         CollectiveError: the sum failed.
     """
-    return list(_Total.apply(group, device, *parts))  # type: ignore[no-untyped-call]
+    return list(_Total.apply(group, device, reduction, *parts))  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastkron_py.distributed.blocks import chunk_offsets
 from fastkron_py.distributed.functional import kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
-from fastkron_py.distributed.replicated import all_reduce, replicate
+from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
 from fastkron_py.errors import value_error
 from fastkron_py.functional import kronecker_algebra as algebra
 
@@ -75,6 +75,7 @@ class System:
         direct: without a mask, use eigenvectors alone.
         preconditioner: of conjugate gradients, a function of this rank's block in place of eigenvectors.
         eigen: this rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors; None where nothing uses them.
+        reduction: over the ranks, of gradients of factors and shift.
     """
 
     grid: ProcessGrid
@@ -86,13 +87,14 @@ class System:
     direct: bool
     preconditioner: Callable[[Tensor], Tensor] | None = None
     eigen: Eigen | None = None
+    reduction: Reduction = "sum"
     iterations: int = 0
     residual: float = 0.0
 
     def apply(self, x: Tensor, factors: Sequence[Tensor], shift: Tensor | float) -> Tensor:
         """``A x``."""
         inside = x if self.mask is None else x * self.mask
-        y = kron_matmul_left(list(factors), inside, grid=self.grid) + shift * inside
+        y = kron_matmul_left(list(factors), inside, grid=self.grid, reduction=self.reduction) + shift * inside
         return y if self.mask is None else y * self.mask + x * (1 - self.mask)
 
     def precondition(self, r: Tensor) -> Tensor:
@@ -203,7 +205,8 @@ class _Solve(torch.autograd.Function):
         with torch.enable_grad():
             # Views of their own: what x itself owes to factors and shift belongs to its own derivative.
             own = [t.view_as(t) if need else t.detach() for t, need in zip((shift, *factors), wanted, strict=True)]
-            (spread,) = replicate([own[0]], system.grid.group, system.grid.device) if wanted[0] else (own[0],)
+            grid = system.grid
+            (spread,) = replicate([own[0]], grid.group, grid.device, system.reduction) if wanted[0] else (own[0],)
             image = system.apply(x, own[1:], spread)
             chosen = [t for t, need in zip(own, wanted, strict=True) if need]
             found = iter(torch.autograd.grad(image, chosen, -adjoint, create_graph=again))

@@ -39,7 +39,10 @@ def test_survivors_of_a_killed_rank_name_the_stage_at_once(own_ranks: RankPool, 
     assert [o.rank for o in survivors] == [0, 1, 2]
     for outcome in survivors:
         assert outcome.error == "CollectiveError"
-        assert re.match(r"kron_matmul: (stage \d of \d|blocks to whole slices|columns to rows|rows to columns|check that all ranks do the same)", outcome.stage)
+        assert re.match(
+            r"kron_matmul: (stage \d of \d|blocks to whole slices|columns to rows|rows to columns|check that all ranks do the same)",
+            outcome.stage,
+        )
         assert re.search(
             r"failed on rank \d after [\d.]+ s: a peer among ranks [\d-]+ has died, left, or not come in time", outcome.message
         )
@@ -57,7 +60,9 @@ def lose_in_an_exchange():
 def test_a_rank_that_dies_in_an_exchange(own_ranks: RankPool) -> None:
     for outcome in own_ranks.outcomes(lose_in_an_exchange, expect_dead=[3]):
         assert outcome.error == "CollectiveError"
-        assert re.match(r"kron_matmul: (stage 1 of \d|blocks to whole slices|columns to rows): exchange of [\d.]+ MB with ranks 0-3", outcome.stage)
+        assert re.match(
+            r"kron_matmul: (stage 1 of \d|blocks to whole slices|columns to rows): exchange of [\d.]+ MB with ranks 0-3", outcome.stage
+        )
         assert outcome.seconds < GROUP_TIMEOUT - 1
 
 

@@ -457,6 +457,10 @@ def refuse(what):
         options = {"alpha": 2.0 if last else 1.0}
     elif what == "gradients":
         x.requires_grad_(last)
+    elif what == "reduction":
+        options = {"reduction": "mean" if last else "sum"}
+    elif what == "another reduction":
+        options = {"reduction": "max" if last else "sum"}
     elif what == "z":
         options = {"beta": 1.0} if last else {"beta": 1.0, "z": z}
     elif what == "z's shape":
@@ -492,6 +496,8 @@ def refuse(what):
         ("count", "ValueError", r"shapes of factors: expected the same on every rank; got "),
         ("alpha", "ValueError", r"alpha: expected the same on every rank; got .*1\.0.* on rank.*2\.0"),
         ("gradients", "ValueError", r"arguments that need gradients: expected the same on every rank"),
+        ("reduction", "ValueError", r'reduction: expected the same on every rank; got "sum" on rank.*; "mean" on rank'),
+        ("another reduction", "ValueError", r"""reduction: expected "sum" or "mean"; got 'max' \(on rank"""),
         ("z", "ValueError", r"z: expected this rank's block of the result's shape, since beta is not 0; got None"),
         ("z's shape", "ValueError", r"z: expected this rank's block of the result, \(\d, 8\); got shape \(\d, 7\)"),
         ("plan", "ValueError", r"plan: expected a plan for factors \(4, 4\) x \(4, 4\), left=False, on a \d x 2 grid; got one for"),

@@ -140,11 +140,15 @@ def test_solutions(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
     assert residual <= 1e-13
 
 
-def gradients(shape, second):
-    """Of a loss with a solve, a logdet and a product; first, or second by way of the first's squared norm."""
+def gradients(shape, second, reduction):
+    """Of a loss with a solve, a logdet and a product; first, or second by way of the first's squared norm.
+
+    With means, ranks' losses and gradients of blocks count by their mean, and a block's gradient is that of all ranks' losses.
+    """
     grid = on_grid(shape)
     if grid is None:
         return None
+    weight = 1 if reduction == "sum" else 1 / grid.world_size
     b, c = random(N, 3, seed=1), random(N, 3, seed=4)
     mask = random(N, seed=2) > -0.8
     where = grid.block(b.shape)
@@ -153,13 +157,15 @@ def gradients(shape, second):
         quadratic = (b_local * solve(factors, shift, b_local)).sum() + (c_local * masked(factors, shift, c_local)).sin().sum()
         return quadratic, logdet(factors, shift)
 
-    def derive(losses, factors, shift, b_local, reduce):
+    def derive(losses, factors, shift, b_local, reduce, scale=1.0):
         loss, log = losses
-        first = torch.autograd.grad(reduce(loss) + log, [*factors, shift, b_local], create_graph=second)
+        *first, at_b = torch.autograd.grad(reduce(loss) + log, [*factors, shift, b_local], create_graph=second)
+        at_b = at_b * scale
         if not second:
-            return first
-        size = sum((g * g).sum() for g in first[:-1]) + reduce((first[-1] ** 2).sum())
-        return torch.autograd.grad(size, [*factors, shift, b_local])
+            return *first, at_b
+        size = sum((g * g).sum() for g in first) + reduce((at_b**2).sum())
+        *again, at_b = torch.autograd.grad(size, [*factors, shift, b_local])
+        return *again, at_b * scale
 
     def leaves(device):
         return [f.to(device).requires_grad_() for f in spd_factors()], torch.tensor(
@@ -175,13 +181,15 @@ def gradients(shape, second):
         shift,
         b_local,
         cut(grid, c),
-        lambda f, s, v: KroneckerProduct(f, grid=grid).solve(v, shift=s),
+        lambda f, s, v: KroneckerProduct(f, grid=grid, reduction=reduction).solve(v, shift=s),
         lambda f, s, v: (
-            KroneckerProduct(f, grid=grid).conjugate_gradients(v, shift=s, mask=mask[where[0]].to(grid.device), tolerance=1e-14).x
+            KroneckerProduct(f, grid=grid, reduction=reduction)
+            .conjugate_gradients(v, shift=s, mask=mask[where[0]].to(grid.device), tolerance=1e-14)
+            .x
         ),
         lambda f, s: KroneckerProduct(f, grid=grid).logdet(shift=s),
     )
-    mine = derive(one, factors, shift, b_local, lambda v: total([v], grid.group, grid.device)[0])
+    mine = derive(one, factors, shift, b_local, lambda v: total([v], grid.group, grid.device, reduction)[0])
 
     factors, shift = leaves("cpu")
     b_whole = b.clone().requires_grad_()
@@ -201,16 +209,16 @@ def gradients(shape, second):
         masked_dense,
         lambda f, s: torch.logdet(dense(f) + s * eye),
     )
-    expected = derive(reference, factors, shift, b_whole, lambda v: v)
+    expected = derive(reference, factors, shift, b_whole, lambda v: weight * v, 1 / weight)
     for got, want in zip(mine[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(mine[-1].cpu(), expected[-1][where], rtol=1e-7, atol=1e-9)
     return True
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], second: bool) -> None:
-    assert set(ranks.run(gradients, grid_shape, second)) <= {True, None}
+@pytest.mark.parametrize(("second", "reduction"), [(False, "sum"), (True, "sum"), (True, "mean")])
+def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], second: bool, reduction: str) -> None:
+    assert set(ranks.run(gradients, grid_shape, second, reduction)) <= {True, None}
 
 
 def refused(which, alone):
