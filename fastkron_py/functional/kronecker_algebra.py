@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.errors import type_error, value_error
+from fastkron_py.functional.monomial import monomial
 from fastkron_py.shapes import broadcast_batch
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+_LARGEST_LOG: Final = 44.0  # of a determinant that is computed as it is: half of float32's range
 
 
 class SlogDet(NamedTuple):
@@ -118,22 +121,21 @@ def slogdet(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     ``det K = prod_i det(F_i) ** (n / P_i)``, in logs, since that power of anything but 1 overflows.
     """
+    given = factors[0]
+    if given.dtype == torch.complex64:  # a weight multiplies a phase's error, and a phase is known to whole turns only
+        factors = [f.to(torch.complex128) for f in factors]
     parts = per_factor(factors, "a determinant", torch.linalg.slogdet)
-    sizes = [f.shape[-1] for f in factors]
-    weights = [math.prod(sizes[:i] + sizes[i + 1 :]) for i in range(len(sizes))]
-    signs = [_sign_power(sign, weight) for (sign, _), weight in zip(parts, weights, strict=True)]
+    weights = _weights(factors)
+    sign = monomial([sign for sign, _ in parts], weights, signs=True)
     # A weight of 0 (some other factor is empty) must not meet the log of 0.
     logs = [log * float(weight) if weight else torch.zeros_like(log) for (_, log), weight in zip(parts, weights, strict=True)]
-    return reduce(torch.mul, signs), reduce(torch.add, logs)
+    return sign.to(given.dtype), reduce(torch.add, logs).to(given.real.dtype)
 
 
-def _sign_power(sign: Tensor, weight: int) -> Tensor:
-    """Power of a sign: for -1, 0, 1 or a complex number of modulus 0 or 1, again one of these."""
-    if weight == 0:
-        return torch.ones_like(sign)
-    if sign.is_complex():
-        return torch.polar(sign.abs(), sign.angle() * float(weight))
-    return sign if weight % 2 else sign * sign
+def _weights(factors: Sequence[Tensor]) -> list[int]:
+    """The powers of the factors' determinants in that of the product."""
+    sizes = [f.shape[-1] for f in factors]
+    return [math.prod(sizes[:i] + sizes[i + 1 :]) for i in range(len(sizes))]
 
 
 def logdet(factors: Sequence[Tensor]) -> Tensor:
@@ -145,9 +147,32 @@ def logdet(factors: Sequence[Tensor]) -> Tensor:
 
 
 def det(factors: Sequence[Tensor]) -> Tensor:
-    """Det K, by way of `slogdet`."""
-    sign, log = slogdet(factors)
-    return sign * log.exp()
+    """Det K, by powers of the factors' determinants, whose derivatives exist where factors are singular."""
+    dtype = factors[0].dtype
+    double = torch.complex128 if dtype.is_complex else torch.float64
+    factors = [f.to(double) for f in factors] if dtype.is_complex else factors  # as for `slogdet`
+    found = per_factor([f.detach() for f in factors], "a determinant", torch.linalg.slogdet)
+    scales = [_scale(log, f.shape[-1]) for f, (_, log) in zip(factors, found, strict=True)]
+    dets = [_det(f / scale[..., None, None], sign == 0) for f, scale, (sign, _) in zip(factors, scales, found, strict=True)]
+    n = math.prod([f.shape[-1] for f in factors])
+    return monomial([t.to(double) for t in (*dets, *scales)], [*_weights(factors), *[n] * len(factors)]).to(dtype)
+
+
+def _scale(log: Tensor, size: int) -> Tensor:
+    """By which to divide matrices of this size, with determinants of these logarithms, so that those neither overflow nor vanish."""
+    is_far = (log.abs() > _LARGEST_LOG) & log.isfinite()
+    return torch.exp2(torch.where(is_far, log / (math.log(2) * max(size, 1)), 0.0).round())
+
+
+def _det(f: Tensor, is_singular: Tensor) -> Tensor:
+    """`torch.linalg.det`, whose gradient is 0 wherever an LU decomposition has an exact zero: that of a turned matrix has none."""
+    size = f.shape[-1]
+    if size < 2:
+        return f.sum((-2, -1)) if size else torch.linalg.det(f)
+    v = torch.arange(1, size + 1, device=f.device).sqrt().to(f.dtype)
+    turn = torch.eye(size, dtype=f.dtype, device=f.device) - 2 * v[:, None] * v / (v * v).sum()  # a reflection, so twice
+    found: Tensor = torch.linalg.det(torch.where(is_singular[..., None, None], turn @ f @ turn, f))
+    return found - torch.where(is_singular, found.detach(), 0.0)  # which rounding made of 0
 
 
 def inverse(factors: Sequence[Tensor]) -> list[Tensor]:

@@ -181,6 +181,34 @@ def test_determinants_of_huge_products_are_finite(dtype, device):
     assert abs(KroneckerProduct([f] * 10).inverse().logdet().real.item() / -expected - 1) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_phases_of_large_products(dtype, device):
+    """A phase to the power 2**19, by whole numbers where it is a square root of unity, and by a Gaussian integer's exact power."""
+    turned = torch.diag(torch.tensor([1, -1], dtype=dtype, device=device))
+    assert KroneckerProduct([turned] * 20).slogdet().sign == 1
+    assert KroneckerProduct([turned] * 20).logdet() == 0
+    assert KroneckerProduct([turned] * 20).det() == 1
+    assert KroneckerProduct([torch.diag(torch.tensor([1, 1j], dtype=dtype, device=device))] * 2).slogdet().sign == 1
+    f = torch.diag(torch.tensor([1, 2 + 1j], dtype=dtype, device=device))
+    real, imaginary = 1, 0  # of (2 + i) ** (14 * 2**13)
+    for _ in range(14 * 2**13):
+        real, imaginary = 2 * real - imaginary, real + 2 * imaginary
+    shift = max(real.bit_length(), imaginary.bit_length()) - 60
+    angle = math.atan2(imaginary >> shift, real >> shift)
+    expected = complex(math.cos(angle), math.sin(angle))
+    found = KroneckerProduct([f] * 14).slogdet().sign
+    assert abs(found.item() - expected) < (1e-6 if dtype == torch.complex64 else 1e-9)
+
+
+def test_determinants_between_powers_that_overflow(device):
+    """det(A)**w and det(B)**w are 1e1200 and 1e-1200; their product is 1."""
+    large, small = (s * torch.eye(20, dtype=torch.float64, device=device) for s in (1e3, 1e-3))
+    near(KroneckerProduct([large, small]).det(), torch.ones((), dtype=torch.float64, device=device))
+    assert KroneckerProduct([large, large]).det() == math.inf
+    assert KroneckerProduct([small, small]).det() == 0
+    assert KroneckerProduct([-1e13 * torch.eye(3, device=device), torch.eye(1, device=device)]).det() == -math.inf
+
+
 def test_products_beyond_64_bits(device):
     """A plain tuple has room for the shape where torch.Size has not."""
     k = KroneckerProduct([2 * torch.eye(8, device=device)] * 64)

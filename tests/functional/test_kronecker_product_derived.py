@@ -1,5 +1,7 @@
 """`KroneckerProduct` under autograd and torch.compile: derivatives in float64, compiled results against eager ones."""
 
+import math
+
 import pytest
 import torch
 from kronecker_cases import hermitian, near, random_factors
@@ -48,6 +50,47 @@ def test_gradients(name, dtype):
 
     assert torch.autograd.gradcheck(function, (x, *factors), fast_mode=False)
     assert torch.autograd.gradgradcheck(function, (x, *factors), fast_mode=True)
+
+
+SINGULAR = {  # rows that are multiples of one another, so that LU finds an exact zero
+    "one": [[[1, 2], [2, 4]], [[3, 1, 0], [0, 2, 1], [1, 0, 1]]],
+    "two": [[[1, 2], [2, 4]], [[1, 1], [3, 3]]],
+    "power of two": [[[1, 2, 1], [2, 4, 2], [0, 1, 1]], [[3, 1], [1, 2]]],
+    "zeros": [[[0, 0], [0, 0]], [[3, 1], [1, 2]]],
+    "with a scalar": [[[1, 2], [2, 4]], [[3]]],
+    "zero scalars": [[[0]], [[0]]],
+}
+
+
+def determinant(f: Tensor) -> Tensor:
+    """By minors, so that autograd derives a polynomial."""
+    if len(f) == 1:
+        return f[0, 0]
+    rest = [torch.cat((f[1:, :j], f[1:, j + 1 :]), 1) for j in range(len(f))]
+    return sum((-1) ** j * f[0, j] * determinant(rest[j]) for j in range(len(f)))
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_gradients_of_det_at_singular_factors(name, dtype):
+    """Beside the polynomial, and beside torch's of the dense product: first derivatives, and real second ones where torch has those."""
+    factors = [(torch.tensor(f, dtype=dtype) * (1 + 1j if dtype.is_complex else 1)).requires_grad_() for f in SINGULAR[name]]
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    n = dense.shape[-1]
+    polynomial = math.prod([determinant(f) ** (n // len(f)) for f in factors])
+
+    def derivatives(y: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        first = torch.autograd.grad(y, factors, torch.ones_like(y), create_graph=True)
+        return first, torch.autograd.grad(first, factors, [torch.ones_like(f) for f in factors])
+
+    assert k.det() == 0
+    plain = torch.autograd.grad(k.det(), factors, torch.ones((), dtype=dtype))
+    (first, second), (dense_first, dense_second) = derivatives(k.det()), derivatives(torch.linalg.det(dense))
+    expected = derivatives(polynomial)
+    for got in (plain, first, dense_first):
+        torch.testing.assert_close(got, expected[0], rtol=1e-9, atol=1e-9)
+    for got, by_torch, want in zip(second, dense_second, expected[1], strict=True):
+        if by_torch.isfinite().all() and not dtype.is_complex:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cholesky", "eigvalsh", "eigh"])
