@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import batching, derivatives, implementation
-from fastkron_py.ops.autograd import asked_for, sign
+from fastkron_py.ops.autograd import asked_for, batchable, sign
 from fastkron_py.ops.derivatives import Calls
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 
@@ -37,6 +37,7 @@ class _Multiply(torch.autograd.Function):
         ctx.options = options
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *factors = ctx.saved_tensors
         alpha, beta, *rest = ctx.options
@@ -48,6 +49,7 @@ class _Multiply(torch.autograd.Function):
         return dx, dz, None, *dfs
 
     @staticmethod
+    @batchable
     def jvp(ctx: Any, tx: Tensor | None, tz: Tensor | None, _: None, *tfactors: Tensor | None) -> Tensor | None:
         x, *factors = ctx.saved_tensors
         alpha, beta, *rest = ctx.options
@@ -80,6 +82,7 @@ class _Gradients(torch.autograd.Function):
         ctx.wanted, ctx.options = wanted, options
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         dy, x, *factors = ctx.saved_tensors
         need_dy, need_x, _, _, *need_factors = ctx.needs_input_grad
@@ -88,6 +91,7 @@ class _Gradients(torch.autograd.Function):
         return ddy, dx, None, None, *dfs
 
     @staticmethod
+    @batchable
     def jvp(ctx: Any, tdy: Tensor | None, tx: Tensor | None, _w: None, _o: None, *tfactors: Tensor | None) -> Any:
         dy, x, *factors = ctx.saved_tensors
         need_x, need_factors = ctx.wanted

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import batching, derivatives, functions, implementation
+from fastkron_py.ops.autograd import batchable
 from fastkron_py.ops.derivatives import Calls
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 from fastkron_py.shapes import result_shape
@@ -49,6 +50,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = (alpha, beta, precision, backend, left)
 
 
+@batchable
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, *factors = ctx.saved_tensors
     alpha, beta, *rest = ctx.options
@@ -91,6 +93,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.options = (alpha, precision, backend, left)
 
 
+@batchable
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     dy, x, *factors = ctx.saved_tensors
     need_dy, need_x, of_factors = ctx.needs_input_grad[:3]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from fastkron_py.ops import rational as rational_operator
+from fastkron_py.ops.autograd import batchable
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.kron_matmul import LIBRARY
@@ -87,15 +88,14 @@ def _gradients(
             from fastkron_py.kernels.rational import layer_norm_launch
 
             return layer_norm_launch.backward(dy, x, mean, rstd, weight, bias, a, b, eps, version)
-    found = _by_composition(dy, tensors, eps, version, backend, create_graph=False)
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    found = _by_composition(dy, leaves, eps, version, backend, create_graph=False)
     return [f.clone(memory_format=torch.contiguous_format) for f in found]
 
 
 def _by_composition(
     dy: Tensor, tensors: Sequence[Tensor], eps: float, version: str, backend: str, *, create_graph: bool
 ) -> tuple[Tensor, ...]:
-    if not create_graph:
-        tensors = [t.detach().requires_grad_() for t in tensors]
     with torch.enable_grad():
         x, weight, bias, a, b = tensors
         y = composed(x, weight, bias, a, b, eps, version, dy.dtype, backend)
@@ -129,8 +129,9 @@ def _reverse(ctx: Any, dy: Tensor, call: Any) -> tuple[Tensor | None, ...]:
     *tensors, mean, rstd = ctx.saved_tensors
     x, *others = tensors
     eps, version, backend = ctx.options
-    if torch.is_grad_enabled() and wants_gradient((dy, *tensors)):  # somebody will derive further
-        found: Sequence[Tensor] = _by_composition(dy, tensors, eps, version, backend, create_graph=True)
+    derived_further = wants_gradient((dy, *tensors))
+    if derived_further or transforms_active():  # which do not reach registered operators
+        found: Sequence[Tensor] = _by_composition(dy, tensors, eps, version, backend, create_graph=derived_further)
     else:
         found = call(dy, x, mean, rstd, *others, eps, version, backend)
     return *[f if need else None for f, need in zip(found, ctx.needs_input_grad[:5], strict=True)], None, None, None, None
@@ -140,6 +141,7 @@ OPERATOR = torch.ops.fastkron.layer_norm_rational
 BACKWARD_OPERATOR = torch.ops.fastkron.layer_norm_rational_backward
 
 
+@batchable
 def _backward_of_operator(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return _reverse(ctx, dy, BACKWARD_OPERATOR)
 
@@ -158,6 +160,7 @@ class _LayerNormRational(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return _reverse(ctx, dy, _gradients)
 

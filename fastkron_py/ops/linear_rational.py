@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import rational as rational_operator
+from fastkron_py.ops.autograd import batchable
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
@@ -106,6 +107,7 @@ class _LinearRational(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *backward(ctx, dy, ctx.needs_input_grad[:5]), None
 

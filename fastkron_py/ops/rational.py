@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastkron_py.kernels.rational import torch_rational
 from fastkron_py.ops import rational_derivatives as derivatives
-from fastkron_py.ops.autograd import sign
+from fastkron_py.ops.autograd import batchable, sign
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.kron_matmul import LIBRARY
@@ -106,6 +106,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.wanted, (ctx.version, ctx.backend) = inputs[4:6], inputs[6:]
 
 
+@batchable
 def _reverse_second(ctx: Any, cotangents: Any) -> tuple[Any, ...]:
     dy, x, a, b = ctx.saved_tensors
     found = derivatives.reverse_of_gradients(cotangents, ctx.wanted, dy, x, a, b, ctx.needs_input_grad[:4], ctx.version)
@@ -116,6 +117,7 @@ OPERATOR = torch.ops.fastkron.rational
 BACKWARD_OPERATOR = torch.ops.fastkron.rational_backward
 
 
+@batchable
 def _backward_of_operator(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return _reverse(ctx, dy, BACKWARD_OPERATOR)
 
@@ -154,10 +156,12 @@ class _Rational(torch.autograd.Function):
         ctx.dtype = inputs[4]
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return _reverse(ctx, dy, _gradients_by_function)
 
     @staticmethod
+    @batchable
     def jvp(ctx: Any, tx: Tensor | None, ta: Tensor | None, tb: Tensor | None, *_: None) -> Tensor:
         x, a, b = ctx.saved_tensors
         return torch_rational.tangent(x, a, b, tx, ta, tb, ctx.version).to(ctx.dtype)
@@ -180,9 +184,10 @@ class _RationalGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return _reverse_second(ctx, cotangents)
+        return _reverse_second(ctx, cotangents)  # type: ignore[no-any-return]
 
     @staticmethod
+    @batchable
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return derivatives.forward_of_gradients(ctx.saved_tensors, tangents[:4], ctx.wanted, ctx.version)
 

@@ -62,14 +62,14 @@ def forward_of_gradients(
     primals: Sequence[Tensor], tangents: Sequence[Tensor | None], wanted: tuple[bool, bool], version: str
 ) -> tuple[Tensor, ...]:
     """Forward rule of the gradients: tangents of the results that were asked for, by those of (dy, x, a, b)."""
-    # Forward mode lays a tangent out as its primal is, which it cannot where that is expanded, as the gradient of a sum is.
-    points = tuple(p.contiguous() for p in primals)
-    full = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(points, tangents, strict=True))
+    full = tuple([torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents, strict=True)])
 
     def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return torch_rational.backward(dy, x, a, b, version)
 
-    found: tuple[Tensor, ...] = torch.func.jvp(backward, points, full)[1]
+    # Twice in reverse, since forward mode inside of forward mode is known to torch.func alone.
+    results, pull = torch.func.vjp(backward, *primals)[:2]
+    found: tuple[Tensor, ...] = torch.func.vjp(pull, tuple([torch.zeros_like(r) for r in results]))[1](full)[0]
     return (found[:1] if wanted[0] else ()) + (found[1:] if wanted[1] else ())
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fastkron_py.ops import rational as rational_operator
+from fastkron_py.ops.autograd import batchable
 from fastkron_py.ops.kron_matmul import LIBRARY
 from fastkron_py.ops.plain import is_ordinary, transforms_active, wants_gradient
 from fastkron_py.ops.rational_derivatives import taken
@@ -72,6 +73,7 @@ def _reverse(ctx: Any, dz: Tensor, call: Any) -> tuple[Tensor | None, ...]:
 OPERATOR = torch.ops.fastkron.rational_linear
 
 
+@batchable
 def _backward_of_operator(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
     return _reverse(ctx, dz, rational_operator.BACKWARD_OPERATOR)
 
@@ -89,6 +91,7 @@ class _RationalLinear(torch.autograd.Function):
         return z
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         return _reverse(ctx, dz, rational_operator._gradients_by_function)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import derivatives, functions, guards
-from fastkron_py.ops.autograd import asked_for, take, undecorated
+from fastkron_py.ops.autograd import asked_for, batchable, take, undecorated
 from fastkron_py.ops.canonical import canonical
 from fastkron_py.ops.implementation import given_back, unseen_by_autograd
 from fastkron_py.ops.records import Guarded, is_recordable, may_repeat_backward
@@ -140,6 +140,7 @@ class _Recorded(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         multiply, alpha, precision = ctx.call
         needs = tuple(asked_for(ctx, ctx.needs_input_grad[3:]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import linear_rational as operator
-from fastkron_py.ops.autograd import undecorated
+from fastkron_py.ops.autograd import batchable, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.plain import KINDS
 from fastkron_py.ops.records import Guarded, Records, is_here, is_recordable, only_launch
@@ -45,6 +45,7 @@ class _Recorded(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return None, None, *operator.backward(ctx, dy, ctx.needs_input_grad[2:])
 

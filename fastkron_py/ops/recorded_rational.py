@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.ops import guards
-from fastkron_py.ops.autograd import undecorated
+from fastkron_py.ops.autograd import batchable, undecorated
 from fastkron_py.ops.backend import choose_backend, requested_backend
 from fastkron_py.ops.plain import KINDS
 from fastkron_py.ops.rational_derivatives import taken
@@ -77,6 +77,7 @@ class _Recorded(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         _, need_x, need_a, need_b = ctx.needs_input_grad
         found = ctx.call.gradients(dy, ctx.saved_tensors, need_x, need_a or need_b)
