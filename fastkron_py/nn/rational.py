@@ -11,18 +11,12 @@ from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.rational import DEGREE_MOST, check_noise, check_version, linear_rational, rational
+from fastkron_py.functional.rational import DEGREE_MOST, DTYPES, check_noise, check_version, linear_rational, rational
+from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
 from fastkron_py.nn.hooks import is_hooked
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
 from fastkron_py.ops.backend import backend
-
-
-def _positive(name: str, value: Any) -> int:
-    number = check_integer(name, value, "a positive integer")
-    if number < 1:
-        raise value_error(name, "a positive integer", number)
-    return number
 
 
 def _checked_degrees(degrees: Any) -> tuple[int, int]:
@@ -77,8 +71,8 @@ class GroupRational(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_features = _positive("num_features", num_features)
-        self.num_groups = _positive("num_groups", num_groups)
+        self.num_features = check_positive("num_features", num_features)
+        self.num_groups = check_positive("num_groups", num_groups)
         if self.num_features % self.num_groups:
             raise value_error("num_groups", f"a divisor of num_features, {self.num_features}", self.num_groups)
         self.degrees = _checked_degrees(degrees)
@@ -88,6 +82,9 @@ class GroupRational(nn.Module):
             raise type_error("init", f"one of {', '.join(FUNCTIONS)}", type_name(init))
         if init not in FUNCTIONS:
             raise value_error("init", f"one of {', '.join(FUNCTIONS)}", repr(init))
+        check_flag("share_numerator", share_numerator)
+        if dtype is not None and dtype not in DTYPES:
+            raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
         self.version, self.init, self.noise = version, init, float(noise)
         m, n = self.degrees
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -110,18 +107,20 @@ class GroupRational(nn.Module):
             The largest error there.
 
         Raises:
+            TypeError: a function that cannot be called, or an interval that is no pair of numbers.
             ValueError: an interval without extent, or a function with values there that are not finite.
 
         Example:
             >>> GroupRational(64).fit(torch.sin)  # doctest: +SKIP
         """
-        low, high = interval
-        if not -math.inf < low < high < math.inf:
-            raise value_error("interval", "(low, high), low below high", interval)
-        values: Any = function(torch.linspace(low, high, 101, dtype=torch.float64))
-        if not isinstance(values, Tensor) or values.shape != (101,) or not bool(values.isfinite().all()):
-            raise value_error("function", f"finite values on {interval}, element by element", values)
-        found = fit(function, self.degrees, self.version, interval)
+        if not callable(function):
+            raise type_error("function", "a function of a tensor", type_name(function))
+        interval = check_interval("interval", interval)
+        with torch.device("cpu"):  # whatever is in force for the layer itself
+            values: Any = function(torch.linspace(*interval, 101, dtype=torch.float64))
+            if not isinstance(values, Tensor) or values.shape != (101,) or not bool(values.isfinite().all()):
+                raise value_error("function", f"finite values on {interval}, element by element", values)
+            found = fit(function, self.degrees, self.version, interval)
         self._take(found)
         return found.error
 
@@ -132,17 +131,28 @@ class GroupRational(nn.Module):
 
     @torch.no_grad()
     def functions(self, x: Tensor) -> Tensor:
-        """Evaluate every group's function on the CPU in float64, without noise: ``[points]`` to ``[points, num_groups]``."""
+        """Evaluate every group's function on the CPU in float64, without noise: ``[points]`` to ``[points, num_groups]``.
+
+        Raises:
+            TypeError: x is no tensor.
+            ValueError: x has not one dimension.
+        """
         a, b = (c.detach().to("cpu", torch.float64) for c in (self.numerator, self.denominator))
+        given: Any = x
+        if not isinstance(given, Tensor):
+            raise type_error("x", "a tensor [points]", type_name(given))
+        if given.ndim != 1:
+            raise value_error("x", "shape [points]", f"shape {tuple(given.shape)}")
         t = x.to("cpu", torch.float64)[:, None].expand(-1, self.num_groups)
-        return rational(t, a, b, version="B" if self.version == "D" else self.version)
+        with backend("torch"):  # whatever backend is asked for where the layer itself lies
+            return rational(t, a, b, version="B" if self.version == "D" else self.version)
 
     def gain(self) -> float:
         """``Var[x] / E[F(x)^2]`` for standard normal x, averaged over groups.
 
         Weights of a following linear layer that have this variance over its width keep the variance of x.
         """
-        x = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+        x = torch.linspace(-8, 8, 4001, dtype=torch.float64, device="cpu")
         density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
         squares = torch.trapezoid(self.functions(x).square() * density[:, None], x, dim=0)
         return 1 / float(squares.mean())
@@ -163,12 +173,17 @@ class GroupRational(nn.Module):
 
         Returns:
             The axes.
+
+        Raises:
+            TypeError: an interval that is no pair of numbers, or points that are no integer.
+            ValueError: an interval without extent, or no points.
         """
+        interval, points = check_interval("interval", interval), check_positive("points", points)
         if ax is None:
             from matplotlib.figure import Figure
 
             ax = Figure(layout="constrained").subplots()
-        x = torch.linspace(*interval, points, dtype=torch.float64)
+        x = torch.linspace(*interval, points, dtype=torch.float64, device="cpu")
         for group, y in enumerate(self.functions(x).T):
             ax.plot(x.numpy(), y.numpy(), label=f"group {group}")
         ax.set(xlabel="x", ylabel="P(x) / Q(x)")
@@ -230,16 +245,14 @@ class GRKAN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = _positive("in_features", in_features)
-        self.hidden_features = _positive("hidden_features", in_features if hidden_features is None else hidden_features)
-        self.out_features = _positive("out_features", in_features if out_features is None else out_features)
+        self.in_features = check_positive("in_features", in_features)
+        self.hidden_features = check_positive("hidden_features", in_features if hidden_features is None else hidden_features)
+        self.out_features = check_positive("out_features", in_features if out_features is None else out_features)
         pair: Any = init
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise type_error("init", "a pair of names, one for each rational function", init)
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-            raise type_error("dropout", "a probability", type_name(dropout))
-        if not 0 <= dropout <= 1:
-            raise value_error("dropout", "a probability", dropout)
+        check_probability("dropout", dropout)
+        check_flag("bias", bias)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def activation(features: int, name: str) -> GroupRational:
@@ -282,5 +295,4 @@ def _linear_then(linear: nn.Linear, act: GroupRational, x: Tensor) -> Tensor:
 
 def _gain(init: str, degrees: tuple[int, int], version: str) -> float:
     """`GroupRational.gain` of a function as it begins."""
-    with backend("torch"), torch.device("cpu"):  # whatever is in force for the layer itself
-        return GroupRational(1, 1, degrees, version, init, device="cpu", dtype=torch.float64).gain()
+    return GroupRational(1, 1, degrees, version, init, device="cpu", dtype=torch.float64).gain()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from fastkron_py.functional.layer_norm_rational import layer_norm_rational
 from fastkron_py.functional.rational_linear import rational_linear
 from fastkron_py.integrations.timm.checkpoint import RELEASED_VERSION, renamed
 from fastkron_py.nn import GRKAN, GroupRational
+from fastkron_py.nn.arguments import check_flag, check_probability
 from fastkron_py.nn.hooks import is_hooked
 
 
-def _pair(name: str, value: Any, kind: type) -> tuple[Any, Any]:
+def _pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(pair) != 2 or not all(isinstance(v, kind) for v in pair):
-        raise type_error(name, f"{kind.__name__} or a pair of them", value)
-    return pair
+    if len(pair) != 2:
+        raise type_error(name, "one value or a pair of them", value)
+    return check(name, pair[0]), check(name, pair[1])
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
@@ -87,17 +88,17 @@ class KATMlp(GRKAN):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        biases = _pair("bias", bias, bool)
+        biases = _pair("bias", bias, check_flag)
         if biases[0] != biases[1]:
             raise value_error("bias", "both alike", biases)
         if norm_layer is not None:
             raise value_error("norm_layer", "None: this MLP has no norm between its layers", type_name(norm_layer))
-        first, second = drop if isinstance(drop, tuple | list) else (drop, drop)
+        first, second = _pair("drop", drop, check_probability)
         options: dict[str, Any] = {"num_groups": num_groups, "degrees": degrees, "version": version, "init": act_init}
         options |= {"share_numerator": share_numerator, "bias": biases[0], "device": device, "dtype": dtype}
         super().__init__(in_features, hidden_features, out_features, dropout=first, **options)
         self.drop2 = nn.Dropout(second)
-        self.recompute: tuple[bool, bool] = _pair("recompute", recompute, bool)
+        self.recompute: tuple[bool, bool] = _pair("recompute", recompute, check_flag)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``.

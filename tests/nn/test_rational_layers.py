@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py import reference
+from fastkron_py import backend, reference
 from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.rational_fit import fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, initial
@@ -154,6 +154,18 @@ def test_plot() -> None:
     assert len(ax.get_lines()) == 8
 
 
+def test_functions_are_evaluated_whatever_backend_and_device_are_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton refuses tensors on the CPU outside of its interpreter."""
+    act = GroupRational(8, 2, init="relu")
+    x, expected, gain = torch.linspace(-1, 1, 5), act.functions(torch.linspace(-1, 1, 5)), act.gain()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with backend("triton"), torch.device("meta"):
+        assert torch.equal(act.functions(x), expected)
+        assert act.gain() == gain
+        pytest.importorskip("matplotlib")
+        assert len(act.plot(points=3).get_lines()) == 2
+
+
 def test_meta_device() -> None:
     layer = GRKAN(16, 32, device="meta")
     assert all(p.device.type == "meta" for p in layer.parameters())
@@ -248,6 +260,16 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "function": (lambda: GroupRational(8).fit(torch.log), ValueError, "function: expected finite values"),
     "dropout": (lambda: GRKAN(8, dropout=1.5), ValueError, "dropout: expected a probability; got 1.5"),
     "inits": (lambda: GRKAN(8, init="swish"), TypeError, "init: expected a pair of names"),  # type: ignore[arg-type]
+    "interval of another type": (lambda: GroupRational(8).fit(torch.sin, 3), TypeError, "interval: expected .*; got 3"),  # type: ignore[arg-type]
+    "end of another type": (lambda: GroupRational(8).fit(torch.sin, (0, "1")), TypeError, "interval: expected"),  # type: ignore[arg-type]
+    "no function": (lambda: GroupRational(8).fit(3), TypeError, "function: expected a function of a tensor; got int"),  # type: ignore[arg-type]
+    "plotted interval": (lambda: GroupRational(8).plot(interval=3), TypeError, "interval: expected"),  # type: ignore[arg-type]
+    "plotted points": (lambda: GroupRational(8).plot(points=0), ValueError, "points: expected a positive integer; got 0"),
+    "points": (lambda: GroupRational(8).functions(torch.ones(2, 2)), ValueError, r"x: expected shape \[points\]; got shape \(2, 2\)"),
+    "share_numerator": (lambda: GroupRational(8, share_numerator="x"), TypeError, "share_numerator: expected True or False; got str"),  # type: ignore[arg-type]
+    "dtype": (lambda: GroupRational(8, dtype=torch.int32), TypeError, "dtype: expected one of float16, .*; got torch.int32"),
+    "bias": (lambda: GRKAN(8, bias="x"), TypeError, "bias: expected True or False; got str"),  # type: ignore[arg-type]
+    "dropout of another type": (lambda: GRKAN(8, dropout="x"), TypeError, "dropout: expected a probability; got str"),  # type: ignore[arg-type]
     "hidden": (lambda: GRKAN(8, 12), ValueError, "num_groups: expected a divisor of num_features, 12; got 8"),
 }
 

@@ -1,0 +1,46 @@
+"""Argument checks that layers share. Every refusal names the argument, the expectation and what came."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_integer
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Accept an integer from 1 on."""
+    number = check_integer(name, value, "a positive integer")
+    if number < 1:
+        raise value_error(name, "a positive integer", number)
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Accept True or False, and nothing that is merely true."""
+    if not isinstance(value, bool):
+        raise type_error(name, "True or False", type_name(value))
+    return value
+
+
+def check_probability(name: str, value: Any) -> float:
+    """Accept a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise type_error(name, "a probability", type_name(value))
+    if not 0 <= float(value) <= 1:
+        raise value_error(name, "a probability", value)
+    return float(value)
+
+
+def check_interval(name: str, value: Any) -> tuple[float, float]:
+    """Accept two finite numbers, the first below the second."""
+    expected = "(low, high), low below high"
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or not all([isinstance(v, numbers.Real) and not isinstance(v, bool) for v in pair]):
+        raise type_error(name, expected, value)
+    low, high = map(float, pair)
+    if not -math.inf < low < high < math.inf:
+        raise value_error(name, expected, value)
+    return low, high
