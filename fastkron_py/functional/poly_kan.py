@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastkron_py.arrays import find_bridge
 from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.autocast import cast
-from fastkron_py.functional.checks import check_integer, check_precision, check_tensor
+from fastkron_py.functional.autocast import autocast_dtype, cast
+from fastkron_py.functional.checks import check_integer, check_precision, check_scalar, check_tensor
 from fastkron_py.ops import poly_kan as operator
 from fastkron_py.ops import recorded_poly_kan as recorded
 from fastkron_py.ops.backend import requested_backend
@@ -24,7 +24,7 @@ NORMALIZATIONS: Final = ("tanh", "clamp", "minmax", "layer_norm", "none")
 EVALUATIONS: Final = ("recurrence", "lut")
 LUT_SIZE: Final = 4096
 MOST_LUT_SIZE: Final = 1 << 20
-_REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a kernel does to x once it has been brought here, by torch, as far as it takes more than one element at a time.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
 _RECORDED: Final = ("tanh", "clamp", "none")
@@ -61,19 +61,21 @@ def poly_kan(
             1 to 3 (B-spline, 3), ``width`` in distances of centres (rbf, 1).
         normalization: brings x to [-1, 1]: ``"tanh"``; ``"clamp"``; ``"minmax"``, the range given by bounds, then clamped;
             ``"layer_norm"``, each row to mean 0 and variance 1, then tanh; or ``"none"``.
-        bounds: (lowest, highest) for ``"minmax"``, numbers or tensors that broadcast to ``[in]``. They are constants: no gradient.
-            None takes x's own, for each input over all rows.
+        bounds: (lowest, highest) for ``"minmax"``, numbers, or tensors or arrays of x's kind that broadcast to ``[in]``. They are
+            constants: no gradient. None takes x's own, for each input over the finite numbers of all rows.
         evaluation: ``"recurrence"``, or ``"lut"``: lines between lut_size samples on [-1, 1], which err by h^2 / 8 max |B_d''|,
             h = 2 / (lut_size - 1); gradients are those of the lines. Not with ``"none"``.
         lut_size: samples, from 2 to 2^20.
         precision: of float32 products, as in `kron_matmul`.
 
     Returns:
-        ``[..., out]``, of x's kind and dtype (under autocast, of autocast's dtype). A NaN of x makes its row NaN, and no other.
+        ``[..., out]``, of x's kind and dtype (under autocast, of autocast's dtype). A NaN of x makes its row NaN, and no other;
+        infinities count as -1 and 1 under ``"tanh"``, ``"clamp"`` and ``"minmax"``.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
-        ValueError: shapes that do not fit, an unknown basis, normalisation or evaluation, parameters that the basis does not have.
+        ValueError: shapes that do not fit, an unknown basis, normalisation or evaluation, parameters that the basis does not
+            have, bounds that are not finite or fall.
 
     Example:
         >>> x, coefficients = torch.randn(100, 8), torch.randn(5, 3, 8)
@@ -88,15 +90,19 @@ def poly_kan(
         if y is not None:
             return y  # type: ignore[return-value]
     check_precision(precision)
-    described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
     if isinstance(x, Tensor):
+        described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
         return _poly_kan(x, coefficients, bias, described, precision, key if recordable else None)  # type: ignore[arg-type,return-value]
-    arrays = [x, coefficients] if bias is None else [x, coefficients, bias]
-    labels = ["x", "coefficients", "bias"][: len(arrays)]
-    bridge = find_bridge(arrays, labels)
+    given = {"x": x, "coefficients": coefficients} | ({} if bias is None else {"bias": bias})
+    if isinstance(bounds, tuple | list):
+        given |= {f"bounds[{i}]": b for i, b in enumerate(bounds) if not isinstance(b, numbers.Real)}
+    bridge = find_bridge(list(given.values()), list(given))
     with bridge.context():
-        loaded = [bridge.load(a, label) for a, label in zip(arrays, labels, strict=True)]
-        y = _poly_kan(loaded[0], loaded[1], loaded[2] if bias is not None else None, described, precision, None)
+        loaded = {name: bridge.load(array, name) for name, array in given.items()}
+        if isinstance(bounds, tuple | list):
+            bounds = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds))
+        described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
+        y = _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), described, precision, None)
         return bridge.give_back(y)  # type: ignore[no-any-return]
 
 
@@ -130,8 +136,7 @@ def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, eva
     _one_of("evaluation", evaluation, EVALUATIONS)
     if bounds is not None and normalization != "minmax":
         raise value_error("bounds", "None, since normalization is not 'minmax'", type_name(bounds))
-    if bounds is not None and not (isinstance(bounds, tuple | list) and len(bounds) == 2):
-        raise type_error("bounds", "a pair (lowest, highest)", type_name(bounds))
+    bounds = None if bounds is None else _checked_bounds(bounds)
     size = 0
     if evaluation == "lut":
         size = check_integer("lut_size", lut_size)
@@ -141,6 +146,23 @@ def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, eva
             raise value_error("evaluation", "'recurrence', since a table covers [-1, 1] and normalization is 'none'", "'lut'")
     checked = check_parameters(found, parameters)
     return _Described(found, checked, describe(found.name, checked), normalization, bounds, size)
+
+
+def _checked_bounds(bounds: Any) -> tuple[Any, Any]:
+    """A pair of tensors, whose numbers are not looked at, and of finite numbers, which do not fall."""
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise type_error("bounds", "a pair (lowest, highest)", type_name(bounds))
+    low, high = (b if isinstance(b, Tensor) else check_real(f"bounds[{i}]", b, "a number or a tensor") for i, b in enumerate(bounds))
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low > high:
+        raise value_error("bounds", "the lowest number not above the highest", (low, high))
+    return low, high
+
+
+def check_real(name: str, value: Any, expected: str = "a number") -> Any:
+    """A finite float, or a compiler's symbol of one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise type_error(name, expected, type_name(value))
+    return check_scalar(name, value)
 
 
 def check_described(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
@@ -160,35 +182,42 @@ def _check_terms(terms: int, described: _Described) -> None:
 def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
     """The basis's parameters in its order, given by name or by default."""
     if given is None:
-        return tuple(basis.parameters.values())
+        given = {}
     if not isinstance(given, Mapping):
         raise type_error("basis_parameters", "a mapping of names to numbers", type_name(given))
     unknown = [name for name in given if name not in basis.parameters]
     if unknown:
         names = ", ".join(basis.parameters) or "no parameters"
         raise value_error("basis_parameters", f"{names}, for basis {basis.name}", repr(unknown[0]))
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise type_error(f"basis_parameters[{name!r}]", "a number", type_name(value))
-        if not math.isfinite(value):
-            raise value_error(f"basis_parameters[{name!r}]", "a finite number", value)
-    return tuple(float(given.get(name, default)) for name, default in basis.parameters.items())
+    return tuple(_constant(f"basis_parameters[{name!r}]", given.get(name, default)) for name, default in basis.parameters.items())
+
+
+def _constant(name: str, value: Any) -> float:
+    """A finite float. A graph is compiled for its value, which kernels have for a constant: Dynamo makes a symbol of a float else."""
+    number = check_real(name, value)
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        number = guard_scalar(number)
+    return float(number)
 
 
 def _poly_kan(
     x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None, key: tuple[Any, ...] | None
 ) -> Tensor:
     """The layer's result, recorded by this key if there is one."""
-    device_type = x.device.type
-    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        x, coefficients, bias = (cast(t, dtype) for t in (x, coefficients, bias))
-    _check_shapes(x, coefficients, bias, described)
-    normalization = described.normalization
+    check_tensor("x", x, x, "x")
+    dtype, normalization = autocast_dtype(x), described.normalization
+    like = x
+    if dtype is not None:
+        like, coefficients, bias = (cast(t, dtype) for t in (x.new_empty(0), coefficients, bias))
+    _check_shapes(x, like, coefficients, bias, described)
+    # What depends on many numbers of x is done before x is rounded, in float32 at least, as autocast does it for torch's norms.
     if normalization == "minmax":
-        x = _to_unit_range(x, described.bounds)
+        x = _to_unit_range(_wide(x), described.bounds)
     elif normalization == "layer_norm":
-        x = torch.nn.functional.layer_norm(x, x.shape[-1:])
+        x = torch.nn.functional.layer_norm(_wide(x), x.shape[-1:])
+    x = x.to(like.dtype)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     options = (described.description, _ELEMENTWISE[normalization], described.table_size, precision, backend)
@@ -196,11 +225,15 @@ def _poly_kan(
     return operator.poly_kan(x, coefficients, bias, *options) if y is None else y
 
 
-def _check_shapes(x: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:
-    check_tensor("x", x, x, "x")
-    if x.dtype not in _REAL:
-        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
-    check_tensor("coefficients", coefficients, x, "x")
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:
+    """Of x and what goes with it; like has the dtype that x is multiplied in."""
+    if like.dtype not in DTYPES:
+        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), like.dtype)
+    check_tensor("coefficients", coefficients, like, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")
     if coefficients.ndim != 3:
@@ -210,36 +243,47 @@ def _check_shapes(x: Tensor, coefficients: Any, bias: Any, described: _Described
     if num_in != x.shape[-1]:
         raise value_error("coefficients", f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(coefficients.shape)}")
     if bias is not None:
-        check_tensor("bias", bias, x, "x")
-        if tuple(bias.shape) != (num_out,):
+        check_tensor("bias", bias, like, "x")
+        if bias.ndim != 1 or bias.shape[0] != num_out:
             raise value_error("bias", f"shape ({num_out},), the coefficients' outputs", f"shape {tuple(bias.shape)}")
 
 
 def own_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest number of each input over all rows of ``x [..., in]``, NaN left out: two ``[in]``."""
+    """Smallest and largest finite number of each input over all rows of ``x [..., in]``: two ``[in]``; of none, inf and -inf."""
     rows = x.detach().reshape(-1, x.shape[-1])
     if rows.shape[0] == 0:
-        return rows.new_zeros(x.shape[-1]), rows.new_zeros(x.shape[-1])
-    absent = rows.isnan()
+        return rows.new_full(x.shape[-1:], math.inf), rows.new_full(x.shape[-1:], -math.inf)
+    absent = ~rows.isfinite()
     return rows.masked_fill(absent, math.inf).amin(0), rows.masked_fill(absent, -math.inf).amax(0)
 
 
+def usable_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds, where low is above high -1 and 1: of what has no numbers."""
+    absent = low > high
+    return torch.where(absent, -1.0, low), torch.where(absent, 1.0, high)
+
+
 def _to_unit_range(x: Tensor, bounds: Any) -> Tensor:
-    """X with the range between the bounds mapped to [-1, 1]; a range of width 0 to its middle."""
-    low, high = own_bounds(x) if bounds is None else (_bound(i, b, x) for i, b in enumerate(bounds))
-    span = high - low
-    scale = 2 / torch.where(span > 0, span, 1)
-    return (x - (low + high) / 2) * scale
+    """X with the range between the bounds mapped to [-1, 1]; a range of width 0 to its middle. By halves, whose sums are finite."""
+    if bounds is None:
+        low, high = usable_bounds(*own_bounds(x))
+    else:
+        low, high = (_bound(i, b, x) for i, b in enumerate(bounds))
+    half = high / 2 - low / 2
+    return (x - (low / 2 + high / 2)) / torch.where(half > 0, half, 0.5)
 
 
 def _bound(index: int, bound: Any, x: Tensor) -> Tensor:
+    """One of the bounds, in the dtype of x."""
     name = f"bounds[{index}]"
-    if isinstance(bound, Tensor):
-        if bound.ndim > 1 or (bound.ndim == 1 and bound.shape[0] not in (1, x.shape[-1])):
-            raise value_error(name, f"a shape that broadcasts to ({x.shape[-1]},)", f"shape {tuple(bound.shape)}")
-        if bound.device != x.device and bound.ndim:
-            raise value_error(name, f"x's device {x.device}", bound.device)
-        return bound.detach().to(x.dtype)
-    if isinstance(bound, bool) or not isinstance(bound, numbers.Real):
-        raise type_error(name, "a number or a tensor", type_name(bound))
-    return x.new_full((), float(bound))
+    if not isinstance(bound, Tensor):
+        return x.new_full((), bound)
+    num_in = x.shape[-1]
+    # No tuple of both: Dynamo takes a symbol in it for none of them.
+    if bound.ndim > 1 or (bound.ndim == 1 and bound.shape[0] != 1 and bound.shape[0] != num_in):
+        raise value_error(name, f"a shape that broadcasts to ({num_in},)", f"shape {tuple(bound.shape)}")
+    if bound.is_complex():
+        raise type_error(name, "a real dtype", bound.dtype)
+    if bound.device != x.device and bound.ndim:
+        raise value_error(name, f"x's device {x.device}", bound.device)
+    return bound.detach().to(x.dtype)

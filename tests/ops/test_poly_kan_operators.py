@@ -9,6 +9,7 @@ import pytest
 import torch
 from poly_kan_cases import BASES, PARAMETERS, layer, parameters_of, problem
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import fastkron_py
 from fastkron_py import poly_kan
@@ -102,6 +103,41 @@ def test_compiles_in_one_graph(basis: str, normalization: str, backend_name: str
     assert_close(y, call(*wanted).detach())
     for a, e in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(call(*wanted), wanted, dy), strict=True):
         assert_close(a, e, rms_tol=1e-13, max_tol=1e-13)
+
+
+@pytest.mark.parametrize(("basis", "normalization"), [*((basis, "minmax") for basis in BASES), ("legendre", "layer_norm")])
+def test_one_graph_for_all_batches(basis: str, normalization: str, generator: torch.Generator) -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    # Sizes that differ: Dynamo takes two that are equal at first for one symbol.
+    _, c, _ = problem(1, 3, 4, 4, torch.float64, torch.device("cpu"), generator)
+    bias = torch.randn(4, dtype=torch.float64, generator=generator)
+    chosen: dict[str, Any] = {"basis_parameters": PARAMETERS.get(basis), "normalization": normalization}
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def call(x: Tensor) -> Tensor:
+        return poly_kan(x, c, bias=bias, basis=basis, **chosen)
+
+    for rows in (2, 3, 5, 17):
+        x = torch.randn(rows, 3, dtype=torch.float64, generator=generator)
+        assert_close(call(x), poly_kan(x, c, bias=bias, basis=basis, **chosen))
+    assert counter.frame_count == 1
+
+
+def test_exports_with_any_batch(generator: torch.Generator) -> None:
+    _, c, bias, _ = (t.detach() for t in sample(torch.device("cpu"), generator, degree=4))
+
+    class Call(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first = poly_kan(x, c, bias=bias, basis="jacobi", basis_parameters={"a": 0.5})
+            return first, poly_kan(x, c, basis="bspline", normalization="minmax", bounds=(-1.0, 2.0))
+
+    x = torch.randn(7, 2, dtype=torch.float64, generator=generator)
+    exported = torch.export.export(Call(), (x,), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+    for rows in (2, 9):
+        x = torch.randn(rows, 2, dtype=torch.float64, generator=generator)
+        for a, e in zip(exported(x), Call()(x), strict=True):
+            assert_close(a, e)
 
 
 def test_vmap_and_torch_func(device: torch.device, generator: torch.Generator) -> None:
