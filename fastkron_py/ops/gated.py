@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved, torch_products
 from fastkron_py.kernels.reductions import column_sums
-from fastkron_py.ops.autograd import sign, take
+from fastkron_py.ops.autograd import batchable_one_by_one, sign, take
 from fastkron_py.ops.backend import choose_backend, requested_backend
 from fastkron_py.ops.batching import each, stacked
 from fastkron_py.ops.implementation import unseen_by_autograd
@@ -261,6 +261,7 @@ def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.options = inputs[COUNT:]
 
 
+@batchable_one_by_one
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[:COUNT]
     found = BACKWARD_OPERATOR(dy, *ctx.saved_tensors, *needs, *ctx.options) if any(needs) else []
@@ -272,6 +273,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[0], *tensors)
 
 
+@batchable_one_by_one
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return *_second(ctx, take(cotangents, ctx.needs)), None, *(None,) * COUNT, *_NO_GRADIENTS
 
@@ -335,6 +337,7 @@ class _GatedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable_one_by_one
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         *tensors, pairs = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
@@ -353,6 +356,7 @@ class _Gradients(torch.autograd.Function):
         ctx.save_for_backward(*given)
 
     @staticmethod
+    @batchable_one_by_one
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         return None, None, None, *_second(ctx, take(cotangents, ctx.needs))
 

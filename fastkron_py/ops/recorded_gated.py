@@ -15,7 +15,7 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import gated as operator
 from fastkron_py.ops import guards
-from fastkron_py.ops.autograd import undecorated
+from fastkron_py.ops.autograd import batchable_one_by_one, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import KINDS
@@ -190,6 +190,7 @@ class _Recorded(torch.autograd.Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
+    @batchable_one_by_one
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         *tensors, pairs = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]

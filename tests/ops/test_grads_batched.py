@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import hessian, jacobian
 
-from fastkron_py import backend, kron_matmul, kron_matmul_left, rational
+from fastkron_py import backend, gated_linear, kron_matmul, kron_matmul_left, poly_kan, rational
+from fastkron_py.functional import gated_mlp
 from fastkron_py.functional.layer_norm_rational import layer_norm_rational
 from fastkron_py.functional.rational import linear_rational
 from fastkron_py.functional.rational_linear import rational_linear
@@ -32,6 +33,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "layer_norm_rational": (layer_norm_rational, [(3, 4), (4,), (4,), *COEFFICIENTS]),
     "rational_linear": (rational_linear, [(3, 4), *COEFFICIENTS, (3, 4), (3,)]),
     "linear_rational": (linear_rational, [(3, 3), (4, 3), (4,), *COEFFICIENTS]),
+    "gated_linear": (lambda x, w, b: gated_linear(x, w, bias=b, layout="stacked"), [(3, 4), (2, 3, 4), (2, 3)]),
+    "gated_mlp": (lambda x, up, gate, d: gated_mlp(x, (up, gate), d, backward="recompute"), [(3, 4), (3, 4), (3, 4), (2, 3)]),
+    "poly_kan": (poly_kan, [(3, 4), (3, 2, 4)]),
 }
 NAMES = pytest.mark.parametrize("name", CASES)
 
@@ -60,7 +64,7 @@ def test_batches_of_gradients(name: str, device: torch.device) -> None:
     assert_batches(torch.stack([f.square().sum() for f in first]), tensors[:3])
 
 
-@pytest.mark.parametrize("name", ["kron_matmul", "rational", "linear_rational"])
+@pytest.mark.parametrize("name", ["kron_matmul", "rational", "linear_rational", "gated_linear", "gated_mlp", "poly_kan"])
 def test_batches_of_gradients_of_recorded_calls(name: str, device: torch.device) -> None:
     tensors = drawn(name, device)
     with backend("triton"):
