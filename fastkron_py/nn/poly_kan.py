@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import LUT_SIZE, own_bounds, poly_kan
+from fastkron_py.functional.poly_kan import LUT_SIZE, poly_kan, usable_bounds
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 
 
@@ -29,7 +29,8 @@ class PolyKANLinear(EdgeFunctions):
         bias: add a learned ``[out_features]``. Most bases hold a constant, which is one already.
         basis_parameters: as in `poly_kan`.
         normalization: as in `poly_kan`; None is "minmax" for B-splines and radial functions, else "tanh". "minmax" follows the range of
-            what comes by in training, as a running mean with `momentum`; the first batch sets it.
+            what comes by in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left
+            out, and the second run of a batch by `torch.utils.checkpoint` has the range of the first and moves nothing.
         momentum: of the running range: the weight of a new batch.
         evaluation: as in `poly_kan`.
         lut_size: as in `poly_kan`.
@@ -95,15 +96,27 @@ class PolyKANLinear(EdgeFunctions):
         The coefficients stay, so the functions are stretched with their grid.
 
         Raises:
-            ValueError: the layer's normalization is not "minmax", or x has another number of inputs.
+            TypeError: x is no tensor of real numbers.
+            ValueError: the layer's normalization is not "minmax", or x has another number of inputs, or none that is finite of one.
         """
-        if x.shape[-1] != self.in_features:
+        self._check(x)
+        self._set_range_of(x)
+
+    def _check(self, x: Any) -> None:
+        if not isinstance(x, Tensor):
+            raise type_error("x", "a torch tensor", type_name(x))
+        if not x.is_floating_point():
+            raise type_error("x", "a real floating-point dtype", x.dtype)
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise value_error("x", f"a last dimension of {self.in_features}", f"shape {tuple(x.shape)}")
-        self.set_range(*own_bounds(x))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        return self._sums(x, self.coefficients, self._bounds(x), self.bias)
+        self._check(x)
+        found = self._range(x)
+        y = self._sums(x, self.coefficients, None if found is None else found[0], self.bias)
+        self._keep(found)
+        return y
 
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
@@ -111,13 +124,24 @@ class PolyKANLinear(EdgeFunctions):
 
     @torch.no_grad()
     def edge(self, output: int, input: int, x: Tensor) -> Tensor:
-        """The function on one edge, at the points ``x [n]``: ``[n]``, in float64."""
+        """The function on one edge, at the points ``x [n]``: ``[n]``, in float64.
+
+        Raises:
+            TypeError: indices that are no integers, or x that is no tensor.
+            ValueError: indices outside the layer, another shape of x, or "layer_norm", under which an input's function depends on the
+                others.
+        """
         from fastkron_py.ops.backend import backend
 
-        alone = torch.zeros(x.numel(), self.in_features, dtype=torch.float64)
+        self._check_edge(output, input, x)
+        alone = torch.zeros(x.numel(), self.in_features, dtype=torch.float64, device="cpu")
         alone[:, input] = x.to("cpu", torch.float64)
-        bounds = None if self.low is None or self.high is None else (self.low.cpu().double(), self.high.cpu().double())
-        kept = self.coefficients[:, output : output + 1].cpu().double() * torch.eye(self.in_features, dtype=torch.float64)[input]
+        bounds = None
+        if self.low is not None and self.high is not None:
+            bounds = usable_bounds(self.low.cpu().double(), self.high.cpu().double())
+        one = torch.zeros(self.in_features, dtype=torch.float64, device="cpu")
+        one[input] = 1
+        kept = self.coefficients[:, output : output + 1].cpu().double() * one
         with backend("torch"):
             y = poly_kan(
                 alone,
@@ -128,6 +152,17 @@ class PolyKANLinear(EdgeFunctions):
                 bounds=bounds,
             )
         return y[:, 0]
+
+    def _check_edge(self, output: Any, input: Any, x: Any) -> None:
+        for name, index, count in (("output", output, self.out_features), ("input", input, self.in_features)):
+            if not 0 <= check_integer(name, index) < count:
+                raise value_error(name, f"0 to {count - 1}", index)
+        if not isinstance(x, Tensor):
+            raise type_error("x", "a torch tensor", type_name(x))
+        if x.ndim != 1:
+            raise value_error("x", "shape [n]", f"shape {tuple(x.shape)}")
+        if self.normalization == "layer_norm":
+            raise value_error("normalization", "one that takes each input by itself", "'layer_norm'")
 
     def plot(self, outputs: Sequence[int] | None = None, inputs: Sequence[int] | None = None, span: tuple[float, float] = (-3, 3)) -> Any:
         """Draw the learned functions, one axis for each edge, with matplotlib.
@@ -142,10 +177,8 @@ class PolyKANLinear(EdgeFunctions):
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: "layer_norm", under which an input's function depends on the others.
+            ValueError: "layer_norm", under which an input's function depends on the others, or an edge that is not there.
         """
-        if self.normalization == "layer_norm":
-            raise value_error("normalization", "one that takes each input by itself", "'layer_norm'")
         from importlib import import_module
 
         pyplot = import_module("matplotlib.pyplot")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import value_error
-from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import LUT_SIZE, check_described, own_bounds, poly_kan
+from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.functional.checks import check_integer, check_precision
+from fastkron_py.functional.poly_kan import DTYPES, LUT_SIZE, check_described, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.nn.memory import has_memory
+from fastkron_py.nn.poly_kan_range import Calls, is_second_run, is_set, moved
 
 _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
+_UNSET: Final = (math.inf, -math.inf)
 DEFAULT_NORMALIZATION: Final = {"bspline": "minmax", "rbf": "minmax"}  # others: tanh
 
 
@@ -54,32 +57,48 @@ class EdgeFunctions(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        from fastkron_py.kernels.poly_kan.bases import find_basis
+
         super().__init__()
-        if not 0 < momentum <= 1:
+        degree = check_integer("degree", degree)
+        if not 0 < check_real("momentum", momentum, "a number above 0, up to 1") <= 1:
             raise value_error("momentum", "a number above 0, up to 1", momentum)
-        self.degree, self.basis = check_integer("degree", degree), basis
-        self.normalization = DEFAULT_NORMALIZATION.get(basis, "tanh") if normalization is None else normalization
+        check_precision(precision)
+        # By default those of all parameters: torch's.
+        if dtype is not None and dtype not in DTYPES:
+            raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+        if normalization is None:
+            find_basis(basis)
+            normalization = DEFAULT_NORMALIZATION.get(basis, "tanh")
+        check_described(basis, basis_parameters, normalization, evaluation, lut_size, degree + 1)
+        self.degree, self.basis, self.normalization = degree, basis, normalization
         self.basis_parameters = dict(basis_parameters or {})
-        self.momentum, self.evaluation, self.lut_size, self.precision = momentum, evaluation, lut_size, precision
-        check_described(basis, basis_parameters, self.normalization, evaluation, lut_size, degree + 1)
-        ranged = self.normalization == "minmax"
-        # Beyond each other until a batch, or update_grid, sets them.
-        self.register_buffer("low", torch.full((features,), math.inf, device=device, dtype=dtype) if ranged else None)
-        self.register_buffer("high", torch.full((features,), -math.inf, device=device, dtype=dtype) if ranged else None)
+        self.momentum, self.evaluation, self.lut_size, self.precision = float(momentum), evaluation, lut_size, precision
+        if normalization == "minmax":
+            # Beyond each other until a batch, or update_grid, sets them.
+            for name, bound in zip(("low", "high"), _UNSET, strict=True):
+                self.register_buffer(name, torch.full((features,), bound, device=device, dtype=dtype))
+            self._calls = Calls()
+        else:
+            self.low = self.high = None  # no buffers: torch.export miscounts behind one that is None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the coefficients anew; a bias becomes 0."""
-        inputs = math.prod(self.coefficients.shape[2:])
-        self.coefficients.normal_(0.0, 1 / math.sqrt(inputs * self._mean_square()))
+        """Draw the coefficients anew; a bias becomes 0, and a running range is set by the next batch."""
+        if has_memory(self.coefficients):
+            inputs = math.prod(self.coefficients.shape[2:])
+            self.coefficients.normal_(0.0, 1 / math.sqrt(inputs * self._mean_square()))
         if self.bias is not None:
             self.bias.zero_()
+        if self.low is not None and self.high is not None:
+            self.low.fill_(_UNSET[0])
+            self.high.fill_(_UNSET[1])
 
     def _mean_square(self) -> float:
         """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
         from fastkron_py.kernels.poly_kan.bases import NORMALIZERS, find_basis
 
-        uniform = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
+        uniform = (torch.arange(_SAMPLES, dtype=torch.float64, device="cpu") + 0.5) / _SAMPLES
         if self.normalization in ("minmax", "none"):
             t = 2 * uniform - 1
         else:
@@ -94,37 +113,59 @@ class EdgeFunctions(nn.Module):
         """Set the range of every input, ``[in_features]`` each.
 
         Raises:
-            ValueError: the layer's normalization is not "minmax".
+            TypeError: bounds that are no tensors.
+            ValueError: the layer's normalization is not "minmax", or bounds of another shape, not finite or falling.
         """
         if self.low is None or self.high is None:
             raise value_error("normalization", "'minmax', whose range this sets", repr(self.normalization))
+        check_range(low, high, self.low)
         self.low.copy_(low)
         self.high.copy_(high)
 
-    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The running range, moved towards that of x first in training. Without a host's look at the numbers."""
+    def _set_range_of(self, x: Tensor) -> None:
+        """Set the range to that of ``x [..., features]``."""
+        low, high = own_bounds(x)
+        if not bool(is_set(low, high).all()):
+            raise value_error("x", "a finite number of every input", f"none of input {int((~is_set(low, high)).nonzero()[0])}")
+        self.set_range(low, high)
+
+    @torch.no_grad()
+    def _range(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """The range ``[2, features]`` for ``x [..., features]``, and, if that is to move the running one, x's own bounds.
+
+        Without a host's look at the numbers.
+        """
         if self.low is None or self.high is None:
             return None
-        if self.training and x.numel() > 0:
-            with torch.no_grad():
-                low, high = (b.to(self.low.dtype) for b in own_bounds(x))
-                unset = self.low > self.high
-                seen = low <= high  # not so where every number is NaN
-                for running, new in ((self.low, low), (self.high, high)):
-                    moved = torch.where(unset, new, running + self.momentum * (new - running))
-                    running.copy_(torch.where(seen, moved, running))
-        unset = self.low > self.high
-        return torch.where(unset, -1.0, self.low), torch.where(unset, 1.0, self.high)
+        wide = torch.promote_types(self.low.dtype, torch.float32)  # half types cannot hold what lies between their largest numbers
+        running = torch.stack([self.low, self.high]).to(wide)
+        if not self.training or x.numel() == 0:
+            return running, None
+        own = torch.stack(own_bounds(x)).to(wide)
+        if is_second_run():
+            found = self._calls.find(own)
+            return running if found is None else found, None
+        return moved(running, own, self.momentum), own
+
+    @torch.no_grad()
+    def _keep(self, found: tuple[Tensor, Tensor | None] | None) -> None:
+        """Move the running range to that of a batch, once nothing can go wrong any more."""
+        bounds, own = (None, None) if found is None else found
+        if bounds is None or own is None or self.low is None or self.high is None:
+            return
+        self.low.copy_(bounds[0])
+        self.high.copy_(bounds[1])
+        self._calls.keep(own, bounds)
 
     def _sums(
         self,
         x: Tensor,
         coefficients: Tensor,
-        bounds: tuple[Tensor, Tensor] | None,
+        bounds: Tensor | None,
         bias: Tensor | None,
         normalization: str | None = None,
     ) -> Tensor:
-        """`poly_kan` with this layer's options; another normalization where a part of it has been done."""
+        """`poly_kan` with this layer's options and bounds ``[2, in]``; another normalization where a part of it has been done."""
         return poly_kan(
             x,
             coefficients,
@@ -132,7 +173,7 @@ class EdgeFunctions(nn.Module):
             bias=bias,
             basis_parameters=self.basis_parameters or None,
             normalization=normalization or self.normalization,
-            bounds=bounds,
+            bounds=None if bounds is None else usable_bounds(bounds[0], bounds[1]),
             evaluation=self.evaluation,
             lut_size=self.lut_size,
             precision=self.precision,
@@ -142,3 +183,14 @@ class EdgeFunctions(nn.Module):
         """The last part of ``extra_repr``."""
         shown = f"degree={self.degree}, basis={self.basis!r}, bias={self.bias is not None}, normalization={self.normalization!r}"
         return shown + (", evaluation='lut'" if self.evaluation == "lut" else "")
+
+
+def check_range(low: Any, high: Any, like: Tensor) -> None:
+    """Two tensors of finite numbers, as many as like has, of which the first are not above the second."""
+    for name, bound in (("low", low), ("high", high)):
+        if not isinstance(bound, Tensor):
+            raise type_error(name, f"a tensor [{len(like)}]", type_name(bound))
+        if bound.shape != like.shape:
+            raise value_error(name, f"shape ({len(like)},)", f"shape {tuple(bound.shape)}")
+    if not bool(is_set(low, high).all()):
+        raise value_error("low", "finite numbers, and none above high", f"{low.tolist()} and {high.tolist()}")

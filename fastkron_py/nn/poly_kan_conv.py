@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import LUT_SIZE, own_bounds
+from fastkron_py.functional.poly_kan import LUT_SIZE
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 
 
@@ -125,14 +125,17 @@ class PolyKANConv2d(EdgeFunctions):
         """Set the range of every channel, and with it the grid of B-splines, to that of x.
 
         Raises:
-            ValueError: the layer's normalization is not "minmax", or x has another number of channels.
+            TypeError: x is no tensor of real numbers.
+            ValueError: the layer's normalization is not "minmax", or x has another number of channels, or none that is finite of one.
         """
         self._check(x)
-        self.set_range(*own_bounds(x.movedim(-3, -1)))
+        self._set_range_of(x.movedim(-3, -1))
 
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor):
             raise type_error("x", "a torch tensor", type_name(x))
+        if not x.is_floating_point():
+            raise type_error("x", "a real floating-point dtype", x.dtype)
         if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
             raise value_error("x", f"[N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]", f"shape {tuple(x.shape)}")
         left, right, above, below = self._around
@@ -152,7 +155,8 @@ class PolyKANConv2d(EdgeFunctions):
         """``[N, in_channels, H, W]`` to ``[N, out_channels, H', W']``, or both without N."""
         self._check(x)
         batched = x if x.ndim == 4 else x.unsqueeze(0)
-        bounds = self._bounds(batched.movedim(1, -1))
+        found = self._range(batched.movedim(1, -1))
+        bounds = None if found is None else found[0]
         left = None
         if self.normalization == "layer_norm":
             left = "tanh"
@@ -163,9 +167,10 @@ class PolyKANConv2d(EdgeFunctions):
         for g in range(self.groups):
             own = slice(g * channels, (g + 1) * channels)
             out = slice(g * outputs, (g + 1) * outputs)
-            of_group = None if bounds is None else (bounds[0][own].repeat_interleave(taps), bounds[1][own].repeat_interleave(taps))
+            of_group = None if bounds is None else bounds[:, own].repeat_interleave(taps, 1)
             bias = None if self.bias is None else self.bias[out]
             parts.append(self._sums(self._windows(batched[:, own]), self.coefficients[:, out].flatten(2), of_group, bias, left))
+        self._keep(found)
         y = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).movedim(-1, 1)
         return y if x.ndim == 4 else y.squeeze(0)
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
+from fastkron_py.functional.poly_kan import check_real
+from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.poly_kan import PolyKANLinear
+from fastkron_py.nn.poly_kan_base import check_range
 
 CHEBYKAN: Final = "cheby_coeffs"
 CHEBYKAN_BUFFERS: Final = ("arange",)  # the degrees 0, 1, ...
@@ -66,45 +69,60 @@ class SplineKANLinear(PolyKANLinear):
         if check_integer("grid_size", grid_size) < 1:
             raise value_error("grid_size", "at least 1", grid_size)
         _check_order("order", check_integer("order", order))
-        if not -math.inf < grid_range[0] < grid_range[1] < math.inf:
-            raise value_error("grid_range", "a lower and a higher number", grid_range)
+        self.grid_range = _checked_range(grid_range)
+        if base_activation is not None and not callable(base_activation):
+            raise type_error("base_activation", "a module", type_name(base_activation))
         spline: dict[str, Any] = {"basis_parameters": {"order": order}, "normalization": "none"}
         super().__init__(in_features, out_features, grid_size + order - 1, "bspline", **spline, **options)
         self.grid_size, self.order = grid_size, order
         self.base_activation = nn.SiLU() if base_activation is None else base_activation
         self.base_weight = nn.Parameter(torch.empty_like(self.coefficients[0]))
         like: dict[str, Any] = {"device": self.coefficients.device, "dtype": self.coefficients.dtype}
-        self.register_buffer("centre", torch.zeros(in_features, **like))
-        self.register_buffer("scale", torch.ones(in_features, **like))
-        self.set_range(*(torch.full((in_features,), float(bound), **like) for bound in grid_range))
+        self.register_buffer("centre", torch.empty(in_features, **like))
+        self.register_buffer("scale", torch.empty(in_features, **like))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw both branches anew, each with half of the outputs' variance; a bias becomes 0."""
+        """Draw both branches anew, each with half of the outputs' variance; a bias becomes 0, every range grid_range."""
         super().reset_parameters()
         if "base_weight" not in self._parameters:  # called by the constructor of PolyKANLinear
             return
+        self._place(*(torch.full_like(self.centre, bound, dtype=torch.float64) for bound in self.grid_range))
+        if not has_memory(self.base_weight):
+            return
         self.coefficients.mul_(math.sqrt(0.5))
-        normal = torch.special.ndtri((torch.arange(4096, dtype=torch.float64) + 0.5) / 4096)
+        normal = torch.special.ndtri((torch.arange(4096, dtype=torch.float64, device="cpu") + 0.5) / 4096)
         mean_square = float(self.base_activation(normal.to(self.base_weight)).double().square().mean())
         self.base_weight.normal_(0.0, math.sqrt(0.5 / (self.in_features * max(mean_square, 1e-12))))
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
-        """Set the range of every input's grid, ``[in_features]`` each. The coefficients stay: functions are stretched with their grid."""
-        span = high - low
+        """Set the range of every input's grid, ``[in_features]`` each. The coefficients stay: functions are stretched with their grid.
+
+        Raises:
+            TypeError: bounds that are no tensors.
+            ValueError: bounds of another shape, not finite or falling.
+        """
+        check_range(low, high, self.centre)
+        self._place(low.double(), high.double())
+
+    def _place(self, low: Tensor, high: Tensor) -> None:
+        half = (high - low) / 2
         self.centre.copy_((low + high) / 2)
-        self.scale.copy_(2 / torch.where(span > 0, span, 1))
+        self.scale.copy_(1 / torch.where(half > 0, half, 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        splines = super().forward((x - self.centre) * self.scale)
+        self._check(x)
+        wide = torch.promote_types(x.dtype, torch.float32)  # of half types x and its centre may lie further apart than they can hold
+        splines = super().forward(((x.to(wide) - self.centre.to(wide)) * self.scale.to(wide)).to(x.dtype))
         return splines + torch.nn.functional.linear(self.base_activation(x), self.base_weight)
 
     @torch.no_grad()
     def edge(self, output: int, input: int, x: Tensor) -> Tensor:
-        """The function on one edge, both branches, at the points ``x [n]``: ``[n]``, in float64."""
+        """The function on one edge, both branches, at the points ``x [n]``: ``[n]``, in float64. Raises as `PolyKANLinear.edge` does."""
+        self._check_edge(output, input, x)
         x = x.to("cpu", torch.float64)
         centre, scale, weight = (float(t) for t in (self.centre[input], self.scale[input], self.base_weight[output, input]))
         base: Tensor = self.base_activation(x)
@@ -113,6 +131,15 @@ class SplineKANLinear(PolyKANLinear):
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
         return f"{self.in_features}, {self.out_features}, grid_size={self.grid_size}, order={self.order}, bias={self.bias is not None}"
+
+
+def _checked_range(grid_range: Any) -> tuple[float, float]:
+    if not isinstance(grid_range, tuple | list) or len(grid_range) != 2:
+        raise type_error("grid_range", "a pair (lowest, highest)", grid_range)
+    low, high = (check_real(f"grid_range[{i}]", bound) for i, bound in enumerate(grid_range))
+    if not low < high:
+        raise value_error("grid_range", "a lower and a higher number", grid_range)
+    return low, high
 
 
 def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: Any) -> PolyKANLinear:

@@ -14,6 +14,7 @@ from fastkron_py.functional.checks import check_integer
 from fastkron_py.functional.rational import DEGREE_MOST, DTYPES, check_noise, check_version, linear_rational, rational
 from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
 from fastkron_py.nn.hooks import is_hooked
+from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
 from fastkron_py.ops.backend import backend
@@ -94,7 +95,8 @@ class GroupRational(nn.Module):
 
     def reset_parameters(self) -> None:
         """Begin again as the function named by init."""
-        self._take(initial(self.init, self.degrees, self.version))
+        if has_memory(self.numerator):
+            self._take(initial(self.init, self.degrees, self.version))
 
     def fit(self, function: Callable[[Tensor], Tensor], interval: tuple[float, float] = INTERVAL) -> float:
         """Become, in every group, as close as possible to a function on an interval. Takes seconds.
@@ -271,7 +273,8 @@ class GRKAN(nn.Module):
         """Begin again: rational functions as named, weights that keep variances."""
         for act, linear in ((self.act1, self.fc1), (self.act2, self.fc2)):
             act.reset_parameters()
-            # Of the fit itself, so that parameters without memory (device "meta") can be initialised too.
+            if not has_memory(linear.weight):
+                continue
             linear.weight.normal_(0.0, math.sqrt(_gain(act.init, act.degrees, act.version) / linear.in_features))
             if linear.bias is not None:
                 linear.bias.zero_()

@@ -124,6 +124,36 @@ BAD: dict[str, Refusal] = {
     "degree": (lambda: PolyKANLinear(2, 2, 0), ValueError, "degree: expected 1 to 64; got 0"),
     "high degree": (lambda: PolyKANLinear(2, 2, 65), ValueError, "degree: expected 1 to 64; got 65"),
     "momentum": (lambda: PolyKANLinear(2, 2, 3, momentum=0), ValueError, "momentum: expected a number above 0, up to 1; got 0"),
+    "kind of momentum": (
+        lambda: PolyKANLinear(2, 2, 3, momentum="a"),  # type: ignore[arg-type]
+        TypeError,
+        "momentum: expected a number above 0, up to 1; got str",
+    ),
+    "list of parameters": (
+        lambda: PolyKANLinear(2, 2, 3, basis_parameters=[1]),  # type: ignore[arg-type]
+        TypeError,
+        "basis_parameters: expected a mapping of names to numbers; got list",
+    ),
+    "precision": (
+        lambda: PolyKANLinear(2, 2, 3, precision="low"),
+        ValueError,
+        "precision: expected None or one of highest, high, medium; got 'low'",
+    ),
+    "dtype": (
+        lambda: PolyKANLinear(2, 2, 3, dtype=torch.complex64),
+        TypeError,
+        "dtype: expected one of float16, bfloat16, float32, float64; got torch.complex64",
+    ),
+    "edge's output": (lambda: PolyKANLinear(2, 2, 3).edge(-1, 0, torch.ones(1)), ValueError, "output: expected 0 to 1; got -1"),
+    "edge's input": (lambda: PolyKANLinear(2, 2, 3).edge(0, 2, torch.ones(1)), ValueError, "input: expected 0 to 1; got 2"),
+    "edge's x": (lambda: PolyKANLinear(2, 2, 3).edge(0, 1, torch.ones(1, 1)), ValueError, "x: expected shape [n]; got shape (1, 1)"),
+    "x": (lambda: PolyKANLinear(2, 2, 3)(torch.ones(3, 1)), ValueError, "x: expected a last dimension of 2; got shape (3, 1)"),
+    "x's kind": (lambda: PolyKANLinear(2, 2, 3)([1.0]), TypeError, "x: expected a torch tensor; got list"),
+    "range": (
+        lambda: PolyKANLinear(2, 2, 4, "rbf").set_range(torch.ones(2), torch.tensor([1.0, 0.0])),
+        ValueError,
+        "low: expected finite numbers, and none above high; got [1.0, 1.0] and [1.0, 0.0]",
+    ),
     "normalization": (
         lambda: PolyKANLinear(2, 2, 3, normalization="batch"),
         ValueError,
