@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
@@ -21,6 +22,18 @@ CHEBYKAN: Final = "cheby_coeffs"
 CHEBYKAN_BUFFERS: Final = ("arange",)  # the degrees 0, 1, ...
 EFFICIENT_KAN: Final = ("base_weight", "spline_weight", "grid")
 EFFICIENT_KAN_SCALER: Final = "spline_scaler"
+_HOOKS: Final = (  # of torch.nn.Module, around forward and backward
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+_STATE_HOOKS: Final = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_Layer = TypeVar("_Layer", bound=PolyKANLinear)
 _UNIFORM: Final = 1e-3  # of a grid's step: how far a point may lie from an even grid, which float32 rounds
 
 
@@ -151,17 +164,24 @@ def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: 
         **options: of `PolyKANLinear`.
 
     Returns:
-        A layer with the numbers, device and dtype of the source, in memory of its own. It keeps the leading dimensions of x, where
+        A layer with the numbers, device and dtype of the source, in memory of its own, and of a module also its mode, its hooks and whether
+        it is trained. It keeps the leading dimensions of x, where
         ChebyKAN makes one of them.
 
     Raises:
         TypeError: source is none of the three, or has no cheby_coeffs.
-        ValueError: coefficients of other than three dimensions, a degree below 1 or above 64, or parameters that are not ChebyKAN's.
+        ValueError: coefficients of other than three dimensions, a degree below 1 or above 64, parameters that are not ChebyKAN's, or a
+            module with state_dict hooks, a forward of its own, or coefficients that a parametrization computes.
 
     Example:
         >>> from_chebykan(torch.randn(8, 3, 5))
         PolyKANLinear(8, 3, degree=4, basis='chebyshev', bias=False, normalization='tanh')
     """
+    layer = _from_chebykan(source, **options)
+    return layer if not isinstance(source, nn.Module) else _taken_over(layer, source, {id(source): layer})
+
+
+def _from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: Any) -> PolyKANLinear:
     state = {CHEBYKAN: source} if isinstance(source, Tensor) else _state(source, (CHEBYKAN,), CHEBYKAN_BUFFERS, "ChebyKAN")
     coefficients = state[CHEBYKAN]
     if coefficients.ndim != 3:
@@ -170,6 +190,8 @@ def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: 
     layer = PolyKANLinear(num_in, num_out, terms - 1, device=coefficients.device, dtype=coefficients.dtype, **options)
     with torch.no_grad():
         layer.coefficients.copy_(coefficients.permute(2, 1, 0))
+    if isinstance(source, nn.Module):
+        layer.coefficients.requires_grad_(coefficients.requires_grad)
     return layer
 
 
@@ -185,20 +207,29 @@ def from_efficient_kan(
         **options: of `SplineKANLinear`.
 
     Returns:
-        A layer with the numbers, device and dtype of the source, in memory of its own; the scaler is multiplied into its coefficients.
+        A layer with the numbers, device and dtype of the source, in memory of its own, and of a module also its mode, its hooks and which
+        parameters are trained; the scaler is multiplied into its coefficients.
 
     Raises:
         TypeError: source is neither, or lacks a part.
         ValueError: shapes that do not fit, an order other than 1 to 3, or a grid whose points are not at equal distances, which
-            efficient-kan's ``update_grid`` makes unless its ``grid_eps`` is 1.
+            efficient-kan's ``update_grid`` makes unless its ``grid_eps`` is 1; a scaler that is trained where its weights are not, or the
+            other way round; a module as `from_chebykan` refuses it.
     """
+    layer = _from_efficient_kan(source, base_activation, **options)
+    return layer if not isinstance(source, nn.Module) else _taken_over(layer, source, {id(source): layer})
+
+
+def _from_efficient_kan(
+    source: nn.Module | Mapping[str, Tensor], base_activation: nn.Module | None = None, memo: dict[int, Any] | None = None, **options: Any
+) -> SplineKANLinear:
     state = _state(source, EFFICIENT_KAN, (EFFICIENT_KAN_SCALER,), "efficient-kan")
     base, weight, grid = (state[name] for name in EFFICIENT_KAN)
     scaler = state.get(EFFICIENT_KAN_SCALER)
     order = _check_efficient_kan(weight, base, grid, scaler)
     low, high = _uniform_range(grid, order)
     if base_activation is None and isinstance(source, nn.Module):
-        base_activation = copy.deepcopy(getattr(source, "base_activation", None))
+        base_activation = copy.deepcopy(getattr(source, "base_activation", None), memo)
     num_out, num_in, terms = weight.shape
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     layer = SplineKANLinear(num_in, num_out, terms - order, order, base_activation=base_activation, **like, **options)
@@ -206,6 +237,11 @@ def from_efficient_kan(
         layer.coefficients.copy_((weight if scaler is None else weight * scaler.unsqueeze(-1)).permute(2, 0, 1))
         layer.base_weight.copy_(base)
         layer.set_range(low, high)
+    if isinstance(source, nn.Module):
+        if scaler is not None and scaler.requires_grad != weight.requires_grad:
+            raise value_error(EFFICIENT_KAN_SCALER, f"requires_grad {weight.requires_grad}, as spline_weight", scaler.requires_grad)
+        layer.coefficients.requires_grad_(weight.requires_grad)
+        layer.base_weight.requires_grad_(base.requires_grad)
     return layer
 
 
@@ -217,11 +253,13 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
             one another.
 
     Returns:
-        A copy of the module with its layers replaced; of a state_dict, a `torch.nn.Sequential` of layers.
+        A copy of the module with its layers replaced, which keep their mode, hooks and whether they are trained; of a
+            state_dict, a `torch.nn.Sequential` of layers.
 
     Raises:
         TypeError: source is neither.
-        ValueError: no such layer is there, a state_dict has parameters of other layers too, or a layer cannot be represented.
+        ValueError: no such layer is there, a state_dict has parameters of other layers too, or a layer cannot be represented: see
+            `from_chebykan` and `from_efficient_kan`; or layers share parameters.
 
     Example:
         >>> convert_kan({"layers.0.cheby_coeffs": torch.randn(4, 8, 3), "layers.1.cheby_coeffs": torch.randn(8, 2, 3)})
@@ -231,16 +269,23 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
         )
     """
     if isinstance(source, nn.Module):
-        layer = _converted(source)
-        if layer is not None:
-            return layer
         # deepcopy leaves alone what its memo already holds, so each layer is replaced wherever it is referred to, and never copied.
-        found = {id(m): new for m in source.modules() if (new := _converted(m)) is not None}
-        if not found:
+        found: dict[int, Any] = {}
+        replaced = []
+        for module in source.modules():
+            new = _converted(module, found)
+            if new is not None:
+                found[id(module)] = new
+                replaced.append((new, module))
+        if not replaced:
             raise value_error(
                 "source", f"a model with layers of ChebyKAN ({CHEBYKAN}) or efficient-kan ({', '.join(EFFICIENT_KAN)})", "none"
             )
-        return copy.deepcopy(source, found)
+        _check_own_parameters(source, [module for _, module in replaced])
+        for new, module in replaced:
+            _taken_over(new, module, found)
+        converted: nn.Module = copy.deepcopy(source, found)
+        return converted
     if not isinstance(source, Mapping):
         raise type_error("source", "a module or a state_dict", type_name(source))
     layers: dict[str, dict[str, Tensor]] = {}
@@ -252,20 +297,52 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
     return nn.Sequential(*[from_chebykan(s) if CHEBYKAN in s else from_efficient_kan(s) for s in layers.values()])
 
 
-def _converted(module: nn.Module) -> nn.Module | None:
-    """The layer in its place, or None if it is of neither library."""
+def _converted(module: nn.Module, memo: dict[int, Any]) -> PolyKANLinear | None:
+    """The layer in its place, or None if it is of neither library; memo holds what was copied already."""
     own = {*module._parameters, *module._buffers}
-    made: nn.Module | None = None
     if CHEBYKAN in own:
-        made = from_chebykan(module)
-    elif own.issuperset(EFFICIENT_KAN):
-        made = from_efficient_kan(module)
-    return None if made is None else made.train(module.training)
+        return _from_chebykan(module)
+    if own.issuperset(EFFICIENT_KAN):
+        return _from_efficient_kan(module, memo=memo)
+    for needed in ((CHEBYKAN,), EFFICIENT_KAN):
+        computed = [name for name in needed if name in module.__dict__ or is_parametrized(module, name)]
+        if computed and own.issuperset(set(needed) - set(computed)):
+            raise value_error("source", f"{', '.join(computed)} as parameters", "tensors that a parametrization or a mask computes")
+    return None
+
+
+def _taken_over(layer: _Layer, module: nn.Module, memo: dict[int, Any]) -> _Layer:
+    """The layer with a module's mode and copies of its hooks; what it could not have is refused."""
+    if "forward" in module.__dict__:
+        raise value_error("source", "a layer with its class's forward", "one of its own")
+    if any(getattr(module, name) for name in _STATE_HOOKS):
+        raise value_error("source", "a layer without hooks on its state_dict, whose names change", "one with them")
+    unknown = [name for name, child in module.named_children() if name != "base_activation" or not isinstance(layer, SplineKANLinear)]
+    if unknown:
+        raise value_error("source", "a layer without layers in it that convert_kan does not know", ", ".join(unknown))
+    for name in _HOOKS:
+        setattr(layer, name, copy.deepcopy(getattr(module, name), memo))
+    layer.training = module.training  # not those in it: a base activation has its own
+    return layer
+
+
+def _check_own_parameters(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuse parameters of these layers that other modules have too: converted, they would be trained apart."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for layer in layers:
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and owners[id(parameter)] > 1:
+                raise value_error("source", f"{name} in one layer alone", "one that layers share")
 
 
 def _state(source: Any, needed: tuple[str, ...], allowed: tuple[str, ...], library: str) -> Mapping[str, Tensor]:
     """The tensors of a layer: all that are needed, and none that is unknown."""
-    state = source.state_dict() if isinstance(source, nn.Module) else source
+    state: Any = source
+    if isinstance(source, nn.Module):  # its own tensors, also those that a state_dict leaves out
+        state = {name: t for name, t in {**source._parameters, **source._buffers}.items() if t is not None}
     if not isinstance(state, Mapping):
         raise type_error("source", f"a layer of {library} or its state_dict", type_name(source))
     names = ", ".join(map(repr, state)) or "nothing"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
 from refusals import Refusal, assert_refused
 from torch import Tensor, nn
 
@@ -127,6 +130,74 @@ def test_layer_that_occurs_twice() -> None:
     assert converted[0] is converted[1]  # type: ignore[index]
 
 
+def test_hooks_modes_and_frozen_parameters_are_kept() -> None:
+    model = nn.Sequential(Cheby(5, 6, 3), Spline(6, 4, 5, 3))
+    cheby, spline = model
+    assert isinstance(spline, Spline)
+    spline.base_activation = nn.Sequential(nn.SiLU(), nn.Dropout(0.9).eval())  # type: ignore[assignment]
+    cheby.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    cheby.register_forward_hook(lambda module, args, kwargs, y: 1 + y, with_kwargs=True)
+    spline.register_full_backward_hook(lambda module, dx, dy: (3 * dx[0],))
+    cheby.requires_grad_(False)
+    spline.base_weight.requires_grad_(False)
+    x = torch.randn(30, 5, dtype=torch.float64, requires_grad=True)
+    for source in (model, model.eval()):
+        converted = convert_kan(source)
+        y, expected = converted(x), source(x)
+        assert_close(y.detach(), expected.detach())
+        for a, e in zip(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x), strict=True):
+            assert_close(a, e)
+        assert [p.requires_grad for p in converted.parameters()] == [False, True, False]
+    alone = from_chebykan(cheby)
+    assert_close(alone(x).detach(), cheby(x).detach())
+    assert not alone.coefficients.requires_grad
+
+
+def changed(change: Callable[[nn.Sequential], Any]) -> nn.Sequential:
+    model = nn.Sequential(Cheby(3, 3, 3), Spline(3, 4, 5, 3), Cheby(4, 4, 2))
+    change(model)
+    return model
+
+
+def share(model: nn.Sequential) -> None:
+    model.append(Cheby(3, 3, 3))
+    model[3].cheby_coeffs = model[0].cheby_coeffs
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
+    "forward": (lambda m: setattr(m[0], "forward", lambda x: x), "a layer with its class's forward; got one of its own"),
+    "state_dict": (
+        lambda m: m[0].register_load_state_dict_pre_hook(print),
+        "a layer without hooks on its state_dict, whose names change; got one with them",
+    ),
+    "parametrization": (
+        lambda m: nn.utils.parametrize.register_parametrization(m[0], "cheby_coeffs", nn.Identity()),
+        "cheby_coeffs as parameters; got tensors that a parametrization or a mask computes",
+    ),
+    "mask": (
+        lambda m: nn.utils.prune.identity(m[1], "spline_weight"),
+        "spline_weight as parameters; got tensors that a parametrization or a mask computes",
+    ),
+    "layer inside": (
+        lambda m: m[0].add_module("norm", nn.LayerNorm(3)),
+        "a layer without layers in it that convert_kan does not know; got norm",
+    ),
+    "shared": (share, "cheby_coeffs in one layer alone; got one that layers share"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layer_cannot_have_is_refused(name: str) -> None:
+    change, message = REFUSED[name]
+    assert_refused(lambda: convert_kan(changed(change)), ValueError, f"source: expected {message}")
+
+
+def test_half_frozen_splines_are_refused() -> None:
+    layer = Spline(3, 4, 5, 3)
+    layer.spline_scaler.requires_grad_(False)
+    assert_refused(lambda: from_efficient_kan(layer), ValueError, "spline_scaler: expected requires_grad True, as spline_weight; got False")
+
+
 def test_state_of_a_network() -> None:
     model = nn.Sequential(Cheby(5, 6, 3), Cheby(6, 2, 4), Spline(2, 3, 5, 2))
     x = torch.randn(30, 5, dtype=torch.float64)
@@ -221,6 +292,18 @@ BAD: dict[str, Refusal] = {
     "no model": (lambda: convert_kan([1]), TypeError, "source: expected a module or a state_dict; got list"),  # type: ignore[arg-type]
     "grid size": (lambda: SplineKANLinear(3, 4, 0), ValueError, "grid_size: expected at least 1; got 0"),
     "spline order": (lambda: SplineKANLinear(3, 4, 5, 4), ValueError, "order: expected splines of order 1, 2 or 3; got order 4"),
+    "no range": (lambda: SplineKANLinear(3, 4, grid_range=5), TypeError, "grid_range: expected a pair (lowest, highest); got 5"),  # type: ignore[arg-type]
+    "infinite range": (
+        lambda: SplineKANLinear(3, 4, grid_range=(0.0, float("inf"))),
+        ValueError,
+        "grid_range[1]: expected a finite number; got inf",
+    ),
+    "activation": (
+        lambda: SplineKANLinear(3, 4, base_activation=5),  # type: ignore[arg-type]
+        TypeError,
+        "base_activation: expected a module; got int",
+    ),
+    "edge": (lambda: SplineKANLinear(3, 4).edge(4, 0, GRID[0]), ValueError, "output: expected 0 to 3; got 4"),
     "range": (
         lambda: SplineKANLinear(3, 4, grid_range=(1.0, 1.0)),
         ValueError,
