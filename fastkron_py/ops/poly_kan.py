@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastkron_py.kernels.precision import resolved, torch_products
 from fastkron_py.kernels.reductions import column_sums
-from fastkron_py.ops.autograd import asked_for, sign, take
+from fastkron_py.ops.autograd import asked_for, batchable_one_by_one, sign, take
 from fastkron_py.ops.backend import choose_backend
 from fastkron_py.ops.batching import each, stacked
 from fastkron_py.ops.implementation import unseen_by_autograd
@@ -196,6 +196,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = options
 
 
+@batchable_one_by_one
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, coefficients = ctx.saved_tensors
     need_x, need_coefficients, need_bias = ctx.needs_input_grad[:3]
@@ -213,6 +214,7 @@ def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.options = options
 
 
+@batchable_one_by_one
 def _backward_second(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     ddy, dx, dc = _second(ctx, cotangents)
     return ddy, dx, dc, None, None, *_NO_GRADIENTS
@@ -251,6 +253,7 @@ class _PolyKan(torch.autograd.Function):
         ctx.save_for_backward(x, coefficients)
 
     @staticmethod
+    @batchable_one_by_one
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, coefficients = ctx.saved_tensors
         needs = asked_for(ctx, ctx.needs_input_grad[:3])
@@ -269,6 +272,7 @@ class _Gradients(torch.autograd.Function):
         ctx.save_for_backward(dy, x, coefficients)
 
     @staticmethod
+    @batchable_one_by_one
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         return *_second(ctx, cotangents), None, None
 

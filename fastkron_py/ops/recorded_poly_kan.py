@@ -15,7 +15,7 @@ from torch import Tensor
 from fastkron_py.kernels.precision import resolved
 from fastkron_py.ops import guards
 from fastkron_py.ops import poly_kan as operator
-from fastkron_py.ops.autograd import asked_for, take, undecorated
+from fastkron_py.ops.autograd import asked_for, batchable_one_by_one, take, undecorated
 from fastkron_py.ops.backend import requested_backend
 from fastkron_py.ops.implementation import unseen_by_autograd
 from fastkron_py.ops.plain import KINDS, wants_gradient
@@ -167,6 +167,7 @@ class _Recorded(torch.autograd.Function):
         return y
 
     @staticmethod
+    @batchable_one_by_one
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, coefficients = ctx.saved_tensors
         asked = asked_for(ctx, ctx.needs_input_grad[1:])
