@@ -17,7 +17,11 @@ from fastkron_py.nn.hooks import is_hooked
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
+from fastkron_py.nn.scripting import NotScriptable
 from fastkron_py.ops.backend import backend
+
+torch.fx.wrap("linear_rational")  # torch.fx records calls of these, and does not look into them
+torch.fx.wrap("_of_features")
 
 
 def _checked_degrees(degrees: Any) -> tuple[int, int]:
@@ -29,7 +33,7 @@ def _checked_degrees(degrees: Any) -> tuple[int, int]:
     return m, n
 
 
-class GroupRational(nn.Module):
+class GroupRational(NotScriptable, nn.Module):
     """A learnable rational function ``P(x) / Q(x)`` for each group of neighbouring channels (see `fastkron_py.rational`).
 
     Args:
@@ -161,9 +165,8 @@ class GroupRational(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to ``[..., num_features]``."""
-        if x.shape[-1:] != (self.num_features,):
-            raise value_error("x", f"shape [..., {self.num_features}]", f"shape {tuple(x.shape)}")
-        return rational(x, self.numerator, self.denominator, version=self.version, training=self.training, noise=self.noise)
+        options: dict[str, Any] = {"version": self.version, "training": self.training, "noise": self.noise}
+        return _of_features(x, self.num_features, self.numerator, self.denominator, **options)
 
     def plot(self, ax: Any = None, *, interval: tuple[float, float] = INTERVAL, points: int = 501) -> Any:
         """Draw every group's function. Needs matplotlib.
@@ -199,6 +202,13 @@ class GroupRational(nn.Module):
         noise = f", noise={self.noise}" if self.version == "D" else ""
         text = f"{self.num_features}, num_groups={self.num_groups}, degrees={self.degrees}, version={self.version!r}, init={self.init!r}"
         return text + shared + noise
+
+
+def _of_features(x: Tensor, num_features: int, numerator: Tensor, denominator: Tensor, **options: Any) -> Tensor:
+    """`rational` of x ``[..., num_features]``."""
+    if x.shape[-1:] != (num_features,):
+        raise value_error("x", f"shape [..., {num_features}]", f"shape {tuple(x.shape)}")
+    return rational(x, numerator, denominator, **options)
 
 
 class GRKAN(nn.Module):

@@ -16,6 +16,10 @@ from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.arguments import check_flag, check_probability
 from fastkron_py.nn.hooks import is_hooked
 
+# torch.fx, with which features are extracted, records calls of these, and does not look into them.
+torch.fx.wrap("layer_norm_rational")
+torch.fx.wrap("rational_linear")
+
 
 def _pair(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, Any]:
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)

@@ -166,6 +166,17 @@ def test_functions_are_evaluated_whatever_backend_and_device_are_in_force(monkey
         assert len(act.plot(points=3).get_lines()) == 2
 
 
+def test_symbolic_traces() -> None:
+    """A function that fuses is one node; shapes are checked when the graph runs."""
+    layer = GRKAN(8, 16, num_groups=4)
+    traced, x = torch.fx.symbolic_trace(layer), torch.randn(3, 8)
+    torch.testing.assert_close(traced(x), layer(x))
+    with pytest.raises(ValueError, match=r"x: expected shape \[..., 8\]; got shape \(3, 16\)"):
+        traced(torch.randn(3, 16))
+    with pytest.raises(TypeError, match=r"torch.jit.script: expected .*; got GroupRational"):
+        torch.jit.script(layer)
+
+
 def test_meta_device() -> None:
     layer = GRKAN(16, 32, device="meta")
     assert all(p.device.type == "meta" for p in layer.parameters())

@@ -1,0 +1,20 @@
+"""Layers that TorchScript cannot compile say so, and name what can."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from fastkron_py.errors import type_error
+
+
+class NotScriptable:
+    """A module whose forward pass calls operators with arguments that TorchScript has no types for."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What `torch.jit.script` calls first, for every module of a model.
+
+        Raises:
+            TypeError: always.
+        """
+        alternatives = "a module for torch.jit.trace, torch.export.export or torch.compile, since TorchScript cannot compile it"
+        raise type_error("torch.jit.script", alternatives, type(self).__name__)
