@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rank_pool import RankPool
+from rank_pool import TIMEOUT, RankPool
 
 RANKS = int(os.environ.get("FASTKRON_TEST_RANKS", "4"))
 BACKEND = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
@@ -45,7 +45,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def own_ranks() -> Iterator[RankPool]:
-    """Four ranks for one test, over Gloo, that it may kill; they wait for each other for 6 seconds at most."""
-    pool = RankPool(4, "gloo", group_timeout=6)
+    """Four ranks for one test, over Gloo, that it may kill. A case that waits for the group's timeout is one that hangs."""
+    pool = RankPool(4, "gloo", group_timeout=10 * TIMEOUT)
     yield pool
     pool.stop()

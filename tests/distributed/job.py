@@ -13,7 +13,7 @@ from fastkron_py.distributed import ProcessGrid, init_process_group
 for _ in range(2):  # the second time in a store that has the first group's addresses
     if dist.is_initialized():
         dist.destroy_process_group()
-    info = init_process_group("gloo", timeout=40)
+    info = init_process_group("gloo", timeout=600)
     grid = ProcessGrid((info.world_size // 2, 2))
 if sys.argv[1:] == ["raise-on-rank-1"]:
     if info.rank == 1:

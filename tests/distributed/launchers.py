@@ -17,7 +17,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"} | more
 
 
-def start(command: list[str], seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(command: list[str], seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
     env = clean_environment(**variables)
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
 

@@ -91,7 +91,6 @@ def test_survivors_learn_at_once(own_ranks: RankPool, transport: str, how: str) 
     for outcome in outcomes[:3]:
         assert outcome.error == "CollectiveError"
         assert outcome.stage == "kron_matmul: check that all ranks do the same"
-        assert outcome.seconds < 5
         if transport == "board":
             assert "rank 3 ended" in outcome.message or "closed the connection after a failure" in outcome.message
 

@@ -32,7 +32,7 @@ def launch(launcher: str, size: int) -> list[str]:
 def run(launcher: str, size: int, name: str, *options: str) -> str:
     if not EXAMPLES.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")
-    result = start([*launch(launcher, size), str(EXAMPLES / name), "--backend", "gloo", *options], seconds=150)
+    result = start([*launch(launcher, size), str(EXAMPLES / name), "--backend", "gloo", *options])
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -1,4 +1,4 @@
-"""What survivors see when a rank dies, leaves or stalls in the middle, and how soon."""
+"""What survivors see when a rank dies, leaves or stalls in the middle: before any timeout, which for `own_ranks` is a hang."""
 
 from __future__ import annotations
 
@@ -6,36 +6,41 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from fastkron_py.distributed import ProcessGrid, kron_matmul
+from fastkron_py.distributed import CollectiveError, ProcessGrid, kron_matmul
 
-GROUP_TIMEOUT = 6  # seconds, of own_ranks
-STALL = 3  # of the test that waits for it
+STALL = 3  # seconds, of the group whose timeout is waited for
 
 
-def multiply_and_lose(shape, times, how):
-    """Products on a grid; rank 3 stops after some of them, the others go on."""
+def multiply_and_lose(shape, times, folder=None):
+    """Products on a grid; rank 3 is killed after some of them, or stalls until the others have given it up. They go on."""
     grid = ProcessGrid(shape)
     factors = [torch.randn(8, 8) for _ in range(4)]
     x = torch.randn(16 // shape[0], 4096 // shape[1])
     for i in range(1000):
         if dist.get_rank() == 3 and i == times:
-            if how == "killed":
+            if folder is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "stalled":
-                time.sleep(STALL + 4)
-            raise ValueError("leaves the loop")
-        kron_matmul(x, factors, grid=grid)
+            while len(list(Path(folder).iterdir())) < 3:
+                time.sleep(0.01)
+            return
+        try:
+            kron_matmul(x, factors, grid=grid)
+        except CollectiveError:
+            if folder is not None:
+                Path(folder, str(dist.get_rank())).touch()
+            raise
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
 def test_survivors_of_a_killed_rank_name_the_stage_at_once(own_ranks: RankPool, shape: tuple[int, int]) -> None:
-    survivors = own_ranks.outcomes(multiply_and_lose, shape, 5, "killed", expect_dead=[3])
+    survivors = own_ranks.outcomes(multiply_and_lose, shape, 5, expect_dead=[3])
     assert [o.rank for o in survivors] == [0, 1, 2]
     for outcome in survivors:
         assert outcome.error == "CollectiveError"
@@ -46,7 +51,6 @@ def test_survivors_of_a_killed_rank_name_the_stage_at_once(own_ranks: RankPool, 
         assert re.search(
             r"failed on rank \d after [\d.]+ s: a peer among ranks [\d-]+ has died, left, or not come in time", outcome.message
         )
-        assert outcome.seconds < GROUP_TIMEOUT - 1  # broken connections tell, before any timeout
 
 
 def lose_in_an_exchange():
@@ -63,7 +67,6 @@ def test_a_rank_that_dies_in_an_exchange(own_ranks: RankPool) -> None:
         assert re.match(
             r"kron_matmul: (stage 1 of \d|blocks to whole slices|columns to rows): exchange of [\d.]+ MB with ranks 0-3", outcome.stage
         )
-        assert outcome.seconds < GROUP_TIMEOUT - 1
 
 
 def run_out_of_memory():
@@ -88,17 +91,15 @@ def run_out_of_memory():
 def test_a_rank_that_runs_out_of_memory_between_exchanges(own_ranks: RankPool) -> None:
     for outcome in own_ranks.outcomes(run_out_of_memory, expect_dead=[1]):
         assert outcome.error == "CollectiveError"
-        assert outcome.seconds < GROUP_TIMEOUT - 1
 
 
-def test_a_rank_that_stalls_is_given_up_after_the_timeout() -> None:
+def test_a_rank_that_stalls_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     pool = RankPool(4, "gloo", group_timeout=STALL)
     try:
-        survivors = pool.outcomes(multiply_and_lose, (1, 4), 3, "stalled")
+        survivors = pool.outcomes(multiply_and_lose, (1, 4), 3, str(tmp_path))
     finally:
         pool.stop()
     for outcome in survivors[:3]:
         assert outcome.error == "CollectiveError"
-        assert outcome.seconds < STALL + 4
     # One of them waited for all of the timeout, and the others learnt from it.
-    assert max(o.seconds for o in survivors[:3]) > STALL - 0.5
+    assert any(re.search(rf"rank 3 did not come within {STALL} s|Timed out waiting {STALL}000ms", o.message) for o in survivors[:3])

