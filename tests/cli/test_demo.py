@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from scipy import fft, ndimage
 from typer.testing import CliRunner
 
-from fastkron_py.cli import demo
+from fastkron_py.cli import demo, measure
 from fastkron_py.cli.app import app
 from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.reference import kron_matmul as reference_kron_matmul
@@ -123,9 +124,16 @@ def test_missing_packages_are_named(runner: CliRunner, monkeypatch: pytest.Monke
     assert "scipy, matplotlib, skimage: pip install 'fastkron_py[demo]'" in result.output
 
 
-def test_measures(device: torch.device) -> None:
+def test_measures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1000, 1000, device=device)
-    assert 0 < best_seconds(lambda: x + 1, device, budget=0.01) < 1
+    now, costs = [0.0], iter([9.0, 0.5, 0.25, 0.125, 0.25, 0.5, 0.5])  # the first warms up; the last is not needed
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def call() -> None:
+        now[0] += next(costs)
+
+    assert best_seconds(call, device, budget=1.0) == 0.125
+    assert list(costs) == [0.5]
     once, twice = peak_bytes(lambda: x + 1, device), peak_bytes(lambda: (x + 1) + 1, device)
     assert once == pytest.approx(4e6, rel=0.1)
     assert twice == pytest.approx(8e6, rel=0.1)

@@ -340,13 +340,13 @@ def test_nothing_leaks(backend_name: str, generator: torch.Generator) -> None:
     x, factors = needing_grad(power(100, 8, 8, 4), torch.float32, generator, False)
     step(x, factors, False)
     torch.cuda.synchronize()
-    gc.collect()  # what earlier tests left behind must not be freed in between
+    gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(10):
         step(x, factors, False)
     torch.cuda.synchronize()
     gc.collect()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less where autograd's thread let go of what an earlier test had left
 
 
 # ---- larger problems than an interpreter has time for ---------------------------------------------
