@@ -92,7 +92,6 @@ def test_at_most_as_many_chunks_as_there_are_rows() -> None:
     for grid, stages, chunks in (((1, 2), (2, 2), 8), ((1, 2), "rows", 4), ((2, 2), (2, 2), 4), ((2, 1), None, 1)):
         found = plan(eight, grid, stages=stages, chunks=10**9)  # type: ignore[arg-type]
         assert found.chunks == chunks == plan(eight, grid, stages=stages, chunks=chunks).chunks  # type: ignore[arg-type]
-        assert f"{found.chunks} chunks of rows" in str(found) or found.chunks == 1
 
 
 def test_one_stage_is_for_grids_without_exchange() -> None:
@@ -100,7 +99,6 @@ def test_one_stage_is_for_grids_without_exchange() -> None:
     assert plan(SIXTY_FOURS, world_size=4, stages=(4,)).grid == (4, 1)
     for m in (1, 3, 20):  # small products, in which one stage is modelled to take as long
         assert plan(Problem(m, (4, 4, 4), (4, 4, 4)), (1, 4)).by_rows
-    assert plan(Problem(1, (64,), (64,)), (1, 4)).by_rows
 
 
 @pytest.mark.parametrize(
@@ -384,7 +382,6 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
         (lambda: Problem(1, (4,), (4,), torch.int32), TypeError, "dtype: expected a dtype among float16, bfloat16, .*; got torch.int32"),
         (lambda: Problem(1, (4,), (4,), "float32"), TypeError, "dtype: expected a dtype among .*; got str"),
         (lambda: Problem(1, (4,), (4,), left=1), TypeError, "left: expected True or False; got int"),
-        (lambda: Problem(1, (4,), (4,), gradients=None), TypeError, "gradients: expected True or False; got None"),
         (lambda: call(problem="64^4"), TypeError, "problem: expected a Problem; got str"),
         (lambda: Problem(-1, (4,), (4,)), ValueError, "m: expected a number of rows; got -1"),
         (lambda: Problem(1, (4, 4), (4,)), ValueError, "qs: expected 2 sizes, as ps has; got 1"),
