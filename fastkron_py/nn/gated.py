@@ -22,6 +22,7 @@ from fastkron_py.functional.gated import (
     pack_gated,
     unpack_gated,
 )
+from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.hooks import is_plain_linear
 
 # What papers call the whole layer, by its gate's activation.
@@ -106,8 +107,7 @@ class GatedMLP(nn.Module):
         for name, size in (("in_features", in_features), ("hidden_features", hidden_features), ("out_features", out_features)):
             if check_integer(name, size) < 1:
                 raise value_error(name, "at least 1", size)
-        if not isinstance(bias, bool):
-            raise type_error("bias", "True or False", type_name(bias))
+        check_flag("bias", bias)
         check_choice("layout", layout, LAYOUTS)
         check_choice("backward", backward, BACKWARDS)
         check_precision(precision)

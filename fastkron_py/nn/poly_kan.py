@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 from fastkron_py.functional.poly_kan import LUT_SIZE, poly_kan, usable_bounds
+from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 
 
@@ -86,7 +87,7 @@ class PolyKANLinear(EdgeFunctions):
         )
         self.in_features, self.out_features = in_features, out_features
         self.coefficients = nn.Parameter(torch.empty(degree + 1, out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if check_flag("bias", bias) else None
         self.reset_parameters()
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional.checks import check_integer
 from fastkron_py.functional.poly_kan import LUT_SIZE
+from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
 
 
@@ -103,7 +104,7 @@ class PolyKANConv2d(EdgeFunctions):
         self._around = self._padded(padding)
         shape = (degree + 1, out_channels, in_channels // groups, *self.kernel_size)
         self.coefficients = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if check_flag("bias", bias) else None
         self.reset_parameters()
 
     def _padded(self, padding: Any) -> tuple[int, int, int, int]:

@@ -124,6 +124,7 @@ BAD: dict[str, Refusal] = {
     "degree": (lambda: PolyKANLinear(2, 2, 0), ValueError, "degree: expected 1 to 64; got 0"),
     "high degree": (lambda: PolyKANLinear(2, 2, 65), ValueError, "degree: expected 1 to 64; got 65"),
     "momentum": (lambda: PolyKANLinear(2, 2, 3, momentum=0), ValueError, "momentum: expected a number above 0, up to 1; got 0"),
+    "bias": (lambda: PolyKANLinear(2, 2, 3, bias="x"), TypeError, "bias: expected True or False; got str"),  # type: ignore[arg-type]
     "kind of momentum": (
         lambda: PolyKANLinear(2, 2, 3, momentum="a"),  # type: ignore[arg-type]
         TypeError,
