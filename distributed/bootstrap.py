@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fastkron_py.distributed.failures import PackedError, pack_error, rank_text, stage, unpack_error
 from fastkron_py.distributed.grid import forget_groups
 from fastkron_py.distributed.launch import Launch, find_launch
-from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 BACKENDS: Final = ("nccl", "gloo")
 TIMEOUT: Final = 600.0

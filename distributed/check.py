@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.control import Control
 from fastkron_py.distributed.failures import PackedError, pack_error, rank_text, stage, unpack_error
-from fastkron_py.errors import value_error
+from fastkron_py.runtime.errors import value_error
 
 LOCAL: Final = 4
 """Numbers that each rank may send along with its digest."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from fastkron_py.errors import value_error
-from fastkron_py.tuning.plan import Setting, plans
+from fastkron_py.kron.plan.plan import Setting, plans
+from fastkron_py.runtime.errors import value_error
 
 # The model of launches is asked for very many rows; what a launch costs by itself is added here.
 MANY_ROWS: Final = 1 << 20

@@ -25,7 +25,7 @@ from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.messages import Works, begin_messages, cut_at_source, cut_at_target, plain
 from fastkron_py.distributed.watch import note
-from fastkron_py.tuning.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 
 
 @dataclass(frozen=True)

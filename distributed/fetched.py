@@ -21,7 +21,7 @@ from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.failures import stage
 from fastkron_py.distributed.watch import note
-from fastkron_py.ops.implementation import multiply_into
+from fastkron_py.kron.implementation import multiply_into
 
 
 class Layout(NamedTuple):

@@ -26,14 +26,15 @@ from fastkron_py.distributed.planner import Plan
 from fastkron_py.distributed.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate
-from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
-from fastkron_py.functional.autocast import autocasted
-from fastkron_py.functional.checks import check_precision, check_scalar, check_scalar_fits, check_tensors, factor_list
-from fastkron_py.ops.implementation import block_ways
-from fastkron_py.shapes import check_factor_shapes
-from fastkron_py.tuning.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.checks import check_tensors, factor_list
+from fastkron_py.kron.implementation import block_ways
+from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
+from fastkron_py.kron.shapes import check_factor_shapes
+from fastkron_py.runtime.autocast import autocasted
+from fastkron_py.runtime.checks import check_precision, check_scalar, check_scalar_fits
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 def kron_matmul(

@@ -16,7 +16,7 @@ from fastkron_py.distributed.blocks import chunk_offsets
 from fastkron_py.distributed.check import agree, refuse
 from fastkron_py.distributed.control import Control, group_timeout
 from fastkron_py.distributed.failures import REFUSALS, rank_text, stage
-from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DIMENSIONS: Final = ("rows", "cols")
 

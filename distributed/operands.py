@@ -15,9 +15,10 @@ from fastkron_py.distributed.check import agree, refuse
 from fastkron_py.distributed.failures import REFUSALS
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.placed import PLACEMENTS
-from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
-from fastkron_py.functional.checks import check_integer, check_scalar, check_scalar_fits, factor_list
+from fastkron_py.kron.checks import factor_list
+from fastkron_py.runtime.checks import check_integer, check_scalar, check_scalar_fits
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Prepared = TypeVar("Prepared")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.distributed.blocks import Exchange, Leg, Rectangle
 from fastkron_py.distributed.table import factors_text, sending
-from fastkron_py.errors import value_error
+from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
     from fastkron_py.distributed.estimate import Step

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastkron_py.distributed.check import refuse
 from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
-from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 PLACEMENTS: Final = (Shard(0), Shard(1))
 

@@ -13,8 +13,8 @@ from fastkron_py.distributed.blocks import Leg, Way, by_rows, chunk_offsets, chu
 from fastkron_py.distributed.cost import NVLINK, Links, copies_seconds, multiply_seconds
 from fastkron_py.distributed.estimate import SLOTS, STAGE_COPIES, Step, cpu_seconds, memory_needed, row_steps, seconds_needed, stage_steps
 from fastkron_py.distributed.problem import Problem, positive_sizes
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 CHUNKS: Final = (1, 2, 4, 8, 16, 32)
 FEWEST_REACHED: Final = 4

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import DTYPES, check_integer
+from fastkron_py.runtime.checks import DTYPES, check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from fastkron_py.distributed.operands import agree_on_solve, checked_factors
 from fastkron_py.distributed.placed import grid_for
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
 from fastkron_py.distributed.solvers import Eigen, Solution, System, eigen, kron_range, solve, symmetric_eigh
-from fastkron_py.errors import type_error, type_name
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
-from fastkron_py.functional.kronecker_algebra import SlogDet
+from fastkron_py.kron.algebra import SlogDet
+from fastkron_py.runtime.errors import type_error, type_name
 
 _Float = float  # inside the class, float is a method
 

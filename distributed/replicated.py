@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.failures import rank_text, stage
 from fastkron_py.distributed.watch import note
-from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _HALF: Final = (torch.float16, torch.bfloat16)
 Reduction = Literal["sum", "mean"]

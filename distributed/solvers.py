@@ -20,8 +20,8 @@ from fastkron_py.distributed.blocks import chunk_offsets
 from fastkron_py.distributed.functional import kron_matmul_left
 from fastkron_py.distributed.grid import ProcessGrid
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
-from fastkron_py.errors import value_error
-from fastkron_py.functional import kronecker_algebra as algebra
+from fastkron_py.kron import algebra
+from fastkron_py.runtime.errors import value_error
 
 SYMMETRY: float = 64.0
 """Units in the last place of a factor's largest element by which it may differ from its transpose."""

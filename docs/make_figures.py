@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from fastkron_py.distributed import Problem, plan
-from fastkron_py.tuning.fragments import fragment_config, fragments
-from fastkron_py.tuning.steps import Step
+from fastkron_py.kron.plan.chained import fragment_config, fragments
+from fastkron_py.kron.plan.steps import Step
 
 INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
 IN_COLOURS = ("#5b93c7", "#8fb6de", "#c3daf0")  # one for each p
@@ -109,40 +110,30 @@ def mode_multiply(path: Path) -> None:
     figure.savefig(path)
 
 
+def room_size(room: Path) -> tuple[int, int]:
+    """(files, lines of code) of a room: a package, or a single file."""
+    files = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
+    return len(files), sum(len(f.read_text().splitlines()) for f in files)
+
+
 def rooms(path: Path) -> None:
-    """Who calls whom: rooms from the top (public) to the bottom (device)."""
-    figure, axes = canvas(9.5, 5.9, 20, 12.4)
-    layers = [
-        ("cli", "python -m fastkron_py: info, demo"),
-        ("integrations", "adapters to other libraries"),
-        ("distributed", "many GPUs"),
-        ("nn", "modules"),
-        ("functional", "public verbs: argument checks, arrays, autocast"),
-        ("ops", "torch.library operators: fake, autograd, vmap; choice of backend"),
-        ("kernels", "Triton kernels, torch backend"),
-        ("tuning", "plans and launch configurations, plain Python"),
-        ("shapes, errors", "shape rules and wording, no tensors"),
-    ]
-    built = {"cli", "distributed", "functional", "ops", "kernels", "tuning", "shapes, errors"}
-    for i, (name, text) in enumerate(layers):
-        y = 0.5 + 1.3 * i
-        face = "#e4edf5" if name in built else "white"
-        style = "solid" if name in built else (0, (4, 3))
-        box = FancyBboxPatch((0.5, y), 15, 0.95, boxstyle="round,pad=0.06", facecolor=face, edgecolor="#829ab1", linestyle=style)
-        axes.add_patch(box)
-        axes.text(0.9, y + 0.5, name, fontsize=10.5, fontweight="bold", color=INK, va="center")
-        axes.text(4.4, y + 0.5, text, fontsize=9, color=INK, va="center")
+    """Who may import whom, from the contract in pyproject.toml, top to bottom, and how large each room is."""
+    root = Path(__file__).parents[1]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [[name.strip() for name in row.split("|")] for row in settings["contracts"][0]["layers"]]
+    figure, axes = canvas(9.5, 4.6, 20, 1.3 * len(layers) + 0.4)
+    for i, row in enumerate(layers):
+        y, width = 0.4 + 1.3 * i, 19 / len(row)
+        for j, name in enumerate(row):
+            files, lines = room_size(root / "fastkron_py" / name)
+            place, box_width = (0.5 + j * width, y), width - (0.3 if j + 1 < len(row) else 0)
+            box = FancyBboxPatch(place, box_width, 0.85, boxstyle="round,pad=0.06", facecolor="#e4edf5", edgecolor="#829ab1")
+            axes.add_patch(box)
+            axes.text(place[0] + 0.25, y + 0.45, name, fontsize=10.5, fontweight="bold", color=INK, va="center")
+            size = f"{files} files, {lines / 1000:.1f}k lines" if files > 1 else f"{lines} lines"
+            axes.text(place[0] + box_width - 0.2, y + 0.45, size, fontsize=8, color=MUTED, va="center", ha="right")
         if i + 1 < len(layers):
-            axes.annotate("", (8, y + 1.28), (8, y + 0.98), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1})
-    for name, row, text in (("arrays", 4, "NumPy, CuPy"), ("reference", 8, "float64 oracle")):
-        y = 0.5 + 1.3 * row
-        box = FancyBboxPatch((16.6, y), 2.9, 0.95, boxstyle="round,pad=0.06", facecolor="#fdf3e1", edgecolor="#c99a2e")
-        axes.add_patch(box)
-        axes.text(18.05, y + 0.3, name, fontsize=9.5, fontweight="bold", color=INK, va="center", ha="center")
-        axes.text(18.05, y + 0.68, text, fontsize=8, color=INK, va="center", ha="center")
-        start, end = (15.6, 16.5) if name == "arrays" else (16.5, 15.6)
-        axes.annotate("", (end, y + 0.5), (start, y + 0.5), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1})
-    axes.text(0.5, 12.2, "Dashed: a room that is still empty.", fontsize=8.5, color=MUTED)
+            axes.annotate("", (10, y + 1.22), (10, y + 0.93), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1})
     figure.savefig(path)
 
 

@@ -12,8 +12,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.shapes import result_shape
 from fastkron_py.reference_rational import rational as rational
-from fastkron_py.shapes import result_shape
 
 
 def kron_dense(factors: Sequence[Tensor]) -> Tensor:

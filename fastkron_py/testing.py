@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.errors import value_error
+from fastkron_py.runtime.errors import value_error
 
 _UNIT_ROUNDOFF: Final = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _REAL: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64}

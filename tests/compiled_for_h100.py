@@ -16,11 +16,11 @@ def compiled(script: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """One record for each kernel, of ``compile_...for_h100.py`` in a process without the interpreter.
 
     Args:
-        script: in tests/kernels.
+        script: in tests/compile.
         cache: an empty folder for Triton's, so that kernels are really compiled.
         *arguments: of the script.
     """
-    here = Path(__file__).parent / "kernels"
+    here = Path(__file__).parent / "compile"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -74,12 +74,12 @@ def generator(seed: int) -> torch.Generator:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for the user's tuning table, which is in use during the test. The table's path."""
-    from fastkron_py.ops import recorded
-    from fastkron_py.tuning import cache, table
+    from fastkron_py.kron import cached as recorded
+    from fastkron_py.kron.tune import cache, table
 
     def forget() -> None:
         table.forget()
-        backend = sys.modules.get("fastkron_py.kernels.kron.triton_backend")
+        backend = sys.modules.get("fastkron_py.kron.triton_backend")
         if backend is not None:
             backend.forget_programs()
         recorded.forget()

@@ -12,7 +12,7 @@ from scipy import special
 from scipy.interpolate import BSpline
 from torch import Tensor
 
-from fastkron_py.kernels.poly_kan.bases import find_basis
+from fastkron_py.kan.bases.registry import find_basis
 
 # Parameters away from special values; of other bases, the defaults.
 PARAMETERS: dict[str, dict[str, float]] = {"jacobi": {"a": 0.5, "b": -0.3}, "gegenbauer": {"alpha": 0.7}}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from gluon_on_numpy import launch
 
-from fastkron_py.kernels import devices
-from fastkron_py.kernels.launcher import RECORDING, Launcher
-from fastkron_py.kernels.poly_kan import kind as poly_kan_kind
-from fastkron_py.tuning import poly_kan as tuning
+from fastkron_py.kan import config as tuning
+from fastkron_py.kan import problem as poly_kan_kind
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.launch import RECORDING, Launcher
 
 
 def stage(monkeypatch: pytest.MonkeyPatch) -> list[str]:

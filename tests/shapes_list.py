@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py import kron_matmul, kron_matmul_left, reference
-from fastkron_py.ops.backend import is_interpreting
+from fastkron_py.runtime.backend import is_interpreting
 from fastkron_py.testing import assert_close
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,9 +8,9 @@ import torch
 import triton
 
 from fastkron_py import reference
-from fastkron_py.tuning.choice import Choice, ChosenLaunch, Problem
-from fastkron_py.tuning.entry import Entry
-from fastkron_py.tuning.launch import ChainConfig, SingleConfig
+from fastkron_py.kron.plan.launch import ChainConfig, SingleConfig
+from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem
+from fastkron_py.kron.tune.entry import Entry
 
 SINGLE = SingleConfig(16, 16, 16, 4, 1, 1)
 CHAIN = ChainConfig(16, 4, 1, 1)
@@ -59,14 +59,14 @@ def expected(x, factors):
 
 
 def kind(x, factors, precision="highest"):
-    from fastkron_py.kernels.kron import triton_backend
+    from fastkron_py.kron import triton_backend
 
     return triton_backend.kind_of(x, factors, 0, len(factors), tuple(f.shape[1] for f in factors), precision, False)
 
 
 def carry_out(program, x, factors):
     """Run launches one after the other."""
-    from fastkron_py.kernels.replay import bits
+    from fastkron_py.runtime.program import bits
 
     for prepared in program:
         x = prepared.run(x, factors, None, bits(1.0), 0)

@@ -21,7 +21,7 @@ from benchmarks.kan.peers import (
 )
 from benchmarks.kan.problems import case, check, check_gradients, inputs
 from benchmarks.registry import Benchmark, register
-from fastkron_py.kernels.poly_kan.bases import basis_names
+from fastkron_py.kan.bases.registry import basis_names
 
 SMALL = ((128, 40, 256, 8), (64, 256, 512, 15), (32, 512, 1024, 24))
 LARGE = ((8192, 768, 768, 8), (65536, 256, 256, 8))

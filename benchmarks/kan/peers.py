@@ -50,8 +50,8 @@ def recurrence(x: Tensor, weight: Tensor, terms: int) -> Tensor:
 
 def table(x: Tensor, weight: Tensor, terms: int) -> Tensor:
     """PolyKAN's lookup table of 4096 entries, in torch."""
-    from fastkron_py.kernels.poly_kan.bases import find_basis
-    from fastkron_py.kernels.poly_kan.table import basis_table, table_values
+    from fastkron_py.kan.bases.registry import find_basis
+    from fastkron_py.kan.bases.table import basis_table, table_values
 
     entries = basis_table(find_basis("chebyshev"), terms, (), 4096, torch.float32, x.device)
     basis = torch.stack(list(table_values(torch.tanh(x.float()), entries)), 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.conditions import float32_precision
 from benchmarks.registry import Case, Recorded
-from fastkron_py.kernels.poly_kan.spec import Spec, spec_of
+from fastkron_py.kan.spec import Spec, spec_of
 
 CHECKED_ROWS = 512  # of y and dx, spread over all
 CHUNK_ELEMENTS = 1 << 24  # of a basis in float64 at a time
@@ -35,8 +35,8 @@ class Problem:
     @property
     def spec(self) -> Spec:
         """The layer's description, with tanh."""
-        from fastkron_py.kernels.poly_kan.bases import find_basis
-        from fastkron_py.kernels.poly_kan.spec import describe
+        from fastkron_py.kan.bases.registry import find_basis
+        from fastkron_py.kan.spec import describe
 
         parameters = tuple(find_basis(self.basis).parameters.values())
         return spec_of(describe(self.basis, parameters), self.coefficients.shape[0], "tanh", 0)

@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.kernels.devices import on_device
-from fastkron_py.kernels.gemm import load_tile, store_tile
-from fastkron_py.kernels.gemm_kind import Gemm
-from fastkron_py.kernels.gemm_launch import gemm
-from fastkron_py.kernels.rational.function import _load_coefficients, _rational_slopes
-from fastkron_py.kernels.rational.gemm_launch import params
-from fastkron_py.kernels.rational.kernels import _rational_coefficients_kernel
-from fastkron_py.kernels.rational.triton_rational import SUM_BLOCK
-from fastkron_py.tuning.gemm import GemmTile
+from fastkron_py.rational.gemm_launch import params
+from fastkron_py.rational.kernels.elementwise import _rational_coefficients_kernel
+from fastkron_py.rational.kernels.function import _load_coefficients, _rational_slopes
+from fastkron_py.rational.launches import SUM_BLOCK
+from fastkron_py.runtime.device import on_device
+from fastkron_py.tiling.gemm import load_tile, store_tile
+from fastkron_py.tiling.gemm_config import GemmTile
+from fastkron_py.tiling.gemm_launch import gemm
+from fastkron_py.tiling.gemm_problem import Gemm
 
 TILE = GemmTile(128, 64, 64, 8, 3, parts=2, programs=2)
 

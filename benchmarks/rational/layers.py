@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear
 import fastkron_py
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 from fastkron_py import reference
-from fastkron_py.kernels.rational import torch_rational
+from fastkron_py.rational import torch_backend as torch_rational
 
 CHECKED_ROWS = 1024
 GROUPS = 8
@@ -81,7 +81,7 @@ def check(problem: LayerProblem, result: Any) -> float:
 
 
 def _one_kernel(problem: LayerProblem) -> Call:
-    from fastkron_py.kernels.rational.gemm_launch import linear_rational
+    from fastkron_py.rational.gemm_launch import linear_rational
 
     p = problem
     if p.keep:

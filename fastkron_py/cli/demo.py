@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastkron_py import kron_matmul, kron_matmul_left
 from fastkron_py.cli.measure import best_seconds, peak_bytes
-from fastkron_py.errors import value_error
+from fastkron_py.runtime.errors import value_error
 
 SIGMA: Final = 4.0  # of the blur, in pixels
 KEEP: Final = 0.05  # share of the DCT coefficients that compression keeps

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastkron_py.errors import value_error
+from fastkron_py.runtime.errors import value_error
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:

@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 
 import fastkron_py
-from fastkron_py.functional.checks import DTYPES
-from fastkron_py.ops.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
-from fastkron_py.tuning.cache import cache_file
+from fastkron_py.kron.tune.cache import cache_file
+from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
+from fastkron_py.runtime.checks import DTYPES
 
 CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 

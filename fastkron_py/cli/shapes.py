@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.errors import value_error
-from fastkron_py.tuning.choice import FACTORS_MOST, Problem
+from fastkron_py.kron.tune.choice import FACTORS_MOST, Problem
+from fastkron_py.runtime.errors import value_error
 
 EXPECTED: Final = "problems like 1024:8^5, 16:32x32x8 or 256:52>65x50>20, separated by commas"
 _FACTOR: Final = re.compile(r"([0-9]{1,9})(?:>([0-9]{1,9}))?(?:\^([0-9]{1,3}))?", re.ASCII)

@@ -15,15 +15,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from fastkron_py.cli.display import chosen_device, fail, table
 from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
 from fastkron_py.cli.text import seconds_text
-from fastkron_py.errors import value_error
-from fastkron_py.functional import tuner
-from fastkron_py.functional.checks import check_precision
-from fastkron_py.tuning import cache
-from fastkron_py.tuning.choice import ITEMSIZE
-from fastkron_py.tuning.entry import Entry
-from fastkron_py.tuning.result import TuningProgress, TuningResult
-from fastkron_py.tuning.table import export as export_tables
-from fastkron_py.tuning.table import is_off
+from fastkron_py.kron.tune import api as tuner
+from fastkron_py.kron.tune import cache
+from fastkron_py.kron.tune.choice import ITEMSIZE
+from fastkron_py.kron.tune.entry import Entry
+from fastkron_py.kron.tune.result import TuningProgress, TuningResult
+from fastkron_py.kron.tune.table import export as export_tables
+from fastkron_py.kron.tune.table import is_off
+from fastkron_py.runtime.checks import check_precision
+from fastkron_py.runtime.errors import value_error
 
 
 def tune(

@@ -1,6 +1,6 @@
 """Layers (`torch.nn.Module`) over the functional room."""
 
-from fastkron_py.functional.gated import pack_gated, unpack_gated
+from fastkron_py.gated.api import pack_gated, unpack_gated
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
 from fastkron_py.nn.poly_kan_conv import PolyKANConv2d

@@ -6,8 +6,8 @@ import math
 import numbers
 from typing import Any
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 def check_positive(name: str, value: Any) -> int:

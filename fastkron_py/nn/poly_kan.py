@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import LUT_SIZE, poly_kan, usable_bounds
+from fastkron_py.kan.api import LUT_SIZE, poly_kan, usable_bounds
 from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 class PolyKANLinear(EdgeFunctions):
@@ -132,7 +132,7 @@ class PolyKANLinear(EdgeFunctions):
             ValueError: indices outside the layer, another shape of x, or "layer_norm", under which an input's function depends on the
                 others.
         """
-        from fastkron_py.ops.backend import backend
+        from fastkron_py.runtime.backend import backend
 
         self._check_edge(output, input, x)
         alone = torch.zeros(x.numel(), self.in_features, dtype=torch.float64, device="cpu")

@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer, check_precision
-from fastkron_py.functional.poly_kan import DTYPES, LUT_SIZE, check_described, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_described, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.poly_kan_range import Calls, is_second_run, is_set, moved
+from fastkron_py.runtime.checks import check_integer, check_precision
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
 _UNSET: Final = (math.inf, -math.inf)
@@ -57,7 +57,7 @@ class EdgeFunctions(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        from fastkron_py.kernels.poly_kan.bases import find_basis
+        from fastkron_py.kan.bases.registry import find_basis
 
         super().__init__()
         degree = check_integer("degree", degree)
@@ -96,7 +96,7 @@ class EdgeFunctions(nn.Module):
 
     def _mean_square(self) -> float:
         """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
-        from fastkron_py.kernels.poly_kan.bases import NORMALIZERS, find_basis
+        from fastkron_py.kan.bases.registry import NORMALIZERS, find_basis
 
         uniform = (torch.arange(_SAMPLES, dtype=torch.float64, device="cpu") + 0.5) / _SAMPLES
         if self.normalization in ("minmax", "none"):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import LUT_SIZE
+from fastkron_py.kan.api import LUT_SIZE
 from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 class PolyKANConv2d(EdgeFunctions):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.poly_kan import check_real
+from fastkron_py.kan.api import check_real
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.poly_kan import PolyKANLinear
 from fastkron_py.nn.poly_kan_base import check_range
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 CHEBYKAN: Final = "cheby_coeffs"
 CHEBYKAN_BUFFERS: Final = ("arange",)  # the degrees 0, 1, ...

@@ -9,10 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.poly_kan import poly_kan
+from fastkron_py.kan.api import poly_kan
 from fastkron_py.nn.poly_kan import PolyKANLinear
-from fastkron_py.ops.backend import backend
+from fastkron_py.runtime.backend import backend
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096
 _LOCAL: Final = ("bspline", "rbf")  # bases whose functions differ in place, not in how fast they vary

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.ops.plain import transforms_active
+from fastkron_py.runtime.eager import transforms_active
 
 MOST_CALLS: Final = 64  # of a layer between a batch's forward pass and its second run
 

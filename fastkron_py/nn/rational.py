@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
-from fastkron_py.functional.checks import check_integer
-from fastkron_py.functional.rational import DEGREE_MOST, DTYPES, check_noise, check_version, linear_rational, rational
 from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
 from fastkron_py.nn.hooks import is_hooked
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
 from fastkron_py.nn.scripting import NotScriptable
-from fastkron_py.ops.backend import backend
+from fastkron_py.rational.api import DEGREE_MOST, DTYPES, check_noise, check_version, linear_rational, rational
+from fastkron_py.runtime.backend import backend
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 torch.fx.wrap("linear_rational")  # torch.fx records calls of these, and does not look into them
 torch.fx.wrap("_of_features")

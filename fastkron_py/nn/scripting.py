@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from fastkron_py.errors import type_error
+from fastkron_py.runtime.errors import type_error
 
 
 class NotScriptable:

@@ -20,10 +20,10 @@ from typing import Any, Final, TypeVar
 from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator
 from torch import Tensor
 
-from fastkron_py.errors import type_error, type_name
 from fastkron_py.integrations.gpytorch import interpolation
 from fastkron_py.integrations.gpytorch.operators import adopt
 from fastkron_py.integrations.gpytorch.versions import untested
+from fastkron_py.runtime.errors import type_error, type_name
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -14,9 +14,9 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from fastkron_py.errors import value_error
 from fastkron_py.integrations.gpytorch.parts import Parts, parts_of
 from fastkron_py.integrations.gpytorch.products import dense_run, factor_gradients, multiply
+from fastkron_py.runtime.errors import value_error
 
 
 class FastProducts:

@@ -9,10 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastkron_py.errors import type_error, value_error
 from fastkron_py.functional import kron_matmul_left
 from fastkron_py.integrations.gpytorch.parts import Part, Parts
-from fastkron_py.ops.backend import requested_backend
+from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.errors import type_error, value_error
 
 Run = list[Part]
 

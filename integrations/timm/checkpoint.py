@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fastkron_py.errors import type_error, type_name
+from fastkron_py.runtime.errors import type_error, type_name
 
 RELEASED_VERSION: Final = "A"
 """Of the denominator: what the released kernels compute, though the paper's equation is that of version B."""

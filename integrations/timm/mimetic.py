@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 QUERY_KEY: Final = (0.7, 0.7)
 VALUE_PROJECTION: Final = (0.4, 0.4)

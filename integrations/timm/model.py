@@ -11,10 +11,10 @@ from timm.models import vision_transformer
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from fastkron_py.errors import type_error, type_name, value_error
 from fastkron_py.integrations.timm.checkpoint import convert_state_dict, is_released_layout
 from fastkron_py.integrations.timm.mimetic import init_attention_mimetic_
 from fastkron_py.integrations.timm.mlp import KATMlp
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 INITIALISATIONS: Final = ("mimetic", "", "jax", "jax_nlhb", "moco", "skip")
 

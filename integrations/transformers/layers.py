@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fastkron_py.functional.gated import gated_linear, gated_mlp
+from fastkron_py.gated.api import gated_linear, gated_mlp
 from fastkron_py.nn.hooks import is_hooked, is_plain_linear
 
 # By class, torch's own and those of transformers.activations in the versions that were tested.

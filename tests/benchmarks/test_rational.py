@@ -19,7 +19,7 @@ from benchmarks.rational import peers as rational_peers
 from benchmarks.rational.activations import OURS, OfGelu, case, check, check_coefficients, inputs
 from fastkron_py import reference
 from fastkron_py.testing import assert_close
-from fastkron_py.tuning.gemm import GemmTile
+from fastkron_py.tiling.gemm_config import GemmTile
 
 SHAPE = (3, 7, 48)  # groups of 6 channels: blocks that are not full
 DTYPES = ["float32", "bfloat16"]

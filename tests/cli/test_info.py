@@ -14,7 +14,7 @@ import fastkron_py
 from fastkron_py.cli.app import app
 from fastkron_py.cli.environment import choice, installed
 from fastkron_py.cli.text import bytes_text, seconds_text
-from fastkron_py.functional.checks import DTYPES
+from fastkron_py.runtime.checks import DTYPES
 
 
 @pytest.fixture

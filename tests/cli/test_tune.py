@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from fastkron_py.cli.app import app
 from fastkron_py.cli.shapes import Shape, factors_text, parse_shapes, problem_text
-from fastkron_py.tuning import cache
-from fastkron_py.tuning.cache import TuningWarning
+from fastkron_py.kron.tune import cache
+from fastkron_py.kron.tune.cache import TuningWarning
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastkron_py.kernels.kron import search
+    from fastkron_py.kron.tune import search
 
     monkeypatch.setattr(search, "TRIALS_MOST", 3)
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
@@ -162,7 +162,7 @@ def test_tables_that_are_off_are_mentioned(runner, tables, quick, monkeypatch):
 
 
 def test_dropped_trials_are_counted(runner, tables, quick, monkeypatch):
-    from fastkron_py.kernels.kron import search
+    from fastkron_py.kron.tune import search
 
     def refuse(self, compiled):
         raise search.DroppedError("asks for too much")

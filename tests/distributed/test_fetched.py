@@ -24,7 +24,7 @@ from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.estimate import SLOTS
 from fastkron_py.distributed.exchange import Line
 from fastkron_py.distributed.pipeline import _wave
-from fastkron_py.tuning.plan import InBlocks
+from fastkron_py.kron.plan.plan import InBlocks
 
 
 class Stream:

@@ -21,9 +21,9 @@ from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, fetched, kron_matmul, plan
 from fastkron_py.distributed.direct import Direct
 from fastkron_py.distributed.estimate import SLOTS
+from fastkron_py.kron.plan.plan import Launch
+from fastkron_py.kron.plan.steps import Step
 from fastkron_py.testing import assert_close
-from fastkron_py.tuning.plan import Launch
-from fastkron_py.tuning.steps import Step
 
 # ---- forward -----------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ def direct_in_blocks(shape, left, folder):
 
     def forget_blocks():
         """Which ranks that are used again would else find."""
-        from fastkron_py.kernels.kron import blocks
+        from fastkron_py.kron.kernels import blocks
 
         blocks.ways.cache_clear()
         blocks._program.cache_clear()
@@ -385,7 +385,7 @@ def direct_in_blocks(shape, left, folder):
         fastkron_py.backend("triton"),
         torch.no_grad(),
         mock.patch("fastkron_py.distributed.functional.direct_for", files),
-        mock.patch("fastkron_py.kernels.kron.blocks.plan", one_by_one),
+        mock.patch("fastkron_py.kron.kernels.blocks.plan", one_by_one),
     ):
         for m, sizes in ((7, ((8, 4), (5, 3), (3, 2))), (9, ((4, 8), (3, 2))), (3, ((6, 3), (5, 2), (2, 2)))):
             sizes = [(q, p) for p, q in sizes] if left else sizes

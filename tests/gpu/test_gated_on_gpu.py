@@ -11,11 +11,12 @@ from graphs import graphed
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
-from fastkron_py.kernels import gemm_kind, gemm_launch
-from fastkron_py.kernels.gated.activations import find_activation
+from fastkron_py.gated.activations import find_activation
 from fastkron_py.nn import GatedMLP
-from fastkron_py.tuning import gemm as tuning
-from fastkron_py.tuning.gemm import GemmSpan, GemmTile
+from fastkron_py.tiling import gemm_config as tuning
+from fastkron_py.tiling import gemm_launch
+from fastkron_py.tiling import gemm_problem as gemm_kind
+from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -112,7 +113,7 @@ def test_what_stands_around_two_launches(layout: str) -> None:
     """x and weight are written right before and overwritten right after, with a first launch that is far slower than the second.
 
     On an H100 this cannot fail by a missing wait: a control in which the second launch did not wait for the first one's end gave no wrong
-    element either. The wait is there because it is what is guaranteed; `tests/kernels/test_gated_compiles_for_h100.py` sees that it is.
+    element either. The wait is there because it is what is guaranteed; `tests/compile/test_gated.py` sees that it is.
     """
     spans = (GemmSpan(0, 2048, GemmTile(128, 256, 16, 8, 1, 2)), GemmSpan(2048, 4096, GemmTile(64, 64, 64, 4, 3)))
     inputs = [torch.randn(512, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2)]

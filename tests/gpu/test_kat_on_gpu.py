@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from fastkron_py import reference
-from fastkron_py.functional.layer_norm_rational import layer_norm_rational
 from fastkron_py.nn.rational_functions import initial
+from fastkron_py.rational.api_layer_norm import layer_norm_rational
 
 # Attention's backward pass on a GPU may have no deterministic form, of which torch then warns.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis:UserWarning")]

@@ -9,9 +9,10 @@ from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem
 from torch import Tensor
 
 from fastkron_py import poly_kan
-from fastkron_py.kernels.poly_kan.table import table_error_bound
-from fastkron_py.ops import guards, recorded_poly_kan
-from fastkron_py.ops import poly_kan as operator
+from fastkron_py.kan import cached as recorded_poly_kan
+from fastkron_py.kan import operator
+from fastkron_py.kan.bases.table import table_error_bound
+from fastkron_py.runtime import torch_internals as guards
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.gpu

@@ -147,7 +147,7 @@ def test_memory() -> None:
 @pytest.mark.parametrize("width", [192, 384, 768])
 def test_linear_layers_of_the_kat(width: int, keep: bool) -> None:
     """In one kernel, on as many rows as keep every multiprocessor busy for a while: right, and the same bits again."""
-    from fastkron_py.kernels.rational.gemm_launch import linear_rational
+    from fastkron_py.rational.gemm_launch import linear_rational
 
     rows = 32 * 197
     x, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (rows, 4 * width))

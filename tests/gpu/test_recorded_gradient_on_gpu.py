@@ -8,7 +8,8 @@ from shapes_list import assert_near
 from torch import Tensor
 
 from fastkron_py import kron_matmul, reference
-from fastkron_py.ops import recorded, recorded_gradient
+from fastkron_py.kron import cached as recorded
+from fastkron_py.kron import cached_gradient as recorded_gradient
 
 pytestmark = pytest.mark.gpu
 

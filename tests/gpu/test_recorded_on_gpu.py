@@ -8,7 +8,7 @@ from shapes_list import assert_near, expected
 from torch import Tensor
 
 from fastkron_py import kron_matmul
-from fastkron_py.ops import recorded
+from fastkron_py.kron import cached as recorded
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tuning_cases import HERE, carry_out, expected, kind, operands, version
 
+from fastkron_py.kron.tune import cache, table
+from fastkron_py.kron.tune.entry import Entry
 from fastkron_py.testing import assert_close
-from fastkron_py.tuning import cache, table
-from fastkron_py.tuning.entry import Entry
 
 pytestmark = pytest.mark.gpu
 
@@ -20,14 +20,14 @@ MOST_ELEMENTS = 1 << 26  # of the larger of x and the result: the reference is i
 
 
 def shipped() -> list[Entry]:
-    file = resources.files("fastkron_py.tuning") / "tables" / table.file_name(HERE)
+    file = resources.files("fastkron_py.kron.tune") / "tables" / table.file_name(HERE)
     entries = cache.parse(file.read_text(encoding="utf-8"), file.name) if file.is_file() else {}
     return [e for e in entries.values() if e.choice is not None and e.problem.triton == version()]
 
 
 def test_shipped_choices_are_right() -> None:
     """One test for all, since a table may be empty."""
-    from fastkron_py.kernels.kron import triton_backend
+    from fastkron_py.kron import triton_backend
 
     for entry in shipped():
         p = entry.problem

@@ -19,7 +19,7 @@ from fastkron_py.integrations.timm import (
     checkpoint_filter_fn,
     convert_state_dict,
 )
-from fastkron_py.ops.backend import backend
+from fastkron_py.runtime.backend import backend
 from fastkron_py.testing import assert_close
 
 timm: Any = importlib.import_module("timm")

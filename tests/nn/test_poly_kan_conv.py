@@ -10,7 +10,7 @@ from refusals import Refusal, assert_refused
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kernels.poly_kan.bases import find_basis
+from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.nn import PolyKANConv2d
 from fastkron_py.testing import assert_close
 

@@ -28,7 +28,7 @@ def test_version_is_the_distribution_s() -> None:
 
 def test_every_room_is_installed() -> None:
     rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
-    assert rooms == {"cli", "distributed", "functional", "integrations", "kernels", "nn", "ops", "tuning"}
+    assert rooms == {"cli", "distributed", "gated", "integrations", "kan", "kron", "nn", "rational", "runtime", "tiling"}
     assert (PACKAGE / "py.typed").is_file()
 
 

@@ -1,0 +1,26 @@
+"""The public verbs: argument checks, array conversion, autocast, then one operator call each."""
+
+from fastkron_py.gated.api import gated_linear, gated_mlp
+from fastkron_py.kan.api import poly_kan
+from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
+from fastkron_py.kron.product import KroneckerProduct
+from fastkron_py.kron.tune.api import tune
+from fastkron_py.rational.api import linear_rational, rational
+from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.rational.api_linear import rational_linear
+
+__all__ = [
+    "KroneckerProduct",
+    "gated_linear",
+    "gated_mlp",
+    "gekmm",
+    "gemkm",
+    "kron_matmul",
+    "kron_matmul_left",
+    "layer_norm_rational",
+    "linear_rational",
+    "poly_kan",
+    "rational",
+    "rational_linear",
+    "tune",
+]

@@ -1,0 +1,1 @@
+"""Gated linear layers and MLPs: ``up * act(gate)`` in one matrix product."""

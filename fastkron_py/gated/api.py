@@ -1,0 +1,272 @@
+"""`gated_linear`: two projections and their gate, the wide half of a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastkron_py.gated import cached as recorded_gated
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import cast
+from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.checks import check_precision, check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+ArrayT = TypeVar("ArrayT")
+
+LAYOUTS: Final = ("interleaved", "stacked")
+BACKWARDS: Final = ("save", "recompute")
+_REAL: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def gated_linear(
+    x: ArrayT,
+    weight: ArrayT | tuple[ArrayT, ArrayT],
+    *,
+    bias: ArrayT | tuple[ArrayT, ArrayT] | None = None,
+    activation: str = "silu",
+    layout: str = "interleaved",
+    backward: str = "save",
+    precision: str | None = None,
+) -> ArrayT:
+    """Project x twice and gate one projection with the other: ``up * act(gate)``, ``up = x @ up_weight.T``, ``gate = x @ gate_weight.T``.
+
+    On a GPU this is one matrix product that gates its sums before it stores them, so that neither projection reaches memory
+    (Shazeer, "GLU Variants Improve Transformer", 2020; "Towards Fused Kernels for Gated MLP").
+
+    Args:
+        x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
+        weight: both projections' weights, of x's kind, dtype and device: packed, see layout, or a pair (up, gate), each
+            ``[hidden, in]``, which may lie anywhere in memory: a pair is not copied either.
+        bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows; for a pair of
+            weights a pair of ``[hidden]``.
+        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"relu"``, ``"sigmoid"``, ``"identity"``, or one that was registered
+            (see docs/gated_mlp.md).
+        layout: ``"interleaved"``, weight ``[2 * hidden, in]`` whose row 2 i projects up_i and row 2 i + 1 gate_i; or ``"stacked"``,
+            weight ``[2, hidden, in]``, up then gate. Neither is packed anew. The shape alone does not tell an interleaved
+            weight from two that were concatenated. A pair of weights has no layout.
+        backward: ``"save"`` keeps both projections for the backward pass, which then writes their gradients over them;
+            ``"recompute"`` keeps x alone and multiplies once more.
+        precision: of float32 products, as in `kron_matmul`.
+
+    Returns:
+        ``[..., hidden]``, of x's kind and dtype (under autocast, of autocast's dtype).
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        ValueError: shapes that do not fit each other or the layout; an unknown activation, layout, backward or precision.
+
+    Example:
+        >>> x, weight = torch.randn(100, 8), torch.randn(2, 24, 8)
+        >>> gated_linear(x, weight, layout="stacked").shape
+        torch.Size([100, 24])
+    """
+    return _call(x, weight, bias, (None, None), activation, layout, backward, precision)  # type: ignore[no-any-return]
+
+
+def gated_mlp(
+    x: ArrayT,
+    weight: ArrayT | tuple[ArrayT, ArrayT],
+    down: ArrayT,
+    *,
+    bias: ArrayT | tuple[ArrayT, ArrayT] | None = None,
+    down_bias: ArrayT | None = None,
+    activation: str = "silu",
+    layout: str = "interleaved",
+    backward: str = "save",
+    precision: str | None = None,
+) -> ArrayT:
+    """A whole gated MLP, ``gated_linear(x, weight) @ down.T + down_bias``, whose backward pass needs less memory than the two steps' own.
+
+    The gated result is not kept for the backward pass: the kernel that makes the gradients of both projections makes it again. With
+    "recompute" x alone is kept.
+
+    Args:
+        x: as in `gated_linear`, like all arguments that are not named here.
+        weight: as there.
+        down: ``[out, hidden]``.
+        bias: as there.
+        down_bias: ``[out]``.
+        activation: as there.
+        layout: as there.
+        backward: as there.
+        precision: as there, of all products.
+
+    Returns:
+        ``[..., out]``, of x's kind and dtype (under autocast, of autocast's dtype).
+
+    Raises:
+        TypeError: as there.
+        ValueError: as there.
+
+    Example:
+        >>> x, weight, down = torch.randn(100, 8), torch.randn(48, 8), torch.randn(8, 24)
+        >>> gated_mlp(x, weight, down).shape
+        torch.Size([100, 8])
+    """
+    return _call(x, weight, bias, (down, down_bias), activation, layout, backward, precision)  # type: ignore[no-any-return]
+
+
+_PACKED: Final = ("x", "weight", "gate", "bias", "down", "down_bias")
+_PAIR: Final = ("x", "weight[0]", "weight[1]", "bias", "down", "down_bias")
+
+
+def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: Any, layout: Any, backward: Any, precision: Any) -> Any:
+    """Check what is no tensor, and load what is another library's array."""
+    gate, labels = None, _PACKED
+    if isinstance(weight, tuple | list):
+        check_choice("layout", layout, LAYOUTS)
+        (weight, gate), bias, layout, labels = _pair("weight", weight), _stacked_bias(x, bias), "stacked", _PAIR
+    arguments = (x, weight, gate, bias, *after)
+    if not torch.compiler.is_compiling():
+        y = recorded_gated.replay(arguments, activation, layout, backward, precision)
+        if y is not None:
+            return y
+    check_precision(precision)
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("backward", backward, BACKWARDS)
+    described = (check_activation(activation), layout, precision)
+    if isinstance(x, Tensor):
+        return _gated_linear(arguments, labels, backward, described)
+    given = {label: a for label, a in zip(labels, arguments, strict=True) if a is not None or label == "x"}
+    bridge = find_bridge(list(given.values()), list(given))
+    with bridge.context():
+        loaded = {label: bridge.load(a, label) for label, a in given.items()}
+        return bridge.give_back(_gated_linear(tuple([loaded.get(label) for label in labels]), labels, backward, described))
+
+
+def _pair(name: str, given: Any) -> Any:
+    if not isinstance(given, tuple | list):
+        raise type_error(name, "a pair (up, gate), since weight is one", type_name(given))
+    if len(given) != 2 or any(t is None for t in given):
+        raise value_error(name, "a pair (up, gate)", f"{len(given)} of which {sum(t is None for t in given)} are None")
+    return given
+
+
+def _stacked_bias(x: Any, bias: Any) -> Any:
+    """A pair of biases ``[hidden]`` as one, ``[2, hidden]``, through which gradients pass."""
+    if bias is None:
+        return None
+    up, gate = _pair("bias", bias)
+    if isinstance(x, Tensor):
+        for i, t in enumerate((up, gate)):
+            check_tensor(f"bias[{i}]", t, up, "bias[0]")
+        if up.ndim != 1 or up.shape != gate.shape:
+            raise value_error("bias", "a pair of shape (hidden,)", f"shapes {tuple(up.shape)} and {tuple(gate.shape)}")
+        return torch.stack([up, gate])
+    bridge = find_bridge([x, up, gate], ["x", "bias[0]", "bias[1]"])
+    with bridge.context():
+        both = _stacked_bias(torch.empty(0), [bridge.load(t, f"bias[{i}]") for i, t in enumerate((up, gate))])
+        return bridge.give_back(both)
+
+
+def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:
+    """Two projections' weights, or biases, in one tensor as `gated_linear` takes it; a copy, bit for bit.
+
+    Args:
+        up: ``[hidden, in]``, or ``[hidden]``.
+        gate: like up.
+        layout: as in `gated_linear`.
+
+    Returns:
+        ``[2 * hidden, in]`` or ``[2, hidden, in]``; of biases without the last dimension.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or dtypes that differ.
+        ValueError: shapes or devices that differ, more than two dimensions, or an unknown layout.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    check_tensor("up", up, up, "up")
+    check_tensor("gate", gate, up, "up")
+    if up.ndim not in (1, 2):
+        raise value_error("up", "a weight [hidden, in] or a bias [hidden]", f"shape {tuple(up.shape)}")
+    if gate.shape != up.shape:
+        raise value_error("gate", f"up's shape {tuple(up.shape)}", f"shape {tuple(gate.shape)}")
+    return torch.stack([up, gate], 1).flatten(0, 1) if layout == "interleaved" else torch.stack([up, gate])
+
+
+def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, Tensor]:
+    """(up, gate), views of what `pack_gated` made.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: a shape that the layout does not have, or an unknown layout.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    check_tensor("packed", packed, packed, "packed")
+    if layout == "interleaved":
+        if packed.ndim not in (1, 2) or packed.shape[0] % 2:
+            raise value_error("packed", "[2 * hidden, in] or [2 * hidden], since layout is 'interleaved'", f"shape {tuple(packed.shape)}")
+        return packed[0::2], packed[1::2]
+    if packed.ndim not in (2, 3) or packed.shape[0] != 2:
+        raise value_error("packed", "[2, hidden, in] or [2, hidden], since layout is 'stacked'", f"shape {tuple(packed.shape)}")
+    return packed[0], packed[1]
+
+
+def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Accept one of a few words."""
+    if not isinstance(value, str):
+        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
+    if value not in known:
+        raise value_error(name, f"one of {', '.join(known)}", repr(value))
+
+
+def check_activation(name: Any) -> str:
+    """Accept the name of an activation."""
+    from fastkron_py.gated.activations import find_activation
+
+    return find_activation(name).name
+
+
+def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, described: tuple[str, str, str | None]) -> Tensor:
+    device_type = tensors[0].device.type
+    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = tuple([cast(t, dtype) for t in tensors])
+    _check_tensors(tensors, labels, described[1])
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    chosen = "" if torch.compiler.is_compiling() else requested_backend()
+    return recorded_gated.gated_linear(tensors, backward, *described, chosen)
+
+
+def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:
+    x, weight, gate, bias, down, down_bias = tensors
+    check_tensor("x", x, x, "x")
+    if x.dtype not in _REAL:
+        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in _REAL), x.dtype)
+    check_tensor(labels[1], weight, x, "x")
+    if x.ndim == 0:
+        raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")
+    shape = tuple(weight.shape)
+    if gate is not None:
+        check_tensor(labels[2], gate, x, "x")
+        if weight.ndim != 2:
+            raise value_error(labels[1], "[hidden, in]", f"shape {shape}")
+        if gate.shape != weight.shape:
+            raise value_error(labels[2], f"weight[0]'s shape {shape}", f"shape {tuple(gate.shape)}")
+        shape = (2, *shape)
+    elif layout == "interleaved":
+        if weight.ndim != 2 or shape[0] % 2:
+            raise value_error("weight", "[2 * hidden, in], since layout is 'interleaved'", f"shape {shape}")
+    elif weight.ndim != 3 or shape[0] != 2:
+        raise value_error("weight", "[2, hidden, in], since layout is 'stacked'", f"shape {shape}")
+    if shape[-1] != x.shape[-1]:
+        raise value_error(labels[1], f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(weight.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, x, "x")
+        if tuple(bias.shape) != shape[:-1]:
+            raise value_error("bias", f"shape {shape[:-1]}, that of the weight's rows", f"shape {tuple(bias.shape)}")
+    if down is not None:
+        _check_down(x, down, down_bias, shape[1] if layout == "stacked" else shape[0] // 2)
+
+
+def _check_down(x: Tensor, down: Any, down_bias: Any, hidden: int) -> None:
+    check_tensor("down", down, x, "x")
+    if down.ndim != 2 or down.shape[1] != hidden:
+        raise value_error("down", f"[out, {hidden}], the weight's hidden size", f"shape {tuple(down.shape)}")
+    if down_bias is not None:
+        check_tensor("down_bias", down_bias, x, "x")
+        if tuple(down_bias.shape) != (down.shape[0],):
+            raise value_error("down_bias", f"shape ({down.shape[0]},), that of down's rows", f"shape {tuple(down_bias.shape)}")

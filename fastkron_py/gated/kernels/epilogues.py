@@ -1,0 +1,100 @@
+"""What becomes of the pairs of a gated linear layer's sums: ``y = up * act(gate)``, or the gradients of both from dy.
+
+Finishers of `tiling/gemm.py`, and one elementwise kernel for pairs that were stored. VALUE and SLOPE are the activation and its
+derivative, ``PARAMS[0]`` whether pairs are stored interleaved.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.gemm import load_tile, store_tile
+
+
+@triton.jit
+def _store_pair(first, second, place, pair, pair2, stride, INTERLEAVED: tl.constexpr):
+    """Store two tiles in the order of the weight's rows: to every other column of ``pair [M, 2 H]``, or to pair and pair2 ``[M, H]``."""
+    row, column, rows, columns = place
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
+        store_tile(pair, both, row, 2 * column, rows, 2 * columns, stride)
+    else:
+        store_tile(pair, first, row, column, rows, columns, stride)
+        store_tile(pair2, second, row, column, rows, columns, stride)
+
+
+@triton.jit
+def finish_gate(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    """``out [M, H] = first * VALUE(second)``."""
+    row, column, rows, columns = place
+    store_tile(targets[0], first * VALUE(second), row, column, rows, columns, strides[0])
+
+
+@triton.jit
+def finish_gate_and_pair(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    """The same, and both of each pair, which backward may read again."""
+    _store_pair(first, second, place, targets[1], targets[2], strides[1], PARAMS[0])
+    finish_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+
+
+@triton.jit
+def _finish_gradients(first, second, dy, place, targets, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    _store_pair(dy * VALUE(second), dy * first * SLOPE(second), place, targets[1], targets[2], strides[1], PARAMS[0])
+
+
+@triton.jit
+def finish_gradients(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+    """From ``side [M, H]``, dy: the gradients of each pair."""
+    row, column, rows, columns = place
+    dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
+    _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
+
+
+@triton.jit
+def finish_gradients_and_gate(
+    first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
+):
+    """The same, and ``out [M, H] = first * VALUE(second)``; it may be dy's own memory where both have descriptors.
+
+    Without, threads could store what others have not loaded yet, and a barrier would keep the main loop from being pipelined.
+    """
+    row, column, rows, columns = place
+    dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
+    finish_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+    _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
+
+
+@triton.jit
+def _gate_gradients_kernel(
+    dy,  # [M, H]
+    pairs,  # [M, 2 H]
+    out,  # [M, 2 H], which may be pairs itself
+    y,  # [M, H], which may be dy itself
+    M,
+    columns,
+    stride_dy,
+    VALUE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATE: tl.constexpr,  # y is wanted
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The gradients of pairs that were stored, and the result once more; all are contiguous, but for dy."""
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    row = tl.program_id(0) // tiles_n * BLOCK_M
+    column = tl.program_id(0) % tiles_n * BLOCK_N
+    stride = 2 * columns
+    g = load_tile(dy, row, column, M, columns, stride_dy, BLOCK_M, BLOCK_N).to(ACC)
+    if INTERLEAVED:
+        both = load_tile(pairs, row, 2 * column, M, stride, stride, BLOCK_M, 2 * BLOCK_N).to(ACC)
+        first, second = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        first = load_tile(pairs, row, column, M, columns, stride, BLOCK_M, BLOCK_N).to(ACC)
+        second = load_tile(pairs + columns, row, column, M, columns, stride, BLOCK_M, BLOCK_N).to(ACC)
+    # In place, no thread may store before all have loaded: loads and stores can have layouts of their own.
+    tl.debug_barrier()
+    place = (row, column, M, columns)
+    if GATE:
+        store_tile(y, first * VALUE(second), row, column, M, columns, columns)
+    _store_pair(g * VALUE(second), g * first * SLOPE(second), place, out, out + columns, stride, INTERLEAVED)

@@ -1,0 +1,1 @@
+"""Layers of polynomial Kolmogorov-Arnold networks."""

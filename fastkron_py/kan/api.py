@@ -1,0 +1,289 @@
+"""`poly_kan`: the layer of a polynomial Kolmogorov-Arnold network."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kan import cached as recorded
+from fastkron_py.kan import operator
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import autocast_dtype, cast
+from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.checks import check_integer, check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+ArrayT = TypeVar("ArrayT")
+
+NORMALIZATIONS: Final = ("tanh", "clamp", "minmax", "layer_norm", "none")
+EVALUATIONS: Final = ("recurrence", "lut")
+LUT_SIZE: Final = 4096
+MOST_LUT_SIZE: Final = 1 << 20
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What a kernel does to x once it has been brought here, by torch, as far as it takes more than one element at a time.
+_ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
+_RECORDED: Final = ("tanh", "clamp", "none")
+
+
+def poly_kan(
+    x: ArrayT,
+    coefficients: ArrayT,
+    *,
+    basis: str = "chebyshev",
+    bias: ArrayT | None = None,
+    basis_parameters: Mapping[str, float] | None = None,
+    normalization: str = "tanh",
+    bounds: tuple[Any, Any] | None = None,
+    evaluation: str = "recurrence",
+    lut_size: int = LUT_SIZE,
+    precision: str | None = None,
+) -> ArrayT:
+    """Sum learned functions of every input: ``y[..., o] = bias[o] + sum_j sum_d coefficients[d, o, j] * B_d(norm(x[..., j]))``.
+
+    On a GPU this is one matrix product whose left operand, the basis, is made in registers: neither this function nor its gradients store
+    a tensor of the basis's size. Second derivatives do.
+
+    Chebyshev networks: Sidharth et al., "Chebyshev Polynomial-Based Kolmogorov-Arnold Networks", 2024; fused kernels: Yu et al., "PolyKAN".
+
+    Args:
+        x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
+        coefficients: ``[degree + 1, out, in]``, of x's kind, dtype and device; degree from 1 to 64. Not a power of the basis but one
+            number for each of its functions, so B-splines and radial functions have degree + 1 of them.
+        basis: ``"chebyshev"`` (first kind), ``"chebyshev_u"``, ``"legendre"``, ``"hermite"`` (H_n / sqrt(2^n n!)), ``"jacobi"``,
+            ``"gegenbauer"``, ``"fourier"`` (1, sin pi t, cos pi t, sin 2 pi t, ...), ``"bspline"``, ``"rbf"``, or one that was registered.
+        bias: ``[out]``.
+        basis_parameters: by name: ``a`` and ``b`` above -1 (Jacobi, default 0), ``alpha`` above -0.5 and not 0 (Gegenbauer, 1), ``order``
+            1 to 3 (B-spline, 3), ``width`` in distances of centres (rbf, 1).
+        normalization: brings x to [-1, 1]: ``"tanh"``; ``"clamp"``; ``"minmax"``, the range given by bounds, then clamped;
+            ``"layer_norm"``, each row to mean 0 and variance 1, then tanh; or ``"none"``.
+        bounds: (lowest, highest) for ``"minmax"``, numbers, or tensors or arrays of x's kind that broadcast to ``[in]``. They are
+            constants: no gradient. None takes x's own, for each input over the finite numbers of all rows.
+        evaluation: ``"recurrence"``, or ``"lut"``: lines between lut_size samples on [-1, 1], which err by h^2 / 8 max |B_d''|,
+            h = 2 / (lut_size - 1); gradients are those of the lines. Not with ``"none"``.
+        lut_size: samples, from 2 to 2^20.
+        precision: of float32 products, as in `kron_matmul`.
+
+    Returns:
+        ``[..., out]``, of x's kind and dtype (under autocast, of autocast's dtype). A NaN of x makes its row NaN, and no other;
+        infinities count as -1 and 1 under ``"tanh"``, ``"clamp"`` and ``"minmax"``.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        ValueError: shapes that do not fit, an unknown basis, normalisation or evaluation, parameters that the basis does not
+            have, bounds that are not finite or fall.
+
+    Example:
+        >>> x, coefficients = torch.randn(100, 8), torch.randn(5, 3, 8)
+        >>> poly_kan(x, coefficients, basis="legendre").shape
+        torch.Size([100, 3])
+    """
+    # Layers that were computed before, with what needs no look at x first. Dynamo has no use for that.
+    recordable = normalization in _RECORDED and bounds is None and basis_parameters is None and not torch.compiler.is_compiling()
+    key = (basis, normalization, evaluation, lut_size)
+    if recordable:
+        y = recorded.replay(x, coefficients, bias, key, precision)
+        if y is not None:
+            return y  # type: ignore[return-value]
+    check_precision(precision)
+    if isinstance(x, Tensor):
+        described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
+        return _poly_kan(x, coefficients, bias, described, precision, key if recordable else None)  # type: ignore[arg-type,return-value]
+    given = {"x": x, "coefficients": coefficients} | ({} if bias is None else {"bias": bias})
+    if isinstance(bounds, tuple | list):
+        given |= {f"bounds[{i}]": b for i, b in enumerate(bounds) if not isinstance(b, numbers.Real)}
+    bridge = find_bridge(list(given.values()), list(given))
+    with bridge.context():
+        loaded = {name: bridge.load(array, name) for name, array in given.items()}
+        if isinstance(bounds, tuple | list):
+            bounds = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds))
+        described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
+        y = _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), described, precision, None)
+        return bridge.give_back(y)  # type: ignore[no-any-return]
+
+
+class _Described:
+    """Arguments that are no tensors of the product, checked."""
+
+    def __init__(
+        self, basis: Any, parameters: tuple[float, ...], description: str, normalization: str, bounds: Any, table_size: int
+    ) -> None:
+        self.basis = basis
+        self.parameters = parameters
+        self.description = description
+        self.normalization = normalization
+        self.bounds = bounds
+        self.table_size = table_size
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
+    if value not in known:
+        raise value_error(name, f"one of {', '.join(known)}", repr(value))
+
+
+def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Described:
+    from fastkron_py.kan.bases.registry import find_basis
+    from fastkron_py.kan.spec import describe
+
+    found = find_basis(basis)
+    _one_of("normalization", normalization, NORMALIZATIONS)
+    _one_of("evaluation", evaluation, EVALUATIONS)
+    if bounds is not None and normalization != "minmax":
+        raise value_error("bounds", "None, since normalization is not 'minmax'", type_name(bounds))
+    bounds = None if bounds is None else _checked_bounds(bounds)
+    size = 0
+    if evaluation == "lut":
+        size = check_integer("lut_size", lut_size)
+        if not 2 <= size <= MOST_LUT_SIZE:
+            raise value_error("lut_size", f"2 to {MOST_LUT_SIZE}", size)
+        if normalization == "none":
+            raise value_error("evaluation", "'recurrence', since a table covers [-1, 1] and normalization is 'none'", "'lut'")
+    checked = check_parameters(found, parameters)
+    return _Described(found, checked, describe(found.name, checked), normalization, bounds, size)
+
+
+def _checked_bounds(bounds: Any) -> tuple[Any, Any]:
+    """A pair of tensors, whose numbers are not looked at, and of finite numbers, which do not fall."""
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise type_error("bounds", "a pair (lowest, highest)", type_name(bounds))
+    low, high = (b if isinstance(b, Tensor) else check_real(f"bounds[{i}]", b, "a number or a tensor") for i, b in enumerate(bounds))
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low > high:
+        raise value_error("bounds", "the lowest number not above the highest", (low, high))
+    return low, high
+
+
+def check_real(name: str, value: Any, expected: str = "a number") -> Any:
+    """A finite float, or a compiler's symbol of one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise type_error(name, expected, type_name(value))
+    return check_scalar(name, value)
+
+
+def check_described(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
+    """Refuse what `poly_kan` would refuse of a layer that has no tensors yet."""
+    described = _described(basis, parameters, normalization, None, evaluation, lut_size)
+    _check_terms(terms, described)
+
+
+def _check_terms(terms: int, described: _Described) -> None:
+    from fastkron_py.kan.bases.registry import MOST_DEGREE
+
+    if not 2 <= terms <= MOST_DEGREE + 1:
+        raise value_error("degree", f"1 to {MOST_DEGREE}", terms - 1)
+    described.basis.check(terms, described.parameters)
+
+
+def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
+    """The basis's parameters in its order, given by name or by default."""
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise type_error("basis_parameters", "a mapping of names to numbers", type_name(given))
+    unknown = [name for name in given if name not in basis.parameters]
+    if unknown:
+        names = ", ".join(basis.parameters) or "no parameters"
+        raise value_error("basis_parameters", f"{names}, for basis {basis.name}", repr(unknown[0]))
+    return tuple(_constant(f"basis_parameters[{name!r}]", given.get(name, default)) for name, default in basis.parameters.items())
+
+
+def _constant(name: str, value: Any) -> float:
+    """A finite float. A graph is compiled for its value, which kernels have for a constant: Dynamo makes a symbol of a float else."""
+    number = check_real(name, value)
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        number = guard_scalar(number)
+    return float(number)
+
+
+def _poly_kan(
+    x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None, key: tuple[Any, ...] | None
+) -> Tensor:
+    """The layer's result, recorded by this key if there is one."""
+    check_tensor("x", x, x, "x")
+    dtype, normalization = autocast_dtype(x), described.normalization
+    like = x
+    if dtype is not None:
+        like, coefficients, bias = (cast(t, dtype) for t in (x.new_empty(0), coefficients, bias))
+    _check_shapes(x, like, coefficients, bias, described)
+    # What depends on many numbers of x is done before x is rounded, in float32 at least, as autocast does it for torch's norms.
+    if normalization == "minmax":
+        x = _to_unit_range(_wide(x), described.bounds)
+    elif normalization == "layer_norm":
+        x = torch.nn.functional.layer_norm(_wide(x), x.shape[-1:])
+    x = x.to(like.dtype)
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    options = (described.description, _ELEMENTWISE[normalization], described.table_size, precision, backend)
+    y = None if key is None else recorded.record(x, coefficients, bias, key, precision, options)
+    return operator.poly_kan(x, coefficients, bias, *options) if y is None else y
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:
+    """Of x and what goes with it; like has the dtype that x is multiplied in."""
+    if like.dtype not in DTYPES:
+        raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), like.dtype)
+    check_tensor("coefficients", coefficients, like, "x")
+    if x.ndim == 0:
+        raise value_error("x", "at least one dimension [..., in]", "a 0-dimensional tensor")
+    if coefficients.ndim != 3:
+        raise value_error("coefficients", "a tensor [degree + 1, out, in]", f"shape {tuple(coefficients.shape)}")
+    terms, num_out, num_in = coefficients.shape
+    _check_terms(terms, described)
+    if num_in != x.shape[-1]:
+        raise value_error("coefficients", f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(coefficients.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, like, "x")
+        if bias.ndim != 1 or bias.shape[0] != num_out:
+            raise value_error("bias", f"shape ({num_out},), the coefficients' outputs", f"shape {tuple(bias.shape)}")
+
+
+def own_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest finite number of each input over all rows of ``x [..., in]``: two ``[in]``; of none, inf and -inf."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if rows.shape[0] == 0:
+        return rows.new_full(x.shape[-1:], math.inf), rows.new_full(x.shape[-1:], -math.inf)
+    absent = ~rows.isfinite()
+    return rows.masked_fill(absent, math.inf).amin(0), rows.masked_fill(absent, -math.inf).amax(0)
+
+
+def usable_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds, where low is above high -1 and 1: of what has no numbers."""
+    absent = low > high
+    return torch.where(absent, -1.0, low), torch.where(absent, 1.0, high)
+
+
+def _to_unit_range(x: Tensor, bounds: Any) -> Tensor:
+    """X with the range between the bounds mapped to [-1, 1]; a range of width 0 to its middle. By halves, whose sums are finite."""
+    if bounds is None:
+        low, high = usable_bounds(*own_bounds(x))
+    else:
+        low, high = (_bound(i, b, x) for i, b in enumerate(bounds))
+    half = high / 2 - low / 2
+    return (x - (low / 2 + high / 2)) / torch.where(half > 0, half, 0.5)
+
+
+def _bound(index: int, bound: Any, x: Tensor) -> Tensor:
+    """One of the bounds, in the dtype of x."""
+    name = f"bounds[{index}]"
+    if not isinstance(bound, Tensor):
+        return x.new_full((), bound)
+    num_in = x.shape[-1]
+    # No tuple of both: Dynamo takes a symbol in it for none of them.
+    if bound.ndim > 1 or (bound.ndim == 1 and bound.shape[0] != 1 and bound.shape[0] != num_in):
+        raise value_error(name, f"a shape that broadcasts to ({num_in},)", f"shape {tuple(bound.shape)}")
+    if bound.is_complex():
+        raise type_error(name, "a real dtype", bound.dtype)
+    if bound.device != x.device and bound.ndim:
+        raise value_error(name, f"x's device {x.device}", bound.device)
+    return bound.detach().to(x.dtype)

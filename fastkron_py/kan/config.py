@@ -1,0 +1,233 @@
+"""Launches of the polynomial KAN kernels: block sizes, splits of the reduction, by a closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.tiling.gemm_config import GemmTile
+
+LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing operands costs little beside the product
+LARGE_ROWS: Final = 1024  # of x; with fewer, coefficients are read about as often as they would be prepared
+MOST_SPLITS: Final = 64
+_MOST_SPLITS_OF_LARGE: Final = 32
+_RATES: Final = {2: 6e14, 4: 3e14, 8: 4e13}  # operations a second that a kernel reaches on an H100, by an operand's bytes
+_BANDWIDTH: Final = 3e12  # bytes a second
+_FEWEST_STEPS: Final = 8  # of a split's loop
+_WARPS_AT_ONCE: Final = 8  # on a multiprocessor, by the registers that a thread takes here
+_FEWEST_DEGREES: Final = 3  # of a group of them in the forward pass
+
+
+class Sizes(NamedTuple):
+    """What a layer's launches depend on."""
+
+    rows: int
+    num_in: int
+    num_out: int
+    terms: int  # degrees in the sum
+    itemsize: int  # bytes of an operand of the products
+    passes: int  # over the tensor cores: 3 for float32-class
+    multiprocessors: int
+
+
+class Tile(NamedTuple):
+    """Blocks of the result [block_m, block_n] and of the reduction, and how they are run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    degrees: int = 1  # side by side, in the gradients: in one product for dx, in one program for dC
+
+
+class Split(NamedTuple):
+    """How a reduction is shared out: split ``s`` takes blocks ``s * blocks`` and on; in the forward pass, for each group of degrees."""
+
+    splits: int
+    blocks: int
+    groups: int = 1  # of degrees, all of the same size
+
+
+GROUP: Final = 8  # rows of tiles that are in flight together
+
+# Largest tiles first, for half types and for four-byte operands; the small ones are for results of few elements, which wait for memory.
+_FORWARD: Final = {
+    2: (Tile(128, 256, 32, 8, 4), Tile(128, 128, 32, 8, 4), Tile(64, 64, 64, 4, 4)),
+    4: (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
+    8: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
+}
+_INPUT: Final = {
+    2: (Tile(128, 32, 64, 8, 3, 8), Tile(32, 32, 64, 4, 3, 4)),
+    4: (Tile(128, 32, 32, 8, 3, 8), Tile(32, 32, 32, 4, 3, 4)),
+    8: (Tile(64, 16, 16, 4, 2, 4), Tile(32, 16, 16, 4, 2, 4)),
+}
+_COEFFICIENTS: Final = {
+    2: (Tile(128, 128, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
+    4: (Tile(128, 128, 32, 8, 3, 2), Tile(64, 32, 32, 4, 3, 4)),
+    8: (Tile(64, 32, 16, 4, 2, 1), Tile(32, 32, 16, 4, 2, 1)),
+}
+# Of operands of four bytes where those leave multiprocessors idle, the first that is no larger than the result. They and the shares of
+# reductions are the best, or nearly so, of a hundred ways for each product of three small layers on an H100, in three passes.
+_FEW_FORWARD: Final = (Tile(64, 64, 16, 4, 4), Tile(32, 32, 32, 2, 4))
+_FEW_INPUT: Final = (Tile(32, 16, 32, 4, 3, 8),)
+_FEW_COEFFICIENTS: Final = (Tile(32, 32, 32, 4, 3, 2),)
+_ONE_STEP: Final = Tile(32, 64, 32, 4, 3, 4)  # of dC, of the same operands, in place of the small tile where rows are all in one block
+
+# Of large products in three passes, whose sums of one step and of all steps are both in registers.
+_THREE_PASSES: Final = {"forward": Tile(128, 64, 32, 8, 4), "input": Tile(128, 32, 32, 8, 2, 4), "coefficients": Tile(128, 64, 32, 8, 3, 2)}
+
+
+# Of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A degree's sums of an input are in the thread that has
+# its others where there are 8 inputs at least; with more than 64, x and dx would take the shared memory of a stage.
+_INPUT_GEMM: Final = {2: GemmTile(128, 256, 64, 8, 3, group=16), 4: GemmTile(128, 256, 32, 8, 3)}
+_SIDE_BY_SIDE: Final = (4, 8, 16, 32)  # degrees
+_LEAST_FILLED: Final = 2 / 3  # of what the multiprocessors do, below which another kernel's smaller tiles cost less
+
+
+def is_large(sizes: Sizes) -> bool:
+    """Whether degree 0 is taken out of the product, and operands are turned and split before it."""
+    return sizes.rows >= LARGE_ROWS and sizes.rows * sizes.num_in * sizes.num_out * sizes.terms >= LARGE_PRODUCTS
+
+
+def _tiles(tile: Tile, height: int, width: int) -> int:
+    return -(-height // tile.block_m) * -(-width // tile.block_n)
+
+
+def _fitted(tile: Tile, height: int, width: int, depth: int) -> Tile:
+    """No block much larger than what it is a block of; a tensor core takes nothing narrower than 16."""
+
+    def fit(block: int, size: int) -> int:
+        return min(block, max(16, next_power_of_two(size)))
+
+    return tile._replace(block_m=fit(tile.block_m, height), block_n=fit(tile.block_n, width), block_k=fit(tile.block_k, depth))
+
+
+def _chosen(tiles: Sequence[Tile], few: Sequence[Tile], shape: tuple[int, int, int], sizes: Sizes, degrees: int = 0) -> Tile:
+    """The largest tile that a large product of this height, width and depth fills, whose reduction can be split; else a small one.
+
+    Args:
+        tiles: the largest first.
+        few: for four-byte operands, where the last of those would be fewer than multiprocessors.
+        shape: height, width, depth.
+        sizes: of the layer.
+        degrees: that a product has a result for each of; 0 if it sums over them.
+    """
+    height, width, _ = shape
+    for tile in tiles[:-1] if is_large(sizes) else ():
+        if tile.block_m <= height and tile.block_n <= width:
+            return _fitted(tile, *shape)
+    small = _fitted(tiles[-1], *shape)
+    if _tiles(small, height, width) * _groups(small, degrees) >= sizes.multiprocessors:
+        return small
+    if sizes.itemsize != 4:
+        return small._replace(block_n=min(small.block_n, 32), block_m=min(small.block_m, 32))
+    return _fitted(next((tile for tile in few if tile.block_m <= height), few[-1]), *shape)
+
+
+def _groups(tile: Tile, degrees: int) -> int:
+    return -(-degrees // tile.degrees) if degrees else 1
+
+
+def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each: int, fewest: int = 1) -> Split:
+    """Splits that fill the multiprocessors, each with some steps to do.
+
+    Args:
+        tile: blocks.
+        programs: of one split.
+        depth: of the reduction.
+        inner: steps of one of its blocks.
+        sizes: of the layer.
+        each: programs on a multiprocessor to aim at.
+        fewest: blocks of a split.
+    """
+    blocks = -(-depth // tile.block_k)
+    wanted = each * sizes.multiprocessors // programs if programs < sizes.multiprocessors else 1
+    splits = max(1, min(wanted, blocks // max(fewest, -(-_FEWEST_STEPS // inner)), MOST_SPLITS))
+    share = -(-blocks // splits)
+    return Split(-(-blocks // share), share)
+
+
+def _at_once(tile: Tile) -> int:
+    """Programs on a multiprocessor."""
+    return max(1, _WARPS_AT_ONCE // tile.warps)
+
+
+def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Split:
+    """Splits of a large product, whose programs come in waves of which the last may be nearly empty: its cost against the partial sums'."""
+    blocks = -(-depth // tile.block_k)
+    slots = sizes.multiprocessors * _at_once(tile)
+    work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / _RATES[sizes.itemsize]
+
+    def seconds(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        partial = 2 * splits * results * max(4, sizes.itemsize) / _BANDWIDTH if splits > 1 else 0.0
+        return work * waves * slots / (programs * splits) + partial
+
+    splits = min(range(1, 1 + min(_MOST_SPLITS_OF_LARGE, blocks)), key=seconds)
+    each = -(-blocks // splits)
+    return Split(-(-blocks // each), each)
+
+
+def _tiles_of(name: str, tiles: Mapping[int, Sequence[Tile]], sizes: Sizes) -> Sequence[Tile]:
+    """Tiles for operands of this size, the largest first."""
+    found = tiles[sizes.itemsize]
+    return (_THREE_PASSES[name], found[-1]) if sizes.passes == 3 else found
+
+
+def forward(sizes: Sizes) -> tuple[Tile, Split]:
+    """Of y [rows, num_out], reduced over num_in and degrees."""
+    tile = _chosen(_tiles_of("forward", _FORWARD, sizes), _FEW_FORWARD, (sizes.rows, sizes.num_out, sizes.num_in), sizes)
+    programs = _tiles(tile, sizes.rows, sizes.num_out)
+    if is_large(sizes):
+        return tile, _shared_out(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
+    split = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
+    most = _at_once(tile) * sizes.multiprocessors // (programs * split.splits)
+    groups = [g for g in range(1, sizes.terms // _FEWEST_DEGREES + 1) if sizes.terms % g == 0 and g * split.splits <= MOST_SPLITS]
+    return tile, split._replace(groups=max([g for g in groups if g <= most], default=1))
+
+
+def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
+    """Fewer degrees side by side where the last group of them would be nearly empty; tiles are wider then."""
+
+    def attained(degrees: int) -> float:
+        filled = sizes.terms / (-(-sizes.terms // degrees) * degrees)
+        return filled * (1.0 if degrees == 8 else 0.9 if degrees > 1 else 0.7)  # a narrow product waits for shared memory
+
+    degrees = max([d for d in (8, 4, 2, 1) if d <= tile.degrees], key=attained)
+    return tile._replace(degrees=degrees, block_n=tile.block_n * (2 if degrees <= 2 else 1))
+
+
+def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+    """Of dx [rows, num_in], reduced over num_out and degrees."""
+    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", _INPUT, sizes), _FEW_INPUT))
+    tile = _chosen(tiles, few, (sizes.rows, sizes.num_in, sizes.num_out), sizes)
+    programs = _tiles(tile, sizes.rows, sizes.num_in)
+    if is_large(sizes):
+        return tile, _shared_out(tile, programs, sizes.num_out, sizes.rows * sizes.num_in, sizes)
+    return tile, _split(tile, programs, sizes.num_out, sizes.terms, sizes, each=1, fewest=2)
+
+
+def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
+    """Of dx by the linear layers' main loop, and how many degrees a tile has side by side; None where too much would be empty."""
+    degrees = next_power_of_two(sizes.terms)
+    if sizes.itemsize == 8 or sizes.passes != 1 or degrees not in _SIDE_BY_SIDE or not is_large(sizes):
+        return None
+    tile = _INPUT_GEMM[sizes.itemsize]
+    tiles = -(-sizes.rows // tile.block_m) * -(-sizes.num_in * degrees // tile.block_n)
+    done = -(-tiles // sizes.multiprocessors) * sizes.multiprocessors * tile.block_m * tile.block_n
+    return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= _LEAST_FILLED * done else None
+
+
+def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
+    """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
+    tiles = _tiles_of("coefficients", _COEFFICIENTS, sizes)
+    if sizes.itemsize == 4 and sizes.rows <= _ONE_STEP.block_k:
+        tiles = (*tiles[:-1], _ONE_STEP)
+    tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
+    programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)
+    if is_large(sizes):
+        results = sizes.num_in * sizes.num_out * sizes.terms
+        return tile, _shared_out(tile, programs, sizes.rows, results, sizes)
+    return tile, _split(tile, programs, sizes.rows, tile.degrees, sizes, _at_once(tile))

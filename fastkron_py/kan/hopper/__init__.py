@@ -1,0 +1,1 @@
+"""Device code for Hopper GPUs, in Gluon."""

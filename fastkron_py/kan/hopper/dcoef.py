@@ -1,0 +1,264 @@
+"""The gradient of a polynomial KAN layer's coefficients on Hopper GPUs: the basis, of several degrees side by side, is the right operand.
+
+As in the forward product, one warpgroup makes it and has dy copied, and two multiply (`hopper_ring`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from fastkron_py.kan.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
+from fastkron_py.kan.hopper.tiles import store_layout, store_made, turned_layout, upright_layout
+from fastkron_py.tiling.products import known
+
+
+@gluon.jit
+def _stacked(
+    state,
+    d,
+    table_ptr,
+    COUNT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    TERMS: gl.constexpr,
+    PARAMS: gl.constexpr,
+    STEP: gl.constexpr,
+    VALUE: gl.constexpr,
+    ALONG: gl.constexpr,
+):
+    """(values of COUNT degrees from d on, one below the other, or, unless rows run along the reduction, side by side; the state after)."""
+    if COUNT == 1:
+        # Beyond the last degree a table has nothing to read, and the last stands in.
+        return VALUE(state, gl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS), STEP(state, d, TERMS, PARAMS)
+    else:
+        HALF: gl.constexpr = COUNT // 2
+        some, state = _stacked(state, d, table_ptr, HALF, BLOCK_N, BLOCK_K, TERMS, PARAMS, STEP, VALUE, ALONG)
+        others, state = _stacked(state, d + HALF, table_ptr, HALF, BLOCK_N, BLOCK_K, TERMS, PARAMS, STEP, VALUE, ALONG)
+        both = gl.join(some, others)
+        if ALONG:
+            return gl.reshape(gl.permute(both, (2, 0, 1)), [COUNT * BLOCK_N, BLOCK_K]), state
+        else:
+            return gl.reshape(gl.permute(both, (0, 2, 1)), [BLOCK_K, COUNT * BLOCK_N]), state
+
+
+@gluon.jit
+def _share_of(part, sizes, TILE: gl.constexpr):
+    """(first unit and the one after the last; first tile and the one after the last; the first tile's segment) of a part.
+
+    A unit is a tile's block of rows.
+    """
+    _rows, num_in, num_out, blocks, parts = sizes
+    GROUPS: gl.constexpr = TILE[2]
+    units = (gl.cdiv(num_out, 2 * ROWS) * gl.cdiv(num_in, TILE[0]) * GROUPS).to(gl.int64) * blocks
+    begin = part * units // parts
+    end = (part + 1) * units // parts
+    first = begin // blocks
+    owner = ((first * blocks + 1) * parts - 1) // units  # the first part with a share of this tile
+    return begin, end, first.to(gl.int32), gl.cdiv(end, blocks).to(gl.int32), part - owner
+
+
+@gluon.jit
+def _tile_of(tile, begin, end, sizes, TILE: gl.constexpr):
+    """(first o, first j and group of degrees of a tile; its first block of rows and the one after the last, of a part's units)."""
+    _rows, num_in, num_out, blocks, _parts = sizes
+    BLOCK_N: gl.constexpr = TILE[0]
+    GROUPS: gl.constexpr = TILE[2]
+    tiles_o = gl.cdiv(num_out, 2 * ROWS)
+    tiles_j = gl.cdiv(num_in, BLOCK_N)
+    whole = begin * 0 + tile
+    start = gl.maximum(begin - whole * blocks, 0).to(gl.int32)
+    stop = gl.minimum(end - whole * blocks, blocks).to(gl.int32)
+    group = tile // (tiles_o * tiles_j) if GROUPS > 1 else 0
+    return tile % tiles_o * (2 * ROWS), tile // tiles_o % tiles_j * BLOCK_N, group, start, stop
+
+
+@gluon.jit
+def _make(
+    dy_desc,
+    low_desc,
+    x_ptr,
+    table_ptr,
+    ring,
+    sizes,
+    stride_xm,
+    TERMS: gl.constexpr,
+    FIRST: gl.constexpr,
+    PARAMS: gl.constexpr,
+    START: gl.constexpr,
+    STEP: gl.constexpr,
+    VALUE: gl.constexpr,
+    NORM: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALONG: gl.constexpr,
+    ALIGN_IN: gl.constexpr,
+):
+    """One warpgroup: values of the basis and copies of dy, step by step, which are blocks of rows."""
+    BLOCK_N: gl.constexpr = TILE[0]
+    BLOCK_K: gl.constexpr = TILE[1]
+    GROUPS: gl.constexpr = TILE[2]
+    DEGREES: gl.constexpr = TILE[3]
+    left, left_low, right, right_low, full, empty = ring
+    COUNT: gl.constexpr = 256 // BLOCK_N // 2  # degrees that are stored at once: the warps wait for each other in between
+    MADE: gl.constexpr = turned_layout(left.dtype) if ALONG else upright_layout(BLOCK_N)
+    rows = sizes[0]
+    num_in = known(sizes[1], ALIGN_IN)
+    stride_xm = known(stride_xm, ALIGN_IN)
+    if ALONG:
+        inside = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MADE))[:, None]
+        m = gl.arange(0, BLOCK_K, gl.SliceLayout(0, MADE))[None, :]
+    else:
+        inside = gl.arange(0, BLOCK_N, gl.SliceLayout(0, MADE))[None, :]
+        m = gl.arange(0, BLOCK_K, gl.SliceLayout(1, MADE))[:, None]
+    step = gl.program_id(0) * 0
+    for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
+        begin, end, first_tile, after, _ = _share_of(part, sizes, TILE)
+        for tile in range(first_tile, after):
+            first_o, first_j, group, start, stop = _tile_of(tile, begin, end, sizes, TILE)
+            j = first_j + inside
+            x_tile = x_ptr + (m.to(gl.int64) * stride_xm + j)
+            at = start * BLOCK_K
+            ahead = gl.load(x_tile + at.to(gl.int64) * stride_xm, mask=(at + m < rows) & (j < num_in), other=0.0)
+            for i in range(start, stop):
+                state = START(NORM(ahead.to(gl.float32)), TERMS, PARAMS)
+                # x, a block of rows ahead.
+                at = (i + 1) * BLOCK_K
+                ahead = gl.load(x_tile + at.to(gl.int64) * stride_xm, mask=(at + m < rows) & (j < num_in), other=0.0)
+                for skipped in gl.static_range(FIRST):
+                    state = STEP(state, start * 0 + skipped, TERMS, PARAMS)
+                if GROUPS > 1:
+                    for skipped in range(0, group * DEGREES):
+                        state = STEP(state, FIRST + skipped, TERMS, PARAMS)
+                s = step % STAGES
+                mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
+                for k in gl.static_range(0, DEGREES, COUNT):
+                    d = start * 0 + group * DEGREES + FIRST + k
+                    values, state = _stacked(state, d, table_ptr, COUNT, BLOCK_N, BLOCK_K, TERMS, PARAMS, STEP, VALUE, ALONG)
+                    made = right.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
+                    made_low = right_low.index(s).slice(k * BLOCK_N, COUNT * BLOCK_N, 0 if ALONG else 1)
+                    store_made(made, made_low, values, PRECISION)
+                fence_async_shared()
+                row = first_o if ALONG else i * BLOCK_K
+                column = i * BLOCK_K if ALONG else first_o
+                bring_operand(dy_desc, low_desc, row, column, left.index(s), left_low.index(s), full.index(s), PRECISION)
+                step += 1
+
+
+@gluon.jit
+def _multiply(
+    out_ptr,
+    ring,
+    sizes,
+    TERMS: gl.constexpr,
+    FIRST: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALONG: gl.constexpr,
+    ALIGN_IN: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """One warpgroup, with one half of each tile's o: products of what lies in the ring."""
+    WIDTH: gl.constexpr = TILE[0] * TILE[3]
+    OPTIONS: gl.constexpr = (TERMS, TILE[0])
+    step = gl.program_id(0) * 0
+    for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
+        begin, end, first_tile, after, first_segment = _share_of(part, sizes, TILE)
+        for tile in range(first_tile, after):
+            first_o, first_j, group, start, stop = _tile_of(tile, begin, end, sizes, TILE)
+            segment = first_segment * (tile == first_tile).to(gl.int64)
+            sums, step = sum_steps(ring, step, stop - start, WIDTH, STAGES, FLUSH, PRECISION, ALONG, HALF)
+            first_d = FIRST + group * TILE[3]
+            place = (out_ptr, segment, first_d, first_o + HALF * ROWS, first_j, known(sizes[1], ALIGN_IN), sizes[2])
+            store_sums(sums, 0, place, _store_gradients, OPTIONS, WIDTH, ring[0].dtype)
+
+
+@gluon.jit
+def _store_gradients(sums, first, place, OPTIONS: gl.constexpr, SUMS: gl.constexpr, WIDTH: gl.constexpr):
+    """Some columns of a tile, which are degrees' inputs, into its part's segment."""
+    out_ptr, segment, first_d, first_o, first_j, num_in, num_out = place
+    TERMS: gl.constexpr = OPTIONS[0]
+    BLOCK_N: gl.constexpr = OPTIONS[1]
+    STORE: gl.constexpr = store_layout(WIDTH, SUMS, out_ptr.dtype.element_ty)
+    column = first + gl.arange(0, WIDTH, gl.SliceLayout(0, STORE))
+    d = first_d + column // BLOCK_N
+    j = first_j + column % BLOCK_N
+    o = first_o + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+    out = out_ptr + ((segment * TERMS + d) * num_out * num_in + j)[None, :] + (o.to(gl.int64) * num_in)[:, None]
+    values = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), STORE)
+    gl.store(out, values, mask=(o < num_out)[:, None] & ((d < TERMS) & (j < num_in))[None, :])
+
+
+@gluon.jit
+def _poly_kan_staged_dcoef_kernel(
+    dy_desc,  # [M, O] in boxes [BLOCK_K, BLOCK_M], or, in float32, both the other way about
+    low_desc,  # its low halves
+    x_ptr,  # [M, I]
+    table_ptr,
+    out_ptr,  # [segments, TERMS, O, I]
+    rows,
+    num_in,
+    num_out,
+    stride_xm,
+    blocks,  # of rows
+    parts,
+    TERMS: gl.constexpr,
+    FIRST: gl.constexpr,
+    PARAMS: gl.constexpr,
+    START: gl.constexpr,
+    STEP: gl.constexpr,
+    VALUE: gl.constexpr,
+    NORM: gl.constexpr,
+    DEGREES: gl.constexpr,  # of one tile, side by side
+    BLOCK_N: gl.constexpr,  # of j
+    BLOCK_K: gl.constexpr,  # of rows
+    STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,
+    PRECISION: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    ALIGN_IN: gl.constexpr,
+):
+    """Tiles ``[o, (d, j)]`` of dC; all tiles' blocks of rows, one tile after the other, are dealt out evenly to parts.
+
+    A tile that several parts have a share of has a segment for each, in their order. Programs take part after part.
+    """
+    DTYPE: gl.constexpr = dy_desc.dtype
+    ALONG: gl.constexpr = DTYPE.primitive_bitwidth == 32  # TF32 operands have to run along the reduction
+    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES)
+    ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG)
+    sizes = (rows, num_in, num_out, blocks, parts)
+    gl.warp_specialize(
+        [
+            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, STAGES, FLUSH, PRECISION, ALONG, ALIGN_IN, 0)),
+            (_multiply, (out_ptr, ring, sizes, TERMS, FIRST, TILE, STAGES, FLUSH, PRECISION, ALONG, ALIGN_IN, 1)),
+            (
+                _make,
+                (
+                    dy_desc,
+                    low_desc,
+                    x_ptr,
+                    table_ptr,
+                    ring,
+                    sizes,
+                    stride_xm,
+                    TERMS,
+                    FIRST,
+                    PARAMS,
+                    START,
+                    STEP,
+                    VALUE,
+                    NORM,
+                    TILE,
+                    STAGES,
+                    PRECISION,
+                    ALONG,
+                    ALIGN_IN,
+                ),
+            ),
+        ],
+        [4, 4],
+        REGISTERS,
+    )

@@ -1,0 +1,125 @@
+"""A ring of operands between warpgroups with one trade each: a maker, and two that multiply.
+
+The maker computes one operand and has the copy engine bring the other. The two that multiply hold 64 rows of a tile of sums each, and do
+nothing but products of what lies ready. Each of the ring's buffers has two barriers in shared memory: products wait for "full", the maker
+for "empty"; nobody waits for all others. There is no fourth trade, for copies: each thread of 16 warps would begin with 128 registers,
+which a sum of 64 x 256 alone takes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from fastkron_py.kan.hopper.tiles import begin_product, product_groups, shared_layout, sums_layout
+from fastkron_py.runtime.gluon_names import begin_described_copy
+
+ROWS = gl.constexpr(64)  # of a tile, that a warpgroup sums up
+_STORED = gl.constexpr(64)  # columns of a result that are stored at a time
+
+
+@gluon.jit
+def _allocate(DTYPE: gl.constexpr, SIZE: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, ALONG: gl.constexpr):
+    HEIGHT: gl.constexpr = SIZE if ALONG else BLOCK_K
+    WIDTH: gl.constexpr = BLOCK_K if ALONG else SIZE
+    LAYOUT: gl.constexpr = shared_layout(HEIGHT, WIDTH, DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def allocate_ring(
+    DTYPE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALONG: gl.constexpr,  # whether rows of operands run along the reduction
+):
+    """(left and right operands and, for "split", their low halves; barriers, where they are full and empty).
+
+    Operands are ``[STAGES, 128, BLOCK_K]`` and ``[STAGES, WIDTH, BLOCK_K]``, or with the last two sizes changed about.
+    """
+    left = _allocate(DTYPE, 2 * ROWS, BLOCK_K, STAGES, ALONG)
+    right = _allocate(DTYPE, WIDTH, BLOCK_K, STAGES, ALONG)
+    left_low = left
+    right_low = right
+    if PRECISION == "split":
+        left_low = _allocate(DTYPE, 2 * ROWS, BLOCK_K, STAGES, ALONG)
+        right_low = _allocate(DTYPE, WIDTH, BLOCK_K, STAGES, ALONG)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)  # the maker of one operand, who has the other copied
+        mbarrier.init(empty.index(s), count=2)  # two warpgroups
+    return left, left_low, right, right_low, full, empty
+
+
+@gluon.jit
+def bring_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
+    """Have an operand's tile copied, and, for "split", that of its low halves; beyond the last row and column there is 0.
+
+    The barrier is told of the copies' bytes, and that what this warpgroup stored is ready.
+    """
+    if PRECISION == "split":
+        mbarrier.expect(full, 2 * desc.block_type.nbytes)
+        begin_described_copy(low_desc, [row, column], full, low_buffer)
+    else:
+        mbarrier.expect(full, desc.block_type.nbytes)
+    begin_described_copy(desc, [row, column], full, buffer)
+
+
+@gluon.jit
+def sum_steps(
+    ring,
+    step,
+    count,
+    WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all
+    PRECISION: gl.constexpr,
+    ALONG: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """(sums ``[64, WIDTH]`` of one half of the left operands' rows times right operands, over so many steps; the step after them)."""
+    left, left_low, right, right_low, full, empty = ring
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, sums_layout(WIDTH, left.dtype, 4))
+    total = acc
+    end = step + count
+    length = count if FLUSH == 0 else step * 0 + FLUSH
+    for begin in range(step, end, length):
+        for i in range(begin, gl.minimum(begin + length, end)):
+            s = i % STAGES
+            mbarrier.wait(full.index(s), i // STAGES & 1)
+            if ALONG:
+                a = left.index(s).slice(HALF * ROWS, ROWS)
+                a_low = left_low.index(s).slice(HALF * ROWS, ROWS)
+                b = right.index(s).permute((1, 0))
+                b_low = right_low.index(s).permute((1, 0))
+            else:
+                a = left.index(s).slice(HALF * ROWS, ROWS, 1).permute((1, 0))
+                a_low = a
+                b = right.index(s)
+                b_low = b
+            acc = begin_product(a, a_low, b, b_low, acc, FLUSH == 0 or i > begin, PRECISION)
+            # The product before it is done with its buffers.
+            acc = warpgroup_mma_wait(product_groups(1, PRECISION), deps=(acc,))
+            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > begin)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((gl.minimum(begin + length, end) + STAGES - 1) % STAGES), count=1)
+        if FLUSH > 0:
+            total += acc
+    if FLUSH == 0:
+        total = acc
+    return total, end
+
+
+@gluon.jit
+def store_sums(sums, first, place, STORE: gl.constexpr, OPTIONS: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
+    """Sums of one warpgroup, a few columns at a time, for which there are registers: STORE takes them, the first one's number, place."""
+    if WIDTH > _STORED:
+        HALF: gl.constexpr = WIDTH // 2
+        here, beyond = gl.split(gl.permute(gl.reshape(sums, [ROWS, 2, HALF]), (0, 2, 1)))
+        store_sums(here, first, place, STORE, OPTIONS, HALF, DTYPE)
+        store_sums(beyond, first + HALF, place, STORE, OPTIONS, HALF, DTYPE)
+    else:
+        SUMS: gl.constexpr = sums_layout(WIDTH, DTYPE, 4)
+        STORE(gl.convert_layout(sums, SUMS, assert_trivial=True), first, place, OPTIONS, SUMS, WIDTH)

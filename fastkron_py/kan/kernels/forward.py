@@ -1,0 +1,132 @@
+"""The kernel of a polynomial KAN layer's result: a product one of whose operands is a basis of x, made in registers and never stored.
+
+    y[m, o] = sum over d, j of B_d(norm x[m, j]) C[d, o, j]
+
+START, STEP and VALUE are a basis's maker (`basis.py`), NORM a normaliser's function. The reduction may be split over programs, whose sums
+go to partial results that a second launch adds in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.products import known, product, tile_of
+
+
+@triton.jit
+def _load_columns(rows, mask_m, first, num_in, BLOCK_K: tl.constexpr):
+    """``[BLOCK_M, BLOCK_K]`` of x from column first on, 0 beyond its sizes."""
+    k = first + tl.arange(0, BLOCK_K)
+    return tl.load(rows + k[None, :], mask=mask_m[:, None] & (k < num_in)[None, :], other=0.0)
+
+
+@triton.jit
+def skip_degrees(
+    state,
+    none,  # 0
+    group,
+    GROUPS: tl.constexpr,
+    DEGREES: tl.constexpr,  # of a group
+    FIRST: tl.constexpr,  # of the first group
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The state at a group's first degree, of that at degree 0."""
+    for skipped in tl.static_range(FIRST):
+        state = STEP(state, none + skipped, TERMS, PARAMS)
+    # A few at a time: a loop here would keep the one around it from being pipelined.
+    for before in tl.static_range(GROUPS - 1):
+        if before < group:
+            for skipped in tl.static_range(DEGREES):
+                state = STEP(state, none + FIRST + before * DEGREES + skipped, TERMS, PARAMS)
+    return state
+
+
+@triton.jit
+def _poly_kan_fwd_kernel(
+    x_ptr,  # [M, I]
+    coef_ptr,  # [TERMS, O, I]
+    low_ptr,  # its low halves, for "split"
+    table_ptr,  # what a basis reads
+    bias_ptr,  # [O]
+    y_ptr,  # [splits, M, O]
+    rows,
+    num_in,
+    num_out,
+    stride_xm,
+    blocks_per_split,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,  # the first degree in the sum
+    DEGREES: tl.constexpr,  # of one program's sum, which divides their number
+    PARAMS: tl.constexpr,
+    START: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGN_IN: tl.constexpr,  # divides num_in and x's stride
+    ALIGN_OUT: tl.constexpr,
+):
+    """One tile of one split's sum; one loop runs over blocks of j and, inside, over degrees, so that only coefficients are waited for."""
+    num_in = known(num_in, ALIGN_IN)
+    num_out = known(num_out, ALIGN_OUT)
+    stride_xm = known(stride_xm, ALIGN_IN)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(num_out, BLOCK_N)
+    split = tl.program_id(0) // (tiles_m * tiles_n)
+    row, column = tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_xm
+    size = num_out.to(tl.int64) * num_in
+    coefs = n.to(tl.int64)[None, :] * num_in
+    GROUPS: tl.constexpr = (TERMS - FIRST) // DEGREES
+    group = split % GROUPS
+    first_degree = FIRST + group * DEGREES
+    first_block = split // GROUPS * blocks_per_split
+    blocks = tl.minimum(blocks_per_split, tl.cdiv(num_in, BLOCK_K) - first_block)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    if HAS_BIAS:
+        # Of the first split alone.
+        bias = tl.load(bias_ptr + n, mask=n + split * num_out < num_out, other=0.0)
+        acc += bias.to(ACC)[None, :]
+    state = START(tl.zeros((BLOCK_M, BLOCK_K), ACC), TERMS, PARAMS)
+    ahead = _load_columns(x_rows, m < rows, first_block * BLOCK_K, num_in, BLOCK_K)
+    none = split * 0  # the interpreter counts in Python's integers, which have no types
+    for i in range(0, blocks * DEGREES):
+        d = first_degree + i % DEGREES
+        k = (first_block + i // DEGREES) * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask_k = k < num_in
+        if EVEN_N and EVEN_K:
+            mask = None
+            other = None
+        elif EVEN_K:
+            mask = (n < num_out)[None, :]
+            other = 0.0
+        else:
+            mask = (n < num_out)[None, :] & mask_k[:, None]
+            other = 0.0
+        offsets = coefs + k[:, None]
+        b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
+        low = b
+        if PRECISION == "split":
+            low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
+        if i % DEGREES == 0:
+            state = START(NORM(ahead.to(ACC)), TERMS, PARAMS)
+            # The next block's, which nobody waits for before its turn.
+            ahead = _load_columns(x_rows, m < rows, (first_block + i // DEGREES + 1) * BLOCK_K, num_in, BLOCK_K)
+            state = skip_degrees(state, none, group, GROUPS, DEGREES, FIRST, TERMS, PARAMS, STEP)
+        a = VALUE(state, d, table_ptr, TERMS, PARAMS)
+        acc = product(a.to(COMPUTE), b.to(COMPUTE), low, acc, PRECISION, True)
+        state = STEP(state, d, TERMS, PARAMS)
+    out = y_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_out + n[None, :]
+    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < num_out)[None, :])

@@ -1,0 +1,348 @@
+"""The kernel of a polynomial KAN layer's gradients: products with a basis of x, or its derivatives, made in registers and never stored.
+
+    dx[m, j]     = norm'(x[m, j]) sum over d of B_d'(norm x[m, j]) (sum over o of dy[m, o] C[d, o, j])
+    dC[d, o, j]  = sum over m of dy[m, o] B_d(norm x[m, j])
+
+Large layers launch it for each of them, small ones once for both. START, STEP and VALUE are a basis's maker or its derivatives'
+(`basis.py`), NORM and SLOPE a normaliser's functions. Reductions may be split over programs, whose sums go to partial results that a second
+launch adds in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.kan.kernels.forward import skip_degrees
+from fastkron_py.tiling.products import known, product, tile_of
+
+
+@triton.jit
+def _add_degrees(
+    acc,
+    state,
+    d,
+    parts,  # [BLOCK_M, COUNT * BLOCK_N], of COUNT neighbouring degrees
+    table_ptr,
+    COUNT: tl.constexpr,
+    LIVE: tl.constexpr,  # beyond so many, parts are not looked at
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    """(acc plus each degree's part times its derivative, the state after them). Halved until one is left: no data leaves its thread."""
+    if LIVE <= 0:
+        return acc, state
+    elif COUNT == 1:
+        # Beyond the last degree parts are zero, a table has nothing to read, and the last stands in.
+        acc += VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * parts
+        return acc, STEP(state, d, TERMS, PARAMS)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        halves = tl.permute(tl.reshape(parts, (BLOCK_M, 2, HALF * BLOCK_N)), (0, 2, 1))
+        first, second = tl.split(halves)
+        acc, state = _add_degrees(acc, state, d, first, table_ptr, HALF, LIVE, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+        return _add_degrees(acc, state, d + HALF, second, table_ptr, HALF, LIVE - HALF, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+
+
+@triton.jit
+def _dx_tile(
+    program,
+    tensors,  # dy, x, C, its low halves, what a basis reads, dx: see the kernel, as for all that follows
+    sizes,
+    strides,  # of dy's rows, x's rows, C's outputs and inputs
+    blocks_per_split,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PARAMS: tl.constexpr,
+    START: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    SLOPE: tl.constexpr,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+    FLAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of one split's sum: products with a few degrees' coefficients side by side, times the derivatives, made afterwards.
+
+    Side by side the product is as wide as a tensor core likes, while derivatives and their sum take few registers.
+    """
+    dy_ptr, x_ptr, coef_ptr, low_ptr, table_ptr, dx_ptr = tensors
+    rows, num_in, num_out = sizes
+    stride_gm, stride_xm, stride_co, stride_ci = strides
+    BLOCK_M: tl.constexpr = TILE[0]
+    BLOCK_N: tl.constexpr = TILE[1]
+    BLOCK_K: tl.constexpr = TILE[2]
+    DEGREES: tl.constexpr = TILE[3]
+    EVEN_N: tl.constexpr = EVEN[0]
+    EVEN_K: tl.constexpr = EVEN[1]
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(num_in, BLOCK_N)
+    split = program // (tiles_m * tiles_n)
+    row, column = tile_of(program % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = (m < rows)[:, None]
+    mask_n = (n < num_in)[None, :]
+    x_tile = x_ptr + m.to(tl.int64)[:, None] * stride_xm + n[None, :]
+    g_rows = dy_ptr + m.to(tl.int64)[:, None] * stride_gm
+    size = num_out.to(tl.int64) * num_in
+    WIDTH: tl.constexpr = DEGREES * BLOCK_N
+    wide = tl.arange(0, WIDTH)
+    wide_n = column * BLOCK_N + wide % BLOCK_N
+    coefs = (wide // BLOCK_N * size + wide_n.to(tl.int64) * stride_ci)[None, :]
+    first = split * blocks_per_split * BLOCK_K
+    last = tl.minimum(first + blocks_per_split * BLOCK_K, num_out)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    state = START(NORM(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC)), TERMS, PARAMS)
+    none = split * 0
+    for skipped in tl.static_range(FIRST):
+        state = STEP(state, none + skipped, TERMS, PARAMS)
+    GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    steps = tl.cdiv(last - first, BLOCK_K)
+    # In one loop, if there are few steps for a group of degrees: the next group's coefficients are on their way while it ends.
+    parts = tl.zeros((BLOCK_M, WIDTH), ACC)
+    for group in range(0, 1 if FLAT else GROUPS):
+        for i in range(0, GROUPS * steps if FLAT else steps):
+            step = i % steps if FLAT else i
+            d = none + FIRST + (i // steps if FLAT else group) * DEGREES
+            k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+            offsets = coefs + k.to(tl.int64)[:, None] * stride_co
+            if EVEN_K:
+                g = tl.load(g_rows + k[None, :], mask=mask_m, other=0.0)
+            else:
+                g = tl.load(g_rows + k[None, :], mask=mask_m & (k < num_out)[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                mask = None
+                other = None
+            else:
+                mask = ((wide_n < num_in) & (wide // BLOCK_N + d < TERMS))[None, :] & (k < num_out)[:, None]
+                other = 0.0
+            b = tl.load(coef_ptr + d * size + offsets, mask=mask, other=other)
+            low = b
+            if PRECISION == "split":
+                low = tl.load(low_ptr + d * size + offsets, mask=mask, other=other)
+            parts = product(g.to(COMPUTE), b.to(COMPUTE), low, parts, PRECISION, False)
+            if FLAT and step == steps - 1:
+                acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+                parts = tl.zeros((BLOCK_M, WIDTH), ACC)
+        if not FLAT:
+            d = none + FIRST + group * DEGREES
+            acc, state = _add_degrees(acc, state, d, parts, table_ptr, DEGREES, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE)
+            parts = tl.zeros((BLOCK_M, WIDTH), ACC)
+    acc *= SLOPE(tl.load(x_tile, mask=mask_m & mask_n, other=0.0).to(ACC))
+    out = dx_ptr + (split.to(tl.int64) * rows + m.to(tl.int64)[:, None]) * num_in + n[None, :]
+    tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=mask_m & mask_n)
+
+
+@triton.jit
+def _store_degree(out_ptr, acc, d, j, o, num_in, num_out, TERMS: tl.constexpr, split):
+    if d < TERMS:
+        at = ((split.to(tl.int64) * TERMS + d) * num_out + o.to(tl.int64)[None, :]) * num_in + j[:, None]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(j < num_in)[:, None] & (o < num_out)[None, :])
+
+
+@triton.jit
+def _dcoef_tile(
+    program,
+    tensors,  # dy, its low halves, x, what a basis reads, dC
+    sizes,
+    strides,  # of dy's rows and columns, x's rows
+    blocks_per_split,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PARAMS: tl.constexpr,
+    START: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile ``[j, o]`` of a few neighbouring degrees, for one split's rows. The basis is the left operand, turned, in registers."""
+    dy_ptr, low_ptr, x_ptr, table_ptr, out_ptr = tensors
+    rows, num_in, num_out = sizes
+    stride_gm, stride_go, stride_xm = strides
+    BLOCK_M: tl.constexpr = TILE[0]  # of j
+    BLOCK_N: tl.constexpr = TILE[1]  # of o
+    BLOCK_K: tl.constexpr = TILE[2]  # of rows
+    DEGREES: tl.constexpr = TILE[3]
+    EVEN_N: tl.constexpr = EVEN[0]
+    EVEN_K: tl.constexpr = EVEN[1]
+    tiles_j = tl.cdiv(num_in, BLOCK_M)
+    tiles_o = tl.cdiv(num_out, BLOCK_N)
+    GROUPS: tl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
+    tile = program
+    j = tile % tiles_j * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tile // tiles_j % tiles_o * BLOCK_N + tl.arange(0, BLOCK_N)
+    group = tile // (tiles_j * tiles_o) % GROUPS
+    split = tile // (tiles_j * tiles_o * GROUPS)
+    first_degree = FIRST + group * DEGREES
+    first = split * blocks_per_split * BLOCK_K
+    last = tl.minimum(first + blocks_per_split * BLOCK_K, rows)
+    none = split * 0
+    acc0 = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    for begin in range(first, last, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        at = k.to(tl.int64)
+        x = tl.load(x_ptr + at[None, :] * stride_xm + j[:, None], mask=(j < num_in)[:, None] & (k < rows)[None, :], other=0.0)
+        offsets = at[:, None] * stride_gm + o.to(tl.int64)[None, :] * stride_go
+        if EVEN_N and EVEN_K:
+            mask = None
+            other = None
+        else:
+            mask = (k < rows)[:, None] & (o < num_out)[None, :]
+            other = 0.0
+        g = tl.load(dy_ptr + offsets, mask=mask, other=other)
+        low = g
+        if PRECISION == "split":
+            low = tl.load(low_ptr + offsets, mask=mask, other=other)
+        state = START(NORM(x.to(ACC)), TERMS, PARAMS)
+        state = skip_degrees(state, none, group, GROUPS, DEGREES, FIRST, TERMS, PARAMS, STEP)
+        g = g.to(COMPUTE)
+        acc0, state = _next_degree(acc0, state, first_degree, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+        if DEGREES > 1:
+            acc1, state = _next_degree(acc1, state, first_degree + 1, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+        if DEGREES > 2:
+            acc2, state = _next_degree(acc2, state, first_degree + 2, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+            acc3, state = _next_degree(acc3, state, first_degree + 3, g, low, table_ptr, TERMS, PARAMS, STEP, VALUE, COMPUTE, PRECISION)
+    _store_degree(out_ptr, acc0, first_degree, j, o, num_in, num_out, TERMS, split)
+    if DEGREES > 1:
+        _store_degree(out_ptr, acc1, first_degree + 1, j, o, num_in, num_out, TERMS, split)
+    if DEGREES > 2:
+        _store_degree(out_ptr, acc2, first_degree + 2, j, o, num_in, num_out, TERMS, split)
+        _store_degree(out_ptr, acc3, first_degree + 3, j, o, num_in, num_out, TERMS, split)
+
+
+@triton.jit
+def _next_degree(
+    acc,
+    state,
+    d,
+    g,
+    low,
+    table_ptr,
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    STEP: tl.constexpr,
+    VALUE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add degree d's product, and step on; beyond the last degree a table has nothing to read, and the last stands in."""
+    a = VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS)
+    return product(a.to(COMPUTE), g, low, acc, PRECISION, True), STEP(state, d, TERMS, PARAMS)
+
+
+@triton.jit
+def _poly_kan_gradients_kernel(
+    dy_ptr,  # [M, O] in these strides
+    low_dy_ptr,  # its low halves, in the same, for "split"
+    x_ptr,  # [M, I]
+    coef_ptr,  # [TERMS, O, I] in these strides
+    low_ptr,  # its low halves, for "split"
+    table_ptr,  # what a basis reads
+    dx_ptr,  # [splits, M, I]
+    dcoef_ptr,  # [splits, TERMS, O, I]
+    rows,
+    num_in,
+    num_out,
+    stride_gm,
+    stride_go,
+    stride_xm,
+    stride_co,
+    stride_ci,
+    programs_x,  # the first so many programs make dx, the others dC
+    blocks_x,  # of a split's reduction
+    blocks_c,
+    HAS_X: tl.constexpr,  # there are some
+    HAS_C: tl.constexpr,
+    TERMS: tl.constexpr,
+    PARAMS: tl.constexpr,
+    NORM: tl.constexpr,
+    SLOPE: tl.constexpr,
+    FIRST_X: tl.constexpr,  # the first degree in dx's sum
+    START_X: tl.constexpr,  # of the derivatives
+    STEP_X: tl.constexpr,
+    VALUE_X: tl.constexpr,
+    TILE_X: tl.constexpr,  # rows, inputs, outputs; degrees of one product: 1, 2, 4 or 8
+    EVEN_X: tl.constexpr,  # they divide sizes: across the product, and along it
+    FLAT_X: tl.constexpr,  # one loop goes over degrees and outputs
+    FIRST_C: tl.constexpr,  # the first degree of dC that is made
+    START_C: tl.constexpr,
+    STEP_C: tl.constexpr,
+    VALUE_C: tl.constexpr,
+    TILE_C: tl.constexpr,  # inputs, outputs, rows; degrees of one program: 1, 2 or 4
+    EVEN_C: tl.constexpr,
+    GROUP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGN_IN: tl.constexpr,  # divides num_in and x's stride
+    ALIGN_OUT: tl.constexpr,
+    ALIGN_GM: tl.constexpr,
+    ALIGN_CO: tl.constexpr,
+):
+    """A tile of dx or of dC."""
+    num_in = known(num_in, ALIGN_IN)
+    num_out = known(num_out, ALIGN_OUT)
+    stride_gm = known(stride_gm, ALIGN_GM)
+    stride_xm = known(stride_xm, ALIGN_IN)
+    stride_co = known(stride_co, ALIGN_CO)
+    program = tl.program_id(0)
+    sizes = (rows, num_in, num_out)
+    if HAS_X and program < programs_x:
+        _dx_tile(
+            program,
+            (dy_ptr, x_ptr, coef_ptr, low_ptr, table_ptr, dx_ptr),
+            sizes,
+            (stride_gm, stride_xm, stride_co, stride_ci),
+            blocks_x,
+            TERMS,
+            FIRST_X,
+            PARAMS,
+            START_X,
+            STEP_X,
+            VALUE_X,
+            NORM,
+            SLOPE,
+            TILE_X,
+            EVEN_X,
+            FLAT_X,
+            GROUP,
+            COMPUTE,
+            ACC,
+            PRECISION,
+        )
+    if HAS_C and program >= programs_x:
+        _dcoef_tile(
+            program - programs_x,
+            (dy_ptr, low_dy_ptr, x_ptr, table_ptr, dcoef_ptr),
+            sizes,
+            (stride_gm, stride_go, stride_xm),
+            blocks_c,
+            TERMS,
+            FIRST_C,
+            PARAMS,
+            START_C,
+            STEP_C,
+            VALUE_C,
+            NORM,
+            TILE_C,
+            EVEN_C,
+            COMPUTE,
+            ACC,
+            PRECISION,
+        )

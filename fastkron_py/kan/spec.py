@@ -1,0 +1,82 @@
+"""What a polynomial KAN layer computes besides its tensors: basis, parameters, normalisation, way of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kan.bases.basis import Maker, Normalizer
+from fastkron_py.kan.bases.registry import NORMALIZERS, Basis, find_basis
+from fastkron_py.kan.bases.table import TABLE_DERIVATIVE_MAKER, TABLE_MAKER, basis_table, table_derivatives, table_values
+
+
+class Spec(NamedTuple):
+    """A checked description; terms are degree + 1, and a table_size of 0 means the recurrence."""
+
+    basis: str
+    parameters: tuple[float, ...]
+    terms: int
+    normalization: str
+    table_size: int
+
+    @property
+    def found(self) -> Basis:
+        """The basis."""
+        return find_basis(self.basis)
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """The normalisation."""
+        return NORMALIZERS[self.normalization]
+
+    @property
+    def constants(self) -> tuple[float, ...] | tuple[int]:
+        """The maker's parameters."""
+        return (self.table_size,) if self.table_size else self.parameters
+
+    def maker(self, derivative: bool) -> Maker:
+        """The device's functions for values or derivatives; only of a basis that has them."""
+        if self.table_size:
+            return TABLE_DERIVATIVE_MAKER if derivative else TABLE_MAKER
+        maker = self.found.derivative_maker if derivative else self.found.value_maker
+        if maker is None:
+            raise NotImplementedError(f"basis {self.basis} has no device functions")
+        return maker
+
+    @property
+    def has_maker(self) -> bool:
+        """Whether the basis can be evaluated by a kernel."""
+        return self.table_size > 0 or (self.found.value_maker is not None and self.found.derivative_maker is not None)
+
+    def table(self, t: Tensor) -> Tensor:
+        """What the kernels' basis reads, for arguments like t: samples of its values."""
+        dtype = torch.float64 if t.dtype == torch.float64 else torch.float32
+        return basis_table(self.found, self.terms, self.parameters, self.table_size, dtype, t.device)
+
+    def values(self, t: Tensor) -> Iterator[Tensor]:
+        """B_d(t) in torch, degree by degree, for normalised arguments."""
+        if self.table_size:
+            return table_values(t, self.table(t))
+        return self.found.values(t, self.terms, self.parameters)
+
+    def derivatives(self, t: Tensor) -> Iterator[Tensor]:
+        """B_d'(t) in torch, degree by degree."""
+        if self.table_size:
+            return table_derivatives(t, self.table(t))
+        return self.found.derivatives(t, self.terms, self.parameters)
+
+
+def describe(basis: str, parameters: tuple[float, ...]) -> str:
+    """A basis and its parameters in one word, as the operators take them."""
+    return ":".join([basis, *map(repr, parameters)])
+
+
+@lru_cache(maxsize=1024)
+def spec_of(description: str, terms: int, normalization: str, table_size: int) -> Spec:
+    """The spec of operators' arguments."""
+    name, *parameters = description.split(":")
+    return Spec(name, tuple(map(float, parameters)), terms, normalization, table_size)

@@ -1,1 +1,0 @@
-"""Polynomial KAN layers: bases, kernels, launchers, and the same in torch."""

@@ -1,6 +1,0 @@
-"""All bases there are: the modules that register them are imported here."""
-
-from fastkron_py.kernels.poly_kan import functions, polynomials  # noqa: F401
-from fastkron_py.kernels.poly_kan.basis import MOST_DEGREE, NORMALIZERS, Basis, basis_names, find_basis, register_basis, unregister_basis
-
-__all__ = ["MOST_DEGREE", "NORMALIZERS", "Basis", "basis_names", "find_basis", "register_basis", "unregister_basis"]

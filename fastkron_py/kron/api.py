@@ -1,0 +1,196 @@
+"""`kron_matmul`, `kron_matmul_left` and FastKron's own call forms `gemkm` and `gekmm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import cached as recorded
+from fastkron_py.kron import operator
+from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import autocasted
+from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.checks import check_precision, check_scalar, check_scalar_fits
+from fastkron_py.runtime.errors import type_error
+
+ArrayT = TypeVar("ArrayT")
+Scalar = float | complex | Tensor
+
+
+def kron_matmul(
+    x: ArrayT,
+    factors: Sequence[ArrayT],
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    z: ArrayT | None = None,
+    precision: str | None = None,
+) -> ArrayT:
+    """Multiply with a Kronecker product from the right: ``alpha * x @ (F1 (x) ... (x) FN) + beta * z``.
+
+    The product is never built. One factor after the other multiplies its own mode of x
+    (sliced multiplication: Jangda and Yadav, "Fast Kronecker Matrix-Matrix Multiplication on GPUs",
+    PPoPP 2024), in ``2 * M * sum_i K_i / P_i * P_i * Q_i`` floating-point operations.
+
+    Args:
+        x: ``[*batch, M, K]`` or ``[K]`` with ``K = prod(P_i)``. A torch tensor, or a NumPy or CuPy array;
+            float16, bfloat16, float32, float64, complex64 or complex128.
+        factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's kind, dtype and device.
+            Batch dimensions of x and of the factors broadcast.
+        alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
+        beta: scales z, likewise; other than 0 it needs z.
+        z: added to the product; broadcasts to the result. Where beta is the number 0, z's shape is checked
+            and its values are not read, as in BLAS: NaN in it does not spread, and it gets no gradient.
+        precision: of float32 products: ``"highest"`` (float32-class error), ``"high"`` or ``"medium"``
+            (TF32 allowed); None obeys `torch.get_float32_matmul_precision`.
+
+    Returns:
+        ``[*batch, M, prod(Q_i)]``, or ``[*batch, prod(Q_i)]`` for a vector x, contiguous; of x's kind and dtype
+        (under autocast, of autocast's dtype).
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        ValueError: shapes that do not chain or broadcast, devices that differ, a missing or ill-shaped z,
+            a scalar that is not finite, an unknown precision.
+
+    Example:
+        >>> x = torch.randn(100, 8 * 16)
+        >>> f1, f2 = torch.randn(8, 4), torch.randn(16, 16)
+        >>> kron_matmul(x, [f1, f2]).shape
+        torch.Size([100, 64])
+    """
+    return _call(x, factors, alpha, beta, z, precision, False, ("x", "factors", "z"))  # type: ignore[no-any-return]
+
+
+def kron_matmul_left(
+    factors: Sequence[ArrayT],
+    x: ArrayT,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    z: ArrayT | None = None,
+    precision: str | None = None,
+) -> ArrayT:
+    """Multiply with a Kronecker product from the left: ``alpha * (F1 (x) ... (x) FN) @ x + beta * z``.
+
+    No operand is transposed. Arguments are those of `kron_matmul`, except for these shapes.
+
+    Args:
+        factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        x: ``[*batch, prod(Q_i), M]`` or ``[prod(Q_i)]``.
+        alpha: scales the product.
+        beta: scales z; other than 0 it needs z.
+        z: added to the product; broadcasts to the result.
+        precision: as in `kron_matmul`.
+
+    Returns:
+        ``[*batch, prod(P_i), M]``, or ``[*batch, prod(P_i)]`` for a vector x.
+
+    Raises:
+        TypeError: as in `kron_matmul`.
+        ValueError: as in `kron_matmul`.
+
+    Example:
+        >>> kron_matmul_left([torch.randn(4, 8), torch.randn(16, 16)], torch.randn(128, 100)).shape
+        torch.Size([64, 100])
+    """
+    return _call(x, factors, alpha, beta, z, precision, True, ("x", "factors", "z"))  # type: ignore[no-any-return]
+
+
+def gemkm(x: ArrayT, fs: Sequence[ArrayT], alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
+    """FastKron's name and argument order of `kron_matmul`: ``alpha * x @ (fs[0] (x) ...) + beta * y``.
+
+    Unlike FastKron's, alpha, beta and y also take part where gradients are wanted.
+
+    Args:
+        x: ``[*batch, M, K]`` or ``[K]``.
+        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        alpha: scales the product.
+        beta: scales y; other than 0 it needs y.
+        y: added to the product; broadcasts to the result. It is not written to.
+
+    Raises:
+        TypeError: as in `kron_matmul`.
+        ValueError: as in `kron_matmul`.
+    """
+    return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))  # type: ignore[no-any-return]
+
+
+def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
+    """FastKron's name and argument order of `kron_matmul_left`: ``alpha * (fs[0] (x) ...) @ x + beta * y``.
+
+    Args:
+        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        x: ``[*batch, prod(Q_i), M]`` or ``[prod(Q_i)]``.
+        alpha: scales the product.
+        beta: scales y; other than 0 it needs y.
+        y: added to the product; broadcasts to the result. It is not written to.
+
+    Raises:
+        TypeError: as in `kron_matmul`.
+        ValueError: as in `kron_matmul`.
+    """
+    return _call(x, fs, alpha, beta, y, None, True, ("x", "fs", "y"))  # type: ignore[no-any-return]
+
+
+def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
+    repeatable = z is None and not torch.compiler.is_compiling()
+    if repeatable:
+        y = recorded.replay(x, factors, alpha, beta, precision, left)
+        if y is not None:
+            return y
+    given = factors
+    factors = factor_list(factors, names[1])
+    alpha = check_scalar("alpha", alpha)
+    beta = check_scalar("beta", beta)
+    check_precision(precision)
+    if isinstance(x, Tensor):
+        y = _multiply(x, factors, alpha, beta, z, precision, left, names)
+        if repeatable:
+            recorded.record(x, given, alpha, beta, precision, left, y.shape)
+        return y
+    arrays = [x, *factors] if z is None else [x, *factors, z]
+    labels = [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]][: len(arrays)]
+    bridge = find_bridge(arrays, labels)
+    for name, scalar in (("alpha", alpha), ("beta", beta)):
+        if isinstance(scalar, Tensor):
+            raise type_error(name, f"a number, since {names[0]} is {bridge.noun}", "a torch tensor")
+    with bridge.context():
+        x, *tensors = (bridge.load(a, label) for a, label in zip(arrays, labels, strict=True))
+        z = None if z is None else tensors.pop()
+        return bridge.give_back(_multiply(x, tensors, alpha, beta, z, precision, left, names))
+
+
+def _multiply(
+    x: Tensor,
+    factors: list[Tensor],
+    alpha: Any,
+    beta: Any,
+    z: Tensor | None,
+    precision: str | None,
+    left: bool,
+    names: tuple[str, str, str],
+) -> Tensor:
+    x, factors, z = autocasted(x, factors, z)
+    check_tensors(x, factors, z, names)
+    check_scalar_fits("alpha", alpha, x, names[0])
+    check_scalar_fits("beta", beta, x, names[0])
+    shape = check_problem(x, factors, beta, z, left, names)
+    if z is not None and not isinstance(beta, Tensor) and beta == 0:
+        z = None
+    if x.ndim == 1:
+        x = x.unsqueeze(-1 if left else 0)
+        z = None if z is None else z.expand(shape).unsqueeze(-1 if left else -2)
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    op = operator.kron_matmul
+    if isinstance(alpha, float | int) and isinstance(beta, float | int):
+        y: Tensor = op(x, factors, z, float(alpha), float(beta), precision, backend, left)
+    else:  # scalars with gradients, and complex ones
+        y = alpha * op(x, factors, None, 1.0, 0.0, precision, backend, left)
+        y = y if z is None else y + beta * z
+    return y if y.shape == shape else y.reshape(shape)  # a reshaped result is a view, even of the same shape

@@ -1,0 +1,69 @@
+"""What the launches for a group of factors in the backward pass depend on, as plain values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkron_py.kron.launches import Rows
+from fastkron_py.kron.plan.gradient import Group
+
+
+class Kind(NamedTuple):
+    """Everything that a group's launches depend on, as plain values."""
+
+    group: Group
+    around: tuple[int, int, int, int]  # B, L, before, after
+    u: Rows
+    g: Rows
+    factor_shapes: tuple[tuple[int, int], ...]  # of the group
+    factor_strides: tuple[tuple[int, ...], ...]
+    need_x: bool
+    need_factors: tuple[bool, ...]  # of the group
+    scaled: bool  # alpha is not 1, and belongs to dx
+    precision: str
+    dtype: torch.dtype
+    device: torch.device
+    neighbours: int = 1  # of the mode before, taken as one mode with the group's
+
+    @property
+    def addresses(self) -> dict[str, Any]:
+        """Strides of u and g in place, and what their slices are."""
+        _, rows, before, after = self.around
+        p, q = self.sizes
+        merged = before > 1 and self.u.row == before * p * after * self.u.unit and self.g.row == before * q * after * self.g.unit
+        return {
+            "u_strides": self.u.in_place(p, after, merged),
+            "g_strides": self.g.in_place(q, after, merged),
+            "num_slices": rows * before * after,
+            "before": before,
+            "after": after,
+            "HEAD": not merged and before != 1,
+            "TAIL": after != 1,
+        }
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Modes of a slice of u and of g: rows and columns of the product of the group's factors, times neighbours."""
+        p, q = (math.prod(s[i] for s in self.factor_shapes) for i in (0, 1))
+        return p * self.neighbours, q * self.neighbours
+
+    def with_neighbours(self, count: int) -> Kind:
+        """The same with so many of the mode before, which must be a multiple of count."""
+        groups, rows, before, after = self.around
+        return self._replace(around=(groups, rows, before // count, after), neighbours=count)
+
+    @property
+    def dx_strides(self) -> tuple[int, ...]:
+        """Strides of a contiguous dx in place."""
+        _, rows, before, after = self.around
+        p = self.sizes[0]
+        width = before * p * after
+        return Rows(rows * width, width, 1).in_place(p, after, not self.addresses["HEAD"])
+
+
+def shared_strides(strides: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Strides of a factor; a batch of one has the same stride whatever torch calls it."""
+    return (strides[0] if groups > 1 else 0, *strides[1:])

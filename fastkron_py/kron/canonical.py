@@ -1,0 +1,66 @@
+"""Every Kronecker multiply, right or left, batched or not, as one four-dimensional problem.
+
+``x4 [B, L, K, R]``, factors ``[B or 1, P_i, Q_i]`` and ``y4 [B, L, N, R]`` with
+``y4[b, l, :, r] = x4[b, l, :, r] @ (F1 (x) ... (x) FN)``. The right form has R = 1 and the rows in L;
+the left form has its columns in R and multiplies with transposed factors. B counts *factor* batches:
+batches of x alone are rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fastkron_py.kron.shapes import Shape, broadcast_batch
+
+
+class Canonical(NamedTuple):
+    """A problem in canonical form and the way back."""
+
+    x: Tensor  # [B, L, K, R]
+    factors: list[Tensor]  # [B, P_i, Q_i]; a batch stride of 0 where B factors are one
+    batch: Shape  # broadcast batch of the result
+    left: bool
+
+    def pack(self, t: Tensor) -> Tensor:
+        """View or copy a tensor shaped like x or like the result as ``[B, L, *, R]``."""
+        t = t.expand(*self.batch, *t.shape[-2:])
+        groups, rows, columns = self._split(t.shape[-2], t.shape[-1])
+        if self.left:
+            return t.reshape(groups, rows, t.shape[-2], columns)
+        return t.reshape(groups, rows, t.shape[-1], 1)
+
+    def unpack(self, t4: Tensor) -> Tensor:
+        """``[B, L, n, R]`` to ``[*batch, M, n]``, or to ``[*batch, n, M]`` in the left form."""
+        count = math.prod(self.batch)
+        if self.left:
+            return t4.reshape(*self.batch, t4.shape[2], t4.shape[3])
+        rows = t4.shape[0] * t4.shape[1] // count if count else 0
+        return t4.reshape(*self.batch, rows, t4.shape[2])
+
+    def _split(self, height: int, width: int) -> tuple[int, int, int]:
+        """(B, L, R) for matrices of this height and width."""
+        groups = self.factors[0].shape[0]
+        count = math.prod(self.batch)
+        rows = count // groups if groups else 0
+        return (groups, rows, width) if self.left else (groups, rows * height, 1)
+
+
+def canonical(x: Tensor, factors: Sequence[Tensor], left: bool) -> Canonical:
+    """Bring ``x [*batch, M, K]`` (left: ``[*batch, K, M]``) and its factors to canonical form."""
+    if x.ndim == 2 and all([f.ndim == 2 for f in factors]):  # what most calls are, in the fewest operations
+        x4 = x.unsqueeze(0).unsqueeze(0) if left else x.unsqueeze(0).unsqueeze(3)
+        return Canonical(x4, [(f.mT if left else f).unsqueeze(0) for f in factors], (), left)
+    factor_batch = broadcast_batch([tuple(f.shape[:-2]) for f in factors], "factors")
+    batch = broadcast_batch([tuple(x.shape[:-2]), factor_batch], "x, factors")
+    matrices = [f.mT if left else f for f in factors]
+    if math.prod(factor_batch) == 1:
+        shared = [f.reshape(1, *f.shape[-2:]) for f in matrices]
+    else:
+        groups = math.prod(batch)
+        shared = [f.expand(*batch, *f.shape[-2:]).reshape(groups, *f.shape[-2:]) for f in matrices]
+    problem = Canonical(x, shared, batch, left)
+    return problem._replace(x=problem.pack(x))

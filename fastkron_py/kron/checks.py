@@ -1,0 +1,52 @@
+"""Argument checks of the Kronecker verbs. Every refusal names the argument, the expectation and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.shapes import Shape, result_shape
+from fastkron_py.runtime.checks import check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+
+def factor_list(factors: Any, name: str = "factors") -> list[Any]:
+    """The factors as a list; a lone array is refused, since iterating over it would take rows for factors."""
+    if not isinstance(factors, Sequence | torch.nn.ParameterList) or isinstance(factors, str | bytes):
+        raise type_error(name, "a list or tuple of matrices", type_name(factors))
+    listed = list(factors)
+    if not listed:
+        raise value_error(name, "at least one factor", "an empty sequence")
+    return listed
+
+
+def check_tensors(x: Any, factors: Sequence[Any], z: Any, names: tuple[str, str, str]) -> None:
+    """Every argument a floating-point tensor, all of one dtype and on one device."""
+    check_tensor(names[0], x, x, names[0])
+    dtype, device = x.dtype, x.device
+    for i, f in enumerate(factors):
+        # What check_tensor looks at, in the fewest steps; names are put together for those that fail alone.
+        if isinstance(f, Tensor) and f.dtype == dtype and f.device == device and f.layout == torch.strided and not f.is_nested:
+            continue
+        check_tensor(f"{names[1]}[{i}]", f, x, names[0])
+    if z is not None:
+        check_tensor(names[2], z, x, names[0])
+
+
+def check_problem(x: Tensor, factors: Sequence[Tensor], beta: Any, z: Tensor | None, left: bool, names: tuple[str, str, str]) -> Shape:
+    """Shapes that chain, and a z where beta needs one. Returns the result's shape."""
+    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left, names=names[:2])
+    if z is None:
+        if isinstance(beta, Tensor) or beta != 0:
+            raise value_error(names[2], f"a tensor that broadcasts to the result {shape}, since beta is not 0", None)
+        return shape
+    try:
+        fits = torch.broadcast_shapes(z.shape, shape) == torch.Size(shape)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise value_error(names[2], f"a shape that broadcasts to the result {shape}", f"shape {tuple(z.shape)}")
+    return shape

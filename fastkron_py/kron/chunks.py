@@ -1,0 +1,70 @@
+"""Parts of a canonical problem that stay in cache while every factor passes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.plan.torch_plan import VECTOR, Step
+
+CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
+CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
+CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
+CHUNK_BYTES_OTHER_LEAST = 1 << 22
+GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
+
+
+class Chunk(NamedTuple):
+    """A part of ``[B, L, :, R]``."""
+
+    groups: slice
+    rows: slice
+    columns: slice
+
+    def of(self, t: Tensor) -> Tensor:
+        """The part of a four-dimensional tensor, as a view."""
+        return t if self == WHOLE else t[self.groups, self.rows, :, self.columns]
+
+
+ALL: Final = slice(None)
+WHOLE: Final = Chunk(ALL, ALL, ALL)
+
+
+def _pieces(total: int, most: int) -> Iterator[slice]:
+    """Cut range(total) into the fewest pieces of at most this size, of nearly equal sizes."""
+    if total <= most:
+        yield ALL
+        return
+    size = -(-total // -(-total // most))
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _chunk_bytes(x: Tensor) -> int:
+    if x.device.type != "cpu":  # two halves of x at most: never more than one whole intermediate
+        return min(CHUNK_BYTES_OTHER, max(CHUNK_BYTES_OTHER_LEAST, x.numel() * x.element_size() // 2))
+    return min(CHUNK_BYTES_PER_THREAD * torch.get_num_threads(), CHUNK_BYTES_CPU)
+
+
+def chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Chunk]:
+    """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
+
+    Many groups go together only when each is small; then a chunk holds all of their rows.
+    """
+    groups, length, _, width = x.shape
+    limit = _chunk_bytes(x) // dtype.itemsize
+    widest = max(max(s.size_in, s.size_out) for s in steps)
+    rows, columns, together = length, width, 1
+    if widest * width > limit:
+        rows, columns = 1, min(width, max(VECTOR, limit // widest // VECTOR * VECTOR))
+    elif length * widest * width > limit:
+        rows = limit // (widest * width)
+    elif length * widest * width <= GROUP_ELEMENTS:
+        together = limit // (length * widest * width)
+    for g in _pieces(groups, together):
+        for r in _pieces(length, rows):
+            for c in _pieces(width, columns):
+                yield Chunk(g, r, c)

@@ -1,0 +1,26 @@
+"""What the launches of a multiply depend on, as plain values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fastkron_py.kron.launches import Rows
+
+
+class Kind(NamedTuple):
+    """Everything that a program depends on, as plain values."""
+
+    shape: tuple[int, ...]  # of x, [B, L, K, R]
+    x: Rows
+    z: Rows | None
+    factor_shapes: tuple[tuple[int, ...], ...]
+    factor_strides: tuple[tuple[int, ...], ...]
+    start: int  # factors start to stop are multiplied
+    stop: int
+    sizes: tuple[int, ...]  # current width of every mode
+    scaled: bool  # alpha is not 1
+    precision: str
+    dtype: torch.dtype
+    device: torch.device

@@ -1,0 +1,163 @@
+"""Launches of the fragment kernels of the backward pass: whether one takes a group, and with which arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple
+from typing import Any, Final, NamedTuple
+
+from fastkron_py.kron.backward_problem import Kind, shared_strides
+from fastkron_py.kron.plan.chained import TileLayout
+from fastkron_py.kron.plan.chained_gradient import (
+    NARROW,
+    NEIGHBOURS,
+    Operand,
+    StepGradientConfig,
+    bases,
+    step_gradient,
+    step_gradient_config,
+)
+from fastkron_py.kron.plan.chained_pair import Constant, PairGradientConfig, Turn, pair_gradient, pair_gradient_config
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.device import multiprocessor_count
+from fastkron_py.runtime.launch import Way
+
+_VECTOR: Final = 4  # elements that are copied at once
+_MOST_OFFSET: Final = 2**31 - 1
+
+
+class FragmentWay(NamedTuple):
+    """A launch, and how many partial sums it leaves for each batch."""
+
+    way: Way
+    partials: int
+
+
+def fragment_way(kind: Kind) -> FragmentWay | None:
+    """The launch of a fragment kernel for a group, or None where none can take it."""
+    chain = kind.group.split > kind.group.start
+    if not chain and kind.sizes == (NARROW, NARROW) and kind.around[2] % NEIGHBOURS == 0:
+        kind = kind.with_neighbours(NEIGHBOURS)
+    if not devices.has_gradient_fragments(kind.device, kind.dtype) or not _copies_whole_vectors(kind):
+        return None
+    groups, rows, before, after = kind.around
+    addresses = kind.addresses
+    fastest = after if addresses["TAIL"] else before if addresses["HEAD"] else rows * before
+    around = (rows * before * after, after, fastest, groups, multiprocessor_count(kind.device))
+    config: StepGradientConfig | PairGradientConfig | None
+    if chain:
+        config = pair_gradient_config(*_step_sizes(kind), *around)
+    else:
+        p, q = (size // kind.neighbours for size in kind.sizes)
+        config = step_gradient_config(p, q, *around, kind.need_x) if kind.neighbours > 1 or min(p, q) > NARROW else None
+    if config is None or (addresses["TAIL"] and after * max(kind.sizes) + config.block_s > _MOST_OFFSET):
+        return None
+    if isinstance(config, PairGradientConfig):
+        return FragmentWay(_pair_way(kind, config), config.programs)
+    return FragmentWay(_step_way(kind, config), config.programs * config.summed)
+
+
+def _copies_whole_vectors(kind: Kind) -> bool:
+    """Whether rows begin where a vector may, and slices follow each other as a kernel is compiled for."""
+    p, q = kind.sizes
+    addresses = kind.addresses
+    if any(stride % _VECTOR for side in ("u_strides", "g_strides") for stride in addresses[side][:3]):
+        return False
+    place = 2 if addresses["HEAD"] else 1
+    return bool(addresses["TAIL"] or (addresses["u_strides"][place] == p and addresses["g_strides"][place] == q))
+
+
+def _step_sizes(kind: Kind) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows of a chain's steps, and columns."""
+    split = kind.group.split - kind.group.start
+    (pa, qa), (pb, qb) = (
+        [math.prod(s[i] for s in part) for i in (0, 1)] for part in (kind.factor_shapes[:split], kind.factor_shapes[split:])
+    )
+    return (pa, pb), (qa, qb)
+
+
+def _common(kind: Kind, config: StepGradientConfig | PairGradientConfig) -> dict[str, Any]:
+    """Arguments of either kernel."""
+    groups, _, before, after = kind.around
+    p, q = kind.sizes
+    addresses = kind.addresses
+    return {
+        "u_strides": addresses["u_strides"],
+        "g_strides": addresses["g_strides"],
+        "dx_strides": kind.dx_strides,
+        "factor_strides": tuple(shared_strides(s, groups) for s in kind.factor_strides),
+        "num_tiles": addresses["num_slices"] // config.block_s,
+        "programs": config.programs,
+        "before": before,
+        "after": after,
+        "SHAPES": kind.factor_shapes,
+        "STRIDES": tuple((1, after) if addresses["TAIL"] else (size, 1) for size in (p, q, p)),
+        "BLOCK_S": config.block_s,
+        "CHUNK": config.chunk,
+        "STAGES": config.stages,
+        "NEED_X": kind.need_x,
+        "SCALE": kind.scaled,
+        "HEAD": addresses["HEAD"],
+        "TAIL": addresses["TAIL"],
+        "THREE": kind.precision == "highest",
+        "num_warps": config.num_warps,
+    }
+
+
+def _operand(operand: Operand) -> tuple[Any, ...]:
+    return (*bases(operand), operand.order, operand.shape)
+
+
+def _step_way(kind: Kind, config: StepGradientConfig) -> Way:
+    """The launch for a group of one step."""
+    p, q = (size // config.neighbours for size in kind.sizes)
+    plan = step_gradient(p, q, config, kind.addresses["TAIL"], kind.need_x)
+    back: tuple[Any, ...] = ()
+    if plan.back is not None:
+        made = plan.back
+        back = (_operand(made.operand), made.columns, made.out_columns, made.order, astuple(made.store))
+    arguments = {
+        **_common(kind, config),
+        "P": p,
+        "Q": q,
+        "NEIGHBOURS": config.neighbours,
+        "SUMMED": config.summed,
+        "U_TILE": tuple(map(tuple, plan.u_tile)),
+        "G_TILE": tuple(map(tuple, plan.g_tile)),
+        "LEFT": _operand(plan.left),
+        "RIGHT": _operand(plan.right),
+        "SUM_ROWS": plan.rows,
+        "SUM_COLUMNS": plan.columns,
+        "BACK": back,
+        "WARPS": config.warps,
+        "NEED_F": any(kind.need_factors),
+    }
+    kernel, _ = devices.gradient_kernels()
+    return Way(kernel, (kind.around[0] * config.programs,), arguments)
+
+
+def _pair_way(kind: Kind, config: PairGradientConfig) -> Way:
+    """The launch for a chain of two steps."""
+    p, q = _step_sizes(kind)
+    split = kind.group.split - kind.group.start
+    plan = pair_gradient(p, q, config, kind.addresses["TAIL"])
+
+    def plain(field: Any) -> tuple[Any, ...]:
+        if isinstance(field, Operand):
+            return _operand(field)
+        if isinstance(field, Constant):
+            return tuple(map(tuple, field.tile)), _operand(field.operand)
+        return astuple(field) if isinstance(field, Turn | TileLayout) else tuple(map(tuple, field))
+
+    arguments = {
+        **_common(kind, config),
+        "SPLIT": split,
+        "P": p,
+        "Q": q,
+        **{name.upper(): plain(field) for name, field in vars(plan).items()},
+        "WARPS": config.num_warps,
+        "NEED_A": any(kind.need_factors[:split]),
+        "NEED_B": any(kind.need_factors[split:]),
+    }
+    _, kernel = devices.gradient_kernels()
+    return Way(kernel, (kind.around[0] * config.programs,), arguments)

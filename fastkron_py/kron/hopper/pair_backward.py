@@ -1,0 +1,245 @@
+"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `tuning.fragment_pair` says which element is where.
+
+Like `fragment_backward`, whose tiles and loads these are. Each warp takes slices of its own, and what one product leaves in its
+registers is the next one's operand as it stands, so that all that crosses shared memory are u, g, and dx where slices are
+neighbours in memory. `g A^T` is made twice, once for each operand that it is: cheaper than turning it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from fastkron_py.kron.hopper.backward import _add_product, _item, _linear, _load_operand, _places, _rank3, _shape, _spread, _start_copy
+from fastkron_py.kron.hopper.multiply import _factor_halves, _low_half
+from fastkron_py.kron.hopper.tile import _slice_base, in_order, twos
+from fastkron_py.runtime.gluon_names import barrier
+from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
+
+
+@gluon.jit
+def _turn(t, TURN: gl.constexpr):
+    """A tensor's elements in another order of its index bits."""
+    ORDER: gl.constexpr = _item(TURN, 0)
+    return gl.reshape(in_order(gl.reshape(t, twos(ORDER)), ORDER), _shape(_item(TURN, 1)))
+
+
+@gluon.jit
+def _stage(
+    ptrs,
+    strides,
+    batch,
+    SHAPES: gl.constexpr,
+    START: gl.constexpr,
+    STOP: gl.constexpr,
+    TILE: gl.constexpr,
+    SIZE: gl.constexpr,
+    DEPTH: gl.constexpr,
+    WARPS: gl.constexpr,
+    THREE: gl.constexpr,
+):
+    """An operand of factors START to STOP in shared memory, in the order in which lanes load it: both halves, or the same twice."""
+    ROWS: gl.constexpr = SIZE // 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    p = _places(ROWS, TILE, True, LAYOUT)
+    q = _places(ROWS, TILE, False, LAYOUT)
+    f = factor_tile(ptrs, strides, batch, p, q, SHAPES, START, STOP, gl.float32)
+    if THREE:
+        high, low = _factor_halves(f, DEPTH)
+        return gl.allocate_shared_memory(gl.float32, [ROWS, 32], SHARED, high), gl.allocate_shared_memory(
+            gl.float32, [ROWS, 32], SHARED, low
+        )
+    else:
+        shared = gl.allocate_shared_memory(gl.float32, [ROWS, 32], SHARED, round_to_tf32(f))
+        return shared, shared
+
+
+@gluon.jit
+def _times_factor(t, low, factor_high, factor_low, PLACES: gl.constexpr, ACC: gl.constexpr, ROWS: gl.constexpr, THREE: gl.constexpr):
+    """A left operand times a factor's."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, ACC, 1)
+    COLUMNS: gl.constexpr = _item(_item(PLACES, 4), 1)
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, ACC)
+    high = _load_operand(factor_high, PLACES, OPERAND)
+    if THREE:
+        acc = mma_v2(low, high, acc, input_precision="tf32")
+        acc = mma_v2(t, _load_operand(factor_low, PLACES, OPERAND), acc, input_precision="tf32")
+    return mma_v2(t, high, acc, input_precision="tf32")
+
+
+@gluon.jit
+def _rounded(t, THREE: gl.constexpr):
+    return t if THREE else round_to_tf32(t)
+
+
+@gluon.jit
+def _store_sum(ptr, total, P: gl.constexpr, Q: gl.constexpr, BITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store the sum of a program's parts."""
+    found = gl.sum(total, 0)
+    rows = _spread(gl.arange(0, P, gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))), _item(BITS, 0))
+    columns = _spread(gl.arange(0, Q, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), _item(BITS, 1))
+    at = gl.program_id(0).to(gl.int64) * (P * Q)
+    gl.store(ptr + at + (rows[:, None] * Q + columns[None, :]), found)
+
+
+@gluon.jit(do_not_specialize=["alpha"])
+def _fragment_pair_bwd_kernel(
+    u_ptr,  # [B, L, before, P, after], P = PA * PB
+    g_ptr,  # [B, L, before, Q, after]
+    factor_ptrs,  # each [B, P_i, Q_i]
+    dx_ptr,  # [B, L, before, P, after], may be u's memory
+    partial_ptrs,  # (A's, B's): [B, programs, P, Q] in float32
+    alpha: gl.int64,  # float64 pattern
+    u_strides,
+    g_strides,
+    dx_strides,
+    factor_strides,
+    num_tiles,  # of each batch
+    programs,  # of each batch
+    before,
+    after,
+    SHAPES: gl.constexpr,
+    SPLIT: gl.constexpr,  # factors before this one are A's
+    P: gl.constexpr,  # of A and B
+    Q: gl.constexpr,
+    U_TILE: gl.constexpr,  # the fields of a `PairGradient`, layouts as `bases`
+    G_TILE: gl.constexpr,
+    U_LEFT: gl.constexpr,  # (registers, lanes, warps, order, shape)
+    C_FACTOR: gl.constexpr,  # (tile, operand)
+    C_TURN: gl.constexpr,  # (order, shape)
+    G_SUM: gl.constexpr,
+    G_LEFT: gl.constexpr,
+    H_FACTOR: gl.constexpr,
+    H_TURN: gl.constexpr,
+    U_SUM: gl.constexpr,
+    G_TURN: gl.constexpr,
+    AGAIN_FACTOR: gl.constexpr,
+    AGAIN_TURN: gl.constexpr,
+    X_FACTOR: gl.constexpr,
+    X_TURN: gl.constexpr,
+    X_STORE: gl.constexpr,
+    SUMS: gl.constexpr,
+    STRIDES: gl.constexpr,  # (slice, mode) of u, g and dx
+    BLOCK_S: gl.constexpr,
+    CHUNK: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    NEED_X: gl.constexpr,
+    NEED_A: gl.constexpr,
+    NEED_B: gl.constexpr,
+    SCALE: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    THREE: gl.constexpr,
+):
+    """Gradients of ``y = u (A (x) B)``: ``dx = g (A (x) B)^T`` and a program's share of dA and dB."""
+    PA: gl.constexpr = P[0]
+    PB: gl.constexpr = P[1]
+    QA: gl.constexpr = Q[0]
+    QB: gl.constexpr = Q[1]
+    COUNT: gl.constexpr = len(SHAPES)
+    CHUNKS: gl.constexpr = BLOCK_S // CHUNK
+    U_ROWS: gl.constexpr = BLOCK_S * PA * PB // 32
+    G_ROWS: gl.constexpr = BLOCK_S * QA * QB // 32
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    SUM: gl.constexpr = _rank3((WARPS, 1, 1))
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    ACROSS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACROSS, 1)
+    A_PLACES: gl.constexpr = _item(AGAIN_FACTOR, 1)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    STORE: gl.constexpr = _linear(X_STORE, (U_ROWS // CHUNKS, 32) if TAIL else _item(X_STORE, 3))
+    U_STRIDES: gl.constexpr = _item(STRIDES, 0)
+    G_STRIDES: gl.constexpr = _item(STRIDES, 1)
+    X_STRIDES: gl.constexpr = _item(STRIDES, 2)
+    batch = (gl.program_id(0) // programs).to(gl.int64)
+    us = gl.allocate_shared_memory(gl.float32, [STAGES, U_ROWS, 32], SHARED)
+    gs = gl.allocate_shared_memory(gl.float32, [STAGES, G_ROWS, 32], SHARED)
+    tile = gl.program_id(0) % programs
+    for stage in gl.static_range(STAGES - 1):
+        if tile + stage * programs < num_tiles:
+            first = (tile + stage * programs).to(gl.int64) * BLOCK_S
+            _start_copy(us.index(stage), u_ptr, u_strides, batch, first, before, after, U_TILE, U_STRIDES, BLOCK_S, WARPS, HEAD, TAIL)
+            _start_copy(gs.index(stage), g_ptr, g_strides, batch, first, before, after, G_TILE, G_STRIDES, BLOCK_S, WARPS, HEAD, TAIL)
+        async_copy.commit_group()
+    if NEED_A:
+        c_high, c_low = _stage(factor_ptrs, factor_strides, batch, SHAPES, SPLIT, COUNT, _item(C_FACTOR, 0), PB * QB, PB, WARPS, THREE)
+    if NEED_B:
+        h_high, h_low = _stage(factor_ptrs, factor_strides, batch, SHAPES, 0, SPLIT, _item(H_FACTOR, 0), PA * QA, QA, WARPS, THREE)
+    if NEED_X:
+        a_high, a_low = _stage(factor_ptrs, factor_strides, batch, SHAPES, 0, SPLIT, _item(AGAIN_FACTOR, 0), PA * QA, QA, WARPS, THREE)
+        x_high, x_low = _stage(factor_ptrs, factor_strides, batch, SHAPES, SPLIT, COUNT, _item(X_FACTOR, 0), PB * QB, QB, WARPS, THREE)
+    total_a = gl.zeros([WARPS, PA, QA], gl.float32, SUM)
+    total_b = gl.zeros([WARPS, PB, QB], gl.float32, SUM)
+    stage = 0
+    for now in range(tile, num_tiles, programs):
+        async_copy.wait_group(STAGES - 2)
+        barrier()
+        ahead = now + (STAGES - 1) * programs
+        if ahead < num_tiles:
+            free = stage + (STAGES - 1)
+            free = gl.where(free >= STAGES, free - STAGES, free)
+            first = ahead.to(gl.int64) * BLOCK_S
+            _start_copy(us.index(free), u_ptr, u_strides, batch, first, before, after, U_TILE, U_STRIDES, BLOCK_S, WARPS, HEAD, TAIL)
+            _start_copy(gs.index(free), g_ptr, g_strides, batch, first, before, after, G_TILE, G_STRIDES, BLOCK_S, WARPS, HEAD, TAIL)
+        async_copy.commit_group()
+        first = (now + batch * 0) * BLOCK_S
+        part_a = gl.zeros([WARPS, PA, QA], gl.float32, SUM)
+        part_b = gl.zeros([WARPS, PB, QB], gl.float32, SUM)
+        for chunk in gl.static_range(CHUNKS):
+            u_tile = us.index(stage).slice(chunk * (U_ROWS // CHUNKS), U_ROWS // CHUNKS)
+            g_tile = gs.index(stage).slice(chunk * (G_ROWS // CHUNKS), G_ROWS // CHUNKS)
+            if NEED_A:
+                u = _rounded(_load_operand(u_tile, U_LEFT, LEFT), THREE)
+                c = _times_factor(u, _low_half(u), c_high, c_low, _item(C_FACTOR, 1), ACC, CHUNK * PA, THREE)
+                c = gl.convert_layout(_turn(c, C_TURN), gl.DotOperandLayout(0, SUM, 1), assert_trivial=True)
+                part_a = _add_product(c, _load_operand(g_tile, G_SUM, gl.DotOperandLayout(1, SUM, 1)), part_a, THREE)
+                if chunk == CHUNKS - 1:
+                    # Rounded, where a tensor core's own sum would be cut off, tile after tile.
+                    total_a += part_a
+            if NEED_B or NEED_X:
+                g = _rounded(_load_operand(g_tile, G_LEFT, LEFT), THREE)
+                low = _low_half(g)
+            if NEED_B:
+                h = _times_factor(g, low, h_high, h_low, _item(H_FACTOR, 1), ACC, CHUNK * QB, THREE)
+            if NEED_X:
+                g = gl.convert_layout(_turn(g, G_TURN), RIGHT, assert_trivial=True)
+                high = _load_operand(a_high, A_PLACES, gl.DotOperandLayout(0, ACROSS, 1))
+                t = gl.zeros([PA, CHUNK * QB], gl.float32, ACROSS)
+                if THREE:
+                    low = gl.convert_layout(_turn(low, G_TURN), RIGHT, assert_trivial=True)
+                    t = mma_v2(high, low, t, input_precision="tf32")
+                    t = mma_v2(_load_operand(a_low, A_PLACES, gl.DotOperandLayout(0, ACROSS, 1)), g, t, input_precision="tf32")
+                t = mma_v2(high, g, t, input_precision="tf32")
+                t = _rounded(gl.convert_layout(_turn(t, AGAIN_TURN), LEFT, assert_trivial=True), THREE)
+                x = _times_factor(t, _low_half(t), x_high, x_low, _item(X_FACTOR, 1), ACC, CHUNK * PA, THREE)
+                if SCALE:
+                    x *= scalar(alpha, gl.float32)
+                x = gl.convert_layout(_turn(x, X_TURN), STORE, assert_trivial=True)
+                if not TAIL:
+                    i = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, STORE))
+                    p = gl.arange(0, PA * PB, gl.SliceLayout(0, STORE))
+                    base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
+                    gl.store(dx_ptr + base + (offsets[:, None] + p[None, :] * X_STRIDES[1]), x)
+            if NEED_B:
+                h = gl.convert_layout(_turn(h, H_TURN), gl.DotOperandLayout(1, SUM, 1), assert_trivial=True)
+                part_b = _add_product(_load_operand(u_tile, U_SUM, gl.DotOperandLayout(0, SUM, 1)), h, part_b, THREE)
+                if chunk == CHUNKS - 1:
+                    total_b += part_b
+            if NEED_X and TAIL:
+                # Each warp overwrites its own slices of u, which it has multiplied.
+                u_tile.store(x)
+        if NEED_X and TAIL:
+            barrier()
+            i = _places(U_ROWS, U_TILE, True, LAYOUT)
+            p = _places(U_ROWS, U_TILE, False, LAYOUT)
+            base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
+            offsets += p * X_STRIDES[1]
+            offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
+            gl.store(dx_ptr + base + offsets, us.index(stage).load(LAYOUT))
+        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    if NEED_A:
+        _store_sum(partial_ptrs[0], total_a, PA, QA, _item(SUMS, 0), SUM)
+    if NEED_B:
+        _store_sum(partial_ptrs[1], total_b, PB, QB, _item(SUMS, 1), SUM)

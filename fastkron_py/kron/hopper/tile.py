@@ -1,0 +1,273 @@
+"""A tile of the fragment kernel on its way in and out: layouts, addresses, loads and stores."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.core import builtin
+
+from fastkron_py.runtime.gluon_names import begin_copy
+from fastkron_py.tiling.addresses import padded_index, slice_index, slice_mask, slice_offsets
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for about its tiles; the fields are its arguments of these names."""
+
+    LOAD: Any
+    STORE: Any
+    STORE_ORDER: Any
+    P_SIZES: Any
+    P_PADS: Any
+    Q_SIZES: Any
+    Q_PADS: Any
+    PADDED: bool
+    STRIDES: Any
+    BLOCK_S: int
+    HEAD: bool
+    TAIL: bool
+    ALIGNED: bool
+    EVEN: bool
+
+
+@gluon.constexpr_function
+def tile_of(*fields):
+    """A `Tile`, in its fields' order."""
+    return Tile(*fields)
+
+
+@gluon.constexpr_function
+def _of(tile, name):
+    return getattr(tile, name)
+
+
+@gluon.constexpr_function
+def twos(order):
+    """The shape of a tile seen bit by bit."""
+    return [2] * len(order)
+
+
+@builtin
+def in_order(t, order, _semantic=None):
+    """``t.permute(*order)`` for a constexpr order, which Triton 3.6 does not unwrap and 3.9 does."""
+    order = getattr(order, "value", order)
+    return gl.permute(t, [getattr(i, "value", i) for i in order], _semantic=_semantic)
+
+
+@gluon.constexpr_function
+def _layout(tile):
+    registers, lanes, warps, shape = tile
+    return gl.DistributedLinearLayout([list(b) for b in registers], [list(b) for b in lanes], [list(b) for b in warps], [], list(shape))
+
+
+@gluon.jit
+def _slice_base(
+    first,
+    i,
+    strides,
+    batch,
+    before,
+    after,
+    BLOCK_S: gl.constexpr,
+    STRIDE: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """(offset of the tile, offsets in it) of slices ``first + i``; 32-bit ones within a tile where STRIDE says the stride."""
+    if ALIGNED:
+        row = first
+        a = first * 0
+        j = first * 0
+        step = strides[4] if TAIL else strides[2] if HEAD else strides[1]
+        if TAIL:
+            a = row % after
+            row = row // after
+        if HEAD:
+            j = row % before
+            row = row // before
+        fastest = a if TAIL else j if HEAD else row
+        # Spelled out, since the compiler loses it over the division, and with it the wide loads and stores.
+        fastest = gl.multiple_of(fastest, BLOCK_S)
+        if TAIL:
+            base = slice_offsets(strides, batch, row, j, first * 0)
+        elif HEAD:
+            base = slice_offsets(strides, batch, row, first * 0, a)
+        else:
+            base = slice_offsets(strides, batch, first * 0, j, a)
+        if STRIDE > 0:
+            return base + fastest * STRIDE, i * STRIDE
+        else:
+            return base + fastest * step, i.to(gl.int64) * step
+    else:
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, False)
+        return first * 0, slice_offsets(strides, batch, sl, sj, sa)
+
+
+@gluon.jit
+def _anew(x):
+    """x, which seems to change from tile to tile: else a loop keeps an offset for each register, and spills."""
+    zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x * 0], dtype=gl.int32, is_pure=False, pack=1)
+    return x + zero * 16  # as divisible as x
+
+
+@gluon.jit
+def _mode_offsets(p, stride, STRIDE: gl.constexpr):
+    """Offsets of a tile's modes; 32-bit ones where STRIDE says the stride, or that they fit."""
+    if STRIDE > 0:
+        return p * STRIDE
+    elif STRIDE < 0:
+        return p * _anew(stride.to(gl.int32))
+    else:
+        return p.to(gl.int64) * stride
+
+
+@gluon.jit
+def _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT: gl.constexpr, TILE: gl.constexpr):
+    """(pointers, mask) of x's elements of a tile ``[BLOCK_S, prod(P_PADS)]``."""
+    STRIDES: gl.constexpr = _of(TILE, "STRIDES")
+    BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    p = gl.arange(0, _of(TILE, "LOAD")[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, _of(TILE, "EVEN"))[:, None]
+    if _of(TILE, "PADDED"):
+        p, valid = padded_index(p, _of(TILE, "P_SIZES"), _of(TILE, "P_PADS"))
+        mask = mask & valid[None, :]
+    base, offsets = _slice_base(
+        first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], _of(TILE, "HEAD"), _of(TILE, "TAIL"), _of(TILE, "ALIGNED")
+    )
+    return x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :]), mask
+
+
+@gluon.jit
+def load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE: gl.constexpr):
+    """``[BLOCK_S, prod(P_PADS)]`` in float32, 0 outside of x."""
+    LAYOUT: gl.constexpr = _layout(_of(TILE, "LOAD"))
+    pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
+    if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
+        return gl.load(pointers).to(gl.float32)
+    else:
+        return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.constexpr_function
+def _fetching(warps, tail):
+    """Sixteen bytes of float32 a lane, along what is consecutive in memory: modes, or slices where something comes after."""
+    return gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1]) if tail else gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _waiting(tail):
+    """Where a fetched tile waits: swizzled, since lanes take rows as well as columns from it."""
+    return gl.SwizzledSharedLayout(4, 1, 8, [0, 1] if tail else [1, 0])
+
+
+@gluon.jit
+def fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after, TILE: gl.constexpr, WARPS: gl.constexpr):
+    """Begin to copy a tile of whole sizes into a buffer in shared memory."""
+    LAYOUT: gl.constexpr = _fetching(WARPS, _of(TILE, "TAIL"))
+    pointers, mask = _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LAYOUT, TILE)
+    if _of(TILE, "EVEN"):
+        begin_copy(buffer, pointers)
+    else:
+        begin_copy(buffer, pointers, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetched_tile(buffer, TILE: gl.constexpr):
+    """The tile that was copied last, as `load_tile` gives it."""
+    async_copy.wait_group(0)
+    return buffer.load(_layout(_of(TILE, "LOAD")))
+
+
+@gluon.jit
+def tile_buffer(x_ptr, TILE: gl.constexpr):
+    """Shared memory for one tile."""
+    return gl.allocate_shared_memory(x_ptr.dtype.element_ty, [_of(TILE, "BLOCK_S"), _of(TILE, "LOAD")[3][1]], _waiting(_of(TILE, "TAIL")))
+
+
+@gluon.constexpr_function
+def _in_halves(tile):
+    """Whether a thread has so many of a tile's elements that their addresses need room made: and both halves of the modes."""
+    registers, _, _, shape = tile
+    return len(registers) > 5 and (0, shape[1] // 2) in [tuple(b) for b in registers]
+
+
+@gluon.constexpr_function
+def _half(tile):
+    """The layout of one half of the modes."""
+    registers, lanes, warps, shape = tile
+    return [b for b in registers if tuple(b) != (0, shape[1] // 2)], lanes, warps, (shape[0], shape[1] // 2)
+
+
+@gluon.jit
+def store_tile(
+    t,
+    z_ptr,
+    y_ptr,
+    z_strides,
+    y_strides,
+    alpha,
+    beta,
+    batch,
+    first,
+    num_slices,
+    num_tiles,
+    before,
+    after,
+    TILE: gl.constexpr,
+    FINISH: gl.constexpr,
+):
+    """Finish the last accumulator and store it."""
+    TO: gl.constexpr = _of(TILE, "STORE_ORDER")
+    STORE: gl.constexpr = _of(TILE, "STORE")
+    BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
+    WIDTH: gl.constexpr = STORE[3][1]
+    pointers = (z_ptr, y_ptr)
+    strides = (z_strides, y_strides)
+    scalars = (alpha, beta)
+    place = (batch, first, num_slices, before, after)
+    t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [BLOCK_S, WIDTH])
+    t = gl.convert_layout(t, _layout(STORE))  # the same registers under their last names
+    if _in_halves(STORE):
+        # Neither branch is ever skipped: they keep the compiler from working out addresses while it has no registers for them.
+        low, high = gl.split(gl.permute(gl.reshape(t, [BLOCK_S, 2, WIDTH // 2]), (0, 2, 1)))
+        if first < num_slices:
+            _store_modes(low, 0, pointers, strides, scalars, place, _half(STORE), TILE, FINISH)
+        if num_tiles > 0:
+            _store_modes(high, WIDTH // 2, pointers, strides, scalars, place, _half(STORE), TILE, FINISH)
+    else:
+        _store_modes(t, 0, pointers, strides, scalars, place, STORE, TILE, FINISH)
+
+
+@gluon.jit
+def _store_modes(
+    t, FIRST_Q: gl.constexpr, pointers, strides, scalars, place, STORE: gl.constexpr, TILE: gl.constexpr, FINISH: gl.constexpr
+):
+    """Finish and store a tile's modes from FIRST_Q on; of z and y, alpha and beta, and (batch, first, num_slices, before, after)."""
+    STRIDES: gl.constexpr = _of(TILE, "STRIDES")
+    BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
+    HEAD: gl.constexpr = _of(TILE, "HEAD")
+    TAIL: gl.constexpr = _of(TILE, "TAIL")
+    ALIGNED: gl.constexpr = _of(TILE, "ALIGNED")
+    LAYOUT: gl.constexpr = _layout(STORE)
+    batch, first, num_slices, before, after = place
+    z_ptr, y_ptr = pointers
+    z_strides, y_strides = strides
+    t = gl.convert_layout(gl.reshape(t, [BLOCK_S, STORE[3][1]]), LAYOUT)
+    i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
+    q = FIRST_Q + gl.arange(0, STORE[3][1], gl.SliceLayout(0, LAYOUT))
+    mask = slice_mask(first, i, num_slices, _of(TILE, "EVEN"))[:, None] & (q >= 0)[None, :]
+    if _of(TILE, "PADDED"):
+        q, valid = padded_index(q, _of(TILE, "Q_SIZES"), _of(TILE, "Q_PADS"))
+        mask = mask & valid[None, :]
+    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, ALIGNED)
+    addends = z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :])
+    t = FINISH(t, scalars[0], scalars[1], z_ptr, addends, mask)
+    base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
+    results = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
+    if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
+        gl.store(results, t.to(y_ptr.dtype.element_ty))
+    else:
+        gl.store(results, t.to(y_ptr.dtype.element_ty), mask=mask)

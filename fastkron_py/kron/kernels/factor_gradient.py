@@ -1,0 +1,53 @@
+"""Kernel of the factor gradient: a reduction over all slices, in two deterministic stages."""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.addresses import dot, load_slices, slice_index, slice_mask, slice_offsets
+
+
+@triton.jit
+def _factor_gradient_kernel(
+    u_ptr,  # [B, L, before, P, after]
+    g_ptr,  # [B, L, before, Q, after]
+    partial_ptr,  # [splits, B, P, Q], in the accumulator's type
+    u_strides,
+    g_strides,
+    num_slices,
+    slices_per_split,  # a multiple of BLOCK_S
+    num_batches,
+    before,
+    after,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``partial[split, b, p, q] = sum over the split's slices of u[s, p] * g[s, q]``."""
+    BLOCKS_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    tile = tl.program_id(0)
+    first_q = tile % BLOCKS_Q * BLOCK_Q
+    first_p = tile // BLOCKS_Q % BLOCKS_P * BLOCK_P
+    batch = (tile // (BLOCKS_Q * BLOCKS_P) % num_batches).to(tl.int64)
+    split = (tile // (BLOCKS_Q * BLOCKS_P) // num_batches).to(tl.int64)
+    acc = tl.zeros((BLOCK_P, BLOCK_Q), ACC)
+    for start in range(0, slices_per_split, BLOCK_S):
+        first = split * slices_per_split + start
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
+        u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P)
+        g = load_slices(g_ptr + slice_offsets(g_strides, batch, sl, sj, sa), mask_s, first_q, g_strides[3], Q, BLOCK_Q)
+        acc = dot(tl.trans(u.to(COMPUTE)), g.to(COMPUTE), acc, PRECISION)
+    p = first_p + tl.arange(0, BLOCK_P)[:, None]
+    q = first_q + tl.arange(0, BLOCK_Q)[None, :]
+    tl.store(partial_ptr + ((split * num_batches + batch) * P + p) * Q + q, acc, mask=(p < P) & (q < Q))

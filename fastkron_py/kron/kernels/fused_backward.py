@@ -1,0 +1,147 @@
+"""Kernel of the fused backward pass: factor gradients and the next gradient from one reading of both operands.
+
+A tile of whole slices of the input u and of the incoming gradient g is loaded once. What lies between the steps of a
+chain is computed again on chip; each step's factor gradient is a product over the tile's slices that is summed in
+registers over all tiles of a program and stored once, as the program's partial sum.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.addresses import dot, load_factor, padded_index, scalar, slice_index, slice_mask, slice_offsets
+
+
+@triton.jit
+def _last_mode(t, f, S: tl.constexpr, REST: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """``[S, REST, P]`` times f ``[P, Q]`` along the last mode, to ``[S, REST, Q]``."""
+    t = dot(tl.reshape(t, (S * REST, P)).to(f.dtype), f, tl.zeros((S * REST, Q), ACC), PRECISION)
+    return tl.reshape(t, (S, REST, Q))
+
+
+@triton.jit
+def _add_products(acc, u, v, COUNT: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Add to acc the sum over COUNT slices of u's ``[COUNT, P]`` times v's ``[COUNT, Q]``.
+
+    In PARTS parts, each a product of its own, acc ``[PARTS, P, Q]``: else the warps would share the few rows of ``[P, Q]``,
+    or repeat each other's work.
+    """
+    if PARTS == 1:
+        return dot(tl.trans(tl.reshape(u, (COUNT, P))), tl.reshape(v, (COUNT, Q)), acc, PRECISION)
+    else:
+        u = tl.permute(tl.reshape(u, (PARTS, COUNT // PARTS, P)), (0, 2, 1))
+        return dot(u, tl.reshape(v, (PARTS, COUNT // PARTS, Q)), acc, PRECISION)
+
+
+@triton.jit
+def _store_partial(ptr, index, acc, PARTS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, P_PAD: tl.constexpr, Q_PAD: tl.constexpr):
+    """Store the sum of acc's parts as matrix number index of ``[*, P, Q]``."""
+    total = acc if PARTS == 1 else tl.sum(acc, 0)
+    p = tl.arange(0, P_PAD)[:, None]
+    q = tl.arange(0, Q_PAD)[None, :]
+    tl.store(ptr + index * (P * Q) + p * Q + q, total, mask=(p < P) & (q < Q))
+
+
+@triton.jit
+def _valid(mask_s, P: tl.constexpr, P_PAD: tl.constexpr, Q: tl.constexpr, Q_PAD: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Which of ``[BLOCK_S, P_PAD, Q_PAD]`` are no padding."""
+    p = tl.arange(0, P_PAD)[None, :, None] < P
+    q = tl.arange(0, Q_PAD)[None, None, :] < Q
+    return tl.reshape(mask_s, (BLOCK_S, 1, 1)) & p & q
+
+
+@triton.jit(do_not_specialize=["alpha"])
+def _fused_multiply_bwd_kernel(
+    u_ptr,  # [B, L, before, P, after], P = P_A * P_B
+    g_ptr,  # [B, L, before, Q, after]
+    factor_ptrs,  # each [B, P_i, Q_i]
+    dx_ptr,  # [B, L, before, P, after], may be u's memory
+    partial_ptrs,  # (A's, B's): [B, programs, P, Q] each, in the accumulator's type
+    alpha: tl.int64,  # float64 pattern
+    u_strides,
+    g_strides,
+    dx_strides,
+    factor_strides,
+    num_slices,
+    num_tiles,  # of each batch
+    programs,  # of each batch
+    before,
+    after,
+    SHAPES: tl.constexpr,
+    SPLIT: tl.constexpr,  # factors before this one are step A's, the others step B's; 0: there is only step B
+    P_SIZES: tl.constexpr,  # of A and B
+    P_PADS: tl.constexpr,
+    P_TOTAL: tl.constexpr,
+    Q_SIZES: tl.constexpr,
+    Q_PADS: tl.constexpr,
+    Q_TOTAL: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PARTS_A: tl.constexpr,
+    PARTS_B: tl.constexpr,
+    NEED_X: tl.constexpr,
+    NEED_A: tl.constexpr,
+    NEED_B: tl.constexpr,
+    SCALE: tl.constexpr,  # dx is multiplied by alpha
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of ``y = u (A (x) B)``: ``dx = g (A (x) B)^T`` and a program's share of dA and dB."""
+    PA: tl.constexpr = P_PADS[0]
+    PB: tl.constexpr = P_PADS[1]
+    QA: tl.constexpr = Q_PADS[0]
+    QB: tl.constexpr = Q_PADS[1]
+    COUNT: tl.constexpr = len(SHAPES)
+    CHAIN: tl.constexpr = SPLIT > 0
+    EXACT: tl.constexpr = EVEN and P_SIZES[0] == PA and Q_SIZES[1] == QB
+    p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
+    q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
+    batch = (tl.program_id(0) // programs).to(tl.int64)
+    fb = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, SPLIT, COUNT, PB, QB, ACC).to(COMPUTE)
+    if CHAIN:
+        fa = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, 0, SPLIT, PA, QA, ACC).to(COMPUTE)
+    acc_a = tl.zeros((PA, QA) if PARTS_A == 1 else (PARTS_A, PA, QA), ACC)
+    acc_b = tl.zeros((PB, QB) if PARTS_B == 1 else (PARTS_B, PB, QB), ACC)
+    for tile in tl.range(tl.program_id(0) % programs, num_tiles, programs):
+        first = tl.cast(tile, tl.int64) * BLOCK_S
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
+        g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)
+        g = tl.load(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask=mask_s[:, None] & valid_q[None, :], other=0.0)
+        g = tl.reshape(g, (BLOCK_S, QA, QB)).to(COMPUTE)
+        if NEED_A or NEED_B:
+            u_rows = u_ptr + slice_offsets(u_strides, batch, sl, sj, sa)
+            u = tl.load(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0)
+            u = tl.reshape(u, (BLOCK_S, PA, PB)).to(COMPUTE)
+        if CHAIN:
+            g_turned = tl.permute(g, (0, 2, 1))
+            if not EXACT:
+                # Zeros times an infinity of the factor are NaN, and what stands in padding is summed.
+                in_p = _valid(mask_s, P_SIZES[0], PA, Q_SIZES[1], QB, BLOCK_S)
+            if NEED_A:
+                u_turned = _last_mode(u, fb, BLOCK_S, PA, PB, QB, ACC, PRECISION)
+                if not EXACT:
+                    u_turned = tl.where(in_p, u_turned, 0.0)
+                u_turned = tl.permute(u_turned, (0, 2, 1)).to(COMPUTE)
+                acc_a = _add_products(acc_a, u_turned, g_turned, BLOCK_S * QB, PA, QA, PARTS_A, PRECISION)
+            g = tl.permute(_last_mode(g_turned, tl.trans(fa), BLOCK_S, QB, QA, PA, ACC, PRECISION), (0, 2, 1))
+            if not EXACT:
+                g = tl.where(in_p, g, 0.0)
+            g = g.to(COMPUTE)
+        if NEED_B:
+            acc_b = _add_products(acc_b, u, g, BLOCK_S * PA, PB, QB, PARTS_B, PRECISION)
+        if NEED_X:
+            dx = _last_mode(g, tl.trans(fb), BLOCK_S, PA, QB, PB, ACC, PRECISION)
+            if SCALE:
+                dx *= scalar(alpha, ACC)
+            dx = tl.reshape(dx, (BLOCK_S, P_TOTAL)).to(dx_ptr.dtype.element_ty)
+            dx_rows = dx_ptr + slice_offsets(dx_strides, batch, sl, sj, sa)
+            tl.store(dx_rows[:, None] + p.to(tl.int64)[None, :] * dx_strides[3], dx, mask=mask_s[:, None] & valid_p[None, :])
+    if NEED_A:
+        _store_partial(partial_ptrs[0], tl.program_id(0).to(tl.int64), acc_a, PARTS_A, P_SIZES[0], Q_SIZES[0], PA, QA)
+    if NEED_B:
+        _store_partial(partial_ptrs[1], tl.program_id(0).to(tl.int64), acc_b, PARTS_B, P_SIZES[1], Q_SIZES[1], PB, QB)

@@ -1,0 +1,96 @@
+"""The second stage of the factor gradients: sums of the programs' partial sums, in a fixed order, and their distribution.
+
+A step of several factors multiplied out has the gradient of their product, a small matrix; each factor's own is a sum over
+the entries of the others.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _times_entry(weight, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Weight times the entry of one factor, by the last digits of p and q."""
+    return weight * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(weight.dtype)
+
+
+@triton.jit
+def _write_factor(
+    total_ptr,
+    factor_ptrs,
+    out_ptr,
+    factor_strides,
+    batch,
+    SHAPES: tl.constexpr,
+    WHICH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INNER_P: tl.constexpr,
+    INNER_Q: tl.constexpr,
+    OUTER_P: tl.constexpr,
+    OUTER_Q: tl.constexpr,
+    ENTRIES_PAD: tl.constexpr,
+    OTHERS_PAD: tl.constexpr,
+):
+    """``out[p, q] = sum over the others' entries of total[(.., p, ..), (.., q, ..)] * their product``, for one factor."""
+    entry = tl.arange(0, ENTRIES_PAD)[None, :]
+    other = tl.arange(0, OTHERS_PAD)[:, None]
+    p, q = other // OUTER_Q, other % OUTER_Q  # of all others' product
+    row = (p // INNER_P * ROWS + entry // COLS) * INNER_P + p % INNER_P
+    col = (q // INNER_Q * COLS + entry % COLS) * INNER_Q + q % INNER_Q
+    mask = (entry < ROWS * COLS) & (other < OUTER_P * OUTER_Q)
+    at = batch * (OUTER_P * ROWS * OUTER_Q * COLS) + row * (OUTER_Q * COLS) + col
+    total = tl.load(total_ptr + at, mask=mask, other=0.0)
+    weight = tl.full((OTHERS_PAD, 1), 1.0, total.dtype)
+    COUNT: tl.constexpr = len(SHAPES)
+    for n in tl.static_range(COUNT):
+        if COUNT - 1 - n != WHICH:
+            weight = _times_entry(
+                weight,
+                p,
+                q,
+                factor_ptrs[COUNT - 1 - n] + batch * factor_strides[COUNT - 1 - n][0],
+                factor_strides[COUNT - 1 - n][1],
+                factor_strides[COUNT - 1 - n][2],
+                SHAPES[COUNT - 1 - n][0],
+                SHAPES[COUNT - 1 - n][1],
+            )
+            p = p // SHAPES[COUNT - 1 - n][0]
+            q = q // SHAPES[COUNT - 1 - n][1]
+    # Selected: an infinity of a factor stands in the padding too.
+    out = tl.sum(tl.where(mask, total * weight, 0.0), 0)
+    entry = tl.arange(0, ENTRIES_PAD)
+    tl.store(out_ptr + batch * (ROWS * COLS) + entry, out.to(out_ptr.dtype.element_ty), mask=entry < ROWS * COLS)
+
+
+@triton.jit
+def _split_gradient_kernel(
+    total_ptr,  # [B, P, Q], the gradient of the factors' product
+    factor_ptrs,  # each [B, P_i, Q_i]
+    out_ptrs,  # each [B, P_i, Q_i], of the factors asked for
+    factor_strides,
+    SHAPES: tl.constexpr,
+    WANTED: tl.constexpr,  # for each output: which factor, then the constants of `_write_factor` in their order
+):
+    """Gradients of the factors of a product, from that of the product: one program for each and for each batch."""
+    COUNT: tl.constexpr = len(WANTED)
+    batch = (tl.program_id(0) // COUNT).to(tl.int64)
+    for n in tl.static_range(COUNT):
+        if tl.program_id(0) % COUNT == n:
+            _write_factor(
+                total_ptr,
+                factor_ptrs,
+                out_ptrs[n],
+                factor_strides,
+                batch,
+                SHAPES,
+                WANTED[n][0],
+                WANTED[n][1],
+                WANTED[n][2],
+                WANTED[n][3],
+                WANTED[n][4],
+                WANTED[n][5],
+                WANTED[n][6],
+                WANTED[n][7],
+                WANTED[n][8],
+            )

@@ -1,0 +1,195 @@
+"""Kernels of the sliced multiply: one (multiplied-out) factor, or a chain of them on chip.
+
+Both compute ``y[s, q] = finish(sum_p x[s, p] * F[p, q])`` over slices s (see `tiling`). Finishers are jit
+functions ``finish(acc, alpha, beta, z_ptr, offsets, mask)``.
+"""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.addresses import dot, load_factor, load_slices, padded_index, scalar, slice_index, slice_mask, slice_offsets
+
+
+@triton.jit
+def finish_plain(acc, alpha, beta, z_ptr, offsets, mask):
+    """The product as it is."""
+    return acc
+
+
+@triton.jit
+def finish_scale(acc, alpha, beta, z_ptr, offsets, mask):
+    """Scale by alpha."""
+    return acc * scalar(alpha, acc.dtype)
+
+
+@triton.jit
+def finish_axpby(acc, alpha, beta, z_ptr, offsets, mask):
+    """Scale by alpha and add beta * z."""
+    z = tl.load(z_ptr + offsets, mask=mask, other=0.0).to(acc.dtype)
+    return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
+
+
+@triton.jit(do_not_specialize=["alpha", "beta"])
+def _sliced_multiply_fwd_kernel(
+    x_ptr,  # [B, L, before, P, after]
+    factor_ptrs,  # each [B, P_i, Q_i]
+    z_ptr,  # [B, L, before, Q, after]
+    y_ptr,  # [B, L, before, Q, after]
+    x_strides,  # (B, L, before, P, after)
+    factor_strides,  # (B, P_i, Q_i) each
+    z_strides,  # (B, L, before, Q, after)
+    y_strides,  # (B, L, before, Q, after)
+    alpha: tl.int64,  # float64 pattern
+    beta: tl.int64,
+    num_tiles,
+    num_slices,
+    before,
+    after,
+    SHAPES: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    RESIDENT: tl.constexpr,  # the factor is one tile, the same for all: loaded once
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FINISH: tl.constexpr,
+):
+    """One factor of any size: a GEMM over slices, with a loop over P where it is wider than a block."""
+    BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    COUNT: tl.constexpr = len(SHAPES)
+    blocks_s = tl.cdiv(num_slices, BLOCK_S)
+    if RESIDENT:
+        resident = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC).to(COMPUTE)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        first_q = (tile % BLOCKS_Q) * BLOCK_Q
+        batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
+        first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
+        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
+        acc = tl.zeros((BLOCK_S, BLOCK_Q), ACC)
+        if RESIDENT:
+            x = load_slices(x_rows, mask_s, 0, x_strides[3], P, BLOCK_P)
+            acc = dot(x.to(COMPUTE), resident, acc, PRECISION)
+        else:
+            for first_p in range(0, P, BLOCK_P):
+                x = load_slices(x_rows, mask_s, first_p, x_strides[3], P, BLOCK_P)
+                f = load_factor(factor_ptrs, factor_strides, batch, first_p, first_q, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC)
+                acc = dot(x.to(COMPUTE), f.to(COMPUTE), acc, PRECISION)
+        q = (first_q + tl.arange(0, BLOCK_Q)).to(tl.int64)[None, :]
+        mask = mask_s[:, None] & (q < Q)
+        z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q * z_strides[3]
+        y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q * y_strides[3]
+        y = FINISH(acc, alpha, beta, z_ptr, z_offsets, mask)
+        tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply_step(
+    t,
+    f,
+    BLOCK_S: tl.constexpr,
+    P: tl.constexpr,
+    P_PAD: tl.constexpr,
+    Q_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``[BLOCK_S, REST * P_PAD]`` times factor tile f along the last mode, to ``[BLOCK_S, Q_PAD, REST]``."""
+    t = tl.reshape(t, (BLOCK_S * REST, P_PAD))
+    if P != P_PAD:
+        # An infinity of an earlier factor has turned the padding into NaN, which 0 does not cancel.
+        t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)
+    t = dot(t.to(COMPUTE), f, tl.zeros((BLOCK_S * REST, Q_PAD), ACC), PRECISION)
+    return tl.permute(tl.reshape(t, (BLOCK_S, REST, Q_PAD)), (0, 2, 1))
+
+
+@triton.jit(do_not_specialize=["alpha", "beta"])
+def _fused_multiply_fwd_kernel(
+    x_ptr,  # [B, L, before, P, after], P the product of all P_i
+    factor_ptrs,
+    z_ptr,
+    y_ptr,  # [B, L, before, Q, after]
+    x_strides,
+    factor_strides,
+    z_strides,
+    y_strides,
+    alpha: tl.int64,
+    beta: tl.int64,
+    num_tiles,
+    num_slices,
+    before,
+    after,
+    SHAPES: tl.constexpr,
+    STEPS: tl.constexpr,  # (start, stop, P, P_PAD, Q_PAD, REST) of each of two or three steps, last factors first
+    P_SIZES: tl.constexpr,
+    P_PADS: tl.constexpr,
+    P_TOTAL: tl.constexpr,
+    Q_SIZES: tl.constexpr,
+    Q_PADS: tl.constexpr,
+    Q_TOTAL: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    RESIDENT: tl.constexpr,  # the factors are the same for all tiles: loaded once
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FINISH: tl.constexpr,
+):
+    """Several neighbouring modes at once: a tile of whole slices stays on chip through all steps.
+
+    Each step multiplies the tile's last mode and turns it to the front, so that after the last
+    step the modes stand in their first order again.
+    """
+    blocks_s = tl.cdiv(num_slices, BLOCK_S)
+    p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
+    q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
+    if RESIDENT:
+        f0 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(COMPUTE)
+        f1 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(COMPUTE)
+        if len(STEPS) == 3:
+            f2 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[2][0], STEPS[2][1], STEPS[2][3], STEPS[2][4], ACC).to(
+                COMPUTE
+            )
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        batch = (tile // blocks_s).to(tl.int64)
+        first = (tile % blocks_s).to(tl.int64) * BLOCK_S
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
+        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
+        t = tl.load(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
+        if not RESIDENT:
+            f0 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(
+                COMPUTE
+            )
+            f1 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(
+                COMPUTE
+            )
+            if len(STEPS) == 3:
+                f2 = load_factor(
+                    factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[2][0], STEPS[2][1], STEPS[2][3], STEPS[2][4], ACC
+                ).to(COMPUTE)
+        t = _multiply_step(t, f0, BLOCK_S, STEPS[0][2], STEPS[0][3], STEPS[0][4], STEPS[0][5], COMPUTE, ACC, PRECISION)
+        t = _multiply_step(t, f1, BLOCK_S, STEPS[1][2], STEPS[1][3], STEPS[1][4], STEPS[1][5], COMPUTE, ACC, PRECISION)
+        if len(STEPS) == 3:
+            t = _multiply_step(t, f2, BLOCK_S, STEPS[2][2], STEPS[2][3], STEPS[2][4], STEPS[2][5], COMPUTE, ACC, PRECISION)
+        y = tl.reshape(t, (BLOCK_S, Q_TOTAL))
+        mask = mask_s[:, None] & valid_q[None, :]
+        z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]
+        y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * y_strides[3]
+        y = FINISH(y, alpha, beta, z_ptr, z_offsets, mask)
+        tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

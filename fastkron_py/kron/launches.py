@@ -1,0 +1,248 @@
+"""What a launch passes to its kernel besides pointers, worked out from a `Case`: all that it depends on but tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkron_py.kron.kernels.sliced_multiply import (
+    _fused_multiply_fwd_kernel,
+    _sliced_multiply_fwd_kernel,
+    finish_axpby,
+    finish_plain,
+    finish_scale,
+)
+from fastkron_py.kron.plan.chained import FragmentConfig, fragment_config, fragment_pad, fragments, run_sectors
+from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
+from fastkron_py.kron.plan.plan import Launch
+from fastkron_py.runtime import device as devices
+from fastkron_py.tiling.arithmetic import arithmetic
+
+_Strides = tuple[int, int, int, int, int]
+
+
+class Rows(NamedTuple):
+    """Strides of an operand ``[B, L, n, R]`` whose last two dimensions are one run with a constant stride."""
+
+    batch: int
+    row: int
+    unit: int
+
+    def in_place(self, mode: int, after: int, merged: bool) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, before, mode, after]``; merged: l counts rows and modes before."""
+        step = mode * after * self.unit
+        return (self.batch, step if merged else self.row, 0 if merged else step, after * self.unit, self.unit)
+
+    def turned(self, others: int) -> _Strides:
+        """Strides of (batch, l, j, mode, a) in ``[B, L, mode, others]``, where j counts the others."""
+        return (self.batch, self.row, self.unit, others * self.unit, 0)
+
+
+_FINISHERS = {"plain": finish_plain, "scale": finish_scale, "axpby": finish_axpby}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of a multiply, without its tensors."""
+
+    launch: Launch
+    dtype: torch.dtype
+    precision: str
+    finish: str  # key of _FINISHERS
+    shape: tuple[int, int, int, int]  # (B, L, before, after) around the launch's modes
+    turn: bool  # the modes, which are the last ones, become the first
+    apart: int  # of what is turned, elements between two modes of the result: before, or more where this is a block of it
+    fixed: bool  # shape but for L is a matter of the factors, so that kernels may be compiled for it
+    x: Rows
+    y: Rows
+    z: Rows
+    factor_shapes: tuple[tuple[int, int], ...]
+    factor_strides: tuple[tuple[int, int, int], ...]  # (B, P, Q) each
+    multiprocessors: int
+
+
+class Recipe(NamedTuple):
+    """A kernel, its grid, and its arguments but for pointers and scalars."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: dict[str, Any]
+
+
+def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
+    """Ways to carry out a case, the preferred one first; later ones need less shared memory.
+
+    Args:
+        case: what is launched.
+        config: a tuned configuration, which is preferred to the closed form's.
+    """
+    _, rows, before, after = case.shape
+    launch = case.launch
+    merged = False
+    if case.turn:
+        x, y, z = case.x.in_place(launch.p, 1, False), case.y.turned(case.apart), case.z.turned(case.apart)
+    else:
+        pairs = ((case.x, launch.p), (case.y, launch.q), (case.z, launch.q))
+        merged = before > 1 and all(r.row == before * size * after * r.unit for r, size in pairs)
+        x, y, z = (r.in_place(size, after, merged) for r, size in pairs)
+    chain = len(launch.steps) > 1
+    compute, acc, precision = arithmetic(case.dtype, case.precision, not chain and len(case.factor_shapes) == 1)
+    num_slices = rows * before * after
+    common = {
+        "x_strides": x,
+        "y_strides": y,
+        "z_strides": z,
+        "factor_strides": case.factor_strides,
+        "num_slices": num_slices,
+        "before": before,
+        "after": after,
+        "SHAPES": case.factor_shapes,
+        "HEAD": not merged and before != 1,
+        "TAIL": after != 1,
+        "FINISH": _FINISHERS[case.finish],
+    }
+    if launch.fragment:
+        closed = fragment_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
+        ways = [c for c in (config, closed) if isinstance(c, FragmentConfig)]
+        # Where tiles are fetched ahead, also without: that needs no second tile in shared memory.
+        return tuple(recipe for c in ways for recipe in _fragment(case, common, num_slices, c))
+    common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
+    fastest = after if after != 1 else before
+    configs: tuple[SingleConfig | ChainConfig, ...] = (
+        chain_configs(launch, case.dtype.itemsize, num_slices, fastest)
+        if chain
+        else single_configs(launch.p, launch.q, case.dtype.itemsize, num_slices)
+    )
+    if isinstance(config, SingleConfig | ChainConfig):
+        configs = (config, *configs)
+    return tuple(_finished(_MAKERS[type(c)](case, c, num_slices), common, c, num_slices, fastest, case) for c in configs)
+
+
+def _finished(
+    part: tuple[Any, int, dict[str, Any]],
+    common: dict[str, Any],
+    config: SingleConfig | ChainConfig,
+    num_slices: int,
+    fastest: int,
+    case: Case,
+) -> Recipe:
+    kernel, num_tiles, special = part
+    arguments = {
+        **common,
+        **special,
+        "num_tiles": num_tiles,
+        "BLOCK_S": config.block_s,
+        "ALIGNED": fastest % config.block_s == 0,
+        "EVEN": num_slices % config.block_s == 0,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return Recipe(kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm),), arguments)
+
+
+# TF32 holds float16 and bfloat16 exactly, and its truncated sums more than bfloat16 can say.
+_ROUND = {torch.float32: 2, torch.float16: 1, torch.bfloat16: 0}
+_RUNTIME = 0  # a stride that a kernel is not compiled for,
+_RUNTIME_NARROW = -1  # with all of a tile's offsets below 2^31
+_MOST_OFFSET = 2**31 - 1
+
+
+def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig) -> tuple[Recipe, ...]:
+    """The recipes of a launch for the fragment kernel: with tiles of a loop fetched ahead, where they can be, and without."""
+    batches, _, before, after = case.shape
+    steps = case.launch.steps
+    head, tail = common["HEAD"], common["TAIL"]
+    turned = case.turn
+    plan = fragments(steps, config.block_s, config.num_warps, case.dtype.itemsize, (tail, tail or turned))
+    fastest = after if tail else before
+    num_tiles = batches * math.ceil(num_slices / config.block_s)
+    loop = config.programs_per_sm > 0 and batches == 1
+    p_pads, q_pads = tuple(fragment_pad(s.p) for s in steps), tuple(fragment_pad(s.q) for s in steps)
+    p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
+    padded = (p_sizes, q_sizes) != (p_pads, q_pads)
+    aligned = not (head or tail) or fastest % config.block_s == 0
+    arguments = {
+        **common,
+        "num_tiles": num_tiles,
+        "STEPS": tuple(astuple(step) for step in plan.steps),
+        "ALONG_P": tuple(_along_p(case.factor_strides[step.stop - 1]) for step in plan.steps),
+        "STORE_ORDER": plan.order,
+        "LOAD": astuple(plan.load),
+        "STORE": astuple(plan.store),
+        "P_SIZES": p_sizes,
+        "P_PADS": p_pads,
+        "Q_SIZES": q_sizes,
+        "Q_PADS": q_pads,
+        "PADDED": padded,
+        "STRIDES": _strides(case, common, config.block_s),
+        "BLOCK_S": config.block_s,
+        "WARPS": config.num_warps,
+        "WARPGROUP": config.warpgroup,
+        "LOOP": loop,
+        "ALIGNED": aligned,
+        "EVEN": num_slices % config.block_s == 0,
+        "THREE": case.dtype == torch.float32 and case.precision == "highest",
+        "ROUND": _ROUND[case.dtype],
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers or None,
+    }
+    grid = (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
+    ahead = loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded
+    return tuple(Recipe(devices.fragment_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,)))
+
+
+def _along_p(strides: tuple[int, int, int]) -> bool:
+    """Whether neighbouring rows of a factor with strides (B, P, Q), not columns, are consecutive in memory."""
+    return strides[1] == 1 and strides[2] != 1
+
+
+def _strides(case: Case, common: dict[str, Any], block_s: int) -> tuple[int, ...]:
+    """(slice, mode) strides of x, y and z that the kernel is compiled for; `_RUNTIME` for the others."""
+    found = []
+    fastest = 4 if common["TAIL"] else 2 if common["HEAD"] else 1
+    for strides, size in ((common["x_strides"], case.launch.p), (common["y_strides"], case.launch.q), (common["z_strides"], case.launch.q)):
+        slices, modes = strides[fastest], strides[3]
+        reach = slices * block_s + modes * 2 * size
+        if fastest == 1 and slices != size * modes:
+            slices = _RUNTIME  # rows of a larger tensor
+        if not case.fixed and modes != 1:
+            slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME_NARROW
+        found += [slices, modes] if reach <= _MOST_OFFSET else [_RUNTIME, _RUNTIME]
+    return tuple(found)
+
+
+def _single(case: Case, config: SingleConfig, num_slices: int) -> tuple[Any, int, dict[str, Any]]:
+    """Kernel, number of tiles and own constants of a single step."""
+    p, q = case.launch.p, case.launch.q
+    num_tiles = case.shape[0] * math.ceil(num_slices / config.block_s) * math.ceil(q / config.block_q)
+    resident = case.shape[0] == 1 and p <= config.block_p and q <= config.block_q
+    constants = {"P": p, "Q": q, "BLOCK_P": config.block_p, "BLOCK_Q": config.block_q, "RESIDENT": resident}
+    return _sliced_multiply_fwd_kernel, num_tiles, constants
+
+
+def _chain(case: Case, config: ChainConfig, num_slices: int) -> tuple[Any, int, dict[str, Any]]:
+    """Kernel, number of tiles and own constants of a chain."""
+    steps = case.launch.steps
+    table, rest = [], math.prod(s.p_pad for s in steps)
+    for s in reversed(steps):
+        rest //= s.p_pad
+        table.append((s.start - case.launch.start, s.stop - case.launch.start, s.p, s.p_pad, s.q_pad, rest))
+        rest *= s.q_pad
+    constants = {
+        "STEPS": tuple(table),
+        "RESIDENT": case.shape[0] == 1,
+        "P_SIZES": tuple(s.p for s in steps),
+        "P_PADS": tuple(s.p_pad for s in steps),
+        "P_TOTAL": math.prod(s.p_pad for s in steps),
+        "Q_SIZES": tuple(s.q for s in steps),
+        "Q_PADS": tuple(s.q_pad for s in steps),
+        "Q_TOTAL": math.prod(s.q_pad for s in steps),
+    }
+    return _fused_multiply_fwd_kernel, case.shape[0] * math.ceil(num_slices / config.block_s), constants
+
+
+# Who works out a launch's own part of the arguments, by the type of its configuration.
+_MAKERS: dict[type, Any] = {SingleConfig: _single, ChainConfig: _chain}

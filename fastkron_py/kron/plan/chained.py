@@ -1,0 +1,306 @@
+"""Where each element of a tile sits while a chain of steps runs in registers: the bits of its index, as lanes, registers, warps.
+
+A Hopper warpgroup multiplies a left operand held in registers, `[M, P]` with M a multiple of 64, by a right one in
+shared memory. Which index of the tile counts as which bit of M or P is free, so each step picks an assignment that
+needs as little movement as there can be: the first one that lets x be loaded straight into operand registers, the last
+one that lets accumulators be stored in whole sectors, and between two steps warps keep their slices. Sizes are padded to
+powers of two, so an assignment is a permutation of index bits. Everything here is plain arithmetic on those bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+
+MOST_STEPS: Final = 4
+# Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.
+CHAIN_WIDTH: Final = 64
+SINGLE_WIDTH: Final = 128
+# Elements of a tile: 32 for each thread of 4, 8 or 16 warps. Only with 4 warps do several programs share a multiprocessor well.
+TILE: Final = 4096
+WIDEST_TILE: Final = 16384
+THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
+# With products by single warps, whose sums are made a few rows at a time, a tile can take half of all registers. The factor is in
+# registers too, which leaves room for this width.
+WARP_TILE: Final = 32768
+WARP_WIDTH: Final = 16
+BUSY: Final = 64  # tiles of that size: fewer take as long
+PADDING: Final = 0.4  # what a tile that is half padding takes longer
+WARP_ROWS: Final = 16
+SLICE: Final = -1  # in place of a step's number: the bit counts slices
+
+
+class Bit(NamedTuple):
+    """One bit of an element's index: of a step's mode, or of the slice."""
+
+    mode: int  # number of the step in the launch, or SLICE
+    digit: int
+
+
+@dataclass(frozen=True)
+class FragmentStep:
+    """One product: the tile is permuted by `order`, read as `[rows, p_pad]`, and multiplied by `[p_pad, q_pad]`."""
+
+    order: tuple[int, ...]  # dimensions of the tile seen as 2 x 2 x ... x 2
+    rows: int
+    start: int  # factors of the launch
+    stop: int
+    p: int
+    q: int
+    p_pad: int
+    q_pad: int
+    columns: tuple[int, ...]  # bit of p that each bit of the left operand's column stands for, lowest first
+
+
+Bases = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """(slice, mode) offset of every register, lane and warp bit in a tile `[shape]`."""
+
+    registers: Bases
+    lanes: Bases
+    warps: Bases
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """A chain's tile from load to store."""
+
+    steps: tuple[FragmentStep, ...]  # in the order in which they run
+    load: TileLayout
+    store: TileLayout
+    order: tuple[int, ...]  # brings the last accumulator into the order of y
+
+
+def fragment_pad(size: int) -> int:
+    """The next power of two, at least 8: the narrowest product of a tensor core."""
+    return max(8, next_power_of_two(size))
+
+
+def _digits(size: int) -> int:
+    return size.bit_length() - 1
+
+
+def _bits(steps: Sequence[Step], done: int, block_s: int) -> list[Bit]:
+    """Bits of a tile's index, highest first: the slice, then the modes; those from `done` on have been multiplied."""
+    bits = [Bit(SLICE, i) for i in reversed(range(_digits(block_s)))]
+    for m, step in enumerate(steps):
+        size = fragment_pad(step.q if m >= done else step.p)
+        bits += [Bit(m, i) for i in reversed(range(_digits(size)))]
+    return bits
+
+
+def _layout(bits: Sequence[Bit], lanes: Sequence[Bit], warps: Sequence[Bit], block_s: int, runs: bool) -> TileLayout:
+    """Offsets of bits in a tile `[block_s, modes]`; runs: neighbouring slices are consecutive in memory."""
+    width = len(bits) - _digits(block_s)
+    place = {bit: len(bits) - 1 - i for i, bit in enumerate(bits)}
+
+    def bases(chosen: Sequence[Bit]) -> Bases:
+        return tuple((0, 1 << place[b]) if place[b] < width else (1 << (place[b] - width), 0) for b in chosen)
+
+    registers = [b for b in bits if b not in lanes and b not in warps]
+    # Consecutive elements first: the compiler widens a load or store along a thread's first registers.
+    registers.sort(key=lambda b: (not (runs and b.mode == SLICE and b < min(lanes[2:])), place[b]))
+    return TileLayout(bases(registers), bases(lanes), bases(warps), (block_s, 1 << width))
+
+
+class _Rows(NamedTuple):
+    """Bits of a left operand's row index."""
+
+    lanes: list[Bit]  # the three lowest
+    second: Bit  # a thread's second row
+    warps: list[Bit]
+    rest: list[Bit]
+
+    def ordered(self) -> list[Bit]:
+        """Lowest first."""
+        return [*self.lanes, self.second, *self.warps, *self.rest]
+
+
+def _choose_rows(preferred: list[Bit], vector: int, second: Bit | None, kept: Sequence[Bit], num_warps: int) -> _Rows:
+    """Assign the bits that a step does not multiply.
+
+    Args:
+        preferred: best lane bits first: those that run fastest in memory, where it matters.
+        vector: how many of the very first stay within a thread, if there are bits enough.
+        second: bit for the second row, if there is a wish.
+        kept: the previous step's warp bits.
+        num_warps: of the program.
+    """
+    free = [b for b in preferred if b != second]
+    vector = max(0, min(vector, len(free) - 3 - _digits(num_warps)))
+    lanes = free[vector : vector + 3]
+    others = free[vector + 3 :]
+    candidates = [b for b in kept if b in others]
+    # Slices first: they are never multiplied, so that data stays within its warp.
+    candidates += [b for b in reversed(others) if b.mode == SLICE and b not in candidates]
+    candidates += [b for b in reversed(others) if b not in candidates]
+    warps = candidates[: _digits(num_warps)]
+    rest = [*free[:vector], *(b for b in others if b not in warps)]
+    if second is None:
+        second = rest.pop(0)
+    return _Rows(lanes, second, warps, rest)
+
+
+def fragments(steps: Sequence[Step], block_s: int, num_warps: int, itemsize: int, slices_run: tuple[bool, bool]) -> Fragments:
+    """Assign a tile's bits through a chain.
+
+    Args:
+        steps: of the launch, first factors first; they run from the last.
+        block_s: slices of a tile, a power of two.
+        num_warps: 4, 8 or 16.
+        itemsize: bytes of an element of x and y.
+        slices_run: whether neighbouring slices, not neighbouring modes, are consecutive in x and in y.
+    """
+    x_runs, y_runs = slices_run
+    last = len(steps) - 1
+    state = _bits(steps, last + 1, block_s)
+    loaded, stored = list(state), _bits(steps, 0, block_s)
+    done: list[FragmentStep] = []
+    chosen: list[_Rows] = []
+    loads: list[TileLayout] = []
+    for m in reversed(range(len(steps))):
+        step = steps[m]
+        p_pad, q_pad = fragment_pad(step.p), fragment_pad(step.q)
+        slices = [b for b in reversed(state) if b.mode == SLICE]
+        slices.sort()
+        modes = sorted((b for b in state if b.mode not in (SLICE, m)), key=lambda b: (-b.mode, b.digit))
+        runs = y_runs if m == 0 else x_runs if m == last else False
+        preferred = slices + modes if runs else modes + slices
+        columns = [Bit(m, i) for i in range(_digits(p_pad))]
+        vector = 0
+        if m == last and not x_runs:
+            # A thread's elements of one row are consecutive in memory, as many as a 16-byte load takes.
+            wide = min(_digits(16 // itemsize), len(columns) - 2)
+            columns = columns[wide : wide + 2] + columns[:wide] + columns[wide + 2 :]
+        if runs and (x_runs or m != last):
+            vector = max(0, min(_digits(16 // itemsize), len(slices) - 3))
+        elif runs:
+            # One step alone: lanes that take consecutive slices serve its loads, which must not jump rows, as well.
+            vector = _digits(4 // itemsize)
+        second = None
+        if chosen and chosen[-1].second in columns:
+            # What the last accumulator held in one register quad is one quad of this operand.
+            columns.remove(chosen[-1].second)
+            columns.insert(2, chosen[-1].second)
+            second = Bit(m + 1, 0)
+        elif m > 0:
+            second = Bit(m - 1, _digits(fragment_pad(steps[m - 1].p)) - 1)
+        rows = _choose_rows(preferred, vector, second, chosen[-1].warps if chosen else (), num_warps)
+        chosen.append(rows)
+        order = [*reversed(rows.ordered()), *reversed(columns)]
+        done.append(
+            FragmentStep(
+                tuple(state.index(b) for b in order),
+                1 << len(rows.ordered()),
+                step.start - steps[0].start,
+                step.stop - steps[0].start,
+                step.p,
+                step.q,
+                p_pad,
+                q_pad,
+                tuple(b.digit for b in columns),
+            )
+        )
+        if not loads:
+            loads.append(_layout(loaded, [*columns[:2], *rows.lanes], rows.warps, block_s, x_runs))
+        state = [*reversed(rows.ordered()), *(Bit(m, i) for i in reversed(range(_digits(q_pad))))]
+    store = _layout(stored, [Bit(0, 1), Bit(0, 2), *chosen[-1].lanes], chosen[-1].warps, block_s, y_runs)
+    return Fragments(tuple(done), loads[0], store, tuple(state.index(b) for b in stored))
+
+
+@dataclass(frozen=True)
+class FragmentConfig:
+    """A chain in registers on tiles of block_s whole slices."""
+
+    block_s: int
+    num_warps: int
+    programs_per_sm: int  # each taking many tiles, which pays where staging a factor costs as much as a tile; 0: a program for each tile
+    max_registers: int  # of a thread; 0: no limit of ours
+    warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
+
+
+def fits_fragments(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
+    """Whether the kernel can take a chain on tiles of block_s slices: the single statement of what it can.
+
+    Args:
+        steps: of the launch, first factors first.
+        block_s: a power of two.
+        num_warps: of a program.
+        warpgroup: as in `FragmentConfig`.
+    """
+    pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
+    if not warpgroup and any((s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)):
+        return False  # nor room for the masks of padding
+    widest = WARP_WIDTH if not warpgroup else SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH
+    if len(steps) > MOST_STEPS or max(map(max, pads)) > widest or num_warps not in (4, 8, 16):
+        return False
+    shortest, most = _extent(pads)
+    return block_s * shortest >= WARP_ROWS * num_warps and block_s * most <= THREAD_ELEMENTS * 32 * num_warps
+
+
+def _extent(pads: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(rows of the shortest left operand, most elements) that one slice comes to on its way through a chain."""
+    width = most = shortest = math.prod(p for p, _ in pads)
+    for p, q in reversed(pads):
+        shortest = min(shortest, width // p)
+        width = width // p * q
+        most = max(most, width)
+    return shortest, most
+
+
+def run_sectors(before: int, after: int) -> int:
+    """Sectors that a tile's run of slices is to fill, given what lies before and after its modes; 0: slices are whole rows.
+
+    Where something comes after, x is read in such runs as well, and two sectors each are faster.
+    """
+    return 2 if after != 1 else 1 if before != 1 else 0
+
+
+def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slices: int) -> FragmentConfig | None:
+    """The tile for a chain, or None where the kernel cannot take one.
+
+    Args:
+        steps: of the launch, first factors first.
+        itemsize: bytes of an element of x and y: 2 or 4.
+        sectors: see `run_sectors`; tiles of eight warps at most are made for the second.
+        num_slices: slices there are in all.
+    """
+    pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
+    if max(map(max, pads)) == SINGLE_WIDTH:
+        return FragmentConfig(128, 8, 1, 0) if fits_fragments(steps, 128, 8) else None
+    shortest, most = _extent(pads)
+    run = max(1, min(sectors, 1) * SECTOR_BYTES // itemsize, min(sectors * SECTOR_BYTES // itemsize, 2 * TILE // most))
+    block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
+    num_warps = 4 * max(1, block_s * most // TILE)
+    if WIDEST_TILE < block_s * most <= WARP_TILE and fits_fragments(steps, block_s, 16, False):
+        # In runs of single sectors on both sides, where slices are consecutive in x too, two launches are faster.
+        return FragmentConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
+    if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
+        return None
+    staged = 2 * sum(p * q for p, q in pads)
+    loops = sectors == 0 and len(steps) > 1 and staged > block_s * most // 2
+    return FragmentConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
+
+
+def fragment_cost(steps: Sequence[Step], config: FragmentConfig, num_slices: int) -> float:
+    """Modelled time of a launch, as a multiple of its traffic's (fitted to an H100)."""
+    if not config.warpgroup:
+        return (0.75 + 0.15 * len(steps)) * max(1.0, BUSY * config.block_s / num_slices)
+    share = 1.02 + 0.02 * len(steps)
+    padding = math.prod(fragment_pad(s.p) * fragment_pad(s.q) for s in steps) / math.prod(s.p * s.q for s in steps)
+    share += PADDING * (math.sqrt(min(padding, 4.0)) - 1)
+    if config.num_warps > 4:
+        share += 0.15 if config.num_warps == 8 else 0.65
+    widest = max(max(s.p, s.q) for s in steps)
+    if widest > 32:
+        share += 0.05 if widest <= 64 else 0.3
+    return share

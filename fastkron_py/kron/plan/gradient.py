@@ -1,0 +1,222 @@
+"""Plans and launch configurations of the backward pass, in closed form: plain Python, no timing.
+
+The factors are cut into *groups* of neighbours. A group's kernel reads the group's input and the incoming gradient
+once and gives all of the group's factor gradients and the next group's gradient; only between groups is anything
+stored. A group is one *step* (its factors multiplied out) or a chain of two, or one factor too wide for a fused kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from fastkron_py.kron.plan.steps import DOT_SIDE, padded
+from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+
+# Widest step of a fused kernel, and of a chain: beyond it the sums, operands and factors do not fit into registers.
+STEP_WIDTH: Final = 64
+CHAIN_WIDTH: Final = 32
+# Padded elements of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
+# for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
+TILE: Final = 2048
+LARGEST_TILE: Final = 4096
+# A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
+PART_ELEMENTS: Final = 1024
+PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of an element
+
+
+@dataclass(frozen=True)
+class Group:
+    """Factors start to stop: factors before split are step A, the others step B; without step A, split is start."""
+
+    start: int
+    split: int
+    stop: int
+    fused: bool = True
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each step."""
+        return ((self.start, self.split), (self.split, self.stop)) if self.split > self.start else ((self.start, self.stop),)
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """A fused kernel: block_s slices a tile, and in how many parts each step's gradient is summed."""
+
+    block_s: int
+    parts: tuple[int, int]
+    programs: int  # of each batch of factors; every one leaves partial sums
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """A factor gradient: [block_p, block_q] tiles, summed over splits of the slices."""
+
+    block_s: int
+    block_p: int
+    block_q: int
+    splits: int
+    slices_per_split: int
+    num_warps: int
+    num_stages: int
+
+
+def _pads(shapes: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """Padded (P, Q) of neighbours multiplied out; (1, 1) of none."""
+    if start == stop:
+        return 1, 1
+    return padded(math.prod(p for p, _ in shapes[start:stop])), padded(math.prod(q for _, q in shapes[start:stop]))
+
+
+def tile_width(group: Group, shapes: Sequence[tuple[int, int]]) -> int:
+    """Padded elements of a slice, of u, g or what lies between, whichever is most."""
+    (pa, qa), (pb, qb) = _pads(shapes, group.start, group.split), _pads(shapes, group.split, group.stop)
+    return max(pa, qa) * max(pb, qb)
+
+
+def is_fused(group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool) -> bool:
+    """Whether one kernel can do a group: the single statement of what may be fused in the backward pass.
+
+    Args:
+        group: its factors.
+        shapes: (P, Q) of all factors.
+        itemsize: bytes of an element.
+        last: nothing comes after the group's modes, so that a slice is one run of memory.
+    """
+    chain = group.split > group.start
+    if any(max(_pads(shapes, *step)) > (CHAIN_WIDTH if chain else STEP_WIDTH) for step in group.steps):
+        return False
+    run = 1 if last else SECTOR_BYTES // itemsize
+    return not chain or tile_width(group, shapes) * run <= LARGEST_TILE // max(1, itemsize // 4)
+
+
+def _whole_run(after: int) -> int:
+    """The largest power of two that divides after: tiles of that many slices are runs of memory."""
+    return after & -after
+
+
+def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, itemsize: int, overhead: float) -> float:
+    """Modelled time of a group, in units of moving one element once: its traffic, and work on chip that hides badly.
+
+    Computing the group's input u again, which is a multiply, is counted with it.
+    """
+    mine = shapes[group.start : group.stop]
+    u, g = outside * math.prod(p for p, _ in mine), outside * math.prod(q for _, q in mine)
+    if not group.fused:
+        return 2.2 * (u + g) + 2 * u + 2 * overhead
+    held = outside * tile_width(group, shapes)
+    run = _whole_run(after) * itemsize
+    scattered = 1.0 if after == 1 or run >= 4 * SECTOR_BYTES else 1.15 if run >= SECTOR_BYTES else 1.6
+    return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * held + 2 * u + overhead
+
+
+def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool) -> list[Group]:
+    # A split right after a 1 x 1 is one before it again; there may be dozens of those.
+    groups = [Group(start, split, stop) for split in range(start, stop) if split == start or shapes[split - 1] != (1, 1)]
+    fused = [group for group in groups if is_fused(group, shapes, itemsize, last)]
+    return fused if fused or stop - start > 1 else [Group(start, start, stop, fused=False)]
+
+
+@lru_cache(maxsize=4096)
+def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int, columns: int) -> tuple[Group, ...]:
+    """Cut factors into groups, first factors first, by dynamic programming for the least modelled time.
+
+    Args:
+        shapes: (P, Q) of the factors (all positive).
+        itemsize: bytes of an element.
+        rows: number of products that share the factors (rows of x times batches).
+        columns: what comes after the last factor's mode; above 1 no slice is one run of memory.
+    """
+    count = len(shapes)
+    overhead = 12e6 / itemsize / max(1, rows * columns)  # a launch costs about as much as moving 12 MB
+    best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]
+    for stop in range(1, count + 1):
+        found = []
+        for start in range(stop - 1, -1, -1):
+            groups = _candidates(start, stop, shapes, itemsize, stop == count and columns == 1)
+            if not groups and math.prod(p * q for p, q in shapes[start:stop]) > LARGEST_TILE**2:
+                break  # longer segments only have wider tiles
+            after = math.prod(q for _, q in shapes[stop:])
+            outside = float(math.prod(p for p, _ in shapes[:start]) * after)
+            costs = [_cost(g, shapes, outside, after * columns, itemsize, overhead) for g in groups]
+            found += [(best[start][0] + c, (*best[start][1], g)) for c, g in zip(costs, groups, strict=True)]
+        best.append(min(found, key=lambda c: (c[0], len(c[1]))))
+    return best[count][1]
+
+
+def fused_configs(
+    group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, num_slices: int, after: int, groups: int, multiprocessors: int
+) -> tuple[FusedConfig, ...]:
+    """Tiles of a fused kernel, the preferred one first, then what a device with less shared memory may take.
+
+    The number of programs depends on the problem and the device alone, so results repeat bit for bit.
+
+    Args:
+        group: its factors; `is_fused` holds.
+        shapes: (P, Q) of all factors.
+        itemsize: bytes of an element.
+        num_slices: slices of each batch of factors.
+        after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
+        groups: number of batches of factors.
+        multiprocessors: of the device.
+    """
+    chain = group.split > group.start
+    a, b = _pads(shapes, group.start, group.split), _pads(shapes, group.split, group.stop)
+    # A product along one mode has a row for each slice and each index of the other mode.
+    rows_a, rows_b = min(b), min(a)
+    least = DOT_SIDE // min(rows_b, rows_a if chain else rows_b, DOT_SIDE)
+    tile, width = TILE // max(1, itemsize // 4), tile_width(group, shapes)
+    block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
+    sector, run = SECTOR_BYTES // itemsize, _whole_run(after)
+    if after > 1 and run >= sector:
+        block_s = max(least, min(max(block_s, sector), run))
+    while block_s > least and math.ceil(num_slices / block_s) * groups < multiprocessors:
+        block_s //= 2  # small problems: a program for every multiprocessor
+    warps = 8 if block_s * width > tile else 4
+    tiles = math.ceil(num_slices / block_s)
+    most = max(1, math.ceil(multiprocessors * PROGRAMS_PER_SM[itemsize] / groups))
+    programs = math.ceil(tiles / math.ceil(tiles / most))
+
+    def config(block_s: int, num_warps: int, num_stages: int) -> FusedConfig:
+        def parts(sides: tuple[int, int], rows: int) -> int:
+            return 1 if sides[0] * sides[1] > PART_ELEMENTS else max(1, min(num_warps, block_s * rows // DOT_SIDE))
+
+        return FusedConfig(block_s, (parts(a, rows_a), parts(b, rows_b)), programs, num_warps, num_stages)
+
+    return (config(block_s, warps, 2), config(block_s, warps, 1), config(max(least, block_s // 2), 4, 1), config(least, 4, 1))
+
+
+def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, multiprocessors: int) -> GradientConfig:
+    """Tiles and splits of a factor gradient.
+
+    Splits depend on the problem and the device alone, so results repeat bit for bit.
+
+    Args:
+        p: rows of the factor.
+        q: its columns.
+        itemsize: bytes of an element.
+        num_slices: slices that are summed.
+        groups: number of batches of factors.
+        multiprocessors: of the device.
+    """
+    large = itemsize < 8
+    block_p, block_q = _gradient_block(p, large), _gradient_block(q, large)
+    wide = block_p * block_q > STEP_WIDTH * STEP_WIDTH
+    block_s = max(DOT_SIDE, min(32 if wide or itemsize == 8 else 64, next_power_of_two(num_slices)))
+    tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
+    blocks = math.ceil(num_slices / block_s)
+    splits = max(1, min(math.ceil(multiprocessors * (1 if wide else 4) / tiles), blocks))
+    per_split = math.ceil(blocks / splits) * block_s
+    splits = math.ceil(num_slices / per_split)
+    return GradientConfig(block_s, block_p, block_q, splits, per_split, 8 if wide else 4, 2 if wide else 3)
+
+
+def _gradient_block(size: int, large: bool) -> int:
+    """Rows of a gradient's tile: 128 read each operand less often than 64, where they fit without much padding."""
+    return 2 * STEP_WIDTH if large and math.ceil(size / STEP_WIDTH) % 2 == 0 else min(padded(size), STEP_WIDTH)

@@ -1,0 +1,265 @@
+"""Plans of a Kronecker multiply: which neighbouring factors are multiplied out, which steps share a launch.
+
+A *step* multiplies one mode, of one factor or of several neighbours multiplied out (their product is a
+Kronecker product again). A *launch* runs one step or a chain of them over a tile that stays on chip.
+Everything here is closed-form: no timing, no device, no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, fragment_config, fragment_cost, run_sectors
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.runtime.sizes import SECTOR_BYTES
+
+# Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
+MERGE_WIDTH: Final = 64
+# Steps wider than this loop over blocks of the factor and are not chained.
+CHAIN_WIDTH: Final = 64
+CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
+# Elements of a chained tile, by bytes of an element; a chain holds a tile in registers and once in shared memory.
+CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Steps that share one kernel launch, first factors first; one step, or a chain."""
+
+    steps: tuple[Step, ...]
+    fragment: bool = False  # by the Hopper kernel, whose tile stays in registers
+
+    @property
+    def start(self) -> int:
+        """First factor."""
+        return self.steps[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last factor."""
+        return self.steps[-1].stop
+
+    @property
+    def p(self) -> int:
+        """Rows of the launch's product."""
+        return math.prod(s.p for s in self.steps)
+
+    @property
+    def q(self) -> int:
+        """Columns of the launch's product."""
+        return math.prod(s.q for s in self.steps)
+
+    def shifted(self, offset: int) -> Launch:
+        """The same launch with offset added to its factors' numbers."""
+        return replace(self, steps=tuple(replace(s, start=s.start + offset, stop=s.stop + offset) for s in self.steps))
+
+    @property
+    def tile_width(self) -> int:
+        """Widest the padded slice gets while the chain runs (last step first)."""
+        width = math.prod(s.p_pad for s in self.steps)
+        widest = width
+        for s in reversed(self.steps):
+            width = width // s.p_pad * s.q_pad
+            widest = max(widest, width)
+        return widest
+
+
+def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int) -> tuple[Step, ...]:
+    """Multiply neighbours out, from the last, as long as they stay within this width."""
+    steps: list[Step] = []
+    end = stop
+    while end > start:
+        begin = end - 1
+        p, q = ps[begin], qs[begin]
+        while begin > start and p * ps[begin - 1] <= width and q * qs[begin - 1] <= width:
+            begin -= 1
+            p, q = p * ps[begin], q * qs[begin]
+        steps.append(Step(begin, end, p, q))
+        end = begin
+    return tuple(reversed(steps))
+
+
+def _balanced(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, count: int) -> tuple[Step, ...]:
+    """Multiply neighbours out to count steps of about the same width."""
+    weights = [math.log2(max(2, p, q)) for p, q in zip(ps[start:stop], qs[start:stop], strict=True)]
+    total, done, ends = sum(weights), 0.0, [start]
+    for i, weight in enumerate(weights[:-1]):
+        done += weight
+        # The cut that comes nearest to the next share; every later step needs a factor too.
+        due = done + weights[i + 1] / 2 > total * len(ends) / count or stop - start - 1 - i == count - len(ends)
+        if due and len(ends) < count:
+            ends.append(start + i + 1)
+    cuts = zip(ends, [*ends[1:], stop], strict=True)
+    return tuple(Step(first, last, math.prod(ps[first:last]), math.prod(qs[first:last])) for first, last in cuts)
+
+
+def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
+    """Whether a chain's tile fits on chip: the single statement of what may be fused.
+
+    Args:
+        launch: the steps.
+        itemsize: bytes of an element.
+        last: nothing comes after the launch's modes, so that a slice is one run of memory.
+    """
+    if len(launch.steps) > CHAIN_STEPS or any(max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+        return False
+    run = 1 if last else max(1, SECTOR_BYTES // itemsize)
+    return launch.tile_width * run <= CHAIN_TILE[itemsize]
+
+
+def _cost(launch: Launch, elements: tuple[float, float]) -> float:
+    """Modelled time of a launch, in units of moving one element once (fitted to an H100).
+
+    A single step costs a tenth more than its traffic, and two to three times as much beyond a width of 64. In a
+    chain nothing hides the products, whose time grows
+    with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to keep two tiles on
+    a multiprocessor.
+    """
+    moved = sum(elements)
+    if len(launch.steps) == 1:
+        return (1.1 if launch.tile_width <= CHAIN_WIDTH else 2.6) * moved
+    on_chip = 0.0
+    slices = elements[0] / launch.p
+    width = math.prod(s.p_pad for s in launch.steps)
+    for s in reversed(launch.steps):
+        on_chip += slices * width * (s.p_pad * s.q_pad / 1450 + (1.3 if launch.tile_width > 1024 else 0.0))
+        width = width // s.p_pad * s.q_pad
+    return moved + on_chip
+
+
+# How much longer a fragment launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
+# less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
+CROSSING: Final = 0.9
+SINGLE_SECTORS: Final = 1.3
+# Widths up to which the fragment kernel's neighbours are multiplied out; each gives a candidate.
+FRAGMENT_MERGES: Final = (16, 64)
+
+
+def _fragment_steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
+    """Ways to make steps of factors start to stop that are worth a look."""
+    merged = [_merge(ps, qs, start, stop, width) for width in FRAGMENT_MERGES]
+    return merged + [_balanced(ps, qs, start, stop, count) for count in range(1, 1 + min(MOST_STEPS, stop - start))]
+
+
+class Setting(NamedTuple):
+    """What a plan depends on besides the factors."""
+
+    itemsize: int  # bytes of an element
+    rows: int  # products that share the factors: rows of x times batches, times the modes before
+    columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
+    fragments: bool = False  # the fragment kernel may be used
+    before: int = 1  # product of the modes that stand before the factors'
+
+
+def _candidates(
+    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, setting: Setting, widths: Sequence[int]
+) -> list[tuple[float, Launch]]:
+    """Launches that multiply factors start to stop, each with its modelled cost per row and column but for the launch itself."""
+    itemsize = setting.itemsize
+    last = stop == len(ps) and setting.columns == 1
+    # Sizes around this segment as if everything later were done and everything earlier were not.
+    outside = math.prod(ps[:start]) * math.prod(qs[stop:])
+    found = []
+    for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
+        if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
+            found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
+    if setting.fragments:
+        # As if launches turned their modes, so that only columns come after them.
+        sectors = run_sectors(1 if last and start == 0 and setting.before == 1 else 2, setting.columns)
+        for launch in dict.fromkeys(Launch(steps, True) for steps in _fragment_steps(ps, qs, start, stop)):
+            num_slices = max(1, setting.rows * setting.columns * outside)
+            config = fragment_config(launch.steps, itemsize, sectors, num_slices)
+            if config is not None:
+                # Tiles that cross the runs of what comes after have an address for each element.
+                cost = fragment_cost(launch.steps, config, num_slices)
+                if setting.columns > 1:
+                    run = math.gcd(setting.columns * math.prod(qs[stop:]), config.block_s)
+                    if run < config.block_s:
+                        cost *= 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * itemsize)) ** 2)
+                    elif run * itemsize <= SECTOR_BYTES:
+                        cost *= SINGLE_SECTORS
+                found.append((outside * (launch.p + launch.q) * cost, launch))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def plan(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tuple[Launch, ...]:
+    """Split factors into launches, in the order in which they run: the first of `plans`.
+
+    Args:
+        ps: rows of the factors (all positive).
+        qs: columns of the factors.
+        setting: what surrounds them.
+    """
+    return plans(ps, qs, setting)[0][1]
+
+
+def plans(
+    ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting, keep: int = 1, widths: Sequence[int] = (MERGE_WIDTH,)
+) -> list[tuple[float, tuple[Launch, ...]]]:
+    """The plans of least modelled time, the best first, each with that time (see `_cost` for its unit).
+
+    Dynamic programming over segments of neighbours; then shrinking launches run first, since modes are multiplied in
+    place and any order is right.
+
+    Args:
+        ps: as in `plan`.
+        qs: as in `plan`.
+        setting: as in `plan`.
+        keep: how many plans, for every prefix of the factors too.
+        widths: up to which neighbours may be multiplied out, outside of the fragment kernel.
+    """
+    count = len(ps)
+    # One launch costs about as much as moving 12 MB.
+    overhead = 12e6 / setting.itemsize / max(1, setting.rows * setting.columns)
+    widest = max(CHAIN_TILE[setting.itemsize], WARP_TILE if setting.fragments else 0)
+    best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
+    for stop in range(1, count + 1):
+        found = []
+        for start in range(stop - 1, -1, -1):
+            legal = _candidates(ps, qs, start, stop, setting, widths)
+            if not legal and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
+                break  # wider than any tile, on one side at least, and longer segments only more so
+            for cost, launch in legal:
+                found += [(earlier + cost + overhead, (*launches, launch)) for earlier, launches in best[start]]
+        best.append(sorted(found, key=lambda c: (c[0], len(c[1])))[:keep])
+    return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best[count]]
+
+
+class InBlocks(NamedTuple):
+    """Whether a product reads its operand in blocks of columns that lie apart, and whether it writes its result so."""
+
+    reads: bool
+    writes: bool
+
+
+IN_WHOLE: Final = InBlocks(False, False)
+
+
+class Place(NamedTuple):
+    """What lies around a launch's modes when it runs: elements before them and after them."""
+
+    before: int
+    after: int
+
+
+def turns(launches: Sequence[Launch], count: int, columns: int) -> bool:
+    """Whether launches turn their modes to the front: if they run through all of count factors from the last to the first."""
+    for launch in launches:
+        if launch.stop != count:
+            return False
+        count = launch.start
+    return count == 0 and columns == 1
+
+
+def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, turned: bool) -> Iterator[Place]:
+    """The place of each launch, in the order in which they run, from the current width of every mode."""
+    widths = list(sizes)
+    for launch in launches:
+        before, after = math.prod(widths[: launch.start]), math.prod(widths[launch.stop :]) * columns
+        yield Place(before * after, 1) if turned else Place(before, after)
+        widths[launch.start : launch.stop] = [launch.q] + [1] * (launch.stop - launch.start - 1)

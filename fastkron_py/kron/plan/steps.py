@@ -1,0 +1,36 @@
+"""A step of a Kronecker multiply: one mode, and the sides that it is held in on chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fastkron_py.runtime.sizes import next_power_of_two
+
+# The smallest side of a tensor-core product in Triton.
+DOT_SIDE: Final = 16
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least `DOT_SIDE`."""
+    return max(DOT_SIDE, next_power_of_two(size))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One mode: factors start to stop multiplied out, P x Q in all, held in P_pad x Q_pad."""
+
+    start: int
+    stop: int
+    p: int
+    q: int
+
+    @property
+    def p_pad(self) -> int:
+        """P as held on chip: a power of two that a dot takes."""
+        return padded(self.p)
+
+    @property
+    def q_pad(self) -> int:
+        """Q as held on chip."""
+        return padded(self.q)

@@ -1,0 +1,359 @@
+"""Kronecker multiplies with torch's own operations: CPUs, complex numbers and other devices.
+
+Each factor multiplies its own mode in place, ``[A, P, C] -> [A, Q, C]``, as one batched matrix
+product, so the large operand is never transposed. Rows are taken in chunks that stay in cache while
+every factor passes over them, and neighbouring factors too small for a matrix product to be fast are
+multiplied out first (`plan`). docs/cpu.md explains the choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.chunks import Chunk, chunks
+from fastkron_py.kron.plan.torch_plan import VECTOR, Step, plan
+
+SMALL_ELEMENTS = 1 << 15  # of operand and result: below this the calls cost more than the work, so the fewest are made
+BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
+HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF_DTYPES else dtype
+
+
+def _sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """For sums over chunks, of which there may be thousands; not every device has it."""
+    if device.type not in ("cpu", "cuda"):
+        return dtype
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _kron(factors: Sequence[Tensor]) -> Tensor:
+    """Kronecker product of ``[B, P_i, Q_i]``."""
+    product = factors[0]
+    for f in factors[1:]:
+        groups, p, q = product.shape
+        r, s = f.shape[1:]
+        pairs = product.reshape(groups, p, 1, q, 1) * f.reshape(groups, 1, r, 1, s)
+        product = pairs.reshape(groups, p * r, q * s)
+    return product
+
+
+def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dtype) -> list[Tensor]:
+    """The matrix of each step, ``[B, P, Q]``."""
+    return [_kron([f.to(dtype) for f in factors[s.first : s.last]]).contiguous() for s in steps]
+
+
+def _plan_for(x: Tensor, factors: Sequence[Tensor]) -> tuple[Step, ...]:
+    rows, columns = x.shape[1], x.shape[3]
+    if _is_narrow(x):
+        rows, columns = rows * columns, 1
+    rows = 1 << (rows - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
+    return plan(tuple((f.shape[1], f.shape[2]) for f in factors), rows, columns)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    """Whether there are columns, but too few for fast products: then each chunk turns them into rows."""
+    return 1 < x.shape[3] < VECTOR
+
+
+def _rows_first(t: Tensor) -> Tensor:
+    """A chunk ``[G, L, K, R]`` of a narrow problem as ``[G, L * R, K, 1]``, copied."""
+    groups, rows, k, columns = t.shape
+    return t.transpose(2, 3).reshape(groups, rows * columns, k, 1)
+
+
+class Finish(NamedTuple):
+    """What the last product of a multiply applies: ``alpha * product + beta * z``."""
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    z: Tensor | None = None
+
+    def rows(self, start: int, stop: int, like: Tensor) -> Finish:
+        """The part for rows start to stop of z as a matrix with as many columns as ``like``."""
+        return self if self.z is None else self._replace(z=self.z.reshape(-1, like.shape[-1])[start:stop])
+
+
+PLAIN: Final = Finish()
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
+    """``[A, I, J] @ [A, J, K]`` into a contiguous ``out``."""
+    if finish.z is not None:
+        torch.baddbmm(finish.z.reshape(out.shape), a, b, beta=finish.beta, alpha=finish.alpha, out=out)
+    elif finish.alpha != 1:
+        torch.baddbmm(out, a, b, beta=0, alpha=finish.alpha, out=out)
+    else:
+        torch.bmm(a, b, out=out)
+
+
+def _tall_product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
+    """``[A, J] @ [J, K]`` with many rows, which one matrix product would not spread well over threads."""
+    length, inner = a.shape
+    width = b.shape[-1]
+    whole = length // BLOCK_ROWS * BLOCK_ROWS
+    if whole:
+        shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
+        blocks = b.expand(shape[0], inner, width)
+        _product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), finish.rows(0, whole, out))
+    if whole < length:
+        _product(a[None, whole:], b[None], out[None, whole:], finish.rows(whole, length, out))
+
+
+def _ready(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[A, I, J]``, copied where its dtype or strides would make torch copy it item by item."""
+    if t.dtype == dtype and not t.is_conj():
+        row, column = t.stride()[1:]
+        height, width = t.shape[1:]
+        if (column == 1 and (height == 1 or row >= width)) or (row == 1 and (width == 1 or column >= height)):
+            return t
+    return t.to(dtype).resolve_conj().contiguous()
+
+
+def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, finish: Finish = PLAIN) -> None:
+    """One step on a chunk.
+
+    Args:
+        source: ``[G, L, before * P * after, R]``, any strides and dtype.
+        matrix: ``[G or 1, P, Q]``.
+        step: its place.
+        out: ``[G, L, before * Q * after, R]``, contiguous.
+        finish: applied to the result.
+    """
+    groups, rows, _, columns = source.shape
+    count, tail = rows * step.before, step.after * columns
+    shared = matrix.shape[0] == 1
+    p, q = matrix.shape[1:]
+    if tail == 1 and shared:
+        a = _ready(source.reshape(1, groups * count, p), matrix.dtype)
+        _tall_product(a[0], matrix[0], out.view(-1, q), finish)
+    elif tail == 1:
+        _product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), finish)
+    else:
+        a = _ready(source.reshape(groups * count, p, tail), matrix.dtype)
+        left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
+        _product(left, a, out.view(groups * count, q, tail), finish)
+
+
+def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """``alpha * x (F1 (x) ... (x) FN) + beta * z``.
+
+    Args:
+        x: ``[B, L, K, R]``.
+        factors: ``[B, P_i, Q_i]``, any strides.
+        z: ``[B, L, N, R]`` or None.
+        alpha: scales the product.
+        beta: scales z.
+
+    Returns:
+        ``[B, L, N, R]``, contiguous.
+    """
+    with torch.no_grad():
+        n = math.prod([f.shape[2] for f in factors])
+        if x.numel() <= SMALL_ELEMENTS and x.numel() // x.shape[2] * n <= SMALL_ELEMENTS and x.dtype not in HALF_DTYPES:
+            return _multiply_small(x, factors, z, alpha, beta)
+        steps = _plan_for(x, factors)
+        dtype = _accumulation_dtype(x.dtype)
+        matrices = _matrices(factors, steps, dtype)
+        y = x.new_empty(x.shape[0], x.shape[1], n, x.shape[3])
+        scratch = Scratch(x, dtype)
+        for chunk in chunks(x, steps, dtype):
+            source, target, part = chunk.of(x), chunk.of(y), None if z is None else chunk.of(z).to(dtype)
+            if _is_narrow(x):
+                source, target, part = _rows_first(source), target.transpose(2, 3), None if part is None else _rows_first(part)
+            _run(source, [_select(m, chunk) for m in matrices], steps, target, scratch, Finish(alpha, beta, part))
+        return y
+
+
+def _multiply_small(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """`multiply` in as few calls into torch as there can be: one product for each factor, from the last."""
+    groups, length, width, columns = x.shape
+    y, before, after = x, width, columns
+    for f in reversed(factors):
+        p, q = f.shape[1:]
+        before //= p
+        last = after == 1
+        y = y.reshape(groups, length * before, p) @ f if last else f.mT.unsqueeze(1) @ y.reshape(groups, length * before, p, after)
+        after *= q
+    y = y.reshape(groups, length, after // columns, columns)
+    if alpha != 1:
+        y = y * alpha
+    return y if z is None else y.add_(z, alpha=beta)
+
+
+class Scratch:
+    """Two buffers that the steps of a chunk alternate between, kept from chunk to chunk."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._buffers = [like.new_empty(0, dtype=dtype) for _ in range(2)]
+
+    def take(self, index: int, shape: tuple[int, ...]) -> Tensor:
+        """Buffer index % 2 as a contiguous tensor; its content is not kept."""
+        count = math.prod(shape)
+        if self._buffers[index % 2].numel() < count:
+            self._buffers[index % 2] = self._buffers[index % 2].new_empty(count)
+        return self._buffers[index % 2][:count].view(shape)
+
+
+def _select(matrix: Tensor, chunk: Chunk) -> Tensor:
+    return matrix if matrix.shape[0] == 1 else matrix[chunk.groups]
+
+
+def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, finish: Finish) -> None:
+    """All steps on one chunk, the last straight into y where its dtype and strides allow it.
+
+    Args:
+        source: ``[G, L, K, R]``.
+        matrices: ``[G or 1, P, Q]`` of each step.
+        steps: their places.
+        y: ``[G, L, N, R]``, or as many elements in the same order.
+        scratch: for intermediates.
+        finish: applied to the result.
+    """
+    direct = False
+    for i, (matrix, step) in enumerate(zip(matrices, steps, strict=True)):
+        shape = (*source.shape[:2], step.size_out, source.shape[3])
+        final = i == len(steps) - 1
+        direct = final and y.dtype == matrix.dtype and y.is_contiguous()
+        out = y.view(shape) if direct else scratch.take(i, shape)
+        _apply(source, matrix, step, out, finish if final else PLAIN)
+        source = out
+    if not direct:
+        y.copy_(source.view(y.shape))
+
+
+def backward(
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], alpha: float, need_x: bool, need_factors: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of ``alpha * x (F1 (x) ... (x) FN)``, without conjugation.
+
+    Chunk by chunk: the intermediates of a chunk are computed again, and the gradients of the steps' matrices
+    summed over chunks, so that the memory does not grow with x.
+
+    Args:
+        dy: ``[B, L, N, R]``.
+        x: ``[B, L, K, R]``.
+        factors: ``[B, P_i, Q_i]``.
+        alpha: scales the product.
+        need_x: whether dx is wanted.
+        need_factors: which factor gradients are wanted.
+
+    Returns:
+        dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
+    """
+    with torch.no_grad():
+        steps = _plan_for(x, factors)
+        dtype = _accumulation_dtype(x.dtype)
+        matrices = _matrices(factors, steps, dtype)
+        wide = _sum_dtype(dtype, x.device)
+        needed = [any(need_factors[s.first : s.last]) for s in steps]
+        sums = [torch.zeros_like(m, dtype=wide) if need else None for m, need in zip(matrices, needed, strict=True)]
+        dx = x.new_empty(x.shape) if need_x else None
+        scratch = Scratch(x, dtype)
+        for chunk in chunks(x, steps, dtype):
+            parts = [_select(m, chunk) for m in matrices]
+            part_sums = [None if s is None else _select(s, chunk) for s in sums]
+            part_dy, part_x, part_dx = chunk.of(dy), chunk.of(x), None if dx is None else chunk.of(dx)
+            if _is_narrow(x):
+                part_dy, part_x, part_dx = _rows_first(part_dy), _rows_first(part_x), None if part_dx is None else part_dx.transpose(2, 3)
+            _run_backward(part_dy, part_x, parts, steps, part_sums, part_dx, alpha, scratch)
+        gradients: list[Tensor | None] = [None] * len(factors)
+        for total, step in zip(sums, steps, strict=True):
+            if total is not None:
+                run = slice(step.first, step.last)
+                gradients[run] = _split(total * alpha if alpha != 1 else total, factors[run], need_factors[run])
+        return dx, gradients
+
+
+def _run_backward(
+    dy: Tensor,
+    x: Tensor,
+    matrices: Sequence[Tensor],
+    steps: Sequence[Step],
+    sums: Sequence[Tensor | None],
+    dx: Tensor | None,
+    alpha: float,
+    scratch: Scratch,
+) -> None:
+    """Add one chunk's matrix gradients to sums, and write its dx."""
+    wanted = [i for i, s in enumerate(sums) if s is not None]
+    inputs = [x]
+    for matrix, step in zip(matrices[: max(wanted, default=0)], steps, strict=False):
+        out = matrix.new_empty(*x.shape[:2], step.size_out, x.shape[3])
+        _apply(inputs[-1], matrix, step, out)
+        inputs.append(out)
+    lowest = 0 if dx is not None else min(wanted)
+    gradient, direct = dy, False
+    for i in reversed(range(lowest, len(steps))):
+        step, total = steps[i], sums[i]
+        if total is not None:
+            _add_gradient(inputs[i], gradient, step, total, matrices[i].dtype)
+        if i > lowest or dx is not None:
+            final = i == 0
+            shape = (*x.shape[:2], step.size_in, x.shape[3])
+            direct = final and dx is not None and dx.dtype == matrices[i].dtype and dx.is_contiguous()
+            out = dx.view(shape) if direct and dx is not None else scratch.take(i, shape)
+            _apply(gradient, matrices[i].mT, _transposed(step), out, Finish(alpha) if final else PLAIN)
+            gradient = out
+    if dx is not None and not direct:
+        dx.copy_(gradient.view(dx.shape))
+
+
+def _transposed(step: Step) -> Step:
+    return step._replace(p=step.q, q=step.p)
+
+
+def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor, dtype: torch.dtype) -> None:
+    """Add ``sum over [before, after] of source^T gradient`` to total ``[G or 1, P, Q]``.
+
+    Args:
+        source: ``[G, L, before * P * after, R]``.
+        gradient: ``[G, L, before * Q * after, R]``.
+        step: the place of P and Q.
+        total: of the chunk's groups.
+        dtype: of the products.
+    """
+    groups, rows, _, columns = source.shape
+    count, tail = rows * step.before, step.after * columns
+    shared = total.shape[0] == 1
+    outer = 1 if shared else groups
+    if tail == 1:
+        length = groups * count // outer
+        u = _ready(source.reshape(outer, length, step.p), dtype)
+        v = _ready(gradient.reshape(outer, length, step.q), dtype)
+        if not shared or length <= BLOCK_ROWS:
+            total += torch.bmm(u.mT, v)
+            return
+        whole = length // BLOCK_ROWS * BLOCK_ROWS
+        blocks = (u[:, :whole].view(-1, BLOCK_ROWS, step.p), v[:, :whole].view(-1, BLOCK_ROWS, step.q))
+        total += torch.bmm(blocks[0].mT, blocks[1]).sum(0)
+        if whole < length:
+            total += torch.bmm(u[:, whole:].mT, v[:, whole:])
+        return
+    u = _ready(source.reshape(groups * count, step.p, tail), dtype)
+    v = _ready(gradient.reshape(groups * count, step.q, tail), dtype)
+    total += torch.bmm(u, v.mT).view(outer, -1, step.p, step.q).sum(1)
+
+
+def _split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the factors ``[B, P_i, Q_i]`` of a Kronecker product from that of the product ``[B, P, Q]``."""
+    gradients: list[Tensor | None] = [None] * len(factors)
+    for i in reversed(range(len(factors))):
+        f = factors[i].to(total.dtype)
+        if i == 0:
+            gradients[0] = total.to(factors[0].dtype) if needed[0] else None
+            break
+        groups, p, q = f.shape
+        modes = total.view(groups, total.shape[1] // p, p, total.shape[2] // q, q)
+        if needed[i]:
+            others = _kron([g.to(total.dtype) for g in factors[:i]])
+            gradients[i] = torch.einsum("gapbq,gab->gpq", modes, others).to(factors[i].dtype)
+        total = torch.einsum("gapbq,gpq->gab", modes, f).contiguous()
+    return gradients

@@ -1,0 +1,352 @@
+"""Launchers of the backward pass: gradients of a Kronecker multiply in canonical form.
+
+For each group of factors (`tuning.gradient`), first factors first: its input u, which is x with the later factors applied,
+and its incoming gradient g, which is dy with the earlier ones applied backwards, give the group's factor gradients and the
+next group's g. The next g takes u's place in memory where u was made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.backward_problem import Kind, shared_strides
+from fastkron_py.kron.hopper.launch_config import fragment_way
+from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
+from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
+from fastkron_py.kron.kernels.partials import _split_gradient_kernel
+from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
+from fastkron_py.kron.plan.steps import padded
+from fastkron_py.kron.triton_backend import _carry_out, _rows, mergeable, multiply
+from fastkron_py.runtime.device import multiprocessor_count, on_device
+from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.precision import resolved
+from fastkron_py.runtime.program import bits
+from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.tiling.arithmetic import arithmetic
+from fastkron_py.tiling.partials import _sum_partials_kernel
+
+# Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
+_KEPT: Final = 2
+
+
+class _Partials:
+    """A step's partial sums ``[B, programs, P, Q]`` (in these strides), and how they become gradients of its factors."""
+
+    def __init__(self, kind: Kind, start: int, stop: int, programs: int, programs_first: bool) -> None:
+        self.start, self.stop = start, stop  # within the group
+        self.groups = kind.around[0]
+        self.shapes = kind.factor_shapes[start:stop]
+        self.p, self.q = (math.prod(s[i] for s in self.shapes) for i in (0, 1))
+        self.needs = kind.need_factors[start:stop]
+        self.dtype, self.device = kind.dtype, kind.device
+        self.wide = torch.promote_types(kind.dtype, torch.float32)
+        size = self.p * self.q
+        self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
+        block = min(next_power_of_two(size), 32)
+        arguments = {
+            "stride_b": size if programs_first else programs * size,
+            "stride_r": self.groups * size if programs_first else size,
+            "programs": programs,
+            "SIZE": size,
+            "BLOCK_R": min(128, next_power_of_two(programs)),
+            "BLOCK": block,
+            "num_warps": 4,
+        }
+        self.sum = Launcher([Way(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
+        self.split = self._split(kind) if stop - start > 1 else None
+
+    def _split(self, kind: Kind) -> Launcher:
+        """The launch that takes the factors' gradients from that of the step's product."""
+        wanted = []
+        for i, (p, q) in enumerate(self.shapes):
+            inner = [math.prod(s[j] for s in self.shapes[i + 1 :]) for j in (0, 1)]
+            outer = (self.p // p, self.q // q)
+            if self.needs[i]:
+                wanted.append((i, p, q, *inner, *outer, next_power_of_two(p * q), next_power_of_two(outer[0] * outer[1])))
+        arguments = {
+            "factor_strides": tuple(shared_strides(s, self.groups) for s in kind.factor_strides[self.start : self.stop]),
+            "SHAPES": self.shapes,
+            "WANTED": tuple(wanted),
+            "num_warps": 8,
+        }
+        return Launcher([Way(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
+
+    def empty(self) -> Tensor:
+        """Room for the partial sums."""
+        return torch.empty(self.shape, dtype=self.wide, device=self.device)
+
+    def gradients(self, partial: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
+        """Each factor's ``[B, P_i, Q_i]``, or None; alpha as a bit pattern."""
+        if self.split is None:
+            total = torch.empty((self.groups, self.p, self.q), dtype=self.dtype, device=self.device)
+            self.sum(partial, total, alpha)
+            return [total]
+        total = torch.empty((self.groups, self.p, self.q), dtype=self.wide, device=self.device)
+        self.sum(partial, total, alpha)
+        found = [
+            torch.empty((self.groups, *shape), dtype=self.dtype, device=self.device) if need else None
+            for need, shape in zip(self.needs, self.shapes, strict=True)
+        ]
+        self.split(total, tuple(factors), tuple([t for t in found if t is not None]))
+        return found
+
+
+class _Fused:
+    """A group in one launch, and its second stage."""
+
+    def __init__(self, kind: Kind) -> None:
+        group, (groups, rows, before, after) = kind.group, kind.around
+        num_slices = rows * before * after
+        shapes = kind.factor_shapes
+        local = Group(0, group.split - group.start, group.stop - group.start)
+        configs = fused_configs(local, shapes, kind.dtype.itemsize, num_slices, after, groups, multiprocessor_count(kind.device))
+        fragment = fragment_way(kind)
+        # A program of the plain kernel leaves one partial sum.
+        programs = configs[0].programs if fragment is None else fragment.partials
+        steps = ((0, local.split), (local.split, local.stop))
+        self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
+        sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
+        pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
+        # Nothing between two steps may overflow, as in the multiply.
+        compute, acc, precision = arithmetic(kind.dtype, kind.precision, local.split == 0 and len(shapes) == 1)
+        addresses = kind.addresses
+        common = {
+            **addresses,
+            "dx_strides": kind.dx_strides,
+            "factor_strides": tuple(shared_strides(s, groups) for s in kind.factor_strides),
+            "programs": programs,
+            "SHAPES": shapes,
+            "SPLIT": local.split,
+            "P_SIZES": sizes[0],
+            "P_PADS": pads[0],
+            "P_TOTAL": math.prod(pads[0]),
+            "Q_SIZES": sizes[1],
+            "Q_PADS": pads[1],
+            "Q_TOTAL": math.prod(pads[1]),
+            "NEED_X": kind.need_x,
+            "NEED_A": self.steps[0] is not None,
+            "NEED_B": self.steps[1] is not None,
+            "SCALE": kind.scaled,
+            "COMPUTE": compute,
+            "ACC": acc,
+            "PRECISION": precision,
+        }
+        ways = [self._way(config, common, groups) for config in configs]
+        if fragment is not None:
+            ways.insert(0, fragment.way)
+        self.launch = Launcher(ways)
+
+    @staticmethod
+    def _way(config: FusedConfig, common: dict[str, Any], groups: int) -> Way:
+        num_slices, fastest = common["num_slices"], common["after"] if common["TAIL"] else common["before"]
+        arguments = {
+            **common,
+            "num_tiles": math.ceil(num_slices / config.block_s),
+            "BLOCK_S": config.block_s,
+            "PARTS_A": config.parts[0],
+            "PARTS_B": config.parts[1],
+            "ALIGNED": fastest % config.block_s == 0,
+            "EVEN": num_slices % config.block_s == 0,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        return Way(_fused_multiply_bwd_kernel, (groups * common["programs"],), arguments)
+
+    def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: int) -> list[Tensor | None]:
+        """Gradients of the group's factors; dx, if there is one, is written."""
+        partials = tuple([None if step is None else step.empty() for step in self.steps])
+        unused = u  # where a kernel writes nothing
+        self.launch(u, g, tuple(factors), unused if dx is None else dx, tuple([unused if t is None else t for t in partials]), alpha)
+        found: list[Tensor | None] = []
+        for step, partial in zip(self.steps, partials, strict=True):
+            if step is not None and partial is not None:
+                found += [None] * (step.start - len(found)) + step.gradients(partial, factors[step.start : step.stop], alpha)
+        return found + [None] * (len(factors) - len(found))
+
+
+class _Wide:
+    """The gradient of one factor too wide for a fused kernel."""
+
+    def __init__(self, kind: Kind) -> None:
+        groups = kind.around[0]
+        ((p, q),) = kind.factor_shapes
+        fragment = fragment_way(kind)
+        if fragment is not None:
+            self.partials = _Partials(kind, 0, 1, fragment.partials, False)
+            self.launch = Launcher([fragment.way])
+            self.whole = True
+            return
+        self.whole = False
+        addresses = kind.addresses
+        config = gradient_config(p, q, kind.dtype.itemsize, addresses["num_slices"], groups, multiprocessor_count(kind.device))
+        self.partials = _Partials(kind, 0, 1, config.splits, True)
+        compute, acc, precision = arithmetic(kind.dtype, kind.precision, True)
+        common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}
+        blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
+        grid = (blocks * groups * config.splits,)
+        self.launch = Launcher([self._way(config, common, grid, groups, stages) for stages in (config.num_stages, 1)])
+
+    @staticmethod
+    def _way(config: GradientConfig, common: dict[str, Any], grid: tuple[int], groups: int, num_stages: int) -> Way:
+        arguments = {
+            **common,
+            "slices_per_split": config.slices_per_split,
+            "num_batches": groups,
+            "BLOCK_S": config.block_s,
+            "BLOCK_P": config.block_p,
+            "BLOCK_Q": config.block_q,
+            "ALIGNED": common["after"] % config.block_s == 0,
+            "EVEN": common["num_slices"] % config.slices_per_split == 0,
+            "num_warps": config.num_warps,
+            "num_stages": num_stages,
+        }
+        return Way(_factor_gradient_kernel, grid, arguments)
+
+    def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
+        """``[dF]``."""
+        partial = self.partials.empty()
+        if self.whole:
+            self.launch(u, g, tuple(factors), u, (partial, partial), alpha)
+        else:
+            self.launch(u, g, partial)
+        return self.partials.gradients(partial, factors, alpha)
+
+
+_fused = lru_cache(maxsize=1024)(_Fused)
+_wide = lru_cache(maxsize=1024)(_Wide)
+
+
+class _Pass:
+    """One backward pass: the tensors that are alive, and how far they have come."""
+
+    def __init__(self, dy: Tensor, x: Tensor, factors: Sequence[Tensor], precision: str) -> None:
+        self.x, self.factors, self.precision = x, factors, precision
+        self.transposed = [f.mT for f in factors]
+        self.ps, self.qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
+        self.g = dy
+        self.done = 0  # modes of g before this one have been multiplied back
+        self.kept: dict[int, Tensor] = {len(factors): x}  # x with the factors from this one on applied
+
+    def input_of(self, stop: int, later: Sequence[int]) -> tuple[Tensor, bool]:
+        """Compute x with the factors from stop on applied; also returned is whether it was made here, and is not x itself.
+
+        On the way the inputs of some groups that come later are kept, as many as memory is meant for.
+
+        Args:
+            stop: where the factors begin.
+            later: the same of each later group whose input will be wanted, ascending.
+        """
+        ancestor = min(i for i in self.kept if i >= stop)
+        room = _KEPT - 1 - (self.done > 0) - sum(i < len(self.factors) for i in self.kept)
+        stations = [stop, *[i for i in later if i < ancestor][: max(0, room)]]
+        u = self.kept[ancestor]
+        for to, since in reversed(list(pairwise([*stations, ancestor]))):
+            if to < since:
+                u = _carry_out(u, self.factors, to, since, self.ps[:since] + self.qs[since:], self.precision)
+            if to != stop:
+                self.kept[to] = u
+        made = stop < len(self.factors)
+        if made:
+            self.kept.pop(stop, None)
+        return u, made
+
+    def carry_back(self, to: int, alpha: float = 1.0) -> None:
+        """Multiply g's modes up to this one back."""
+        if to > self.done or alpha != 1:
+            sizes = self.ps[: self.done] + self.qs[self.done :]
+            self.g = _carry_out(self.g, self.transposed, self.done, to, sizes, self.precision, alpha)
+            self.done = to
+
+    def kind(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> Kind:
+        """What the group's launches depend on."""
+        groups, rows, _, columns = self.x.shape
+        mine = self.factors[group.start : group.stop]
+        return Kind(
+            group,
+            (groups, rows, math.prod(self.ps[: group.start]), math.prod(self.qs[group.stop :]) * columns),
+            _rows(u),
+            _rows(self.g),
+            tuple(zip(self.ps[group.start : group.stop], self.qs[group.start : group.stop], strict=True)),
+            tuple([f.stride() for f in mine]),
+            need_x,
+            tuple(need_factors[group.start : group.stop]),
+            scaled,
+            self.precision,
+            u.dtype,
+            u.device,
+        )
+
+
+def _groups(ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], itemsize: int, rows: int, columns: int) -> list[Group]:
+    """The groups that hold a wanted factor; what lies outside of the first and the last one is multiplied only."""
+    wanted = [i for i, need in enumerate(need_factors) if need]
+    first, stop = wanted[0], wanted[-1] + 1
+    shapes = tuple(zip(ps[first:stop], qs[first:stop], strict=True))
+    plan = gradient_plan(shapes, itemsize, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns)
+    moved = [Group(g.start + first, g.split + first, g.stop + first, g.fused) for g in plan]
+    return [g for g in moved if any(need_factors[g.start : g.stop])]
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    alpha: float,
+    need_x: bool,
+    need_factors: Sequence[bool],
+    precision: str | None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of ``alpha * x (F1 (x) ... (x) FN)``.
+
+    Args:
+        dy: ``[B, L, N, R]``.
+        x: ``[B, L, K, R]``.
+        factors: ``[B, P_i, Q_i]``.
+        alpha: scale of the product.
+        need_x: whether dx is wanted.
+        need_factors: which factor gradients are wanted.
+        precision: as in `multiply`.
+
+    Returns:
+        dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
+    """
+    with on_device(x):
+        precision = resolved(precision)
+        count = len(factors)
+        gradients: list[Tensor | None] = [None] * count
+        if not any(need_factors):
+            transposed = [f.mT for f in factors]
+            return (multiply(dy, transposed, None, alpha, 0.0, precision) if need_x else None), gradients
+        state = _Pass(mergeable(dy), mergeable(x), factors, precision)
+        groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
+        alpha_bits = bits(alpha)
+        for i, group in enumerate(groups):
+            state.carry_back(group.start)
+            u, made = state.input_of(group.stop, [later.stop for later in groups[i + 1 :]])
+            mine = slice(group.start, group.stop)
+            go_on = need_x or i + 1 < len(groups)
+            if not group.fused:
+                gradients[mine] = _wide(state.kind(group, u, False, need_factors, False)).run(u, state.g, factors[mine], alpha_bits)
+                del u
+                continue
+            final = need_x and group.stop == count
+            launches = _fused(state.kind(group, u, go_on, need_factors, final and alpha != 1))
+            dx = None
+            if go_on:
+                dx = u if made else torch.empty(u.shape, dtype=u.dtype, device=u.device)
+            gradients[mine] = launches.run(u, state.g, factors[mine], dx, alpha_bits)
+            del u
+            if dx is not None:
+                state.g, state.done = dx, group.stop
+        if not need_x:
+            return None, gradients
+        if state.done < count:
+            state.carry_back(count, alpha)
+        return state.g, gradients

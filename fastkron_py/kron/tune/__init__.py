@@ -1,0 +1,1 @@
+"""The search for faster launch configurations, and the tables that keep them."""

@@ -1,0 +1,200 @@
+"""`tune`: search for the fastest launches of one kind of product, and keep what was found."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import cached as recorded
+from fastkron_py.kron.canonical import canonical
+from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
+from fastkron_py.kron.tune import cache, table
+from fastkron_py.kron.tune.choice import FACTORS_MOST
+from fastkron_py.kron.tune.result import TuningProgress, TuningResult
+from fastkron_py.runtime.backend import triton_obstacle
+from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.tune.compilers import Compilers
+
+BUDGET: Final = 60.0
+Report = Callable[[TuningProgress], None]
+
+
+def tune(
+    x: Tensor | int,
+    factors: Sequence[Tensor | tuple[int, int] | int],
+    *,
+    left: bool = False,
+    precision: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    budget: float = BUDGET,
+    progress: bool | Report = True,
+    save: bool = True,
+) -> TuningResult:
+    """Search for the fastest way to multiply with Kronecker products of this kind, and use it from now on.
+
+    Calls multiply with launches chosen by a closed form, which times nothing; this times others. Candidates are compiled
+    in several processes, their results are compared with the closed form's, and where one is clearly faster, later calls of
+    the same kind take it: in this process at once, and in every later one, since it is written to the user's table
+    (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
+
+    The kind of a product is its factor shapes, dtype, precision, device and number of rows to the nearest power of two. Say it
+    by example, or by numbers.
+
+    Args:
+        x: as in `kron_matmul` (with left: `kron_matmul_left`); only its shape, strides, dtype and device count. Or the number
+            of its rows (with left: columns).
+        factors: tensors as in `kron_matmul` where x is one; else their shapes ``(P_i, Q_i)``, or P_i for square ones.
+        left: tune `kron_matmul_left`.
+        precision: as in `kron_matmul`.
+        dtype: where x is a number: float32 unless given.
+        device: where x is a number: the current CUDA device unless given, or the CPU where there is none.
+        budget: seconds to spend, about. Compiling takes most of them; 60 is enough for most kinds.
+        progress: show it on a terminal's standard error; or a function that is called after every trial.
+        save: write the result to the user's table.
+
+    Returns:
+        A `TuningResult`: both times, the choice (None where the closed form stays), and which trials failed, and why.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: shapes that do not chain, a budget that is not positive, or a device or dtype that Triton kernels do not
+            take (they need a GPU, or Triton's interpreter with ``TRITON_INTERPRET=1``, where times mean little).
+
+    Example:
+        >>> fastkron_py.tune(1024, [8] * 5)  # doctest: +SKIP
+        >>> fastkron_py.tune(x, factors).gain  # doctest: +SKIP
+        1.31
+    """
+    x4, matrices = example(x, factors, left, precision, dtype, device)
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise type_error("budget", "a number of seconds", type_name(budget))
+    if not 0 < budget < math.inf:
+        raise value_error("budget", "a positive number of seconds", budget)
+    if not isinstance(progress, bool) and not callable(progress):
+        raise type_error("progress", "True, False or a function", type_name(progress))
+    with compilers(x4.device) as compiling:
+        if not isinstance(progress, bool):
+            return run(x4, matrices, precision, budget, progress, save, compiling)
+        line = _Line() if progress and sys.stderr.isatty() else None
+        try:
+            return run(x4, matrices, precision, budget, line or (lambda _: None), save, compiling)
+        finally:
+            if line is not None:
+                line.end()
+
+
+def compilers(device: torch.device) -> Compilers:
+    """Processes that compile for a device, to be used for several `run`s."""
+    from fastkron_py.kron.tune import search
+
+    return search.compilers(device)
+
+
+def run(
+    x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: float, report: Report, save: bool, compiling: Compilers
+) -> TuningResult:
+    """Tune for checked operands in canonical form (see `example`)."""
+    from fastkron_py.kron.tune import search
+
+    result = search.search(x4, matrices, precision, float(budget), compiling, report)
+    path = cache.cache_file() if save else None
+    result = replace(result, saved=path is not None and cache.merge(path, [result.entry]))
+    table.remember(result.entry)
+    search.use_new_choices()
+    recorded.forget()
+    return result
+
+
+def example(
+    x: Any, factors: Any, left: bool, precision: Any, dtype: torch.dtype | None, device: torch.device | str | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Random operands of the kind that is asked for, in canonical form: x ``[B, L, K, R]``, factors ``[B, P_i, Q_i]``."""
+    listed = factor_list(factors)
+    check_precision(precision)
+    if len(listed) > FACTORS_MOST:
+        raise value_error("factors", f"at most {FACTORS_MOST} factors", len(listed))
+    if isinstance(x, Tensor):
+        for name, value in (("dtype", dtype), ("device", device)):
+            if value is not None:
+                raise type_error(name, "None, since x is a tensor and has its own", value)
+        matrices = listed
+    else:
+        x, matrices = _from_shapes(x, listed, left, dtype, device)
+    names = ("x", "factors", "z")
+    check_tensors(x, matrices, None, names)
+    shape = check_problem(x, matrices, 0, None, left, names)
+    if math.prod(shape) == 0 or x.numel() == 0:
+        raise value_error("x", "a product that is not empty", f"a result of shape {shape} from x of shape {tuple(x.shape)}")
+    obstacle = triton_obstacle(x)
+    if obstacle is not None:
+        raise value_error("device" if "dtype" not in obstacle else "dtype", "what Triton's kernels take", obstacle)
+    if x.ndim == 1:
+        x = x.unsqueeze(-1 if left else 0)
+    x, matrices = _random_like(x.detach()), [_random_like(f.detach()) for f in matrices]
+    problem = canonical(x, matrices, left)
+    return problem.x, problem.factors
+
+
+def _from_shapes(
+    rows: Any, shapes: Sequence[Any], left: bool, dtype: torch.dtype | None, device: torch.device | str | None
+) -> tuple[Tensor, list[Tensor]]:
+    rows = check_integer("x", rows, "a torch tensor, or a number of rows")
+    if rows < 1:
+        raise value_error("x", "a number of rows of at least 1", rows)
+    pairs = [_pair(f"factors[{i}]", shape) for i, shape in enumerate(shapes)]
+    dtype = torch.float32 if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise type_error("dtype", "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    width = math.prod(pair[1 if left else 0] for pair in pairs)
+    if rows * width > torch.iinfo(torch.int64).max // dtype.itemsize:
+        raise value_error("factors", "sizes for which x fits into memory", f"an x of {rows * width} elements")
+    x = torch.empty((width, rows) if left else (rows, width), **options)
+    return x, [torch.empty(pair, **options) for pair in pairs]
+
+
+def _pair(name: str, shape: Any) -> tuple[int, int]:
+    """(P, Q) from itself, or from P alone."""
+    expected = "(P, Q) or P, since x is a number of rows"
+    if isinstance(shape, Tensor):
+        raise type_error(name, expected, "a tensor")
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape, shape)
+    if len(sizes) != 2:
+        raise value_error(name, expected, f"{len(sizes)} numbers")
+    p, q = (check_integer(name, size, expected) for size in sizes)
+    if min(p, q) < 1:
+        raise value_error(name, "positive sizes", (p, q))
+    return p, q
+
+
+def _random_like(t: Tensor) -> Tensor:
+    """A tensor with the strides of t, of numbers whose products neither overflow nor vanish."""
+    overlapping = any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True))
+    new = torch.empty_like(t) if overlapping else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    return new.normal_().mul_(1 / math.sqrt(t.shape[-2]) if t.ndim > 1 else 1.0)
+
+
+class _Line:
+    """One line of standard error, written over."""
+
+    def __call__(self, now: TuningProgress) -> None:
+        """Show how far the search is."""
+        text = f"tuning: {now.trials} trials in {now.seconds:.0f} of {now.budget:.0f} s, "
+        text += f"{now.best_seconds * 1e6:.1f} us (closed form {now.default_seconds * 1e6:.1f})"
+        print(f"\r{text:<90}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the line."""
+        print(file=sys.stderr)

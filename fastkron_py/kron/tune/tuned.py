@@ -1,0 +1,52 @@
+"""Which tuned choice a multiply takes: its kind told to the tables, once for each kind."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from fastkron_py.kron.tune.choice import FACTORS_MOST, INTERPRETER, ITEMSIZE, Choice, Problem, rows_bucket
+from fastkron_py.kron.tune.table import lookup
+from fastkron_py.runtime import device as devices
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.forward_problem import Kind
+
+
+@lru_cache(maxsize=64)
+def device_name(device: torch.device) -> str:
+    """The name under which a device's choices are kept."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER
+
+
+def problem_of(kind: Kind) -> Problem | None:
+    """The problem that a kind of multiply poses, or None for one that is not tuned: a part of the factors only."""
+    count = len(kind.factor_shapes)
+    dtype = str(kind.dtype).removeprefix("torch.")
+    if kind.start != 0 or kind.stop != count or count > FACTORS_MOST or dtype not in ITEMSIZE:
+        return None
+    groups, rows, width, columns = kind.shape
+    return Problem(
+        operation="multiply",
+        device=device_name(kind.device),
+        triton=".".join(triton.__version__.split(".")[:2]),
+        dtype=dtype,
+        precision="high" if kind.dtype == torch.float32 and kind.precision != "highest" else "highest",
+        factors=tuple((int(s[-2]), int(s[-1])) for s in kind.factor_shapes),
+        rows=rows_bucket(groups * rows),
+        columns=columns,
+        batched=groups > 1,
+        contiguous=rows == 1 or kind.x.row == width * columns,
+    )
+
+
+def tuned(kind: Kind) -> Choice | None:
+    """The tuned choice for a kind of multiply, or None for the closed form."""
+    problem = problem_of(kind)
+    choice = None if problem is None else lookup(problem)
+    if choice is not None and choice.has_fragments and not devices.has_fragments(kind.device, kind.dtype):
+        return None  # a device of the same name with another chip
+    return choice

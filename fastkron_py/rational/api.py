@@ -1,0 +1,228 @@
+"""`rational`: the learnable rational activation of Kolmogorov-Arnold transformers."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastkron_py.rational import cached as recorded
+from fastkron_py.rational import cached_linear as recorded_fused
+from fastkron_py.rational import operator
+from fastkron_py.rational.operator_linear_rational import is_fused
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import autocast_dtype, autocasted
+from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+ArrayT = TypeVar("ArrayT")
+
+VERSIONS: Final = ("A", "B", "C", "D", "N")
+DEGREE_MOST: Final = 16
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMES: Final = ("x", "numerator", "denominator")
+
+
+def rational(
+    x: ArrayT, numerator: ArrayT, denominator: ArrayT, *, version: str = "B", training: bool = False, noise: float = 0.1
+) -> ArrayT:
+    """Apply a rational function ``P(x) / Q(x)`` to every element, with coefficients of its channel's group.
+
+    The C channels are cut into G groups of neighbours. ``P(x) = sum_i a_i x^i``, and with ``S(x) = sum_j b_j x^j`` (Molina et al.,
+    "Pade Activation Units", ICLR 2020; Yang and Wang, "Kolmogorov-Arnold Transformer", ICLR 2025):
+
+    ========= ======================== =========
+    version   Q(x)                     j
+    ========= ======================== =========
+    ``"A"``   ``1 + sum_j |b_j x^j|``  1 to n
+    ``"B"``   ``1 + |S(x)|``           1 to n
+    ``"C"``   ``0.1 + |S(x)|``         0 to n - 1
+    ``"D"``   as B                     1 to n
+    ``"N"``   ``1 + S(x)``             1 to n
+    ========= ======================== =========
+
+    Of version D the numerator's coefficients are multiplied, while training, with random numbers between ``1 - noise`` and
+    ``1 + noise``, one for each coefficient and call. Version N is unsafe: where S(x) comes to -1 the function has a pole, and the
+    result is large, infinite or NaN. The gradient of all coefficients comes from one pass over memory and repeats bit for bit.
+    Where an absolute value's argument is zero its derivative is zero, so denominators that are all zero stay zero under training.
+
+    Args:
+        x: ``[..., C]`` of any rank and strides: a torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
+            Images whose channels come first are passed as ``x.movedim(1, -1)``, which copies nothing, here neither.
+        numerator: ``[G, m + 1]``, the coefficients a_0 to a_m, m at most 16; or ``[1, m + 1]``, shared by all groups.
+        denominator: ``[G, n]`` or ``[1, n]``: b_1 to b_n, for version C b_0 to b_{n-1}; n from 1 to 16, for version C to 17.
+            Coefficients are float64 where x is, and of any other of these dtypes where it is not.
+        version: of the denominator.
+        training: whether version D is noisy; without meaning for the others.
+        noise: of version D, from 0 to 1.
+
+    Returns:
+        A result of x's shape, dtype and order of dimensions in memory; under autocast, of autocast's dtype. The arithmetic is
+        float32, or float64 for float64.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: an unknown version; coefficients whose shapes disagree, or whose number of groups does not divide C; degrees
+            out of range; devices that differ; a noise out of range.
+
+    Example:
+        >>> x = torch.randn(4, 197, 768)
+        >>> a, b = torch.randn(8, 6), torch.randn(8, 4)
+        >>> rational(x, a, b).shape
+        torch.Size([4, 197, 768])
+    """
+    if isinstance(x, Tensor):
+        return _apply(x, numerator, denominator, version, training, noise)  # type: ignore[arg-type, return-value]
+    arrays: list[Any] = [x, numerator, denominator]
+    bridge = find_bridge(arrays, _NAMES)
+    with bridge.context():
+        t, a, b = (bridge.load(array, name) for array, name in zip(arrays, _NAMES, strict=True))
+        return bridge.give_back(_apply(t, a, b, version, training, noise))  # type: ignore[no-any-return]
+
+
+class Prepared(NamedTuple):
+    """What the operator takes, from checked arguments."""
+
+    numerator: Tensor
+    version: str
+    dtype: torch.dtype
+    is_autocast: bool
+    backend: str
+
+
+def prepare(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Prepared:
+    """Check, apply autocast to the result's dtype and version D's noise to the numerator, and ask for the backend."""
+    check_version(version)
+    check_noise(noise)
+    _check_tensors(x, numerator, denominator)
+    _check_shapes(x, numerator, denominator, version)
+    autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
+    if version == "D":
+        version = "B"
+        if training and noise:
+            numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
+    # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    return Prepared(numerator, version, x.dtype if autocast is None else autocast, autocast is not None, backend)
+
+
+def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
+    check_version(version)
+    check_noise(noise)
+    is_noisy = version == "D" and training and noise != 0
+    autocast = autocast_dtype(x)
+    repeatable = not (is_noisy or torch.compiler.is_compiling())
+    y = recorded.replay(x, numerator, denominator, "B" if version == "D" else version, autocast) if repeatable else None
+    if y is not None:
+        return y
+    made = prepare(x, numerator, denominator, version, training, noise)
+    y = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend)
+    if repeatable:
+        recorded.record(x, numerator, denominator, made.version, made.dtype, autocast, operator._gradients_by_function)
+    return y
+
+
+def linear_rational(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    numerator: Tensor,
+    denominator: Tensor,
+    *,
+    version: str = "B",
+    training: bool = False,
+    noise: float = 0.1,
+) -> Tensor:
+    """``rational(linear(x, weight, bias), numerator, denominator)``, on Hopper GPUs in one kernel where that takes less time.
+
+    Where gradients are wanted, the linear layer's result is kept for them; else it never is in memory.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+        numerator: ``[G, m + 1]`` or ``[1, m + 1]``, as for `rational`; G divides N.
+        denominator: ``[G, n]`` or ``[1, n]``.
+        version: of the denominator.
+        training: whether version D is noisy.
+        noise: of version D.
+
+    Returns:
+        ``[..., N]``.
+
+    Raises:
+        TypeError: as `rational`, or tensors of a kind that torch's linear does not take.
+        ValueError: as `rational`.
+        RuntimeError: torch's own, of shapes or dtypes of x, weight and bias that disagree.
+
+    Example:
+        >>> x, w = torch.randn(4, 197, 192), torch.randn(768, 192)
+        >>> linear_rational(x, w, None, torch.randn(8, 6), torch.randn(8, 4)).shape
+        torch.Size([4, 197, 768])
+    """
+    check_version(version)
+    check_noise(noise)
+    if not isinstance(x, Tensor):
+        raise type_error("x", "a torch tensor", type_name(x))
+    if not (version == "D" and training and noise):
+        tensors = (x, weight, bias, numerator, denominator)
+        formula = "B" if version == "D" else version
+        y = None if torch.compiler.is_compiling() else recorded_fused.replay(*tensors, formula)
+        if y is not None:
+            return y
+        if is_fused(*tensors, autocast_dtype(x)):
+            x, (weight,), bias = autocasted(x, [weight], bias)
+            return recorded_fused.linear_rational(x, weight, bias, numerator, denominator, formula)
+    z = torch.nn.functional.linear(x, weight, bias)
+    return rational(z, numerator, denominator, version=version, training=training, noise=noise)
+
+
+# ---- checks ----------------------------------------------------------------------------------
+
+
+def check_version(version: Any) -> None:
+    """Accept one of `VERSIONS`."""
+    if not isinstance(version, str):
+        raise type_error("version", f"one of {', '.join(VERSIONS)}", type_name(version))
+    if version not in VERSIONS:
+        raise value_error("version", f"one of {', '.join(VERSIONS)}", repr(version))
+
+
+def check_noise(noise: Any) -> None:
+    """Accept a number from 0 to 1."""
+    if isinstance(noise, bool) or not isinstance(noise, numbers.Real):
+        raise type_error("noise", "a number from 0 to 1", type_name(noise))
+    if not 0 <= float(noise) <= 1:
+        raise value_error("noise", "a number from 0 to 1", noise)
+
+
+def _check_tensors(*tensors: Any) -> None:
+    for t, name in zip(tensors, _NAMES, strict=True):
+        if not isinstance(t, Tensor):
+            raise type_error(name, "a torch tensor" + ("" if name == "x" else ", like x"), type_name(t))
+        if t.layout != torch.strided or t.is_nested:
+            raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
+        if t.dtype not in DTYPES:
+            raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+        if (t.dtype == torch.float64) != (tensors[0].dtype == torch.float64):
+            raise type_error(name, f"float64 where x is float64, and only there, since x is of {tensors[0].dtype}", t.dtype)
+        if t.device != tensors[0].device:
+            raise value_error(name, f"x's device {tensors[0].device}", t.device)
+
+
+def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: str) -> None:
+    if x.ndim == 0:
+        raise value_error("x", "at least one dimension, [..., C]", "a 0-dimensional tensor")
+    extra = 1 if version == "C" else 0
+    for name, c, least, most in (("numerator", numerator, 1, DEGREE_MOST + 1), ("denominator", denominator, 1, DEGREE_MOST + extra)):
+        if c.ndim != 2:
+            raise value_error(name, "a matrix [G, coefficients]", f"shape {tuple(c.shape)}")
+        if c.shape[0] < 1 or not least <= c.shape[1] <= most:
+            raise value_error(name, f"[G, {least} to {most}] with G at least 1", f"shape {tuple(c.shape)}")
+    groups = max(numerator.shape[0], denominator.shape[0])
+    if min(numerator.shape[0], denominator.shape[0]) not in (1, groups):
+        raise value_error("denominator", f"as many groups as numerator's {numerator.shape[0]}, or 1", denominator.shape[0])
+    if x.shape[-1] % groups:
+        raise value_error("x", f"a last dimension that the number of groups {groups} divides", x.shape[-1])

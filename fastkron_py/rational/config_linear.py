@@ -1,0 +1,49 @@
+"""A linear layer and the rational function after it, in one kernel or in two: by a closed form, and the fused kernel's blocks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
+
+# Of one H100. What is not known of other GPUs is hoped to be in proportion.
+_BANDWIDTH: Final = 3.0e12  # bytes a second
+_PRODUCTS: Final = {2: 6.8e14, 4: 4.6e13}  # torch's floating-point operations a second, by bytes of an operand; of float32 without TF32
+_OURS: Final = {2: 0.85 * 6.8e14, 4: 7e13}  # in the fused kernel's main loop; of float32 in three passes of TF32
+_VALUES: Final = 132 * 128 * 1.7e9 / 22  # values of P / Q a second: about 22 instructions for degrees (5, 4)
+_EXPOSED: Final = 0.6  # of their time, what the other program's products do not hide
+_SEPARATE: Final = 0.96  # share of the bandwidth that the function's own kernel reaches
+_CALLS: Final = 4e-5  # of torch's linear and of a recognised `rational`, in Python and the driver
+# Of the fused kernel, whose descriptors are made for every call: on an H100's host the layers of KAT-T and KAT-S, whose kernels take 117
+# and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
+_CALL: Final = 2.4e-4
+_GAIN: Final = 0.97  # at most this share of the time, else it is not worth a kernel of one's own
+
+# Two programs share a multiprocessor, one of which multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
+# registers a thread each, also where two results are stored, which take turns in one piece of shared memory.
+_OVERLAPPING: Final = GemmTile(128, 128, 64, 8, 3, parts=4, programs=2)
+
+
+def linear_tile(sizes: GemmSizes, described: bool) -> GemmTile:
+    """Blocks of the product that is finished with the function; described: operands have tensor descriptors."""
+    is_large = sizes.rows >= _OVERLAPPING.block_m and sizes.columns >= _OVERLAPPING.block_n and sizes.depth >= _OVERLAPPING.block_k
+    return _OVERLAPPING if described and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
+
+
+def seconds_apart(rows: int, columns: int, depth: int, itemsize: int) -> float:
+    """Torch's product, and the function's own kernel, which reads and writes the result once more."""
+    result = rows * columns * itemsize
+    product = max(2 * rows * columns * depth / _PRODUCTS[itemsize], (rows * depth * itemsize + result) / _BANDWIDTH)
+    return max(_CALLS, product + 2 * result / (_SEPARATE * _BANDWIDTH))
+
+
+def seconds_fused(rows: int, columns: int, depth: int, itemsize: int, keep: bool) -> float:
+    """One kernel, which stores the product too if it is kept for the backward pass."""
+    moved = (rows * depth + (2 if keep else 1) * rows * columns) * itemsize
+    busy = 2 * rows * columns * depth / _OURS[itemsize] + _EXPOSED * rows * columns / _VALUES
+    return max(_CALL, busy, moved / _BANDWIDTH)
+
+
+def fuses(rows: int, columns: int, depth: int, itemsize: int, keep: bool) -> bool:
+    """Whether one kernel is the faster way."""
+    return seconds_fused(rows, columns, depth, itemsize, keep) < _GAIN * seconds_apart(rows, columns, depth, itemsize)

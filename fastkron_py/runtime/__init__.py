@@ -1,0 +1,1 @@
+"""How any operator gets from a checked call to the device. It knows no operator."""

@@ -1,0 +1,127 @@
+"""Which backend multiplies: the process's default, a context's override, and what "auto" means."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fastkron_py.runtime.errors import type_error, value_error
+
+BACKENDS: Final = ("auto", "triton", "torch")
+TRITON_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+logger = logging.getLogger("fastkron_py")
+
+_default = "auto"
+_override: contextvars.ContextVar[str | None] = contextvars.ContextVar("fastkron_py_backend", default=None)
+
+
+def _check(name: str) -> str:
+    if not isinstance(name, str):
+        raise type_error("backend", f"one of {', '.join(BACKENDS)}", type(name).__name__)
+    if name not in BACKENDS:
+        raise value_error("backend", f"one of {', '.join(BACKENDS)}", repr(name))
+    return name
+
+
+def set_backend(name: str) -> None:
+    """Set the process's default backend.
+
+    Args:
+        name: ``"auto"`` (Triton where it can, else torch), ``"triton"`` or ``"torch"``.
+
+    Raises:
+        TypeError: name is not a string.
+        ValueError: name is none of the three.
+    """
+    global _default
+    _default = _check(name)
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Use a backend inside a ``with`` block, in this thread (and asyncio task) only.
+
+    Args:
+        name: ``"auto"`` (Triton where it can, else torch), ``"triton"`` or ``"torch"``.
+
+    Example:
+        >>> with fastkron_py.backend("torch"):
+        ...     y = fastkron_py.kron_matmul(x, factors)
+
+    Raises:
+        TypeError: name is not a string.
+        ValueError: name is none of the three.
+    """
+    token = _override.set(_check(name))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def requested_backend() -> str:
+    """The name in force in this thread: the innermost ``backend`` block's, else the default."""
+    return _override.get() or _default
+
+
+def is_interpreting() -> bool:
+    """Whether Triton kernels run in Triton's CPU interpreter (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=64)
+def _is_too_old(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def triton_obstacle(x: Tensor) -> str | None:
+    """Why Triton cannot take tensors like x, or None."""
+    if x.dtype not in TRITON_DTYPES:
+        return f"dtype {x.dtype} is not among {', '.join(str(d).removeprefix('torch.') for d in TRITON_DTYPES)}"
+    if not _has_triton():
+        return "triton is not installed"
+    if is_interpreting():
+        return None
+    if x.device.type != "cuda":
+        return f"device {x.device.type} is not cuda, and TRITON_INTERPRET is not set"
+    if _is_too_old(x.device):
+        return "compute capability is below 8.0"
+    return None
+
+
+def choose_backend(name: str, x: Tensor) -> str:
+    """Resolve a requested name for tensors like x to ``"triton"`` or ``"torch"``.
+
+    Args:
+        name: one of `BACKENDS`, or "" for what is in force in this thread.
+        x: a tensor of the kind that is multiplied.
+
+    Raises:
+        ValueError: "triton" was asked for and cannot take x.
+    """
+    name = name or requested_backend()
+    if name == "torch":
+        return name
+    # Interpreted kernels are for tests: CPU tensors get them on request only.
+    obstacle = "device cpu has the torch backend" if name == "auto" and x.device.type == "cpu" else triton_obstacle(x)
+    if name == "triton" and obstacle is not None:
+        raise value_error("backend", "tensors that Triton can take", f"backend 'triton', but {obstacle}")
+    chosen = "torch" if obstacle else "triton"
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("backend %s for %s on %s%s", chosen, x.dtype, x.device, f" ({obstacle})" if obstacle else "")
+    return chosen

@@ -1,0 +1,87 @@
+"""Argument checks that operators share. Every refusal names the argument, the expectation and what came."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+PRECISIONS: Final = ("highest", "high", "medium")
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_SCALAR: Final = "a number or a 0-dimensional floating-point tensor"
+
+
+def check_scalar(name: str, value: Any) -> Any:
+    """Accept a finite number (NumPy's too) or a 0-dimensional tensor, whose value is not looked at.
+
+    Returns:
+        A float, a complex, a symbolic number of a compiler, or the tensor.
+    """
+    if type(value) is float and -math.inf < value < math.inf and not torch.compiler.is_compiling():
+        return value
+    if isinstance(value, Tensor):
+        if value.dtype not in DTYPES:
+            raise type_error(name, _SCALAR, f"a tensor of {value.dtype}")
+        if value.ndim != 0:
+            raise value_error(name, _SCALAR, f"a tensor of shape {tuple(value.shape)}")
+        return value
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Complex):
+        raise type_error(name, _SCALAR, type_name(value))
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else complex(value)
+    except OverflowError:
+        raise value_error(name, "a finite number", "an integer too large for a float") from None
+    # By comparison: Dynamo can follow that for a float whose value it does not know, math.isfinite it cannot.
+    parts = [number.real, number.imag] if isinstance(number, complex) else [number]
+    if not all([-math.inf < part < math.inf for part in parts]):
+        raise value_error(name, "a finite number", number)
+    return number
+
+
+def check_scalar_fits(name: str, value: Any, x: Tensor, x_name: str = "x") -> None:
+    """A checked scalar must not change the result's dtype or device: no complex one for a real x."""
+    if isinstance(value, Tensor):
+        if value.is_complex() and not x.is_complex():
+            raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", f"a tensor of {value.dtype}")
+        if value.device not in (x.device, torch.device("cpu")):
+            raise value_error(name, f"{x_name}'s device {x.device}" + (" or cpu" if x.device.type != "cpu" else ""), value.device)
+    elif isinstance(value, complex) and not x.is_complex():
+        raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", value)
+
+
+def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
+    """Accept an integer (NumPy's too), and no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise type_error(name, expected, type_name(value))
+    return int(value)
+
+
+def check_precision(precision: Any) -> None:
+    """Accept None or one of `PRECISIONS`."""
+    if precision is None:
+        return
+    if not isinstance(precision, str):
+        raise type_error("precision", f"None or one of {', '.join(PRECISIONS)}", type_name(precision))
+    if precision not in PRECISIONS:
+        raise value_error("precision", f"None or one of {', '.join(PRECISIONS)}", repr(precision))
+
+
+def check_tensor(name: str, t: Any, like: Any, like_name: str) -> None:
+    """A dense floating-point tensor of another one's dtype and on its device."""
+    if not isinstance(t, Tensor):
+        raise type_error(name, f"a torch tensor, like {like_name}", type_name(t))
+    if t.layout != torch.strided or t.is_nested:
+        raise type_error(name, "a dense (strided) tensor", f"a nested or {t.layout} one" if t.is_nested else t.layout)
+    if t.dtype not in DTYPES:
+        raise type_error(name, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+    if t.dtype != like.dtype:
+        raise type_error(name, f"{like_name}'s dtype {like.dtype}", t.dtype)
+    if t.device != like.device:
+        raise value_error(name, f"{like_name}'s device {like.device}", t.device)

@@ -1,0 +1,196 @@
+"""Launches of the linear layers' main loop: block sizes, by a closed form."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from fastkron_py.runtime.sizes import next_power_of_two
+
+SHARED_MEMORY: Final = 232_448  # bytes that a program can have on a Hopper GPU
+_BARRIERS: Final = 2048  # bytes, at most, beside tiles
+_MOST_SUMS: Final = 128  # of a thread: half of its registers
+_NARROWEST: Final = 16  # that a tensor core takes
+
+
+class GemmSizes(NamedTuple):
+    """What a launch depends on."""
+
+    rows: int
+    columns: int  # of the product, both of every pair counted
+    depth: int
+    itemsize: int  # bytes of an operand
+    passes: int  # over the tensor cores: 3 for float32-class
+    stored: int  # bytes that a column of the product has stored, and read beside it, when it is finished
+    paired: bool
+    multiprocessors: int
+    described: bool  # operands have descriptors, as on Hopper GPUs
+    beside: bool = False  # two launches overlap, and registers have room for programs of both
+
+
+class GemmTile(NamedTuple):
+    """Blocks of the product, and how they are run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    parts: int = 1  # that a tile is finished in
+    group: int = 8  # rows of tiles that are in flight together
+    programs: int = 1  # on a multiprocessor
+
+
+class GemmSpan(NamedTuple):
+    """Columns ``start:stop`` of the product, pairs not taken apart, and the tile of their launch."""
+
+    start: int
+    stop: int
+    tile: GemmTile
+
+
+def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
+    """Bytes of a program, about: blocks in flight, and what passes through when a part is finished."""
+    blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
+    return blocks + tile.block_m * tile.block_n // tile.parts * sizes.stored + _BARRIERS
+
+
+def is_valid(tile: GemmTile, sizes: GemmSizes) -> bool:
+    """Whether a tile can be launched: the one statement of it."""
+    blocks = (tile.block_m, tile.block_n, tile.block_k)
+    if any(b < _NARROWEST or b > 256 or b & (b - 1) for b in blocks):
+        return False
+    if tile.block_n // (2 if sizes.paired else 1) // tile.parts < _NARROWEST:
+        return False
+    if tile.block_m * tile.block_n > _MOST_SUMS * 32 * tile.warps:
+        return False
+    return shared_memory(tile, sizes) * tile.programs <= SHARED_MEMORY
+
+
+_Known = tuple[tuple[GemmTile, float], ...]
+# Tiles, with the fewest parts that they are finished in, and the share of the first one's rate that a multiprocessor reaches with them.
+# Those of half precision were measured on an H100: finishing the first one in two parts gains 4 to 5%, and a fourth stage loses 4%.
+_HALF: Final[_Known] = (
+    (GemmTile(128, 256, 64, 8, 3, parts=2, group=16), 1.0),
+    (GemmTile(128, 128, 64, 8, 4), 0.9),
+    (GemmTile(64, 128, 64, 4, 4, programs=2), 0.6),
+    (GemmTile(64, 64, 64, 4, 4, programs=2), 0.4),
+)
+_TF32: Final[_Known] = (
+    (GemmTile(128, 256, 32, 8, 3), 1.0),
+    (GemmTile(128, 128, 32, 8, 4), 0.8),
+    (GemmTile(64, 128, 32, 4, 4, programs=2), 0.6),
+    (GemmTile(64, 64, 32, 4, 4, programs=2), 0.4),
+)
+_THREE_PASSES: Final[_Known] = (
+    (GemmTile(128, 128, 32, 8, 3), 1.0),
+    (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
+    (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
+)
+_BY_POINTERS: Final[_Known] = (
+    (GemmTile(128, 128, 32, 8, 3), 1.0),
+    (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
+    (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
+)
+_THREE_PASSES_BY_POINTERS: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3, programs=2), 1.0),)  # larger ones spill
+# For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
+_FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
+# From the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times their depth.
+_BETWEEN_LAUNCHES: Final = 128 * 256 * 512
+_LEAST_GAIN: Final = 0.99  # that a second launch has to bring
+# What full waves of the first tile leave, in launches that overlap: one program more on each multiprocessor, beside the first launch's,
+# whose products go on while those finish tiles. The tile, the rate and the share are fitted to trials on an H100 of Llama's layers, by
+# two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take 0.975 (0.97). Gains of 2%
+# could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both more and less, and stay one launch.
+_BESIDE: Final = (GemmTile(64, 128, 32, 4, 4), 1.0)
+_STILL_BETWEEN: Final = 0.5
+_LEAST_GAIN_BESIDE: Final = 0.98
+
+
+def _ceil(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+def tiles(tile: GemmTile, sizes: GemmSizes) -> int:
+    """How many there are."""
+    return _ceil(sizes.rows, tile.block_m) * _ceil(sizes.columns, tile.block_n)
+
+
+def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
+    """No block much larger than what it is a block of; as few parts, and as many stages, as shared memory has room for."""
+
+    def fit(block: int, size: int, least: int = _NARROWEST) -> int:
+        return min(block, max(least, next_power_of_two(size)))
+
+    least = _NARROWEST * (2 if sizes.paired else 1)
+    tile = tile._replace(
+        block_m=fit(tile.block_m, sizes.rows), block_n=fit(tile.block_n, sizes.columns, least), block_k=fit(tile.block_k, sizes.depth)
+    )
+    most_parts = max(1, min(4, tile.block_n // least))
+    for stages in range(tile.stages, 0, -1):
+        for parts in (p for p in (1, 2, 4) if min(tile.parts, most_parts) <= p <= most_parts):
+            fitted = tile._replace(stages=stages, parts=parts)
+            if is_valid(fitted, sizes):
+                return fitted
+    return tile._replace(stages=1, parts=most_parts)
+
+
+def _known(sizes: GemmSizes) -> _Known:
+    if not sizes.described:
+        return _BY_POINTERS if sizes.passes == 1 else _THREE_PASSES_BY_POINTERS
+    if sizes.itemsize == 2:
+        return _HALF
+    return _TF32 if sizes.passes == 1 else _THREE_PASSES
+
+
+def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:
+    """Time of a launch: its waves of programs, in sums for each multiprocessor."""
+    tile, rate = known
+    return _ceil(tiles(tile, sizes), sizes.multiprocessors) * tile.block_m * tile.block_n / rate
+
+
+def _is_short(sizes: GemmSizes) -> bool:
+    """Whether a product has so few rows that it waits for the weight."""
+    return sizes.rows <= _FEW_ROWS.block_m and sizes.described and sizes.passes == 1
+
+
+def gemm_tile(sizes: GemmSizes) -> GemmTile:
+    """The tile whose waves of programs take least time."""
+    if _is_short(sizes):
+        return _fitted(_FEW_ROWS._replace(block_k=128 // sizes.itemsize), sizes)
+    return _fitted(min(_known(sizes), key=lambda each: _seconds(each, sizes))[0], sizes)
+
+
+def _fits_beside(tile: GemmTile, first: GemmSizes, last: GemmSizes) -> bool:
+    """Whether a program of what is left can run beside one of the tile that this was measured with; fewer rows wait for the weight."""
+    if not first.beside or tile is not _HALF[0][0] or first.rows <= tile.block_m:
+        return False
+    return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(_BESIDE[0], last), last) <= SHARED_MEMORY
+
+
+def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
+    """The columns of two launches, where they take less time than one: full waves of a tile, then what is left in tiles that fit it better.
+
+    Empty where one launch is as good.
+    """
+    if _is_short(sizes):
+        return ()
+    known = _known(sizes)
+    one = best = min([_seconds(each, sizes) for each in known])
+    between = _BETWEEN_LAUNCHES / sizes.depth
+    found: tuple[GemmSpan, ...] = ()
+    for each in known:
+        tile = each[0]
+        waves = tiles(tile, sizes) // sizes.multiprocessors
+        cut = waves * sizes.multiprocessors // _ceil(sizes.rows, tile.block_m) * tile.block_n
+        if not 0 < cut < sizes.columns:
+            continue
+        first, last = sizes._replace(columns=cut), sizes._replace(columns=sizes.columns - cut)
+        rests = [(other, _seconds(other, last) + between, _LEAST_GAIN * one) for other in known]
+        if _fits_beside(tile, first, last):
+            rests.append((_BESIDE, _seconds(_BESIDE, last) + _STILL_BETWEEN * between, _LEAST_GAIN_BESIDE * one))
+        for other, rest, limit in rests:
+            seconds = _seconds(each, first) + rest
+            if seconds < min(best, limit):
+                best = seconds
+                found = (GemmSpan(0, cut, _fitted(tile, first)), GemmSpan(cut, sizes.columns, _fitted(other[0], last)))
+    return found

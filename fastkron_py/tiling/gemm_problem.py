@@ -1,0 +1,181 @@
+"""What a launch of the linear layers' main loop depends on: operands as they lie in memory, and what an operator passes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.runtime.device import has_overlap, multiprocessor_count
+from fastkron_py.tiling.gemm import begin_nothing, make_plain, value_plain
+from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
+
+_LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
+_FARTHEST: Final = 1 << 40  # bytes from row to row
+
+
+class Gemm(NamedTuple):
+    """What an operator passes to the main loop: see `tiling/gemm.py`."""
+
+    finish: Any
+    make: Any = make_plain
+    value: Any = value_plain
+    slope: Any = value_plain
+    params: tuple[Any, ...] = ()
+    pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
+    divisible: bool = False  # nothing passed in asks for a column's number, or others' results: launches of some columns may overlap
+    functions: tuple[Any, ...] = ()  # further jit functions for finish
+    begin: Any = begin_nothing
+    sums: int = 1  # of the product, that the finisher makes one column of the result of; pairs are two
+    light: bool = False  # without a bias, programs of two launches fit a multiprocessor's registers together: see `tiling/gemm_config.py`
+
+    @property
+    def fan(self) -> int:
+        """Columns of the product for each of the result."""
+        return 2 if self.pairs else self.sums
+
+
+class Operand(NamedTuple):
+    """A matrix, as far as a launch depends on it."""
+
+    stride: int  # of rows
+    described: bool
+    dtype: torch.dtype
+    share: int = 1  # columns for each column of the result
+
+
+class Kind(NamedTuple):
+    """Everything that a launch depends on, as plain values."""
+
+    rows: int
+    columns: int
+    depth: int
+    a: Operand
+    b: Operand
+    swapped: bool  # a descriptor of "stacked" pairs begins with b2, which has the lower address
+    bias: tuple[int, int] | None  # strides of a column, and between the two of a pair
+    others: tuple[Operand | None, ...]  # out, pair, pair2, side
+    gemm: Gemm
+    precision: str
+    device: torch.device
+    tile: GemmTile | None
+
+    def overlaps(self) -> bool:
+        """Whether one of several launches may begin while the one ahead ends."""
+        return self.gemm.divisible and has_overlap(self.device)
+
+    def takes(self, b: Tensor, b2: Tensor | None) -> bool:
+        """Whether b and b2, alike but elsewhere in memory, 16-byte aligned, are as far apart as a launch of this kind reaches."""
+        if b2 is None or not self.b.described:
+            return True
+        distance = b2.data_ptr() - b.data_ptr()
+        return 0 < (-distance if self.swapped else distance) < _FARTHEST
+
+    def sizes(self) -> GemmSizes:
+        """What the closed form chooses by."""
+        passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
+        # Descriptors' stores go through shared memory, pointers' too, to be turned into runs.
+        stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
+        stored = -(-stored // self.gemm.fan)
+        itemsize = self.a.dtype.itemsize
+        described = self.a.described and self.b.described
+        stores_described = all([o is None or o.described for o in self.others])  # pointers take more registers
+        beside = self.gemm.light and self.bias is None and described and stores_described and itemsize == 2 and self.overlaps()
+        return GemmSizes(
+            self.rows,
+            self.columns,
+            self.depth,
+            itemsize,
+            passes,
+            stored,
+            self.gemm.pairs != "",
+            multiprocessor_count(self.device),
+            described,
+            beside,
+        )
+
+
+@lru_cache(maxsize=64)
+def has_descriptors(device: torch.device) -> bool:
+    """Whether a device's copy engine takes tensor descriptors; the interpreter plays one."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _layout(t: Tensor) -> tuple[int, bool]:
+    """(stride of rows ``[R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
+    size = t.element_size()
+    rows, columns = t.shape
+    stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
+    step = stride * size
+    described = (
+        has_descriptors(t.device)
+        and t.data_ptr() % 16 == 0
+        and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
+        and stride >= columns
+        and 0 < step < _FARTHEST
+        and step % 16 == 0
+        and rows < _LONGEST
+        and columns < _LONGEST
+    )
+    return stride, described
+
+
+def is_describable(t: Tensor) -> bool:
+    """Whether a matrix can have a descriptor."""
+    return _layout(t)[1]
+
+
+def _operand(t: Tensor, share: int = 1) -> Operand:
+    return Operand(*_layout(t), t.dtype, share)
+
+
+def rowwise(t: Tensor) -> Tensor:
+    """A matrix whose rows are runs of memory."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _pair(b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
+    """(both as one operand ``[2, R, C]``, whether b2 comes first there), of matrices of the same strides anywhere in memory."""
+    operand = _operand(b)
+    distance = b2.data_ptr() - b.data_ptr()
+    # The stride from one to the other is an ordinary one to the copy engine, which asks for no common allocation.
+    described = operand.described and is_describable(b2) and 0 < abs(distance) < _FARTHEST
+    return operand._replace(described=described), described and distance < 0
+
+
+def kind_of(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    others: Sequence[Tensor | None],
+    call: Gemm,
+    precision: str,
+    tile: GemmTile | None,
+    b2: Tensor | None = None,
+) -> Kind:
+    """Of a launch on these; arguments as of `gemm_launch.gemm`, rows of a, b and b2 being runs of memory."""
+    columns = b.shape[0] if b2 is None else 2 * b.shape[0]
+    width = columns // call.fan
+    operand_b, swapped = (_operand(b), False) if b2 is None else _pair(b, b2)
+    strides = None
+    if bias is not None:
+        strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
+    return Kind(
+        a.shape[0],
+        columns,
+        a.shape[1],
+        _operand(a),
+        operand_b,
+        swapped,
+        strides,
+        tuple([None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]),
+        call,
+        precision,
+        a.device,
+        tile,
+    )

@@ -1,0 +1,31 @@
+"""The second stage of sums over programs: the programs' partial sums, added up in a fixed order."""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.addresses import scalar
+
+
+@triton.jit(do_not_specialize=["alpha"])
+def _sum_partials_kernel(
+    partial_ptr,  # [B, programs, SIZE] in these strides
+    out_ptr,  # [B, SIZE]
+    alpha: tl.int64,  # float64 pattern
+    stride_b,
+    stride_r,
+    programs,
+    SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``out[b, i] = alpha * sum_r partial[b, r, i]``."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK_R, BLOCK), partial_ptr.dtype.element_ty)
+    for first in range(0, programs, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        mask = (r < programs)[:, None] & (i < SIZE)[None, :]
+        acc += tl.load(partial_ptr + batch * stride_b + r.to(tl.int64)[:, None] * stride_r + i[None, :], mask=mask, other=0.0)
+    total = tl.sum(acc, 0) * scalar(alpha, acc.dtype)
+    tl.store(out_ptr + batch * SIZE + i, total.to(out_ptr.dtype.element_ty), mask=i < SIZE)

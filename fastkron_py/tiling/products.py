@@ -1,0 +1,161 @@
+"""Device functions of the polynomial KAN kernels: products in parts, which tile is whose, what is known of sizes."""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.addresses import dot, round_to_tf32
+
+
+@triton.jit
+def high_half(x):
+    """X without the 13 bits that a tensor core ignores in TF32."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded(x):
+    """X with half a unit of what TF32 holds of it added, so that cutting the rest off rounds. Not for NaN, which would wrap to zero."""
+    return (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
+    """``acc + a @ b``, as `dot`; or, for "split" and "cut", in TF32 with operands that are shared memory's as they are.
+
+    "split": three passes, low being the low half of b; a tensor core cuts both halves off by itself. "tf32x3": the same where low is not
+    prepared. "cut": one pass, in which both are cut off, but for a left operand that is MADE in registers and costs nothing to round.
+
+    Products of three passes are added to acc by float32 additions: tensor cores cut their sums off instead of rounding, by which long sums
+    fall short.
+    """
+    if PRECISION == "split" or PRECISION == "tf32x3":
+        # Of an infinity and of NaN this wraps to a number that is cut to zero: the high half speaks for them.
+        a_low = rounded(a - high_half(a))
+        if PRECISION == "tf32x3":
+            low = rounded(b - high_half(b))
+        part = tl.dot(a_low, b, input_precision="tf32")
+        part = tl.dot(a, low, part, input_precision="tf32")
+        return acc + tl.dot(a, b, part, input_precision="tf32")
+    elif PRECISION == "cut":
+        return tl.dot(round_to_tf32(a) if MADE else a, b, acc, input_precision="tf32")
+    else:
+        return dot(a, b, acc, PRECISION)
+
+
+@triton.jit
+def _low_half(x):
+    """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
+    low = x - high_half(x)
+    return tl.where(low == low, rounded(low), 0.0)
+
+
+@triton.jit
+def _low_halves_kernel(
+    x_ptr,  # [size], float32
+    low_ptr,  # [size]
+    size,
+    BLOCK: tl.constexpr,
+):
+    """The low half of every number."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0)
+    tl.store(low_ptr + i, _low_half(x), mask=i < size)
+
+
+@triton.jit
+def _turn_kernel(
+    x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
+    turned_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up and BATCHES at least B; rows in this stride
+    low_ptr,  # likewise, for LOW
+    sums_ptr,  # [B, tiles of rows, N], for SUMS
+    rows,
+    columns,
+    stride_b,
+    stride_m,
+    stride_n,  # of what is written
+    FIRST: tl.constexpr,  # matrices of x that are left out
+    LOW: tl.constexpr,  # also write low halves
+    ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off
+    SUMS: tl.constexpr,  # also sum up each tile's columns
+    WIDTH: tl.constexpr,
+    BATCHES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Matrices transposed, as operands of a tensor core whose columns run along the reduction."""
+    tiles_m = tl.cdiv(rows, BLOCK)
+    tiles_n = tl.cdiv(columns, BLOCK)
+    batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+    m = tl.program_id(0) // tiles_n % tiles_m * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(0) % tiles_n * BLOCK + tl.arange(0, BLOCK)
+    x_tile = x_ptr + ((batch + FIRST) * stride_b + m.to(tl.int64)[:, None] * stride_m + n[None, :])
+    x = tl.trans(tl.load(x_tile, mask=(m < rows)[:, None] & (n < columns)[None, :], other=0.0))
+    if WIDTH > 0:
+        at = ((n // WIDTH * BATCHES + batch) * WIDTH + n % WIDTH)[:, None] * stride_n + m[None, :]
+    else:
+        at = batch * columns * stride_n + n.to(tl.int64)[:, None] * stride_n + m[None, :]
+    mask = (n < columns)[:, None] & (m < rows)[None, :]
+    tl.store(turned_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
+    if LOW:
+        tl.store(low_ptr + at, _low_half(x), mask=mask)
+    if SUMS:
+        part = batch * tiles_m + tl.program_id(0) // tiles_n % tiles_m
+        tl.store(sums_ptr + part * columns + n, tl.sum(x, 1), mask=n < columns)
+
+
+@triton.jit
+def known(size, ALIGN: tl.constexpr):
+    """A size or stride, said to be a multiple of ALIGN: Triton by itself asks for 16 alone, and a hint on an argument is lost."""
+    if ALIGN > 1:
+        return size // ALIGN * ALIGN
+    else:
+        return size
+
+
+@triton.jit
+def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share what they read."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _sum_segments_kernel(
+    partial_ptr,  # [segments, TERMS, O, I]
+    out_ptr,  # [TERMS, O, I]
+    num_in,
+    num_out,
+    blocks,
+    programs,
+    segments,
+    TERMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    DEGREES: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of o
+    BLOCK_N: tl.constexpr,  # of j
+    ROWS: tl.constexpr,  # divides BLOCK_M
+):
+    """Sums over the programs that worked on an entry's tile, in their order: `_poly_kan_staged_dcoef_kernel` says which these are.
+
+    A program adds up ROWS rows of one degree of a tile.
+    """
+    tiles_o = tl.cdiv(num_out, BLOCK_M)
+    tiles_j = tl.cdiv(num_in, BLOCK_N)
+    parts_o = tl.cdiv(num_out, ROWS)
+    column = tl.program_id(0) % tiles_j
+    part = tl.program_id(0) // tiles_j % parts_o
+    d = FIRST + tl.program_id(0) // (tiles_j * parts_o)
+    tile = (((d - FIRST) // DEGREES * tiles_j + column) * tiles_o + part * ROWS // BLOCK_M).to(tl.int64)
+    units = (part * 0 + (TERMS - FIRST + DEGREES - 1) // DEGREES).to(tl.int64) * tiles_j * tiles_o * blocks
+    owner = ((tile * blocks + 1) * programs - 1) // units
+    last = ((tile + 1) * blocks * programs - 1) // units
+    o = part * ROWS + tl.arange(0, ROWS)
+    j = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (o < num_out)[:, None] & (j < num_in)[None, :]
+    plane = num_out.to(tl.int64) * num_in
+    i = d * plane + o.to(tl.int64)[:, None] * num_in + j[None, :]
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for r in range(0, segments):
+        acc += tl.load(partial_ptr + plane * (TERMS * r) + i, mask=inside & (r + i * 0 <= last - owner), other=0.0)
+    tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=inside)

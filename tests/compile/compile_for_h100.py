@@ -1,0 +1,135 @@
+"""Compile what the launchers would launch on an H100, on a machine that has none; a line of JSON for each kernel.
+
+The interpreter accepts much that the compiler refuses, and knows nothing of registers and shared memory.
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+# name: (dtype, B, L, [(P, Q), ...], R)
+PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = {
+    "16^4": (torch.float32, 1, 1024, [(16, 16)] * 4, 1),
+    "32^4": (torch.float32, 1, 16, [(32, 32)] * 4, 1),
+    "64^3": (torch.float32, 1, 256, [(64, 64)] * 3, 1),
+    "128^2": (torch.float32, 1, 1024, [(128, 128)] * 2, 1),
+    "300, 451": (torch.float32, 1, 3, [(300, 300), (451, 451)], 1),
+    "8^5": (torch.float32, 1, 1024, [(8, 8)] * 5, 1),
+    "2^10, one launch": (torch.float32, 1, 20, [(2, 2)] * 10, 1),
+    "odd": (torch.float32, 1, 20, [(5, 13), (7, 11), (9, 9), (11, 7), (13, 5)], 1),
+    "left": (torch.float32, 1, 1, [(16, 16)] * 3, 128),
+    "16^3, whole rows": (torch.float32, 1, 1024, [(16, 16)] * 3, 1),
+    "4^7, whole rows": (torch.float32, 1, 1024, [(4, 4)] * 7, 1),
+    "16^5": (torch.float32, 1, 16, [(16, 16)] * 5, 1),
+    "8^7": (torch.float32, 1, 16, [(8, 8)] * 7, 1),
+    "batched": (torch.float32, 5, 7, [(16, 12), (12, 16)], 1),
+    "float64 32^3": (torch.float64, 1, 64, [(32, 32)] * 3, 1),
+    "float64 8^4": (torch.float64, 1, 1024, [(8, 8)] * 4, 1),
+    "float64 128^2": (torch.float64, 1, 64, [(128, 128)] * 2, 1),
+    "bfloat16 16^4": (torch.bfloat16, 1, 1024, [(16, 16)] * 4, 1),
+    "bfloat16 128^2": (torch.bfloat16, 1, 1024, [(128, 128)] * 2, 1),
+    "float16 16^4": (torch.float16, 1, 1024, [(16, 16)] * 4, 1),
+    "float16 64^2": (torch.float16, 1, 1024, [(64, 64)] * 2, 1),
+}
+# Also compiled backward: every width of a fused kernel, and some too wide for it.
+BACKWARD = ("16^4", "32^4", "64^3", "128^2", "300, 451", "8^5", "float64 32^3")
+
+
+class H100:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a thread; a stack is what was spilled."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
+
+
+def unguarded_stores(cubin: bytes) -> int:
+    """Stores to shared memory that a warp could reach while another warp's product still reads there.
+
+    A wait for products (WARPGROUP.DEPBAR) is a warp's own; only a barrier after it waits for the others'.
+    """
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+    found, waited = 0, False
+    for operation in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text):
+        if operation.startswith("WARPGROUP.DEPBAR"):
+            waited = True
+        elif operation.startswith("BAR"):
+            waited = False
+        elif operation.startswith("STS"):
+            found += waited
+    return found
+
+
+def main() -> None:
+    driver.set_active(H100())
+    launch = jit.JITFunction.run
+    problem = what = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        line = {
+            "problem": problem,
+            "what": what,
+            "kernel": self.__name__,
+            "shared": compiled.metadata.shared,
+            **resources(compiled.asm["cubin"]),
+            "unguarded": unguarded_stores(compiled.asm["cubin"]) if "fragment" in self.__name__ else 0,
+        }
+        print(json.dumps(line), flush=True)
+
+    jit.JITFunction.run = compile_only
+    from fastkron_py.kron import triton_backend, triton_backward
+    from fastkron_py.runtime import device as devices
+
+    devices.has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
+    for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():
+        k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))
+        x = torch.empty(groups, rows, k, columns, dtype=dtype)
+        y = torch.empty(groups, rows, n, columns, dtype=dtype)
+        factors = [torch.empty(groups, p, q, dtype=dtype) for p, q in shapes]
+        what = "multiply"
+        triton_backend.multiply(x, factors, None, 1.0, 0.0, "highest")
+        if problem in sys.argv[1:]:
+            what = "with z"
+            triton_backend.multiply(x, factors, y, 0.5, 2.0, "highest")
+            what = "in TF32"
+            triton_backend.multiply(x, factors, None, 1.0, 0.0, "high")
+        if problem in sys.argv[1:] or problem in BACKWARD:
+            what = "backward"
+            triton_backward.backward(y, x, factors, 1.0, True, [True] * len(factors), "highest")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Compile the gated layers' launches for an H100 on a machine that has none; a line of JSON for each kernel.
+
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from compile_for_h100 import H100, resources
+from triton.runtime import driver, jit
+
+# name: (rows, hidden, in, activation, layout, dtype, precision, descriptors)
+PROBLEMS: dict[str, tuple[int, int, int, str, str, torch.dtype, str, bool]] = {
+    "8B": (4096, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
+    "8B stacked": (4096, 14336, 4096, "silu", "stacked", torch.bfloat16, "highest", True),
+    "two launches": (512, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
+    "one token": (1, 14336, 4096, "silu", "interleaved", torch.bfloat16, "highest", True),
+    "TF32": (4096, 4096, 1024, "gelu_tanh", "interleaved", torch.float32, "high", True),
+    "three passes": (4096, 1024, 512, "silu", "stacked", torch.float32, "highest", True),
+    "ragged, by pointers": (1000, 500, 300, "gelu", "stacked", torch.float32, "highest", False),
+}
+
+
+@triton.jit
+def _make_silu(a, k, K, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = a.to(tl.float32)
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _clipped(t, column, columns, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(t, -PARAMS[0]), PARAMS[0])
+
+
+def main() -> None:
+    driver.set_active(H100())
+    launch = jit.JITFunction.run
+    current = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        finish = options.get("FINISH")
+        found = {"problem": current, "kernel": self.__name__, "finish": finish.__name__ if finish else ""}
+        ptx = compiled.asm["ptx"]
+        # Where in the text: of the wait for the launch ahead, and of the last store; -1 for none.
+        found |= {"early": options.get("EARLY"), "wait": ptx.rfind("griddepcontrol.wait"), "store": ptx.rfind("cp.async.bulk.tensor")}
+        found |= {"lets next": "griddepcontrol.launch_dependents" in ptx}
+        found |= {"warps": compiled.metadata.num_warps, "shared": compiled.metadata.shared}
+        print(json.dumps({**found, **resources(compiled.asm["cubin"])}), flush=True)
+
+    jit.JITFunction.run = compile_only
+    from fastkron_py.gated import launches as triton_gated
+    from fastkron_py.tiling import gemm_launch
+    from fastkron_py.tiling import gemm_problem as gemm_kind
+    from fastkron_py.tiling.gemm import finish_plain
+    from fastkron_py.tiling.gemm_launch import gemm
+    from fastkron_py.tiling.gemm_problem import Gemm
+
+    gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
+    gemm_kind.has_overlap = lambda device: True  # type: ignore[assignment]
+    triton_gated.has_approximations = lambda device: True
+    for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
+        current = name
+        gemm_kind.has_descriptors = lambda device, answer=descriptors: answer  # type: ignore[assignment, misc]
+        gemm_launch.forget_launches()
+        x, dy = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
+        weight = torch.empty(2 * hidden, depth, dtype=dtype)
+        weight = weight if layout == "interleaved" else weight.view(2, hidden, depth)
+        gated = triton_gated.Gated(activation, layout, precision)
+        triton_gated.forward((x, weight, None, None), gated)
+        triton_gated.forward((x, weight, None, torch.empty(weight.shape[:-1], dtype=dtype)), gated, saving=True)
+        triton_gated.recomputed_gradients(dy, (x, weight, None, None), gated)
+        triton_gated.recomputed_gradients(dy, (x, weight, None, None), gated, True)
+        triton_gated.stored_gradients(dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated, True, True)
+    gemm_kind.has_descriptors = lambda device: True  # type: ignore[assignment]
+    x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
+    for activation in sorted(triton_gated.LIGHT):
+        current = f"beside, {activation}"
+        triton_gated.forward((x, weight, None, None), triton_gated.Gated(activation, "interleaved", "highest"))
+    current = "a linear layer"
+    x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
+    call = Gemm(finish_plain, make=_make_silu, value=_clipped, params=(3.0,))
+    gemm(x, weight, None, call, torch.empty(4096, 4096, dtype=torch.bfloat16))
+
+
+if __name__ == "__main__":
+    main()

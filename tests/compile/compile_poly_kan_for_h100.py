@@ -1,0 +1,107 @@
+"""Compile the polynomial KAN launches for an H100 on a machine that has none; a line of JSON for each kernel.
+
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from compile_for_h100 import H100, resources
+from triton.backends.nvidia import compiler
+from triton.runtime import driver, jit
+
+# name: (rows, in, out, degree, basis, dtype, precision, size of a table)
+PROBLEMS: dict[str, tuple[int, int, int, int, str, torch.dtype, str, int]] = {
+    "large": (8192, 768, 768, 8, "chebyshev", torch.float32, "highest", 0),
+    "large TF32": (8192, 768, 768, 8, "chebyshev", torch.float32, "high", 0),
+    "large bfloat16": (8192, 768, 768, 8, "chebyshev", torch.bfloat16, "highest", 0),
+    "large float16, degree 15": (8192, 768, 768, 15, "chebyshev", torch.float16, "highest", 0),
+    "large bspline": (8192, 768, 768, 8, "bspline", torch.float32, "high", 0),
+    "large bfloat16 table": (8192, 768, 768, 8, "chebyshev", torch.bfloat16, "highest", 4096),
+    "large fourier": (8192, 768, 768, 8, "fourier", torch.bfloat16, "highest", 0),
+    "large in plain Triton": (8192, 768, 768, 8, "chebyshev", torch.float32, "highest", 0),
+    "large TF32 in plain Triton": (8192, 768, 768, 8, "chebyshev", torch.float32, "high", 0),
+    "large, of odd sizes": (5001, 601, 331, 7, "chebyshev", torch.float32, "highest", 0),
+    "small": (64, 256, 512, 15, "chebyshev", torch.float32, "highest", 0),
+    "small float16": (64, 256, 512, 15, "chebyshev", torch.float16, "highest", 0),
+    "odd float64": (37, 13, 29, 3, "chebyshev", torch.float64, "highest", 0),
+    "legendre": (64, 256, 512, 8, "legendre", torch.float32, "high", 0),
+    "hermite": (64, 256, 512, 8, "hermite", torch.float32, "high", 0),
+    "jacobi": (64, 256, 512, 8, "jacobi", torch.float32, "high", 0),
+    "gegenbauer": (64, 256, 512, 8, "gegenbauer", torch.float32, "high", 0),
+    "fourier": (64, 256, 512, 8, "fourier", torch.float32, "high", 0),
+    "bspline": (64, 256, 512, 8, "bspline", torch.float32, "high", 0),
+    "rbf float64": (64, 256, 512, 8, "rbf", torch.float64, "high", 0),
+    "table": (64, 256, 512, 8, "chebyshev", torch.bfloat16, "high", 4096),
+}
+
+
+def is_serialised(ptx: str) -> bool:
+    """Whether the assembler waits for each of a kernel's products."""
+    tool = compiler.get_ptxas(90).path
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [tool, "-arch=sm_90a", "-v", str(file), "-o", str(file.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        return "serialized" in done.stderr
+
+
+def copies_follow_stores(ptx: str) -> bool:
+    """Whether a warpgroup's stores are fenced, and all its warps have come so far, before one has a tile copied."""
+    stores = [ptx[: copy.start()].rpartition("st.shared")[2] for copy in re.finditer("cp.async.bulk.tensor", ptx)]
+    return all(re.search(r"fence\.proxy\.async.*bar\.sync", between, re.DOTALL) for between in stores)
+
+
+def main() -> None:
+    driver.set_active(H100())
+    launch = jit.JITFunction.run
+    current = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        serialised = is_serialised(compiled.asm["ptx"]) if "large" in current else False
+        found = {
+            "problem": current,
+            "kernel": self.__name__,
+            "shared": compiled.metadata.shared,
+            "serialised": serialised,
+            "copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+            "ordered": copies_follow_stores(compiled.asm["ptx"]),
+            "ordered without barriers": copies_follow_stores(compiled.asm["ptx"].replace("bar.sync", "")),
+            **resources(compiled.asm["cubin"]),
+        }
+        print(json.dumps(found), flush=True)
+
+    jit.JITFunction.run = compile_only
+    from fastkron_py.kan import launches as triton_poly_kan
+    from fastkron_py.kan import problem as poly_kan_kind
+    from fastkron_py.kan.bases.registry import find_basis
+    from fastkron_py.kan.spec import Spec
+    from fastkron_py.runtime import device as devices
+    from fastkron_py.tiling import gemm_problem as gemm_kind
+
+    poly_kan_kind.multiprocessor_count = gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
+    for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
+        current = name
+        has_hopper = not name.endswith("in plain Triton")
+        devices.has_fragments = lambda device, dtype, has=has_hopper: has and dtype != torch.float64  # type: ignore[assignment]
+        triton_poly_kan.forget_launches()
+        spec = Spec(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
+        x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
+        coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
+        triton_poly_kan.forward(x, coefficients, None, spec, precision)
+        triton_poly_kan.gradients(dy, x, coefficients, spec, precision)
+
+
+if __name__ == "__main__":
+    main()

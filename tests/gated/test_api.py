@@ -1,0 +1,422 @@
+"""`gated_linear` and its gradients against the two projections and their gate, written out in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gated_cases import ACTIVATIONS, LAYOUTS, expected, expected_gradients, pack, problem, relative
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import gated_linear
+from fastkron_py.functional import gated_mlp
+from fastkron_py.gated import cached as recorded_gated
+from fastkron_py.testing import assert_close
+from fastkron_py.tiling import gemm_config as tuning
+from fastkron_py.tiling.gemm_config import GemmSizes, GemmSpan, GemmTile
+
+# rows, hidden, in: ones, sizes that divide blocks, primes, and several tiles each way under `small_tiles`.
+SHAPES = [(1, 1, 1), (5, 16, 8), (37, 29, 43), (70, 40, 24)]
+# In full on a GPU and by torch; on a CPU the interpreter would take a minute.
+FULL_SHAPES = [(252, 123, 431), (960, 736, 1504), (127, 512, 256)]
+BACKWARDS = ("save", "recompute")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles of 16 x 32 and 16 in depth, finished in two parts, so that small problems have several each way."""
+    from fastkron_py.tiling import gemm_launch
+
+    def chosen(sizes: GemmSizes) -> GemmTile:
+        return GemmTile(16, 64, 16, 4, 2, parts=2, group=2)
+
+    monkeypatch.setattr(tuning, "gemm_tile", chosen)
+    gemm_launch.forget_launches()
+    yield
+    gemm_launch.forget_launches()
+
+
+def forget_calls() -> None:
+    """Choose launches anew; and recognise no earlier call, whose record would stand before those of newer ones."""
+    from fastkron_py.tiling import gemm_launch
+
+    gemm_launch.forget_launches()
+    recorded_gated.RECORDS.forget()
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, cut: int, again: int) -> None:
+    """Two launches, of the columns of the product before ``cut`` and from ``again`` on, in tiles of two sizes."""
+
+    def spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
+        large, small = GemmTile(32, 64, 16, 4, 2, parts=2, group=2), GemmTile(16, 32, 16, 4, 2)
+        return GemmSpan(0, cut, large), GemmSpan(again, sizes.columns, small)
+
+    monkeypatch.setattr(tuning, "gemm_spans", spans)
+    forget_calls()
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """Every layer in two launches, its first 64 pairs and the others; the columns of both, each time, in any thread and way."""
+    from fastkron_py.tiling.gemm_launch import DividedPlan
+
+    made: list[list[int]] = []
+    call = DividedPlan.__call__
+
+    def counted(plan: DividedPlan, *arguments: Any) -> None:
+        call(plan, *arguments)
+        made.append([part._kind.columns for part, _ in plan._parts])
+
+    monkeypatch.setattr(DividedPlan, "__call__", counted)
+    divide(monkeypatch, 128, 128)
+    yield made
+    forget_calls()
+
+
+def gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, layout: str = "interleaved", **options: Any) -> list[Tensor]:
+    """[y, dx, dup, dgate] by the library."""
+    x, weight = x.detach().requires_grad_(), pack(up, gate, layout).requires_grad_()
+    y = gated_linear(x, weight, layout=layout, **options)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    halves = dw.unbind() if layout == "stacked" else (dw[0::2], dw[1::2])
+    return [y.detach(), dx, *halves]
+
+
+def by_torch(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor) -> list[Tensor]:
+    """[y, dx, dup, dgate] of torch's own operations in x's dtype."""
+    x, up, gate = (t.detach().requires_grad_() for t in (x, up, gate))
+    y = torch.nn.functional.linear(x, up) * torch.nn.functional.silu(torch.nn.functional.linear(x, gate))
+    return [y.detach(), *torch.autograd.grad(y, (x, up, gate), dy)]
+
+
+def assert_gradients(actual: list[Tensor], reference: list[Tensor], dtype: torch.dtype) -> None:
+    """Results are rounded to their dtype once, d(up) and d(gate) once before the products that dx and dW are; three steps in all.
+
+    In float32 sums of products of sums carry their roundings on: twice the bound.
+    """
+    for name, a, e in zip(("y", "dx", "dup", "dgate"), actual, reference, strict=True):
+        bound = {torch.float32: 2e-6, torch.float64: 2e-14}.get(dtype, 3 * torch.finfo(dtype).eps / 2)
+        assert_close(a, e, rms_tol=bound, max_tol=8 * bound, name=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_shapes(
+    shape: tuple[int, int, int], layout: str, backward: str, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    given = problem(*shape, torch.float32, device, generator)
+    actual = gradients(*given, layout, backward=backward, precision="highest")
+    assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_several_tiles(layout: str, backward: str, small_tiles: None, device: torch.device, generator: torch.Generator) -> None:
+    """More tiles than programs, a ragged last one each way, and dW over more rows than a tile has."""
+    given = problem(70, 72, 40, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        actual = gradients(*given, layout, backward=backward, precision="highest")
+    assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("hidden", [72, 77])
+@pytest.mark.parametrize("described", [True, False])
+def test_two_launches(
+    described: bool,
+    hidden: int,
+    layout: str,
+    divided: list[list[int]],
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Values and gradients, with a bias; 77: without descriptors of results. The third call is recognised, and divided like the first."""
+    from fastkron_py.tiling import gemm_launch
+    from fastkron_py.tiling import gemm_problem as gemm_kind
+
+    if not described:
+        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+    x, up, gate, dy = problem(37, hidden, 24, torch.float32, device, generator)
+    biases = torch.randn(2, hidden, generator=generator).to(device)
+    bias = pack(*biases, layout)
+    wide = [t.double().requires_grad_() for t in (x, up, gate, *biases)]
+    y = expected(*wide[:3], "silu", (wide[3], wide[4]))
+    reference = [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
+    for backward, is_recognised in (("save", False), ("recompute", False), ("save", True)):
+        given = [t.clone().requires_grad_() for t in (x, pack(up, gate, layout), bias)]
+        divided.clear()
+        with fastkron_py.backend("triton"):
+            with gemm_launch.watching() as seen:  # which a recognised call is not
+                y = gated_linear(given[0], given[1], bias=given[2], layout=layout, backward=backward, precision="highest")
+            dx, dw, db = torch.autograd.grad(y, given, dy)
+        assert len(seen) == (not is_recognised)
+        assert divided == [[128, 2 * hidden - 128]] * (1 + (backward == "recompute"))
+        parts = [t for d in (dw, db) for t in (d.unbind() if layout == "stacked" else (d[0::2], d[1::2]))]
+        for a, e in zip((y.detach(), dx, *parts), reference, strict=True):
+            assert_close(a, e, rms_tol=2e-6, max_tol=2e-5)
+
+
+def test_two_launches_of_rows_in_turn(
+    divided: list[list[int]], device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interleaved weight and its bias read as they lie."""
+    from fastkron_py.gated import launches as triton_gated
+
+    monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
+    x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
+    biases = torch.randn(2, 72, generator=generator).to(device)
+    with fastkron_py.backend("triton"):
+        y = gated_linear(x, pack(up, gate, "interleaved"), bias=pack(*biases, "interleaved"), precision="highest")
+    assert_close(y, expected(x, up, gate, "silu", (biases[0], biases[1])), rms_tol=2e-6, max_tol=2e-5)
+    assert divided == [[128, 16]]
+
+
+def test_launches_that_do_not_meet(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above could not fail: columns that no launch writes stay what the poisoned memory held."""
+    divide(monkeypatch, 64, 128)
+    x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        y = gated_linear(x, pack(up, gate, "stacked"), layout="stacked", precision="highest")
+    forget_calls()
+    assert bool(y[:, 32:64].isnan().all())
+    right = expected(x, up, gate, "silu")
+    for columns in (slice(0, 32), slice(64, 72)):
+        assert_close(y[:, columns], right[:, columns], rms_tol=2e-6, max_tol=2e-5)
+
+
+def test_rows_in_turn(small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interleaved weight read as it lies, not as two matrices."""
+    from fastkron_py.gated import launches as triton_gated
+
+    monkeypatch.setattr(triton_gated.Gated, "__new__", partial(triton_gated.Gated.__new__, as_halves=False))
+    assert not triton_gated.Gated("silu", "interleaved", "highest").as_halves
+    given = problem(70, 72, 40, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        for backward in BACKWARDS:
+            actual = gradients(*given, backward=backward, precision="highest")
+            assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pointers(
+    layout: str, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What GPUs before Hopper run: nothing has a descriptor."""
+    from fastkron_py.tiling import gemm_problem as gemm_kind
+
+    monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+    given = problem(70, 72, 40, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        for backward in BACKWARDS:
+            actual = gradients(*given, layout, backward=backward, precision="highest")
+            assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_whole_mlp(
+    described: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gated result, which the gradient of the down projection takes, is made again in backward."""
+    from fastkron_py.tiling import gemm_problem as gemm_kind
+
+    if not described:
+        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+    x, up, gate, _ = problem(70, 72, 40, torch.float32, device, generator)
+    down, dy = torch.randn(24, 72, device=device) / 8, torch.randn(70, 24, device=device)
+    wide = [t.double().requires_grad_() for t in (x, up, gate, down)]
+    reference = torch.autograd.grad(expected(wide[0], wide[1], wide[2], "silu") @ wide[3].mT, wide, dy.double())
+    for backward in BACKWARDS:
+        given = [t.clone().requires_grad_() for t in (x, pack(up, gate, "stacked"), down)]
+        with fastkron_py.backend("triton"):
+            y = gated_mlp(*given, layout="stacked", backward=backward, precision="highest")
+            dx, dw, ddown = torch.autograd.grad(y, given, dy)
+        for a, e in zip((dx, *dw, ddown), reference, strict=True):
+            assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
+
+
+@pytest.mark.parametrize("shape", FULL_SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_full_shapes(shape: tuple[int, int, int], layout: str, backend: str, device: torch.device, generator: torch.Generator) -> None:
+    given = problem(*shape, torch.bfloat16, device, generator)
+    reference = expected_gradients(*given, "silu")
+    with fastkron_py.backend(backend):
+        for backward in BACKWARDS:
+            assert_gradients(gradients(*given, layout, backward=backward), reference, torch.bfloat16)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_activations(activation: str, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, dy = problem(9, 8, 24, dtype, device, generator)
+    x = 4 * x  # gates from about -8 to 8
+    for backward in BACKWARDS:
+        actual = gradients(x, up, gate, dy, activation=activation, backward=backward, precision="highest")
+        assert_gradients(actual, expected_gradients(x, up, gate, dy, activation), dtype)
+
+
+def forward_bound(dtype: torch.dtype, backend: str, device: torch.device) -> float:
+    """Relative error of a forward pass. One rounding of the result makes 1.7e-3 in bfloat16; Triton's interpreter cuts off, twice that.
+
+    Torch rounds both projections too.
+    """
+    if dtype == torch.float16:
+        return 2.5e-4 if backend == "triton" else 5e-4
+    return 2.0e-3 if backend == "triton" and device.type == "cuda" else 4.0e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_half_types(
+    dtype: torch.dtype, layout: str, backward: str, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """The source's setting, gradients by the rule: below twice the error of torch's own operations, + 1e-5."""
+    given = problem(150, 40, 64, dtype, device, generator)
+    reference = expected_gradients(*given, "silu")
+    ours = [relative(a, e) for a, e in zip(gradients(*given, layout, backward=backward), reference, strict=True)]
+    torchs = [relative(a, e) for a, e in zip(by_torch(*given), reference, strict=True)]
+    assert ours[0] < forward_bound(dtype, backend_name, device)
+    if backend_name == "triton" and (device.type == "cuda" or dtype == torch.float16):
+        assert ours[0] < torchs[0]
+    cut = dtype == torch.bfloat16 and backend_name == "triton" and device.type == "cpu"  # by the interpreter
+    for mine, theirs in zip(ours, torchs, strict=True):
+        assert mine < (4 if cut else 2) * theirs + 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_wrong_fails(layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Negative controls of the bound above: swapped projections, act(x / 2), a row too far."""
+    x, up, gate, _ = problem(60, 40, 64, torch.bfloat16, device, generator)
+    reference = expected(x, up, gate, "silu")
+    bound = forward_bound(torch.bfloat16, backend_name, device)
+
+    def error(weight: Tensor, layout: str = layout) -> float:
+        return relative(gated_linear(x, weight, layout=layout), reference)
+
+    assert error(pack(up, gate, layout)) < bound
+    assert error(pack(gate, up, layout)) > 50 * bound
+    assert error(pack(up, gate / 2, layout)) > 50 * bound
+    assert error(pack(up, gate, "interleaved").roll(1, 0), "interleaved") > 50 * bound
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recompute_equals_save(layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    given = problem(40, 24, 16, torch.float32, device, generator)
+    saved, recomputed = (gradients(*given, layout, backward=b, precision="highest") for b in BACKWARDS)
+    for a, b in zip(saved, recomputed, strict=True):
+        assert_close(a, b, rms_tol=3e-7, max_tol=2e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bias(layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, dy = problem(20, 24, 16, torch.float32, device, generator)
+    biases = (torch.randn(24, device=device), torch.randn(24, device=device))
+    wide = [t.detach().double().requires_grad_() for t in (x, up, gate, *biases)]
+    y = expected(wide[0], wide[1], wide[2], "gelu", (wide[3], wide[4]))
+    reference = torch.autograd.grad(y, wide, dy.double())
+    for backward in BACKWARDS:
+        weight, bias = pack(up, gate, layout).requires_grad_(), pack(*biases, layout).requires_grad_()
+        mine = gated_linear(x, weight, bias=bias, layout=layout, activation="gelu", backward=backward, precision="highest")
+        dw, db = torch.autograd.grad(mine, (weight, bias), dy)
+        assert_close(mine.detach(), y.detach())
+        assert_close(dw, pack(reference[1], reference[2], layout), rms_tol=2e-6, max_tol=1e-5)
+        assert_close(db, pack(reference[3], reference[4], layout), rms_tol=2e-6, max_tol=1e-5)
+
+
+def test_frozen_arguments_are_skipped(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, dy = problem(6, 8, 8, torch.float32, device, generator)
+    weight = pack(up, gate, "interleaved")
+    reference = expected_gradients(x, up, gate, dy, "silu")
+    y = gated_linear(x.requires_grad_(), weight)
+    y.backward(dy)
+    assert_close(x.grad, reference[1], rms_tol=2e-6, max_tol=1e-5)
+    assert weight.grad is None
+    y = gated_linear(x.detach(), weight.requires_grad_())
+    y.backward(dy)
+    y = gated_linear(x.detach(), weight)  # accumulated
+    y.backward(dy)
+    assert weight.grad is not None
+    assert_close(weight.grad, pack(2 * reference[2], 2 * reference[3], "interleaved"), rms_tol=2e-6, max_tol=1e-5)
+
+
+def test_backward_twice(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Saved projections are written over only where the graph is not kept."""
+    x, up, gate, dy = problem(6, 8, 8, torch.float32, device, generator)
+    y = gated_linear(x.requires_grad_(), pack(up, gate, "interleaved"), backward="save")
+    first = torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+    second = torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+    third = torch.autograd.grad(y, x, dy)[0]
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Transposed, cut out of a larger matrix, off a 16-byte boundary, broadcast, reversed in its batch."""
+    x, up, gate, _ = problem(12, 16, 24, torch.float32, device, generator)
+    reference = expected(x, up, gate, "silu").float()
+    weight = pack(up, gate, layout)
+    wide = torch.full((12, 40), torch.nan, device=device)
+    wide[:, 3:27] = x
+    for t in (x.mT.contiguous().mT, wide[:, 3:27]):
+        assert_close(gated_linear(t, weight, layout=layout), reference)
+    turned = weight.mT.contiguous().mT
+    padded = torch.nn.functional.pad(weight, (1, 2))[..., 1:-2]
+    for w in (turned, padded):
+        assert_close(gated_linear(x, w, layout=layout), reference)
+    several = gated_linear(x[:1].expand(5, 12, 24)[:, ::3], weight, layout=layout)
+    assert_close(several, reference[:1].expand(5, 4, 16).contiguous())
+    assert gated_linear(x.reshape(2, 6, 24).transpose(0, 1), weight, layout=layout).shape == (6, 2, 16)
+    assert_close(gated_linear(x[0], weight, layout=layout), reference[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (5, 0, 3), (5, 4, 0)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_empty(shape: tuple[int, int, int], layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    rows, hidden, depth = shape
+    x = torch.randn(2, rows, depth, device=device, requires_grad=True)
+    weight = pack(torch.randn(hidden, depth), torch.randn(hidden, depth), layout).to(device).requires_grad_()
+    bias = pack(torch.ones(hidden), torch.full((hidden,), 2.0), layout).to(device).requires_grad_()
+    for backward in BACKWARDS:
+        y = gated_linear(x, weight, bias=bias, layout=layout, activation="identity", backward=backward)
+        assert y.shape == (2, rows, hidden)
+        dx, dw, db = torch.autograd.grad(y.sum(), (x, weight, bias))
+        assert (dx.shape, dw.shape, db.shape) == (x.shape, weight.shape, bias.shape)
+        if depth == 0:
+            assert bool((y == 2).all())
+        assert bool((dw == 0).all()) or depth > 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, in the interpreter
+def test_infinities_and_nan_stay_in_their_rows(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, _ = problem(20, 8, 24, torch.float32, device, generator)
+    x[3, 5], x[7, 2] = torch.nan, torch.inf
+    y = gated_linear(x, pack(up, gate, "interleaved"))
+    assert bool(y[3].isnan().all())
+    others = [i for i in range(20) if i not in (3, 7)]
+    assert bool(y[others].isfinite().all())
+
+
+def test_arrays(generator: torch.Generator) -> None:
+    x, up, gate, _ = problem(5, 4, 3, torch.float32, torch.device("cpu"), generator)
+    y = gated_linear(x.numpy(), pack(up, gate, "stacked").numpy(), layout="stacked")
+    assert isinstance(y, np.ndarray)
+    assert_close(torch.from_numpy(y), expected(x, up, gate, "silu"))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
+    """Of x, of both projections, and of y: the last rows are right."""
+    rows, hidden, depth = (1 << 22) + 5, 520, 520
+    x = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(2, hidden, depth, device=device, dtype=torch.bfloat16) / depth**0.5
+    y = gated_linear(x, weight, layout="stacked")
+    assert relative(y[-300:], expected(x[-300:], weight[0], weight[1], "silu")) < 2.0e-3

@@ -1,0 +1,292 @@
+"""What torch asks of the gated operators: derivatives of every order, fakes, compilation, vmap, autocast; and a user's own activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from gated_cases import LAYOUTS, expected, pack, problem, relative
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import gated_linear
+from fastkron_py.functional import gated_mlp
+from fastkron_py.gated.activations import Activation, activation_names, register_activation, unregister_activation
+from fastkron_py.testing import assert_close
+
+# Torch's own, in forward mode and where it first compiles.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
+)
+
+FORWARD = torch.ops.fastkron.gated_linear.default
+SAVING = torch.ops.fastkron.gated_linear_saving.default
+BACKWARD = torch.ops.fastkron.gated_linear_backward.default
+BACKWARDS = ("save", "recompute")
+
+
+def sample(device: torch.device, generator: torch.Generator, layout: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """x, weight and bias that need gradients, and dy."""
+    x, up, gate, dy = problem(3, 2, 4, dtype, device, generator)
+    bias = pack(torch.randn(2), torch.randn(2), layout).to(device, dtype)
+    return x.requires_grad_(), pack(up, gate, layout).requires_grad_(), bias.requires_grad_(), dy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid", "identity"])
+def test_gradcheck(layout: str, backward: str, activation: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias, _ = sample(device, generator, layout)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return gated_linear(x, weight, bias=bias, layout=layout, activation=activation, backward=backward)
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias), fast_mode=activation != "silu")
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("saving", [False, True])
+def test_registered_operators_have_derivatives(layout: str, saving: bool, device: torch.device, generator: torch.Generator) -> None:
+    """The operators themselves, which compiled graphs hold, beside the eager call's shorter way."""
+    x, weight, bias, _ = sample(device, generator, layout)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        options = ("silu", layout, None, "")
+        y: Tensor = (
+            SAVING(x, weight, None, bias, None, None, *options)[0] if saving else FORWARD(x, weight, None, bias, None, None, *options)
+        )
+        return y
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_second_derivatives_through_the_kernels(backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, _, dy = sample(device, generator, "interleaved", torch.float32)
+    y = gated_linear(x, weight, backward=backward, precision="highest")
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    found = torch.autograd.grad(dx.square().sum(), (x, weight))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    y = expected(wide[0], wide[1][0::2], wide[1][1::2], "silu")
+    (dx,) = torch.autograd.grad(y, wide[0], dy.double(), create_graph=True)
+    for a, e in zip(found, torch.autograd.grad(dx.square().sum(), wide), strict=True):
+        assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
+
+
+def test_gradient_penalty(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Where dy is itself a function of x, the gradients of gradients follow it once."""
+    x, weight = (torch.randn(s, generator=generator, dtype=torch.float64).to(device).requires_grad_() for s in ((5, 6), (2, 4, 6)))
+
+    def penalty(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+        return list(torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (x, weight)))
+
+    with fastkron_py.backend(backend_name):
+        found = penalty(gated_linear(x, weight, layout="stacked"))
+    for f, e in zip(found, penalty(expected(x, weight[0], weight[1], "silu")), strict=True):
+        torch.testing.assert_close(f, e)
+
+
+@pytest.mark.parametrize(
+    ("needs", "layout"),
+    [
+        ((True, True, True, True, True), "interleaved"),
+        ((True, True, True, True, True), "stacked"),
+        ((True, False, False, False, False), "interleaved"),
+        ((False, False, False, True, False), "stacked"),
+    ],
+    ids=str,
+)
+def test_opcheck(needs: tuple[bool, ...], layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    *given, _ = sample(device, generator, layout, torch.float32)
+    given += [torch.randn(3, 2, device=device), torch.randn(3, device=device)]
+    dy = torch.randn(3, 3, device=device)
+    options = ("silu", layout, "highest", backend_name)
+    given = [t.detach().requires_grad_(need) for t, need in zip(given, needs, strict=True)]
+    given.insert(2, None)
+    needs = (*needs[:2], False, *needs[2:])
+    torch.library.opcheck(FORWARD, (*given, *options))
+    if needs[0]:
+        torch.library.opcheck(FORWARD, (*given[:2], None, None, None, None, *options))
+    torch.library.opcheck(SAVING, (*given, *options))
+    pairs = SAVING(*(None if t is None else t.detach() for t in given), *options)[1]
+    torch.library.opcheck(BACKWARD, (dy, *given, None, *needs, *options))
+    torch.library.opcheck(BACKWARD, (dy, *given, pairs, *needs, *options))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_gradcheck_of_a_whole_mlp(layout: str, backward: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias, _ = sample(device, generator, layout)
+    down = torch.randn(3, 2, dtype=torch.float64, device=device, requires_grad=True)
+    down_bias = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+        return gated_mlp(x, weight, down, bias=bias, down_bias=down_bias, layout=layout, backward=backward)
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias, down, down_bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias, down, down_bias), fast_mode=True)
+    alone = call(x, weight.detach(), bias.detach(), down, down_bias.detach())
+    (ddown,) = torch.autograd.grad(alone.sum(), down)
+    y = gated_linear(x, weight, bias=bias, layout=layout).detach()
+    assert_close(ddown, y.sum(0).expand(3, 2).contiguous(), rms_tol=1e-13, max_tol=1e-13)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiles_in_one_graph(backward: str, layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    torch.compiler.reset()
+    x, weight, bias, dy = sample(device, generator, layout, torch.float32)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return gated_linear(x, weight, bias=bias, layout=layout, backward=backward, precision="highest")
+
+    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True)
+    wanted = (x, weight, bias)
+    y = compiled(*wanted)
+    assert_close(y.detach(), call(*wanted).detach())
+    for a, e in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(call(*wanted), wanted, dy), strict=True):
+        assert_close(a, e)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vmap_and_torch_func(layout: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias, _ = (t.detach() for t in sample(device, generator, layout))
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return gated_linear(x, weight, bias=bias, layout=layout)
+
+    y = call(x, weight)
+    assert_close(torch.vmap(lambda row: call(row, weight))(x), y)
+    several = torch.stack([weight, 2 * weight])
+    assert_close(torch.vmap(lambda w: call(x, w))(several), torch.stack([y, call(x, 2 * weight)]))
+    jacobian = torch.func.jacrev(call)(x, weight)
+    assert_close(jacobian, torch.autograd.functional.jacobian(lambda t: call(t, weight), x), rms_tol=1e-13, max_tol=1e-13)
+    tangent = torch.randn_like(x)
+    _, moved = torch.func.jvp(lambda t: call(t, weight), (x,), (tangent,))
+    assert_close(moved, torch.einsum("mhnk,nk->mh", jacobian, tangent), rms_tol=1e-13, max_tol=1e-13)
+
+
+def test_vmap_of_the_operators(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """The rules that a compiled graph uses."""
+    x, weight, bias, dy = (t.detach() for t in sample(device, generator, "stacked", torch.float32))
+    options = ("silu", "stacked", "highest", backend_name)
+    rest, needs = (None, bias, None, None), (True, True, False, True, False, False)
+    xs, ws, dys = (torch.stack([t, 2 * t]) for t in (x, weight, dy))
+    for dims in ((0, None), (None, 0), (0, 0)):
+        arguments = [a if d is None else s for a, s, d in zip((x, weight), (xs, ws), dims, strict=True)]
+        y = torch.vmap(lambda a, b: FORWARD(a, b, *rest, *options), in_dims=dims)(*arguments)
+        saved = torch.vmap(lambda a, b: SAVING(a, b, *rest, *options), in_dims=dims)(*arguments)
+        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, *rest, None, *needs, *options), in_dims=(*dims, 0))(*arguments, dys)
+        for i in range(2):
+            a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
+            assert_close(y[i], FORWARD(a, b, *rest, *options))
+            for mine, alone in zip(saved, SAVING(a, b, *rest, *options), strict=True):
+                assert_close(mine[i], alone)
+            for mine, alone in zip(found, BACKWARD(dys[i], a, b, *rest, None, *needs, *options), strict=True):
+                assert_close(mine[i], alone)
+
+
+def test_autocast(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, weight, _, _ = sample(device, generator, "interleaved", torch.float32)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = gated_linear(x, weight)
+        assert gated_linear(x.double(), weight.double()).dtype == torch.float64
+    assert torch.equal(y, gated_linear(x.bfloat16(), weight.bfloat16()))
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
+def test_checkpointed_and_hooked(device: torch.device, generator: torch.Generator) -> None:
+    """Under torch's own checkpointing, and with saved tensors that are moved away and back."""
+    x, weight, _, dy = sample(device, generator, "interleaved")
+    reference = torch.autograd.grad(gated_linear(x, weight), (x, weight), dy)
+    y = torch.utils.checkpoint.checkpoint(gated_linear, x, weight, use_reentrant=False)
+    for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
+        assert torch.equal(a, e)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = gated_linear(x, weight)
+    for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
+        assert torch.equal(a, e)
+
+
+@triton.jit
+def _square(x):  # type: ignore[no-untyped-def]
+    return x * x
+
+
+@triton.jit
+def _square_derivative(x):  # type: ignore[no-untyped-def]
+    return 2 * x
+
+
+@triton.jit
+def _softsign(x):  # type: ignore[no-untyped-def]
+    return x / (1 + tl.abs(x))
+
+
+@pytest.fixture
+def square() -> Iterator[str]:
+    """A user's own activation, with device functions."""
+    register_activation(Activation("square", torch.square, lambda x: 2 * x, _square, _square_derivative))
+    yield "square"
+    unregister_activation("square")
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_own_activation(square: str, backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, dy = problem(7, 8, 8, torch.float32, device, generator)
+    weight = pack(up, gate, "stacked").requires_grad_()
+    y = gated_linear(x, weight, layout="stacked", activation=square, backward=backward, precision="highest")
+    (dw,) = torch.autograd.grad(y, weight, dy)
+    x, up, gate, dy = (t.double() for t in (x, up, gate, dy))
+    assert_close(y.detach(), (x @ up.mT) * (x @ gate.mT) ** 2)
+    expected_dw = torch.stack([(dy * (x @ gate.mT) ** 2).mT @ x, (dy * 2 * (x @ up.mT) * (x @ gate.mT)).mT @ x])
+    assert_close(dw, expected_dw, rms_tol=2e-6, max_tol=1e-5)
+    assert square in activation_names()
+
+
+def test_own_activation_without_device_functions(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    register_activation(Activation("softplus", torch.nn.functional.softplus, torch.sigmoid))
+    try:
+        x, up, gate, _ = problem(7, 8, 8, torch.float32, device, generator)
+        y = gated_linear(x, pack(up, gate, "interleaved"), activation="softplus")
+        assert relative(y, (x.double() @ up.double().mT) * torch.nn.functional.softplus(x.double() @ gate.double().mT)) < 1e-6
+    finally:
+        unregister_activation("softplus")
+
+
+@pytest.mark.parametrize(
+    ("activation", "error", "message"),
+    [
+        ("silu", TypeError, "activation: expected an Activation; got str"),
+        (Activation("silu", torch.sigmoid, torch.sigmoid), ValueError, "activation: expected a name that is not taken; got 'silu'"),
+        (Activation("", torch.sigmoid, torch.sigmoid), ValueError, "activation: expected a name that is not taken; got ''"),
+        (
+            Activation("softsign", torch.nn.functional.softsign, torch.sign, _softsign),
+            ValueError,
+            "activation: expected both value and derivative, or neither; got one of them, for 'softsign'",
+        ),
+    ],
+    ids=["another kind", "taken", "empty", "one function"],
+)
+def test_activations_that_cannot_be_registered(activation: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        register_activation(activation)
+    assert str(caught.value) == message
+
+
+def test_triton_is_refused_where_it_cannot_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastkron_py.runtime import backend as backends
+
+    monkeypatch.setattr(backends, "triton_obstacle", lambda x: "it is Sunday")
+    with fastkron_py.backend("triton"), pytest.raises(ValueError, match="backend 'triton', but it is Sunday"):
+        gated_linear(torch.randn(3, 2, device=device), torch.randn(4, 2, device=device))

@@ -1,0 +1,320 @@
+"""`poly_kan` and its gradients against a dense sum in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import poly_kan
+from fastkron_py.kan import config as tuning
+from fastkron_py.kan.api import own_bounds
+from fastkron_py.kan.bases.table import table_error_bound
+from fastkron_py.kan.config import Split, Tile
+from fastkron_py.testing import assert_close
+
+HAS_GPU = torch.cuda.is_available()
+# rows, in, out, degree: ones, primes, several tiles each way, a reduction that is split.
+SHAPES = [(1, 1, 1, 1), (5, 1, 3, 4), (7, 13, 11, 3), (37, 70, 45, 2), (3, 130, 5, 4)]
+LARGE_SHAPES = [(40, 32, 64, 3), (70, 45, 33, 2)]
+# Of the paper's Table 5, and its kin; in full on a GPU, and by torch.
+FULL_SHAPES = [(128, 40, 256, 8), (64, 256, 512, 15), (32, 512, 1024, 24), (100, 1000, 1000, 9), (64, 257, 512, 15)]
+# The basis is rounded to the dtype once, the result once: two steps. The float32 recurrence carries its roundings on, and
+# gradients at higher degrees more of them, hence the factor.
+STEPS = 2
+
+
+def gradients(x: Tensor, c: Tensor, dy: Tensor, **options: Any) -> list[Tensor]:
+    x, c = x.detach().requires_grad_(), c.detach().requires_grad_()
+    y = poly_kan(x, c, **options)
+    return [y.detach(), *torch.autograd.grad(y, (x, c), dy)]
+
+
+def assert_gradients(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, factor: float = 1.0) -> None:
+    for name, a, e in zip(("y", "dx", "dC"), actual, expected, strict=True):
+        rms = {torch.float32: 1e-6, torch.float64: 1e-14 * math.sqrt(STEPS)}.get(dtype, STEPS * torch.finfo(dtype).eps) * factor
+        # Single elements: four times the RMS bound in an isotropic error's tail; tanh' of a rounded x adds its own.
+        assert_close(a, e, rms_tol=rms, max_tol=8 * rms, name=name)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take every product for a large one: degree 0 apart, operands turned."""
+    monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
+    monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
+    from fastkron_py.kan import cached as recorded_poly_kan
+    from fastkron_py.kan import launches as triton_poly_kan
+
+    for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):
+        forget()
+    yield
+    for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):
+        forget()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_shapes(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    x, c, dy = problem(*shape, dtype, device, generator)
+    assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
+
+
+@pytest.mark.parametrize("shape", FULL_SHAPES, ids=str)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_full_shapes(shape: tuple[int, int, int, int], backend: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, dy = problem(*shape, torch.float32, device, generator)
+    with fastkron_py.backend(backend):
+        actual = gradients(x, c, dy, precision="highest")
+    # A recurrence in float32 errs by up to 6e-6 at degree 24.
+    assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), torch.float32, factor=1 + shape[3] / 4)
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_bases(basis: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, dy = problem(6, 5, 4, 5, torch.float64, device, generator)
+    options = {"basis": basis, "basis_parameters": PARAMETERS.get(basis), "normalization": "tanh"}
+    assert_gradients(gradients(x, c, dy, **options), layer_gradients(x, c, dy, basis), torch.float64, factor=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types(dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, dy = problem(19, 20, 17, 6, dtype, device, generator)
+    assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype)
+
+
+@pytest.fixture
+def shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
+    from fastkron_py.kan import cached as recorded_poly_kan
+    from fastkron_py.kan import launches as triton_poly_kan
+
+    def forget() -> None:
+        triton_poly_kan.forget_launches()
+        recorded_poly_kan.forget()
+
+    # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
+    monkeypatch.setattr(tuning, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
+    monkeypatch.setattr(tuning, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
+    monkeypatch.setattr(tuning, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
+    seen: list[tuple[int, ...]] = []
+    make = triton_poly_kan._partial
+    monkeypatch.setattr(triton_poly_kan, "_partial", lambda shape, out: (seen.append(shape), make(shape, out))[1])
+    forget()
+    yield seen
+    forget()
+
+
+# Of nine degrees three a program and dx's, without the first, four pairs; of six two, and two pairs and a half.
+@pytest.mark.parametrize(("dtype", "degree"), [(torch.float32, 8), (torch.float64, 5)], ids=str)
+def test_shared_out(
+    dtype: torch.dtype, degree: int, shared_out: list[tuple[int, ...]], device: torch.device, generator: torch.Generator
+) -> None:
+    """Also each gradient by itself: the same numbers as both of one launch."""
+    x, c, dy = problem(17, 33, 35, degree, dtype, device, generator)
+    with fastkron_py.backend("triton"):
+        actual = gradients(x, c, dy)
+        assert shared_out == [(6, 17, 35), (2, 17, 33), (2, degree + 1, 35, 33)]
+        assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
+        for i, wanted in enumerate((x, c)):
+            given = [t.detach().requires_grad_(t is wanted) for t in (x, c)]
+            (alone,) = torch.autograd.grad(poly_kan(*given), given[i], dy)
+            assert torch.equal(alone, actual[1 + i])
+    assert len(shared_out) == 7
+
+
+@pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_as_large_products(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, large: None, device: torch.device, generator: torch.Generator
+) -> None:
+    x, c, dy = problem(*shape, dtype, device, generator)
+    with fastkron_py.backend("triton"):
+        actual = gradients(x, c, dy)
+    assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
+
+
+@pytest.mark.parametrize("basis", ["bspline", "fourier"])
+def test_other_bases_as_large_products(basis: str, large: None, device: torch.device, generator: torch.Generator) -> None:
+    """One whose first function is no constant, and one whose state has four tiles."""
+    x, c, dy = problem(40, 32, 33, 5, torch.float64, device, generator)
+    with fastkron_py.backend("triton"):
+        actual = gradients(x, c, dy, basis=basis, normalization="tanh")
+    assert_gradients(actual, layer_gradients(x, c, dy, basis), torch.float64, factor=2)
+
+
+def test_bias_and_more_dimensions(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, _ = problem(6, 5, 4, 3, torch.float64, device, generator)
+    x = x.reshape(2, 3, 5).requires_grad_()
+    bias = torch.randn(4, dtype=torch.float64, device=device, requires_grad=True)
+    y = poly_kan(x, c, bias=bias)
+    assert y.shape == (2, 3, 4)
+    assert_close(y, layer(x, c, "chebyshev", bias))
+    (db,) = torch.autograd.grad(y.sum(), bias)
+    assert_close(db, torch.full_like(bias, 6.0))
+    assert_close(poly_kan(x[0, 0], c), layer(x[0, 0], c, "chebyshev"))
+
+
+def test_strided_inputs(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, dy = problem(10, 12, 6, 3, torch.float64, device, generator)
+    turned, skipping = x.mT.contiguous().mT, torch.cat([x, x], 1)[:, :12]
+    for given in (turned, skipping):
+        actual = gradients(given, c.mT.contiguous().mT, dy.mT.contiguous().mT)
+        assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), torch.float64)
+
+
+def test_nothing(backend_name: str, device: torch.device) -> None:
+    empty = poly_kan(torch.randn(0, 3, device=device), torch.randn(4, 2, 3, device=device))
+    assert empty.shape == (0, 2)
+    bias = torch.randn(2, device=device)
+    x, c = torch.randn(5, 0, device=device, requires_grad=True), torch.randn(4, 2, 0, device=device, requires_grad=True)
+    y = poly_kan(x, c, bias=bias)
+    assert torch.equal(y, bias.expand(5, 2))
+    assert [g.shape for g in torch.autograd.grad(y.sum(), (x, c))] == [x.shape, c.shape]
+
+
+@pytest.mark.parametrize("normalization", ["tanh", "clamp", "minmax", "layer_norm"])
+def test_far_arguments_have_finite_gradients(
+    normalization: str, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    _, c, dy = problem(9, 6, 4, 8, torch.float32, device, generator)
+    x = torch.linspace(-100, 100, 54, device=device).reshape(9, 6)
+    for t in gradients(x, c, dy, normalization=normalization):
+        assert bool(t.isfinite().all())
+    if normalization == "tanh":
+        assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), torch.float32, factor=3)
+
+
+def test_normalizations_are_what_they_say(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, _ = problem(9, 6, 4, 3, torch.float64, device, generator)
+    x = 2 * x
+
+    def plain(t: Tensor) -> Tensor:
+        return poly_kan(t, c, normalization="none")
+
+    assert_close(poly_kan(x, c, normalization="clamp"), plain(x.clamp(-1, 1)))
+    assert_close(poly_kan(x, c, normalization="layer_norm"), plain(torch.tanh(torch.nn.functional.layer_norm(x, (6,)))))
+    low, high = x.amin(0), x.amax(0)
+    unit = (2 * (x - low) / (high - low) - 1).clamp(-1, 1)
+    assert_close(poly_kan(x, c, normalization="minmax"), plain(unit), rms_tol=1e-13, max_tol=1e-13)
+    assert_close(poly_kan(x, c, normalization="minmax", bounds=(-1, 3.0)), plain(((x - 1) / 2).clamp(-1, 1)))
+    bounds = (low - 1, high + 1)
+    unit = 2 * (x - low + 1) / (high - low + 2) - 1
+    assert_close(poly_kan(x, c, normalization="minmax", bounds=bounds), plain(unit), rms_tol=1e-13, max_tol=1e-13)
+    constant = torch.ones_like(x)
+    assert_close(poly_kan(constant, c, normalization="minmax"), plain(torch.zeros_like(x)))
+
+
+@pytest.mark.parametrize("as_large", [False, True])
+def test_nan_stays_in_its_row(as_large: bool, backend_name: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+    if as_large:
+        request.getfixturevalue("large")
+    c = torch.randn(4, 5, 7, device=device, requires_grad=True)
+    for basis in ("chebyshev", "bspline", "fourier", "rbf"):
+        for normalization in ("tanh", "clamp", "minmax", "layer_norm", "none"):
+            x = torch.rand(6, 7, device=device) * 2 - 1
+            x[2, 3] = math.nan
+            y = poly_kan(x, c, basis=basis, normalization=normalization)
+            assert y.isnan().all(1).tolist() == [False, False, True, False, False, False]
+            assert int(y.isnan().sum()) == 5
+
+
+def test_infinity_stays_in_its_row(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Min-max leaves it out of the range, and takes it for the range's end; a column of nothing else has the range [-1, 1]."""
+    x, c, _ = problem(6, 3, 4, 3, torch.float64, device, generator)
+    finite = x.clone()
+    x[2, 1], x[4, 0] = math.inf, -math.inf
+    finite[2, 1], finite[4, 0] = finite[[0, 1, 3, 4, 5], 1].max(), finite[[0, 1, 2, 3, 5], 0].min()
+    assert_close(poly_kan(x, c, normalization="minmax"), poly_kan(finite, c, normalization="minmax"))
+    x[:, 2], finite[:, 2] = math.inf, 1.0
+    bounds = (finite.amin(0).index_fill(0, torch.tensor(2, device=device), -1), finite.amax(0))
+    assert_close(poly_kan(x, c, normalization="minmax"), poly_kan(finite, c, normalization="minmax", bounds=bounds))
+
+
+@pytest.mark.parametrize("normalization", ["minmax", "layer_norm"])
+@pytest.mark.parametrize("case", ["wide", "1990", "offset"])
+def test_normalizes_before_rounding(case: str, normalization: str, generator: torch.Generator) -> None:
+    """Ranges wider than float16's half, and under autocast numbers that are close to one another."""
+    _, c, _ = problem(1, 3, 4, 5, torch.float32, torch.device("cpu"), generator)
+    x = {
+        "wide": torch.linspace(-4e4, 4e4, 30).reshape(10, 3),
+        "1990": torch.linspace(1990, 2025, 24).reshape(8, 3),
+        "offset": 100 + 0.01 * torch.randn(50, 3, generator=generator),
+    }[case]
+    if case == "wide":
+        y = poly_kan(x.half(), c.half(), normalization=normalization)
+        x, c = x.half(), c.half()
+    else:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = poly_kan(x, c, normalization=normalization)
+        c = c.bfloat16()
+    assert_close(y, poly_kan(x.double(), c.double(), normalization=normalization), steps=3)
+
+
+def test_bounds_leave_nan_and_infinities_out() -> None:
+    x = torch.tensor([[1.0, math.nan], [3.0, 2.0], [-1.0, 5.0], [math.inf, -math.inf]])
+    low, high = own_bounds(x)
+    assert low.tolist() == [-1.0, 2.0]
+    assert high.tolist() == [3.0, 5.0]
+
+
+@pytest.mark.parametrize("basis", ["chebyshev", "bspline"])
+def test_table(basis: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """The table's result differs from the recurrence's by its bound at most, for every coefficient at its largest."""
+    degree, size = 6, 129
+    x, c, dy = problem(8, 5, 4, degree, torch.float64, device, generator)
+    exact = gradients(x, c, dy, basis=basis, normalization="tanh")
+    lines = gradients(x, c, dy, basis=basis, normalization="tanh", evaluation="lut", lut_size=size)
+    bound = table_error_bound(basis, degree, size) * c.abs().sum((0, 2))
+    assert bool(((lines[0] - exact[0]).abs() <= bound).all())
+    assert not torch.equal(lines[0], exact[0])
+    # Slopes err by h / 2 of the second derivative: 1 / 60 of a curve with a few turns.
+    assert_close(lines[1], exact[1], rms_tol=0.2, max_tol=0.5)
+    assert_close(lines[2], exact[2], rms_tol=0.05, max_tol=0.2)
+
+
+def test_table_gradients_are_of_the_table(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, _ = problem(3, 4, 2, 3, torch.float64, device, generator)
+    x, step = x.requires_grad_(), 1e-7
+
+    def total(t: Tensor) -> Tensor:
+        return poly_kan(t, c, evaluation="lut", lut_size=9).sum()
+
+    (dx,) = torch.autograd.grad(total(x), x)
+    for i in range(3):
+        moved = x.detach().clone()
+        moved[i, 1] += step
+        slope = (total(moved) - total(x.detach())) / step
+        assert float(slope - dx[i, 1]) == pytest.approx(0, abs=1e-6)
+
+
+def test_repeats_bit_for_bit(device: torch.device, generator: torch.Generator) -> None:
+    """Also where the reduction is split over programs, whose sums are added afterwards."""
+    x, c, dy = problem(33, 140, 20, 3, torch.float32, device, generator)
+    with fastkron_py.backend("triton"):
+        first, second = gradients(x, c, dy), gradients(x, c, dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_wrong_layout_is_seen(device: torch.device, generator: torch.Generator) -> None:
+    x, c, dy = problem(6, 5, 5, 3, torch.float64, device, generator)
+    with pytest.raises(AssertionError, match=r"RMS|largest"):
+        assert_gradients(gradients(x, c.mT.contiguous(), dy), layer_gradients(x, c, dy, "chebyshev"), torch.float64)
+
+
+def test_numpy_arrays(generator: torch.Generator) -> None:
+    x, c, _ = problem(6, 5, 4, 3, torch.float64, torch.device("cpu"), generator)
+    y = poly_kan(x.numpy(), c.numpy(), basis="legendre")
+    assert isinstance(y, np.ndarray)
+    assert_close(torch.from_numpy(y), layer(x, c, "legendre"))
+    for low, high in ((x.amin(0).numpy(), np.float64(3)), (np.array(-2.0), x.amax(0).numpy())):
+        y = poly_kan(x.numpy(), c.numpy(), normalization="minmax", bounds=(low, high))
+        assert_close(torch.from_numpy(y), poly_kan(x, c, normalization="minmax", bounds=(torch.as_tensor(low), torch.as_tensor(high))))

@@ -1,0 +1,182 @@
+"""The polynomial KAN kernels for Hopper GPUs, on NumPy: addresses, masks, buffers, waits; and what flushing does for long sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gluon_on_numpy
+import gluon_partitions
+import pytest
+import torch
+from poly_kan_cases import layer_gradients, parameters_of, problem
+from poly_kan_on_numpy import stage
+from torch import Tensor
+
+from fastkron_py.kan import config as tuning
+from fastkron_py.kan import config_hopper as poly_kan_hopper
+from fastkron_py.kan import launches as triton_poly_kan
+from fastkron_py.kan.hopper import launch as hopper_launch
+from fastkron_py.kan.spec import Spec
+from fastkron_py.testing import assert_close
+
+# The kernels around them are interpreted; where there is a GPU, tests/gpu runs all of them on it.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """See `stage`; dx by the kernel for Hopper too."""
+    monkeypatch.setattr(poly_kan_hopper, "INPUT_GRADIENT_PASSES", (1, 3))
+    launched = stage(monkeypatch)
+    triton_poly_kan.forget_launches()
+    yield launched
+    triton_poly_kan.forget_launches()
+
+
+def results(x: Tensor, c: Tensor, dy: Tensor, spec: Spec, precision: str, bias: Tensor | None = None) -> list[Tensor]:
+    return [
+        triton_poly_kan.forward(x, c, bias, spec, precision),
+        triton_poly_kan.input_gradient(dy, x, c, spec, precision),
+        triton_poly_kan.coefficient_gradient(dy, x, c, spec, precision),
+    ]
+
+
+def spec_of(basis: str, degree: int) -> Spec:
+    return Spec(basis, parameters_of(basis), degree + 1, "tanh", 0)
+
+
+KINDS = {
+    "three passes": (torch.float32, "highest", 1e-6),
+    "TF32": (torch.float32, "high", 2e-3),  # one operand of each product is cut off, not rounded
+    "bfloat16": (torch.bfloat16, "highest", 1e-2),
+    "float16": (torch.float16, "highest", 1.5e-3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(200, 72, 264, 8), (300, 40, 40, 3)], ids=str)
+def test_against_float64(kind: str, shape: tuple[int, int, int, int], staged: list[str], generator: torch.Generator) -> None:
+    """Sizes that fill no tile, several tiles a program, tiles that are shared by programs."""
+    dtype, precision, bound = KINDS[kind]
+    x, c, dy = problem(*shape, dtype, torch.device("cpu"), generator)
+    actual = results(x, c, dy, spec_of("chebyshev", shape[3]), precision)
+    assert {name.split("_")[-2] for name in staged} == {"fwd", "dx", "dcoef"}
+    for name, a, e in zip(("y", "dx", "dC"), actual, layer_gradients(x, c, dy, "chebyshev"), strict=True):
+        assert_close(a, e, rms_tol=bound, max_tol=8 * bound, name=name)
+
+
+@pytest.mark.parametrize("basis", ["bspline", "fourier", "legendre", "rbf"])
+def test_other_bases(basis: str, staged: list[str], generator: torch.Generator) -> None:
+    """Of which two have no constant; 12 degrees stand side by side in groups."""
+    x, c, dy = problem(130, 16, 24, 11, torch.float32, torch.device("cpu"), generator)
+    bias = torch.randn(24, generator=generator)
+    actual = results(x, c, dy, spec_of(basis, 11), "highest", bias)
+    expected = layer_gradients(x, c, dy, basis)
+    expected[0] = expected[0] + bias
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, rms_tol=3e-6, max_tol=3e-5)  # roundings of the recurrences
+    assert len(staged) == 3
+
+
+@pytest.mark.parametrize("kind", ["TF32", "bfloat16"])
+@pytest.mark.parametrize("basis", ["legendre", "fourier"])
+def test_rows_of_any_number_and_stride(kind: str, basis: str, staged: list[str], generator: torch.Generator) -> None:
+    """203 rows, of which TF32's copy of dy, turned, makes no run of 16 bytes; dy a part of a wider matrix; two groups of eight degrees."""
+    dtype, precision, bound = KINDS[kind]
+    x, c, dy = problem(203, 72, 136, 11, dtype, torch.device("cpu"), generator)
+    wide = torch.full((203, 160), torch.nan, dtype=dtype)
+    wide[:, 16:152] = dy
+    actual = triton_poly_kan.coefficient_gradient(wide[:, 16:152], x, c, spec_of(basis, 11), precision)
+    assert_close(actual, layer_gradients(x, c, dy, basis)[2], rms_tol=bound, max_tol=8 * bound)
+    assert staged == ["_poly_kan_staged_dcoef_kernel"]
+
+
+@pytest.mark.parametrize("parts", [1, 4, 7])
+def test_work_is_dealt_out_in_any_number_of_parts(
+    parts: int, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six tiles, four blocks each: several tiles a part, parts that begin and end inside of tiles, several parts a program."""
+    choose = poly_kan_hopper.coefficient_gradient
+    monkeypatch.setattr(poly_kan_hopper, "coefficient_gradient", lambda sizes: choose(sizes)._replace(items=parts, programs=min(parts, 3)))
+    x, c, dy = problem(250, 72, 136, 8, torch.bfloat16, torch.device("cpu"), generator)
+    actual = triton_poly_kan.coefficient_gradient(dy, x, c, spec_of("chebyshev", 8), "highest")
+    assert_close(actual, layer_gradients(x, c, dy, "chebyshev")[2], rms_tol=1e-2, max_tol=8e-2)
+
+
+def too_little(wait: Any) -> Any:
+    """A wait that ends while one more than it should leave is under way."""
+    return lambda self, left, **deps: wait(self, left + 1, **deps)
+
+
+# What is done wrongly, how, and which of y, dx and dC show it.
+FAULTS = {
+    "copies": ("wait_group", too_little, "dx"),
+    "products": ("warpgroup_mma_wait", too_little, "y dx dC"),
+    "stores": ("fence_async_shared", lambda fence: lambda self: None, "y dC"),
+    "barriers": ("wait", lambda wait: lambda self, barrier, parity: self.pause(), "y dC"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_for_too_little_is_seen(fault: str, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: what is not waited for is not there."""
+    name, change, wrong = FAULTS[fault]
+    monkeypatch.setattr(gluon_on_numpy.Machine, name, change(getattr(gluon_on_numpy.Machine, name)))
+    x, c, dy = problem(200, 72, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
+    found = results(x, c, dy, spec_of("chebyshev", 4), "highest")
+    for result, t in zip(("y", "dx", "dC"), found, strict=True):
+        assert bool(t.isnan().any()) == (result in wrong.split()), result
+
+
+def test_waiting_for_ever_is_seen(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of partitions that nobody tells of empty buffers: an error, not a hang."""
+    monkeypatch.setattr(gluon_on_numpy.Machine, "arrive", lambda self, barrier, **given: None)
+    x, c, dy = problem(520, 288, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
+    with pytest.raises(gluon_partitions.Deadlock, match="3 of 3"):
+        triton_poly_kan.forward(x, c, None, spec_of("chebyshev", 4), "highest")
+    with pytest.raises(gluon_partitions.Deadlock, match="3 of 3"):
+        triton_poly_kan.coefficient_gradient(dy, x, c, spec_of("chebyshev", 4), "highest")
+
+
+def test_long_sums_are_flushed(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6,000 terms of one sign: 1e-6 with flushes, and, without, short by what tensor cores cut off."""
+    x, c, _ = problem(8, 768, 8, 8, torch.float32, torch.device("cpu"), generator)
+    c = c.abs()
+    x = x.abs() + 3
+    exact = layer_gradients(x, c, torch.ones(8, 8), "chebyshev")[0]
+
+    def error() -> float:
+        triton_poly_kan.forget_launches()
+        y = triton_poly_kan.forward(x, c, None, spec_of("chebyshev", 8), "highest")
+        return float(torch.linalg.norm(y - exact) / torch.linalg.norm(exact))
+
+    assert error() < 1e-6
+    monkeypatch.setattr(poly_kan_hopper, "FLUSH_TERMS", 1 << 20)
+    assert error() > 5e-6
+
+
+def test_what_plain_triton_keeps(staged: list[str], generator: torch.Generator) -> None:
+    """Rows that cannot be copied 16 bytes at a time, and float64."""
+    for dtype, width in ((torch.float32, 41), (torch.bfloat16, 44), (torch.float64, 40)):
+        x, c, dy = problem(20, width, 16, 3, dtype, torch.device("cpu"), generator)
+        kind = triton_poly_kan._kind(x, c, dy, False, spec_of("chebyshev", 3), "highest")
+        assert not hopper_launch.takes(kind)
+
+
+def test_choices_cover_every_tile() -> None:
+    for rows, num_in, num_out, terms in ((8192, 768, 768, 8), (65536, 256, 256, 8), (16384, 1024, 1024, 8), (5000, 264, 1000, 15)):
+        for itemsize, passes in ((2, 1), (4, 3), (4, 1)):
+            sizes = tuning.Sizes(rows, num_in, num_out, terms, itemsize, passes, 132)
+            forward, dx, dc = (
+                poly_kan_hopper.forward(sizes),
+                poly_kan_hopper.input_gradient(sizes),
+                poly_kan_hopper.coefficient_gradient(sizes),
+            )
+            assert dx is not None
+            assert forward.splits * forward.blocks * forward.block_k >= num_in
+            assert max(forward.programs, dc.programs) <= 132
+            assert forward.programs <= forward.items
+            assert dc.programs <= dc.items
+            assert dx.degrees * dx.block_n == dc.degrees * dc.block_n == (128 if passes == 3 else 256)
+            assert 1 <= dx.programs <= 132
+            assert dc.programs >= 100

@@ -1,0 +1,192 @@
+"""What torch asks of the polynomial KAN operators: derivatives of every order, fakes, compilation, vmap, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from poly_kan_cases import BASES, PARAMETERS, layer, parameters_of, problem
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import fastkron_py
+from fastkron_py import poly_kan
+from fastkron_py.kan.spec import describe
+from fastkron_py.testing import assert_close
+
+# Torch's own, in forward mode and where it first compiles.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
+)
+
+FORWARD = torch.ops.fastkron.poly_kan.default
+BACKWARD = torch.ops.fastkron.poly_kan_backward.default
+
+
+def sample(device: torch.device, generator: torch.Generator, degree: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, coefficients and bias that need gradients, and dy."""
+    x, c, dy = problem(3, 2, 2, degree, torch.float64, device, generator)
+    bias = torch.randn(2, dtype=torch.float64, device=device)
+    return x.requires_grad_(), c.requires_grad_(), bias.requires_grad_(), dy
+
+
+def options(basis: str, backend: str) -> tuple[Any, ...]:
+    return describe(basis, parameters_of(basis)), "tanh", 0, None, backend
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_gradcheck(basis: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, bias, _ = sample(device, generator)
+
+    def call(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        return poly_kan(x, c, bias=bias, basis=basis, basis_parameters=PARAMETERS.get(basis), normalization="tanh")
+
+    fast = backend_name == "triton"
+    assert torch.autograd.gradcheck(call, (x, c, bias), fast_mode=fast)
+    if basis in ("chebyshev", "bspline") or not fast:
+        assert torch.autograd.gradgradcheck(call, (x, c, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("normalization", ["clamp", "layer_norm", "none"])
+def test_gradcheck_of_normalizations(normalization: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, _, _ = sample(device, generator)
+    assert torch.autograd.gradcheck(lambda x, c: poly_kan(x, c, normalization=normalization), (x, c))
+    assert torch.autograd.gradgradcheck(lambda x, c: poly_kan(x, c, normalization=normalization), (x, c), fast_mode=True)
+
+
+def test_registered_operator_has_derivatives(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """The operator itself, which compiled graphs hold, beside the eager call's shorter way."""
+    x, c, bias, _ = sample(device, generator)
+
+    def call(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        y: Tensor = FORWARD(x, c, bias, *options("jacobi", backend_name))
+        return y
+
+    assert torch.autograd.gradcheck(call, (x, c, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (x, c, bias), fast_mode=True)
+
+
+def test_third_derivative(device: torch.device) -> None:
+    """Of T_3(x) = 4 x^3 - 3 x: 24."""
+    x = torch.tensor([[0.3]], dtype=torch.float64, device=device, requires_grad=True)
+    c = torch.zeros(4, 1, 1, dtype=torch.float64, device=device)
+    c[3] = 1
+    y = poly_kan(x, c, normalization="none")
+    for expected in (12 * 0.09 - 3, 24 * 0.3, 24.0):
+        (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert_close(y.detach(), torch.full_like(x, expected).detach(), rms_tol=1e-12, max_tol=1e-12)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_opcheck(needs: tuple[bool, bool], backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, bias, dy = sample(device, generator)
+    described = options("chebyshev", backend_name)
+    torch.library.opcheck(FORWARD, (x.detach().requires_grad_(needs[0]), c.detach().requires_grad_(needs[1]), bias, *described))
+    torch.library.opcheck(BACKWARD, (dy, x, c, *needs, *described))
+
+
+@pytest.mark.parametrize("basis", ["legendre", "rbf"])
+@pytest.mark.parametrize("normalization", ["tanh", "minmax"])
+def test_compiles_in_one_graph(basis: str, normalization: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    torch.compiler.reset()
+    x, c, bias, dy = sample(device, generator)
+
+    def call(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        return poly_kan(x, c, basis=basis, bias=bias, normalization=normalization)
+
+    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True)
+    wanted = (x, c, bias)
+    y = compiled(*wanted)
+    assert_close(y, call(*wanted).detach())
+    for a, e in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(call(*wanted), wanted, dy), strict=True):
+        assert_close(a, e, rms_tol=1e-13, max_tol=1e-13)
+
+
+@pytest.mark.parametrize(("basis", "normalization"), [*((basis, "minmax") for basis in BASES), ("legendre", "layer_norm")])
+def test_one_graph_for_all_batches(basis: str, normalization: str, generator: torch.Generator) -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    # Sizes that differ: Dynamo takes two that are equal at first for one symbol.
+    _, c, _ = problem(1, 3, 4, 4, torch.float64, torch.device("cpu"), generator)
+    bias = torch.randn(4, dtype=torch.float64, generator=generator)
+    chosen: dict[str, Any] = {"basis_parameters": PARAMETERS.get(basis), "normalization": normalization}
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def call(x: Tensor) -> Tensor:
+        return poly_kan(x, c, bias=bias, basis=basis, **chosen)
+
+    for rows in (2, 3, 5, 17):
+        x = torch.randn(rows, 3, dtype=torch.float64, generator=generator)
+        assert_close(call(x), poly_kan(x, c, bias=bias, basis=basis, **chosen))
+    assert counter.frame_count == 1
+
+
+def test_exports_with_any_batch(generator: torch.Generator) -> None:
+    _, c, bias, _ = (t.detach() for t in sample(torch.device("cpu"), generator, degree=4))
+
+    class Call(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first = poly_kan(x, c, bias=bias, basis="jacobi", basis_parameters={"a": 0.5})
+            return first, poly_kan(x, c, basis="bspline", normalization="minmax", bounds=(-1.0, 2.0))
+
+    x = torch.randn(7, 2, dtype=torch.float64, generator=generator)
+    exported = torch.export.export(Call(), (x,), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+    for rows in (2, 9):
+        x = torch.randn(rows, 2, dtype=torch.float64, generator=generator)
+        for a, e in zip(exported(x), Call()(x), strict=True):
+            assert_close(a, e)
+
+
+def test_vmap_and_torch_func(device: torch.device, generator: torch.Generator) -> None:
+    x, c, _, _ = (t.detach() for t in sample(device, generator))
+    expected = layer(x, c, "chebyshev")
+    assert_close(torch.vmap(lambda row: poly_kan(row, c))(x), expected)
+    several = torch.stack([c, 2 * c])
+    assert_close(torch.vmap(lambda k: poly_kan(x, k))(several), torch.stack([expected, 2 * expected]))
+
+    def hessian(call: Callable[..., Tensor]) -> Tensor:
+        second: Tensor = torch.func.jacrev(torch.func.jacrev(lambda row: call(row).sum()))(x[0])
+        return second
+
+    assert_close(hessian(lambda t: poly_kan(t, c)), hessian(lambda t: layer(t, c, "chebyshev")), rms_tol=1e-12, max_tol=1e-12)
+    tangent = torch.ones_like(x)
+    _, forward_mode = torch.func.jvp(lambda t: poly_kan(t, c), (x,), (tangent,))
+    assert_close(forward_mode, torch.func.jvp(lambda t: layer(t, c, "chebyshev"), (x,), (tangent,))[1], rms_tol=1e-12, max_tol=1e-12)
+
+
+def test_vmap_of_the_operators(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """The rules that a compiled graph uses."""
+    x, c, bias, dy = (t.detach() for t in sample(device, generator))
+    described = options("chebyshev", backend_name)
+    xs, cs, dys = (torch.stack([t, 2 * t]) for t in (x, c, dy))
+    for dims in ((0, None), (None, 0), (0, 0)):
+        arguments = [a if d is None else s for a, s, d in zip((x, c), (xs, cs), dims, strict=True)]
+        y = torch.vmap(lambda a, b: FORWARD(a, b, bias, *described), in_dims=dims)(*arguments)
+        dx, dc = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, True, True, *described), in_dims=(*dims, 0))(*arguments, dys)
+        for i in range(2):
+            a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
+            assert_close(y[i], FORWARD(a, b, bias, *described), rms_tol=1e-13, max_tol=1e-13)
+            for mine, alone in zip((dx[i], dc[i]), BACKWARD(dys[i], a, b, True, True, *described), strict=True):
+                assert_close(mine, alone, rms_tol=1e-13, max_tol=1e-13)
+
+
+def test_autocast(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, c, _, _ = (t.detach().float() for t in sample(device, generator))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = poly_kan(x, c)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, poly_kan(x.bfloat16(), c.bfloat16()))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert poly_kan(x.double(), c.double()).dtype == torch.float64
+
+
+def test_triton_is_refused_where_it_cannot_be(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastkron_py.runtime import backend as backends
+
+    x, c, _, _ = sample(device, generator)
+    monkeypatch.setattr(backends, "triton_obstacle", lambda x: "it is Sunday")
+    with fastkron_py.backend("triton"), pytest.raises(ValueError, match="backend 'triton', but it is Sunday"):
+        poly_kan(x, c)

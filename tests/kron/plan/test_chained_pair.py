@@ -1,0 +1,167 @@
+"""The assignments of the pair gradients' fragment kernel, carried out on the CPU: its permutations and products, without its GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.plan.chained import SLICE, Bit
+from fastkron_py.kron.plan.chained_gradient import REPEATED, ROW, Operand, bases
+from fastkron_py.kron.plan.chained_pair import (
+    WARPS,
+    WIDTHS,
+    Constant,
+    PairGradient,
+    PairGradientConfig,
+    Turn,
+    pair_gradient,
+    pair_gradient_config,
+)
+
+MULTIPROCESSORS = 132
+
+
+def config_of(p: tuple[int, int], q: tuple[int, int], runs: bool) -> PairGradientConfig | None:
+    return pair_gradient_config(p, q, 1 << 20, 4096 if runs else 1, 1 << 20, 1, MULTIPROCESSORS)
+
+
+PAIRS = tuple(itertools.product(WIDTHS, WIDTHS))
+CASES = [c for c in itertools.product(PAIRS, PAIRS, (False, True)) if config_of(*c) is not None]
+
+
+def index(tile: tuple[Bit, ...]) -> tuple[Tensor, Tensor]:
+    """(slice or row, mode or column) at every place."""
+    place = torch.arange(1 << len(tile))
+    found = {SLICE: torch.zeros_like(place), 0: torch.zeros_like(place)}
+    for n, bit in enumerate(tile):
+        found[bit.mode] += ((place >> n) & 1) << bit.digit
+    return found[SLICE], found[0]
+
+
+def spread(digits: tuple[int, ...]) -> Tensor:
+    i = torch.arange(1 << len(digits))
+    return sum((((i >> n) & 1) << digit for n, digit in enumerate(digits)), torch.zeros_like(i))
+
+
+def turned(t: Tensor, turn: Turn | Operand) -> Tensor:
+    return t.reshape([2] * len(turn.order)).permute(turn.order).reshape(turn.shape)
+
+
+def staged(f: Tensor, constant: Constant) -> Tensor:
+    return turned(f[index(constant.tile)], constant.operand)
+
+
+def carry_out(u: Tensor, g: Tensor, a: Tensor, b: Tensor, plan: PairGradient, config: PairGradientConfig, runs: bool) -> tuple[Tensor, ...]:
+    """(dA, dB, dx) as the kernel makes them."""
+    us, gs = u[index(plan.u_tile)], g[index(plan.g_tile)]
+    chunks = config.block_s // config.chunk
+    found = []
+    sums = [torch.zeros(1, *f.shape, dtype=u.dtype) for f in (a, b)]
+    for uc, gc in zip(us.reshape(chunks, -1), gs.reshape(chunks, -1), strict=True):
+        c = turned(uc, plan.u_left) @ staged(b, plan.c_factor)
+        sums[0] = sums[0] + turned(c, plan.c_turn) @ turned(gc, plan.g_sum)
+        left = turned(gc, plan.g_left)
+        h = left @ staged(a, plan.h_factor)
+        sums[1] = sums[1] + turned(uc, plan.u_sum) @ turned(h, plan.h_turn)
+        again = staged(a, plan.again_factor) @ turned(left, plan.g_turn)
+        found.append(turned(turned(again, plan.again_turn) @ staged(b, plan.x_factor), plan.x_turn))
+    gradients = []
+    for total, (rows, columns) in zip(sums, plan.sums, strict=True):
+        t = torch.full(total.shape[1:], torch.nan, dtype=u.dtype)
+        t[spread(rows)[:, None], spread(columns)[None, :]] = total.sum(0)
+        gradients.append(t)
+    dx = torch.stack(found)
+    if runs:
+        out = torch.full_like(u, torch.nan)
+        out[index(plan.u_tile)] = dx.reshape(-1)
+        return *gradients, out
+    return *gradients, dx.reshape(u.shape)
+
+
+def random(p: tuple[int, int], q: tuple[int, int], block_s: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (block_s, p[0] * p[1]), (block_s, q[0] * q[1]), (p[0], q[0]), (p[1], q[1])
+    return [torch.randn(*s, dtype=torch.float64) for s in shapes]
+
+
+@pytest.mark.parametrize(("p", "q", "runs"), CASES)
+def test_the_assignment_gives_the_gradients(p, q, runs):
+    config = config_of(p, q, runs)
+    u, g, a, b = random(p, q, config.block_s)
+    da, db, dx = carry_out(u, g, a, b, pair_gradient(p, q, config, runs), config, runs)
+    u3, g3 = u.reshape(-1, *p), g.reshape(-1, *q)
+    torch.testing.assert_close(da, torch.einsum("sij,jl,skl->ik", u3, b, g3))
+    torch.testing.assert_close(db, torch.einsum("sij,ik,skl->jl", u3, a, g3))
+    torch.testing.assert_close(dx, g @ torch.kron(a, b).mT)
+
+
+def test_negative_control():
+    """Columns of dA in natural order are another matrix."""
+    p = q = (16, 16)
+    config = config_of(p, q, False)
+    plan = pair_gradient(p, q, config, False)
+    u, g, a, b = random(p, q, config.block_s)
+    wrong = dataclasses.replace(plan, sums=((tuple(range(4))[::-1], plan.sums[0][1]), plan.sums[1]))
+    right, other = (carry_out(u, g, a, b, made, config, False)[0] for made in (plan, wrong))
+    assert not torch.allclose(right, other)
+
+
+def operands(plan: PairGradient) -> list[Operand]:
+    return [plan.u_left, plan.g_sum, plan.g_left, plan.u_sum]
+
+
+@pytest.mark.parametrize(("p", "q", "runs"), CASES)
+def test_every_element_has_one_place(p, q, runs):
+    plan = pair_gradient(p, q, config_of(p, q, runs), runs)
+    constants = [c.operand for c in (plan.c_factor, plan.h_factor, plan.again_factor, plan.x_factor)]
+    for operand in (*operands(plan), *constants):
+        places = [n for n in (*operand.registers, *operand.lanes, *operand.warps) if n != REPEATED]
+        assert sorted(places) == list(range(len(operand.order)))
+        assert len(operand.lanes) == 5
+        assert 1 << len(operand.warps) == WARPS
+
+
+@pytest.mark.parametrize(("p", "q", "runs"), [c for c in CASES if c[0] == c[1] and (not c[2] or max(c[0]) == 16)])
+def test_loads_touch_every_bank_once(p, q, runs):
+    """As many lanes as move 128 bytes together."""
+    for operand in operands(pair_gradient(p, q, config_of(p, q, runs), runs)):
+        vector = next((n for n in range(2) if n in operand.lanes), 2)
+        assert operand.registers[:vector] == tuple(range(vector))
+        found = set()
+        for lane in range(ROW >> vector):
+            row = column = 0
+            for n, (r, c) in enumerate(bases(operand)[1]):
+                if lane >> n & 1:
+                    row, column = row ^ r, column ^ c
+            first = (column // 4 ^ row % 8) * 4 + column % 4
+            found |= {first + offset for offset in range(1 << vector)}
+        assert len(found) == ROW
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "num_slices", "after", "fastest"),
+    [
+        ((8, 16), (16, 16), 1 << 20, 1, 1 << 20),  # narrower than a product
+        ((64, 16), (16, 16), 1 << 20, 1, 1 << 20),  # too wide
+        ((24, 16), (16, 16), 1 << 20, 1, 1 << 20),  # no power of two
+        ((16, 16), (16, 16), 1000, 1, 1000),  # no whole tiles
+        ((16, 16), (16, 16), 1 << 20, 8, 8),  # a tile would cross rows
+        ((32, 32), (32, 32), 1 << 20, 4096, 4096),  # runs shorter than a sector
+        ((16, 16), (16, 16), 1024, 1, 1024),  # fewer tiles than multiprocessors
+    ],
+)
+def test_what_it_refuses(p, q, num_slices, after, fastest):
+    assert pair_gradient_config(p, q, num_slices, after, fastest, 1, MULTIPROCESSORS) is None
+
+
+@pytest.mark.parametrize(("p", "q", "runs"), CASES)
+def test_what_a_program_keeps_fits(p, q, runs):
+    """Tiles, and both halves of four operands made from factors, in an H100's shared memory; as many programs as there is room for."""
+    config = config_of(p, q, runs)
+    tiles = config.stages * config.block_s * (p[0] * p[1] + q[0] * q[1])
+    shared = 4 * (tiles + 4 * (p[0] * q[0] + p[1] * q[1])) + 1024
+    assert shared * -(-config.programs // MULTIPROCESSORS) <= 228 * 1024

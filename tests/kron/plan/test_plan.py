@@ -1,0 +1,87 @@
+"""Plans are complete, legal and sensible for any factor list; they need neither torch nor Triton."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastkron_py.kron.plan.launch import chain_configs, single_configs
+from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, Setting, is_chain, plan
+from fastkron_py.kron.plan.steps import Step, padded
+
+SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
+
+
+@given(sizes=SIZES, itemsize=st.sampled_from([2, 4, 8]), rows=st.integers(1, 10**6), columns=st.sampled_from([1, 7]))
+def test_every_factor_is_multiplied_once_in_legal_launches(sizes, itemsize, rows, columns):
+    ps, qs = tuple(p for p, _ in sizes), tuple(q for _, q in sizes)
+    launches = plan(ps, qs, Setting(itemsize, rows, columns))
+    seen = sorted(i for launch in launches for step in launch.steps for i in range(step.start, step.stop))
+    assert seen == list(range(len(ps)))
+    for launch in launches:
+        for step in launch.steps:
+            assert step.p == math.prod(ps[step.start : step.stop])
+            assert step.q == math.prod(qs[step.start : step.stop])
+            if step.stop - step.start > 1:
+                assert max(step.p, step.q) <= MERGE_WIDTH
+        if len(launch.steps) > 1:
+            assert max(max(s.p, s.q) for s in launch.steps) <= CHAIN_WIDTH
+            assert is_chain(launch, itemsize, launch.stop == len(ps) and columns == 1)
+
+
+def test_shrinking_launches_run_first():
+    """[100 -> 10] before [10 -> 100] moves a tenth of what the other order does."""
+    launches = plan((100, 10), (10, 100), Setting(4, 10**6, 1))
+    assert [launch.start for launch in launches] == [0, 1]
+    launches = plan((10, 100), (100, 10), Setting(4, 10**6, 1))
+    assert [launch.start for launch in launches] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ps", "widths"),
+    [
+        ((2,) * 10, {16, 64}),  # neighbours multiplied out to what a tensor core takes
+        ((8,) * 6, {64}),
+        ((64, 64, 64), {64}),
+        ((16,) * 4, {16}),  # multiplied out, 16 x 16 would be beyond MERGE_WIDTH
+    ],
+)
+def test_merged_widths_of_large_problems(ps, widths):
+    launches = plan(ps, ps, Setting(4, 4096, 1))
+    assert {step.p for launch in launches for step in launch.steps} == widths
+
+
+def test_a_small_problem_takes_one_launch():
+    assert len(plan((8, 8, 8), (8, 8, 8), Setting(4, 20, 1))) == 1
+    assert len(plan((8, 8, 8, 8), (8, 8, 8, 8), Setting(4, 1, 1))) == 1
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, 16), (16, 16), (17, 32), (64, 64), (127, 128)])
+def test_padded(size, expected):
+    assert padded(size) == expected
+
+
+@given(
+    p=st.integers(1, 600),
+    q=st.integers(1, 600),
+    itemsize=st.sampled_from([2, 4, 8]),
+    num_slices=st.integers(1, 2**40),
+)
+def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices):
+    for config in single_configs(p, q, itemsize, num_slices):
+        for block in (config.block_s, config.block_p, config.block_q):
+            assert block >= 16
+            assert block & (block - 1) == 0
+
+
+@given(p1=st.integers(1, 64), p2=st.integers(1, 64), itemsize=st.sampled_from([2, 4, 8]), num_slices=st.integers(1, 10**9))
+def test_chain_tiles_give_every_dot_its_rows(p1, p2, itemsize, num_slices):
+    launch = Launch((Step(0, 1, p1, p2), Step(1, 2, p2, p1)))
+    for config in chain_configs(launch, itemsize, num_slices, num_slices):
+        for step in launch.steps:
+            others = math.prod(s.p_pad for s in launch.steps if s is not step)
+            assert config.block_s * others >= 16
+        assert config.block_s & (config.block_s - 1) == 0

@@ -1,0 +1,264 @@
+"""NumPy and CuPy arrays in, the same kind out: the right numbers, without copies, on the caller's stream."""
+
+import fractions
+import gc
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from array_cases import draw, wide
+
+from fastkron_py import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left
+from fastkron_py.runtime import arrays
+from fastkron_py.testing import assert_close
+
+DTYPES = ["float16", "float32", "float64", "complex64", "complex128"]
+SHAPES = [(3, 2), (4, 5)]
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def rng(seed):
+    return np.random.default_rng(seed)
+
+
+def check(y, x, factors, *, left=False):
+    """y is a fresh NumPy array of x's dtype, with the values of numpy.kron."""
+    assert type(y) is np.ndarray
+    assert y.dtype == x.dtype.newbyteorder("=")
+    assert y.dtype.isnative
+    assert y.flags.writeable
+    assert y.flags.c_contiguous
+    k = np.kron(*[wide(f) for f in factors])
+    assert_close(y, k @ wide(x) if left else wide(x) @ k, steps=2)
+
+
+def problem(rng, dtype):
+    return draw(rng, (7, 12), dtype), [draw(rng, s, dtype) for s in SHAPES]
+
+
+# ---- NumPy -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_verb_returns_numpy(rng, dtype):
+    x, factors = problem(rng, dtype)
+    left = draw(rng, (10, 3), dtype)
+    check(kron_matmul(x, factors), x, factors)
+    check(kron_matmul(x, tuple(factors)), x, factors)
+    check(gemkm(x, factors), x, factors)
+    check(kron_matmul_left(factors, left), left, factors, left=True)
+    check(gekmm(factors, left), left, factors, left=True)
+    check(kron_matmul(x[0], factors), x[0], factors)
+    z = draw(rng, (7, 10), dtype)
+    y = kron_matmul(x, factors, alpha=0.5, beta=2.0, z=z)
+    assert_close(y, 0.5 * wide(x) @ np.kron(*[wide(f) for f in factors]) + 2.0 * wide(z), steps=3)
+
+
+LAYOUTS = {
+    "fortran": np.asfortranarray,
+    "strided": lambda a: np.repeat(a, 2, axis=1)[:, ::2],
+    "transposed": lambda a: np.ascontiguousarray(a.T).T,
+    "rows reversed": lambda a: np.ascontiguousarray(a[::-1])[::-1],
+    "columns reversed": lambda a: np.ascontiguousarray(a[:, ::-1])[:, ::-1],
+    "other byte order": lambda a: a.astype(a.dtype.newbyteorder()),
+    "other byte order, reversed": lambda a: a.astype(a.dtype.newbyteorder())[::-1][::-1],
+    "field of records": lambda a: records(a)["value"],
+    "unaligned": lambda a: unaligned(a),
+    "read-only": lambda a: read_only(a),
+}
+
+
+def records(a):
+    """Elements that stand 1 byte further apart than their size: no multiple of it."""
+    r = np.zeros(a.shape, dtype=[("flag", "i1"), ("value", a.dtype)])
+    r["value"] = a
+    return r
+
+
+def unaligned(a):
+    raw = np.zeros(a.nbytes + 1, np.uint8)[1:]
+    raw[:] = np.ascontiguousarray(a).view(np.uint8).ravel()
+    return raw.view(a.dtype).reshape(a.shape)
+
+
+def read_only(a):
+    a = a.copy()
+    a.flags.writeable = False
+    return a
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(rng, dtype, layout):
+    x, factors = problem(rng, dtype)
+    odd_x, odd_factors = LAYOUTS[layout](x), [LAYOUTS[layout](f) for f in factors]
+    assert np.array_equal(odd_x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(kron_matmul(odd_x, odd_factors), x, factors)
+        check(kron_matmul(x, odd_factors), x, factors)
+    assert np.array_equal(odd_x, x)
+
+
+def test_a_file_mapped_for_reading(rng, tmp_path):
+    x, factors = problem(rng, "float32")
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(kron_matmul(mapped, factors), x, factors)
+    assert not mapped.flags.writeable
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)])
+def test_empty_rows(shape):
+    y = kron_matmul(np.zeros(shape), [np.zeros(s) for s in SHAPES])
+    assert type(y) is np.ndarray
+    assert y.shape == (*shape[:-1], 10)
+
+
+def test_empty_factors():
+    assert kron_matmul(np.ones((2, 0)), [np.zeros((0, 3)), np.ones((2, 2))]).tolist() == [[0.0] * 6] * 2
+    assert kron_matmul(np.ones((2, 4)), [np.zeros((2, 0)), np.ones((2, 2))]).shape == (2, 0)
+
+
+@pytest.mark.parametrize("layout", ["fortran", "strided", "transposed", "read-only"])
+def test_inputs_are_viewed_not_copied(rng, dtype, layout):
+    a = LAYOUTS[layout](draw(rng, (6, 4), dtype))
+    bridge = arrays.find_bridge([a], ["x"])
+    t = bridge.load(a, "x")
+    assert t.data_ptr() == a.__array_interface__["data"][0]
+    assert t.shape == a.shape
+    assert [s * t.element_size() for s in t.stride()] == list(a.strides)
+
+
+def test_broadcast_input_is_viewed(rng):
+    row = draw(rng, (1, 12), "float64")
+    x = np.broadcast_to(row, (100, 12))  # read-only, with a stride of 0
+    assert arrays.find_bridge([x], ["x"]).load(x, "x").data_ptr() == row.__array_interface__["data"][0]
+    factors = problem(rng, "float64")[1]
+    check(kron_matmul(x, factors), x, factors)
+
+
+def test_results_share_the_tensors_memory_and_outlive_it():
+    t = torch.arange(6.0).reshape(2, 3)
+    pointer = t.data_ptr()
+    a = arrays.find_bridge([np.zeros(1)], ["x"]).give_back(t)
+    assert a.__array_interface__["data"][0] == pointer
+    del t
+    gc.collect()
+    assert a.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_view_keeps_a_read_only_array_alive():
+    t = arrays.find_bridge([np.zeros(1)], ["x"]).load(read_only(np.arange(1000.0)), "x")
+    gc.collect()
+    assert t.sum() == 499500
+
+
+def test_torch_tensors_and_parameters_pass_untouched():
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    bridge = arrays.find_bridge([parameter, torch.ones(1)], ["x", "y"])
+    assert bridge.load(parameter, "x") is parameter
+    assert bridge.give_back(parameter) is parameter
+
+
+@pytest.mark.parametrize("subclass", ["matrix", "masked", "records"])
+def test_subclasses_mean_something_and_are_refused(subclass, recwarn):
+    a = {
+        "matrix": lambda: np.matrix(np.eye(4)),
+        "masked": lambda: np.ma.masked_array(np.eye(4), mask=np.eye(4) > 0),
+        "records": lambda: np.eye(4).view(np.recarray),
+    }[subclass]()
+    with pytest.raises(TypeError, match=r"factors\[0\]: expected a plain numpy.ndarray; got numpy\."):
+        kron_matmul(np.ones((2, 4)), [a])
+
+
+def test_numpy_scalars_are_numbers(rng):
+    x, factors = problem(rng, "float32")
+    k, z = np.kron(*[wide(f) for f in factors]), draw(rng, (7, 10), "float32")
+    expected = 2 * wide(x) @ k + 0.5 * wide(z)
+    for two, half in [
+        (np.float32(2), np.float16(0.5)),
+        (np.int8(2), np.float64(0.5)),
+        (2, fractions.Fraction(1, 2)),
+        (np.longdouble(2), 0.5),
+    ]:
+        y = kron_matmul(x, factors, alpha=two, beta=half, z=z)
+        assert y.dtype == np.float32
+        assert_close(y, expected)
+        tensors = [torch.from_numpy(f) for f in factors]
+        assert_close(kron_matmul(torch.from_numpy(x), tensors, alpha=two, beta=half, z=torch.from_numpy(z)), expected)
+    c, factors = problem(rng, "complex64")
+    assert_close(kron_matmul(c, factors, alpha=np.complex64(1 + 2j)), (1 + 2j) * wide(c) @ np.kron(*[wide(f) for f in factors]))
+
+
+def test_autocast_is_a_matter_of_tensors(rng):
+    x, factors = problem(rng, "float32")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(kron_matmul(x, factors), x, factors)
+
+
+def test_operator_on_numpy(rng, dtype):
+    x, factors = problem(rng, dtype)
+    k = KroneckerProduct(factors)
+    assert k.dtype == dtype
+    assert k.device == "cpu"
+    check(x @ k, x, factors)
+    left = draw(rng, (10, 3), dtype)
+    check(k @ left, left, factors, left=True)
+    check(k.mT.mT @ left, left, factors, left=True)
+    check(left.conj().T @ k.mH, left.conj().T, [f.conj().T for f in factors])
+    assert_close(k.to_dense(), np.kron(*[wide(f) for f in factors]))
+    scaled = np.float32(2) * k
+    assert scaled.dtype == dtype
+    assert type(scaled.factors[0]) is np.ndarray
+    assert_close((scaled / 4).to_dense(), np.kron(*[wide(f) for f in factors]) / 2)
+    assert not k.requires_grad
+
+
+def test_algebra_on_numpy(rng):
+    factors = [rng.standard_normal((n, n)) + 4 * np.eye(n) for n in (2, 3)]
+    k, dense = KroneckerProduct([read_only(f) for f in factors]), np.kron(*factors)
+    b = rng.standard_normal((6, 2))
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    for got, expected in [
+        (k.solve(b), np.linalg.solve(dense, b)),
+        (k.diagonal(), np.diagonal(dense)),
+        (k.inverse().to_dense(), np.linalg.inv(dense)),
+    ]:
+        assert type(got) is np.ndarray
+        np.testing.assert_allclose(got, expected, **close)
+    for got, expected in [(k.trace(), np.trace(dense)), (k.logdet(), np.linalg.slogdet(dense)[1]), (k.norm(), np.linalg.norm(dense))]:
+        assert type(got) is np.float64
+        np.testing.assert_allclose(got, expected, **close)
+    values, vectors = KroneckerProduct([f @ f.T for f in factors]).eigh()
+    assert type(values) is np.ndarray
+    assert type(vectors.factors[0]) is np.ndarray
+    np.testing.assert_allclose(np.sort(values), np.linalg.eigvalsh(dense @ dense.T), rtol=1e-10)
+    assert not k.mT.factors[0].flags.writeable  # a view of a read-only array stays read-only
+    assert k.clone().factors[0].flags.writeable
+
+
+@pytest.mark.parametrize("name", ["jax", "dask"])
+def test_other_libraries_are_refused(name):
+    array = type(
+        "Array", (), {"__module__": f"{name}.array", "shape": (2, 2), "dtype": np.dtype("float32"), "__array__": lambda self: np.eye(2)}
+    )()
+    with pytest.raises(TypeError, match=rf"x: expected a torch tensor, a NumPy array or a CuPy array; got {name}\.array\.Array"):
+        kron_matmul(array, [array])
+    with pytest.raises(TypeError, match=rf"factors\[0\]: expected a NumPy array, like x; got {name}\.array\.Array"):
+        kron_matmul(np.eye(2), [array])
+
+
+def test_tensors_need_no_adapter():
+    """A call with tensors imports neither array-api-compat nor CuPy."""
+    code = "import sys, torch, fastkron_py; fastkron_py.kron_matmul(torch.ones(2, 4), [torch.ones(2, 2)] * 2); "
+    code += "assert not {'array_api_compat', 'cupy', 'jax', 'dask', 'triton', 'fastkron_py.testing'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,114 @@
+"""Products in blocks of columns, each in memory of its own, against the product of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastkron_py import kron_matmul
+from fastkron_py.kron.kernels import blocks as kron_blocks
+from fastkron_py.kron.kernels.blocks import multiply_blocks, ways
+from fastkron_py.kron.plan.plan import InBlocks, Launch, Setting
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.testing import assert_close
+
+WIDE = ((8, 4), (65, 3), (66, 2))  # too wide to share a launch
+SHAPES = {  # sizes, blocks, and what is expected of launches for one factor each
+    "three launches": (((8, 4), (5, 3), (6, 2)), 4, InBlocks(True, True)),
+    "unaligned blocks": (((4, 6), (5, 2), (6, 3)), 2, InBlocks(True, True)),
+    "two launches": (((16, 16), (5, 3)), 4, InBlocks(True, False)),
+    "one launch": (((4, 4),), 2, InBlocks(False, False)),
+    "blocks of what is read alone": (((8, 3), (5, 3), (6, 2)), 2, InBlocks(True, False)),
+    "no blocks": (((3, 5), (5, 3), (6, 2)), 2, InBlocks(False, False)),
+}
+
+
+def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tuple[Launch, ...]:
+    """A launch for each factor, as large ones have it."""
+    return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
+
+
+@pytest.fixture
+def launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it for such launches; what was planned of them is forgotten afterwards."""
+    caches = (ways, kron_blocks._program)
+
+    def change() -> None:
+        monkeypatch.setattr(kron_blocks, "plan", one_by_one)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield change
+    for cache in caches:
+        cache.cache_clear()
+
+
+def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
+    """Blocks of columns in memory of their own, that begin gap elements behind an aligned address."""
+    found = []
+    for block in t.chunk(parts, 1):
+        memory = torch.full((block.numel() + gap,), torch.nan, dtype=t.dtype, device=t.device)
+        found.append(memory[gap:].view(block.shape).copy_(block))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [*SHAPES, "launches of the closed form"])
+def test_blocks(
+    name: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, launches_one_by_one: Callable[[], None]
+) -> None:
+    sizes, parts, expected = SHAPES.get(name, (WIDE, 4, InBlocks(True, True)))
+    if name in SHAPES:
+        launches_one_by_one()
+    ps, qs = zip(*sizes, strict=True)
+    rows, gap = (3, 1) if name == "unaligned blocks" else (2, 0)
+    x = torch.randn(rows, math.prod(ps), generator=generator).to(device, dtype)
+    factors = [(torch.randn(q, p, generator=generator) / p**0.5).to(device, dtype).mT for p, q in sizes]
+    able = ways(ps, qs, parts, dtype, device)
+    if name in SHAPES or device.type != "cuda":  # there, the closed form has another kernel
+        assert able == (expected._replace(writes=False) if dtype == torch.bfloat16 and expected.reads else expected)
+    blocks = apart(x, parts, gap) if able.reads else [x]
+    y = x.new_full((rows, math.prod(qs)), torch.nan)
+    outs = apart(y, parts, gap) if able.writes else [y]
+    multiply_blocks(blocks, factors, outs, -1.5, "highest")
+    reference = -1.5 * kron_matmul(x.double(), [f.double() for f in factors])
+    assert_close(torch.cat(outs, 1), reference, steps=len(sizes) + 1)
+    assert all(torch.equal(a, b) for a, b in zip(blocks, x.chunk(parts, 1) if able.reads else [x], strict=True))
+    if able.reads:
+        multiply_blocks([*blocks[1:], blocks[0]], factors, outs, -1.5, "highest")
+        with pytest.raises(AssertionError):
+            assert_close(torch.cat(outs, 1), reference, steps=len(sizes) + 1)
+
+
+def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.device, generator: torch.Generator) -> None:
+    """Two of which the first makes blocks of a turned operand."""
+    x = torch.randn(2, 16**3, generator=generator).to(device, torch.float16)
+    factors = [(torch.randn(16, 16, generator=generator) / 4).to(device, torch.float16) for _ in range(3)]
+    for parts in (2, 4, 8):
+        able = ways((16,) * 3, (16,) * 3, parts, x.dtype, device)
+        assert not able.writes
+        y = torch.full_like(x, torch.nan)
+        multiply_blocks(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
+        assert_close(y, kron_matmul(x.double(), [f.double() for f in factors]), steps=3)
+
+
+def test_blocks_that_cannot_be_are_refused(device: torch.device) -> None:
+    x, f = torch.ones(2, 16, device=device), torch.ones(4, 4, device=device)
+    with pytest.raises(ValueError, match=r"blocks, outs: expected what `ways` allows, .*; got \(2, 1\)"):
+        multiply_blocks(apart(x, 2, 0), [f, f], [torch.empty_like(x)], 1.0, None)
+
+
+def test_blocks_that_could_be_read_may_be_whole(device: torch.device, generator: torch.Generator) -> None:
+    """And those that could be written."""
+    ps, qs = zip(*WIDE, strict=True)
+    x = torch.randn(1, math.prod(ps), generator=generator).to(device)
+    factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device) for p, q in WIDE]
+    y = x.new_full((1, math.prod(qs)), torch.nan)
+    able = ways(ps, qs, 2, x.dtype, device)
+    for blocks, outs in (((x,), apart(y, 2, 0)) if able.writes else ((x,), (y,)), (apart(x, 2, 0), (y,)) if able.reads else ((x,), (y,))):
+        multiply_blocks(blocks, factors, outs, 1.0, None)
+        assert_close(torch.cat(list(outs), 1), kron_matmul(x.double(), [f.double() for f in factors]))

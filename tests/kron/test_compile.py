@@ -1,0 +1,224 @@
+"""The Kronecker verbs inside torch.compile: one graph, no breaks, no needless recompilation."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from shapes_list import BATCHES, Case, assert_near, assert_same, call, expected, ids, power, problem
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastkron_py import KroneckerProduct, backend, gemkm, kron_matmul, kron_matmul_left, reference
+
+SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+CASES = [power(3, 4, 4, 2), Case(5, ((2, 3), (5, 2), (6, 4))), BATCHES[3]]
+# A compiled graph asks for the backend when it runs, so both backends compile the same graph.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:.*TensorFloat32 tensor cores.*:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No graphs, guards or counters of another test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], how: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=how, fullgraph=True, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+@SIDES
+def test_forward_and_backward(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(case, torch.float64, device, generator, left=left)
+    z = torch.randn(1, dtype=torch.float64, device=device)
+    leaves = [t.requires_grad_() for t in (x, *factors, z)]
+
+    def loss(multiply: Callable[..., Tensor], x: Tensor, factors: list[Tensor], z: Tensor) -> Tensor:
+        return multiply(x.sin(), factors, alpha=0.5, beta=2.0, z=z).square().sum()
+
+    got = compiled(lambda x, fs, z: loss(call(left), x, fs, z))(x, factors, z)
+    want = loss(call(left), x, factors, z)
+    assert_near(got, want)
+    for g, w in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
+        assert_near(g, w, scale=3)
+
+
+def test_every_public_form(device: torch.device, generator: torch.Generator) -> None:
+    """Vectors, scalar tensors, FastKron's forms: all in one graph."""
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+
+    def everything(x: Tensor, factors: list[Tensor], alpha: Tensor) -> tuple[Tensor, ...]:
+        y = kron_matmul(x, factors, alpha=alpha, precision="highest")
+        return (
+            y,
+            gemkm(x, factors, 2.0, 0.5, y),
+            kron_matmul(x[0], factors),
+            kron_matmul_left(factors, x.mT),
+            kron_matmul_left(factors, x[1], beta=alpha, z=y[0]),
+        )
+
+    alpha = torch.tensor(0.25, device=device)
+    got = compiled(everything)(x, factors, alpha)
+    for g, w in zip(got, everything(x, factors, alpha), strict=True):
+        assert_same(g, w)
+
+
+def test_tensors_without_memory() -> None:
+    """Of the meta device, which models are made on before they are filled; torch 2.11 cannot trace whether it has autocast."""
+    x, factors = torch.ones(3, 8, device="meta"), [torch.ones(2, 3, device="meta"), torch.ones(4, 4, device="meta")]
+    y = compiled(kron_matmul)(x, factors)
+    assert y.is_meta
+    assert y.shape == (3, 12)
+
+
+def test_no_graph_breaks(device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+    report = torch._dynamo.explain(lambda x, fs: kron_matmul(x.relu(), fs, alpha=2.0).sum())(x, factors)
+    assert (report.graph_count, report.graph_break_count) == (1, 0), report.break_reasons
+    called = [str(node.target) for node in report.graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("kron_matmul" in name for name in called) == 1, called
+
+
+def test_dynamic_rows_compile_once(device: torch.device, generator: torch.Generator) -> None:
+    """M marked dynamic: one graph for every M, whatever its remainders by 2, 8 or 16."""
+    counter = CompileCounterWithBackend("aot_eager")
+    _, factors = problem(power(1, 4, 4, 2), torch.float32, device, generator)
+    function = torch.compile(lambda x, fs: kron_matmul(x, fs).relu(), backend=counter, fullgraph=True)
+    for rows in (5, 2, 16, 17, 64, 3):
+        x = torch.randn(rows, 16, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_near(function(x, factors), expected(x, factors).relu())
+    assert counter.frame_count == 1
+
+
+def test_dynamic_shapes_with_gradients(device: torch.device, generator: torch.Generator) -> None:
+    """dynamic=True: everything symbolic, in backward too."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(lambda x, f: kron_matmul(x, [f, f]).square().sum(), backend=counter, fullgraph=True, dynamic=True)
+    compiled_so_far = []
+    for rows, p in ((5, 3), (7, 4), (9, 6)):
+        x, (f, _) = problem(power(rows, p, p, 2), torch.float64, device, generator)
+        leaves = [x.requires_grad_(), f.requires_grad_()]
+        got = torch.autograd.grad(function(x, f), leaves)
+        want = torch.autograd.grad(reference.kron_matmul(x, [f, f]).square().sum(), leaves)
+        for g, w in zip(got, want, strict=True):
+            assert_near(g, w, scale=5)
+        compiled_so_far.append(counter.frame_count)
+    assert len(set(compiled_so_far)) == 1  # Dynamo may restart within the first compilation, but compiles no more
+
+
+def test_changed_scalars_do_not_recompile_for_ever(device: torch.device, generator: torch.Generator) -> None:
+    """alpha as a Python float becomes symbolic (or is a tensor): two graphs serve every value."""
+    counter = CompileCounterWithBackend("aot_eager")
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+    function = torch.compile(lambda x, fs, alpha: kron_matmul(x, fs, alpha=alpha), backend=counter, fullgraph=True)
+    for alpha in (0.5, 0.75, -2.0, 3.5):
+        tensor = torch.tensor(alpha, device=device)
+        assert_near(function(x, factors, tensor), expected(x, factors, alpha=alpha))
+    assert counter.frame_count == 1
+
+
+def test_backend_is_chosen_when_the_graph_runs(monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator) -> None:
+    from fastkron_py.kron import implementation as module
+
+    chosen: list[str] = []
+    choose = module.choose_backend
+
+    def spy(name: str, t: Tensor) -> str:
+        chosen.append(choose(name, t))
+        return chosen[-1]
+
+    monkeypatch.setattr(module, "choose_backend", spy)
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+    function = compiled(kron_matmul)
+    results = []
+    for name in ("torch", "triton", "torch"):
+        with backend(name):
+            results.append(function(x, factors))
+    assert chosen == ["torch", "triton", "torch"]
+    for y in results:
+        assert_near(y, expected(x, factors))
+
+
+def test_module_training_step(backend_name: str, device: torch.device) -> None:
+    """A compiled module with nn.Parameter factors trains like the eager one."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = torch.nn.ParameterList([torch.randn(4, 4, dtype=torch.float64) / 2 for _ in range(2)])
+            self.bias = torch.nn.Parameter(torch.zeros(16, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return kron_matmul(x, list(self.factors), beta=1.0, z=self.bias).tanh()
+
+    eager = Layer().to(device)
+    twin = Layer().to(device)
+    twin.load_state_dict(eager.state_dict())
+    fast = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, 16, dtype=torch.float64, device=device)
+    for layer, module in ((eager, eager), (fast, twin)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(x).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(eager.parameters(), twin.parameters(), strict=True):
+        assert_near(b, a, scale=10)
+
+
+def test_export(device: torch.device, generator: torch.Generator) -> None:
+    """torch.export keeps the operator as one node, with M symbolic."""
+
+    class Product(torch.nn.Module):
+        def __init__(self, factors: list[Tensor]) -> None:
+            super().__init__()
+            self.factors = torch.nn.ParameterList(factors)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return kron_matmul(x, list(self.factors))
+
+    x, factors = problem(power(6, 4, 4, 2), torch.float32, device, generator)
+    rows = torch.export.Dim("rows", min=2, max=1000)
+    program = torch.export.export(Product(factors).to(device), (x,), dynamic_shapes=({0: rows},))
+    assert sum("fastkron.kron_matmul" in str(node.target) for node in program.graph.nodes) == 1
+    longer = torch.randn(11, 16, device=device)
+    assert_near(program.module()(longer), expected(longer, factors))
+
+
+def test_kronecker_product_object(device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+    function = compiled(lambda x, fs: x @ KroneckerProduct(fs))
+    assert_near(function(x, factors), expected(x, factors))
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() or shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler on a CPU"
+)
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not (shutil.which("gcc") or shutil.which("cc")), reason="inductor's launchers need a C compiler"
+)
+def test_inductor(device: torch.device, generator: torch.Generator) -> None:
+    """The default backend: code around the operator is generated, the operator is called, gradients are right."""
+    x, factors = problem(power(5, 4, 4, 2), torch.float32, device, generator)
+    leaves = [x.requires_grad_(), *(f.requires_grad_() for f in factors)]
+
+    def loss(multiply: Callable[..., Tensor], x: Tensor, factors: list[Tensor]) -> Tensor:
+        return multiply(x.sin() * 2, factors).cos().sum()
+
+    got = compiled(lambda x, fs: loss(kron_matmul, x, fs), "inductor")(x, factors)
+    want = loss(reference.kron_matmul, x.double(), [f.double() for f in factors])
+    assert math.isclose(float(got.detach()), float(want.detach()), rel_tol=1e-5)
+    grads = torch.autograd.grad(want, leaves)
+    for g, w in zip(torch.autograd.grad(got, leaves), grads, strict=True):
+        assert_near(g, w.double(), scale=5)

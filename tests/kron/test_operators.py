@@ -1,0 +1,271 @@
+"""The registered operators: what torch.library asks of them, fakes, backends, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from shapes_list import Case, assert_near, assert_same, backend_pairs, call, expected, power, problem
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastkron_py
+from fastkron_py import kron_matmul
+from fastkron_py.runtime import backend as backends
+
+MULTIPLY = torch.ops.fastkron.kron_matmul.default
+BACKWARD = torch.ops.fastkron.kron_matmul_backward.default
+
+# name: (case, left, z's shape or None, alpha, beta, which of x, factors, z require grad)
+SAMPLES: dict[str, tuple[Case, bool, tuple[int, ...] | None, float, float, str]] = {
+    "one_factor": (power(3, 4, 4, 1), False, None, 1.0, 0.0, "x f"),
+    "no_grad": (power(3, 4, 4, 2), False, None, 1.0, 0.0, ""),
+    "x_only": (power(3, 4, 4, 2), False, None, 2.0, 0.0, "x"),
+    "factors_only": (power(3, 4, 4, 2), False, None, 2.0, 0.0, "f"),
+    "z_only": (power(3, 4, 4, 2), False, (1,), 1.0, 1.0, "z"),
+    "rectangular": (Case(3, ((2, 3), (5, 2), (3, 4))), False, (24,), 0.5, -2.0, "x f z"),
+    "left": (Case(3, ((2, 3), (5, 2))), True, (6, 3), 0.5, 1.0, "x f z"),
+    "batches": (Case(2, ((2, 3), (3, 2)), (2, 1), (3,)), False, (3, 1, 1), 1.0, 0.5, "x f z"),
+    "left_batches": (Case(2, ((2, 3), (3, 2)), (2, 1), (3,)), True, (2, 1, 1, 1), 1.0, 0.5, "x f"),
+    "factor_batch_of_one": (Case(2, ((2, 3),), (1,), (1,)), False, None, 1.0, 0.0, "x f"),
+    "no_rows": (Case(0, ((2, 3), (3, 2))), False, None, 1.0, 0.0, "x f"),
+    "sum_over_nothing": (Case(2, ((0, 3), (3, 2))), False, (1, 6), 1.0, 2.0, "x f z"),
+}
+
+
+def sample(
+    name: str, device: torch.device, generator: torch.Generator, backend: str, dtype: torch.dtype = torch.float64
+) -> tuple[Any, ...]:
+    """Arguments of the multiply operator."""
+    case, left, z_shape, alpha, beta, needing = SAMPLES[name]
+    x, factors = problem(case, dtype, device, generator, left=left)
+    z = None if z_shape is None else torch.randn(z_shape, dtype=dtype, device=device)
+    x.requires_grad_("x" in needing)
+    for f in factors:
+        f.requires_grad_("f" in needing)
+    if z is not None:
+        z.requires_grad_("z" in needing)
+    return x, factors, z, alpha, beta, None, backend, left
+
+
+@backend_pairs("name", SAMPLES, ["one_factor", "z_only", "rectangular", "sum_over_nothing"])
+def test_opcheck(name: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Schema, autograd registration, fake and AOT dispatch with dynamic shapes, of both operators."""
+    arguments = sample(name, device, generator, backend_name)
+    torch.library.opcheck(MULTIPLY, arguments)
+    x, factors, _, alpha, _, precision, backend, left = arguments
+    dy = torch.randn_like(call(left)(x, factors)).requires_grad_(x.requires_grad)
+    for need_x, need_factors in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(BACKWARD, (dy, x, factors, need_x, [need_factors] * len(factors), alpha, precision, backend, left))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+def test_opcheck_of_layouts(layout: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Strides of the fakes are those of the results whatever the strides of the arguments."""
+    x, factors = problem(power(4, 3, 3, 2), torch.float32, device, generator)
+    change = (lambda t: t.mT.contiguous().mT) if layout == "transposed" else (lambda t: t[:1, :1].expand(t.shape))
+    x, factors = change(x), [change(f) for f in factors]
+    torch.library.opcheck(MULTIPLY, (x, factors, x, 1.0, 1.0, None, backend_name, False))
+    torch.library.opcheck(BACKWARD, (x, x, factors, True, [True, True], 1.0, None, backend_name, False))
+
+
+def test_opcheck_can_fail(device: torch.device) -> None:
+    """The control: a fake of the wrong shape is caught."""
+    with torch.library._scoped_library("fastkron_control", "DEF") as library:
+        library.define("wrong(Tensor x) -> Tensor")
+        library.impl("wrong", lambda x: x.clone(), "CompositeExplicitAutograd")
+        torch.library.register_fake("fastkron_control::wrong", lambda x: x.new_empty(1), lib=library)
+        with pytest.raises(Exception, match=r"(?i)mismatch|shape"):
+            torch.library.opcheck(torch.ops.fastkron_control.wrong.default, (torch.ones(3, device=device),))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_meta_and_fake_tensors(name: str, generator: torch.Generator) -> None:
+    """Shapes, strides and dtypes without data: of results and of gradients."""
+    cpu = torch.device("cpu")
+    with fastkron_py.backend("torch"):
+        x, factors, z, alpha, beta, _, _, left = sample(name, cpu, generator, "torch", torch.float16)
+        real = call(left)(x, factors, alpha=alpha, beta=beta, z=z)
+
+        def check(result: Tensor, leaves: list[Tensor], device: str) -> None:
+            assert (result.shape, result.stride(), result.dtype, result.device.type) == (real.shape, real.stride(), real.dtype, device)
+            needing = [t for t in leaves if t.requires_grad]
+            if needing:
+                grads = torch.autograd.grad(result.sum(), needing, allow_unused=True)
+                assert [g.shape for g in grads if g is not None] == [t.shape for t in needing]
+
+        meta = [None if t is None else torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in (x, *factors, z)]
+        result = call(left)(meta[0], meta[1:-1], alpha=alpha, beta=beta, z=meta[-1])
+        check(result, [t for t in meta if t is not None], "meta")
+
+        with FakeTensorMode() as mode:
+            fake = [None if t is None else mode.from_tensor(t) for t in (x, *factors, z)]
+            result = call(left)(fake[0], fake[1:-1], alpha=alpha, beta=beta, z=fake[-1])
+            check(result, [t for t in fake if t is not None], "cpu")
+
+
+def test_inference_mode(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+    parameters = [torch.nn.Parameter(f) for f in factors]
+    with torch.inference_mode():
+        y = kron_matmul(x, parameters)
+        made_inside = kron_matmul(x.clone(), parameters)
+    assert y.is_inference()
+    assert not y.requires_grad
+    assert_near(y, expected(x, factors))
+    assert_same(made_inside, y)
+
+
+def test_deepcopy_and_serialisation_of_modules(tmp_path: Any, device: torch.device) -> None:
+    """The operators hold no state: a module that uses them moves, copies and saves like any other."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = torch.nn.ParameterList([torch.randn(3, 3), torch.randn(3, 3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return kron_matmul(x, list(self.factors))
+
+    layer, other = Layer().to(device), Layer().to(device)
+    x = torch.randn(2, 9, device=device)
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    assert_same(other(x), layer(x))
+
+
+# ---- choosing a backend --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default_backend() -> Iterator[None]:
+    """Restores the process's default."""
+    before = backends._default
+    yield
+    fastkron_py.set_backend(before)
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends chosen from now on, in order."""
+    from fastkron_py.kron import cached as recorded
+    from fastkron_py.kron import implementation as module
+
+    monkeypatch.setattr(recorded, "replay", lambda *_: None)  # a call that is recognised chooses no more
+    chosen: list[str] = []
+    choose = module.choose_backend
+
+    def spy(name: str, x: Tensor) -> str:
+        chosen.append(choose(name, x))
+        return chosen[-1]
+
+    monkeypatch.setattr(module, "choose_backend", spy)
+    return chosen
+
+
+def test_set_backend_and_nested_contexts(monkeypatch: pytest.MonkeyPatch, default_backend: None, device: torch.device) -> None:
+    chosen = spied(monkeypatch)
+    x, f = torch.ones(2, 3, device=device), torch.ones(3, 3, device=device)
+    fastkron_py.set_backend("triton")
+    kron_matmul(x, [f])
+    with fastkron_py.backend("torch"):
+        kron_matmul(x, [f])
+        with fastkron_py.backend("triton"):
+            kron_matmul(x, [f])
+        kron_matmul(x, [f])
+        with pytest.raises(ZeroDivisionError), fastkron_py.backend("triton"):
+            raise ZeroDivisionError
+        kron_matmul(x, [f])
+    kron_matmul(x, [f])
+    fastkron_py.set_backend("auto")
+    kron_matmul(x, [f])
+    auto = "triton" if device.type == "cuda" else "torch"
+    assert chosen == ["triton", "torch", "triton", "torch", "torch", "triton", auto]
+
+
+def test_backward_uses_the_forward_backend(monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device) -> None:
+    """Also outside of the block, and on autograd's own thread."""
+    chosen = spied(monkeypatch)
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    f = torch.ones(3, 3, device=device, requires_grad=True)
+    y = kron_matmul(x, [f])
+    with fastkron_py.backend("torch" if backend_name == "triton" else "triton"):
+        y.sum().backward()
+    assert chosen == [backend_name] * 2
+
+
+def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    seen: dict[str, list[str]] = {"torch": [], "triton": []}
+    barrier = threading.Barrier(2, timeout=60)
+
+    def work(name: str) -> None:
+        for _ in range(20):
+            with fastkron_py.backend(name):
+                barrier.wait()
+                seen[name].append(backends.requested_backend())
+                barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in seen]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert seen == {"torch": ["torch"] * 20, "triton": ["triton"] * 20}
+    assert backends.requested_backend() == "auto"
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's remark on a fresh thread whose first call is a product
+def test_threads_multiply_at_once(device: torch.device, generator: torch.Generator) -> None:
+    """Two threads, two backends, one result each."""
+    x, factors = problem(power(3, 4, 4, 3), torch.float32, device, generator)
+    results: dict[str, Tensor] = {}
+
+    def work(name: str) -> None:
+        with fastkron_py.backend(name):
+            results[name] = kron_matmul(x, factors)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("torch", "triton")]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for y in results.values():
+        assert_near(y, expected(x, factors))
+    assert len(results) == 2
+
+
+def test_tasks_do_not_disturb_each_other() -> None:
+    async def work(name: str) -> list[str]:
+        seen = []
+        with fastkron_py.backend(name):
+            for _ in range(5):
+                await asyncio.sleep(0)
+                seen.append(backends.requested_backend())
+        return seen
+
+    async def both() -> list[list[str]]:
+        return list(await asyncio.gather(work("torch"), work("triton")))
+
+    assert asyncio.run(both()) == [["torch"] * 5, ["triton"] * 5]
+
+
+def test_debug_log_names_the_choice(caplog: pytest.LogCaptureFixture, device: torch.device) -> None:
+    x, f = torch.ones(2, 3, device=device), torch.ones(3, 3, device=device)
+    with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
+        kron_matmul(x, [f])
+    wanted = "triton" if device.type == "cuda" else "torch"
+    assert any(wanted in r.getMessage() and "float32" in r.getMessage() for r in caplog.records), caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
+        kron_matmul(x.to(torch.complex64), [f.to(torch.complex64)])
+    assert any("torch" in r.getMessage() and "complex64" in r.getMessage() for r in caplog.records), caplog.text
+
+
+def test_triton_refuses_what_it_cannot_take(device: torch.device) -> None:
+    x, f = torch.ones(2, 3, dtype=torch.complex64, device=device), torch.ones(3, 3, dtype=torch.complex64, device=device)
+    with fastkron_py.backend("triton"), pytest.raises(ValueError, match=r"backend.*complex64"):
+        kron_matmul(x, [f])

@@ -1,0 +1,360 @@
+"""`KroneckerProduct` against the dense product in float64 or complex128, forward and backward.
+
+In double precision both sides err by rounding only: a few hundred units in the last place of 2.2e-16, times
+the condition of the (well-conditioned) factors, so 1e-10 relative is wide for rounding and narrow for mistakes.
+"""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from kronecker_cases import hermitian, near, random_factors
+
+import fastkron_py
+from fastkron_py import KroneckerProduct
+from fastkron_py.kron import product as kronecker_product
+from fastkron_py.reference import kron_dense
+from fastkron_py.testing import assert_close
+
+DTYPES = [torch.float64, torch.complex128]
+SQUARE = [((3, 3),), ((2, 2), (3, 3)), ((1, 1), (4, 4), (3, 3)), ((2, 3, 3), (2, 2)), ((2, 1, 2, 2), (3, 4, 4), (1, 1))]
+RECTANGULAR = [((3, 2),), ((2, 3), (4, 1)), ((2, 3), (3, 2)), ((5, 2), (2, 5), (1, 1)), ((2, 2, 3), (6, 4))]
+
+
+@pytest.fixture(params=DTYPES, ids=["real", "complex"])
+def dtype(request):
+    return request.param
+
+
+def ids(shapes):
+    return "*".join("x".join(map(str, s)) for s in shapes)
+
+
+@pytest.mark.parametrize("shapes", SQUARE + RECTANGULAR, ids=ids)
+def test_what_it_says_of_itself(shapes, dtype, device):
+    factors = random_factors(shapes, dtype, device)
+    k = KroneckerProduct(factors)
+    dense = kron_dense(factors)
+    assert k.shape == tuple(dense.shape)
+    assert k.ndim == dense.ndim
+    assert k.dtype == dtype
+    assert k.device == dense.device
+    assert not k.requires_grad
+    assert all(a is b for a, b in zip(k.factors, factors, strict=True))
+    near(k.to_dense(), dense)
+    assert repr(k).startswith("KroneckerProduct(" + " (x) ".join("x".join(map(str, s)) for s in shapes) + ", shape=(")
+
+
+@pytest.mark.parametrize("shapes", SQUARE + RECTANGULAR, ids=ids)
+def test_products_from_both_sides(shapes, dtype, device):
+    factors = random_factors(shapes, dtype, device)
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    rows, columns = dense.shape[-2:]
+    for batch in [(), (5,), (2, 1)]:
+        if len(batch) == 1 and k.ndim > 2:
+            batch = (4, 1, 1)
+        right = torch.randn(*batch, columns, 3, dtype=dtype, device=device)
+        left = torch.randn(*batch, 3, rows, dtype=dtype, device=device)
+        for product in (k @ right, torch.matmul(k, right)):
+            near(product, dense @ right)
+        for product in (left @ k, torch.matmul(left, k), left.matmul(k)):
+            near(product, left @ dense)
+    vector = torch.randn(columns, dtype=dtype, device=device)
+    near(k @ vector, dense @ vector)
+    vector = torch.randn(rows, dtype=dtype, device=device)
+    near(vector @ k, vector @ dense)
+
+
+def test_transposes_and_conjugates(dtype, device):
+    factors = random_factors([(3, 2), (2, 4), (1, 3)], dtype, device)
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    near(k.T.to_dense(), dense.T)
+    near(k.mT.to_dense(), dense.mT)
+    near(k.mH.to_dense(), dense.mH)
+    near(k.conj().to_dense(), dense.conj().resolve_conj())
+    x = torch.randn(24, 3, dtype=dtype, device=device)
+    near(k.mH @ x[:6], dense.mH @ x[:6])
+    near(k.mT.T @ x, dense @ x)
+    batched = KroneckerProduct(random_factors([(2, 3, 4), (2, 5)], dtype, device))
+    near(batched.mT.to_dense(), batched.to_dense().mT)
+    assert batched.mH.shape == (2, 20, 6)
+
+
+def test_scaling(dtype, device):
+    factors = random_factors([(3, 2), (2, 3)], dtype, device)
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    tensor = torch.tensor(1.7, dtype=torch.float64)
+    for scaled, expected in [
+        (2 * k, 2 * dense),
+        (k * -0.5, -0.5 * dense),
+        (k / 4, dense / 4),
+        (-k, -dense),
+        (tensor * k, 1.7 * dense),
+        (k * tensor, 1.7 * dense),
+        (torch.mul(tensor, k), 1.7 * dense),
+        (k / tensor, dense / 1.7),
+        (3 * k / 2 * 5, 7.5 * dense),
+    ]:
+        assert isinstance(scaled, KroneckerProduct)
+        near(scaled.to_dense(), expected)
+    if dtype.is_complex:
+        near((2j * k).to_dense(), 2j * dense)
+
+
+def test_products_of_operators(dtype, device):
+    a = KroneckerProduct(random_factors([(3, 2), (2, 4, 3)], dtype, device))
+    b = KroneckerProduct(random_factors([(2, 5), (3, 1)], dtype, device))
+    product = a @ b
+    assert isinstance(product, KroneckerProduct)
+    assert product.shape == (2, 12, 5)
+    near(product.to_dense(), a.to_dense() @ b.to_dense())
+    near(a.kron(b).to_dense(), kron_dense([a.to_dense(), b.to_dense()]))
+    near(torch.kron(b, b).to_dense(), torch.kron(b.to_dense(), b.to_dense()))
+    s = KroneckerProduct(random_factors([(2, 2), (3, 3)], dtype, device))
+    for n in (0, 1, 3, -2):
+        near(s.matrix_power(np.int64(n)).to_dense(), torch.linalg.matrix_power(s.to_dense(), n))
+
+
+@pytest.mark.parametrize("shapes", SQUARE + RECTANGULAR, ids=ids)
+def test_diagonal(shapes, dtype, device):
+    k = KroneckerProduct(random_factors(shapes, dtype, device))
+    near(k.diagonal(), k.to_dense().diagonal(dim1=-2, dim2=-1))
+
+
+SQUARE_PRODUCT = [((2, 3), (3, 2)), ((5, 2), (2, 5), (1, 1)), ((2, 2, 6), (6, 2)), ((4, 2), (2, 1), (1, 4))]
+
+
+@pytest.mark.parametrize("shapes", SQUARE + SQUARE_PRODUCT, ids=ids)
+def test_trace(shapes, dtype, device):
+    k = KroneckerProduct(random_factors(shapes, dtype, device))
+    near(k.trace(), k.to_dense().diagonal(dim1=-2, dim2=-1).sum(-1))
+    near(torch.trace(k), k.trace())
+
+
+@pytest.mark.parametrize("shapes", [*SQUARE, ((0, 0), (3, 3)), ((0, 0), (0, 0), (2, 2))], ids=ids)
+def test_determinants(shapes, dtype, device):
+    factors = random_factors(shapes, dtype, device)
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    sign, log = torch.linalg.slogdet(dense)
+    near(k.slogdet().sign, sign)
+    near(k.slogdet().logabsdet, log)
+    near(torch.linalg.slogdet(k)[1], log)
+    near(k.logdet(), torch.logdet(dense))
+    near(torch.logdet(k), torch.logdet(dense))
+    near(k.det(), torch.linalg.det(dense))
+
+
+def test_signs_of_determinants(device):
+    """det(A (x) B) = det(A)**q * det(B)**p: an odd power keeps a sign, an even one drops it."""
+    plus = torch.eye(3, dtype=torch.float64, device=device)
+    minus = torch.diag(torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64, device=device))
+    even = torch.eye(2, dtype=torch.float64, device=device)
+    odd = KroneckerProduct([minus, plus])
+    assert odd.slogdet().sign == -1
+    assert odd.logdet().isnan()
+    assert torch.logdet(odd.to_dense()).isnan()
+    assert odd.det() == -1
+    assert KroneckerProduct([minus, even]).slogdet().sign == 1
+    assert KroneckerProduct([minus, even]).logdet() == 0
+    assert KroneckerProduct([minus, minus]).slogdet().sign == 1
+    singular = KroneckerProduct([torch.zeros_like(plus), even])
+    assert singular.slogdet() == (0, -math.inf)
+    assert singular.logdet() == -math.inf
+    assert singular.det() == 0
+    # A weight that float32 cannot hold: 3**15 is odd, its float32 neighbours are even.
+    assert KroneckerProduct([minus.float()] + [plus.float()] * 15).slogdet().sign == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_determinants_of_huge_products_are_finite(dtype, device):
+    """10 factors of 8 x 8 with det 1e-4 each: det K = 1e-4 ** (10 * 8**9), whose log is -1.236e10."""
+    f = torch.eye(8, dtype=dtype, device=device)
+    f[0, 0] = 1e-4
+    k = KroneckerProduct([f] * 10)
+    expected = 10 * 8.0**9 * math.log(1e-4)
+    assert abs(k.logdet().real.item() / expected - 1) < 1e-5
+    assert k.slogdet().sign == 1
+    assert k.det() == 0
+    assert abs(KroneckerProduct([f] * 10).inverse().logdet().real.item() / -expected - 1) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_phases_of_large_products(dtype, device):
+    """A phase to the power 2**19, by whole numbers where it is a square root of unity, and by a Gaussian integer's exact power."""
+    turned = torch.diag(torch.tensor([1, -1], dtype=dtype, device=device))
+    assert KroneckerProduct([turned] * 20).slogdet().sign == 1
+    assert KroneckerProduct([turned] * 20).logdet() == 0
+    assert KroneckerProduct([turned] * 20).det() == 1
+    assert KroneckerProduct([torch.diag(torch.tensor([1, 1j], dtype=dtype, device=device))] * 2).slogdet().sign == 1
+    f = torch.diag(torch.tensor([1, 2 + 1j], dtype=dtype, device=device))
+    real, imaginary = 1, 0  # of (2 + i) ** (14 * 2**13)
+    for _ in range(14 * 2**13):
+        real, imaginary = 2 * real - imaginary, real + 2 * imaginary
+    shift = max(real.bit_length(), imaginary.bit_length()) - 60
+    angle = math.atan2(imaginary >> shift, real >> shift)
+    expected = complex(math.cos(angle), math.sin(angle))
+    found = KroneckerProduct([f] * 14).slogdet().sign
+    assert abs(found.item() - expected) < (1e-6 if dtype == torch.complex64 else 1e-9)
+
+
+def test_determinants_between_powers_that_overflow(device):
+    """det(A)**w and det(B)**w are 1e1200 and 1e-1200; their product is 1."""
+    large, small = (s * torch.eye(20, dtype=torch.float64, device=device) for s in (1e3, 1e-3))
+    near(KroneckerProduct([large, small]).det(), torch.ones((), dtype=torch.float64, device=device))
+    assert KroneckerProduct([large, large]).det() == math.inf
+    assert KroneckerProduct([small, small]).det() == 0
+    assert KroneckerProduct([-1e13 * torch.eye(3, device=device), torch.eye(1, device=device)]).det() == -math.inf
+
+
+def test_products_beyond_64_bits(device):
+    """A plain tuple has room for the shape where torch.Size has not."""
+    k = KroneckerProduct([2 * torch.eye(8, device=device)] * 64)
+    assert k.shape == (8**64, 8**64)
+    assert k.norm(2) == 2.0**64
+    assert (k / 2).trace() == k.trace() / 2
+    with pytest.raises(ValueError, match="max_elements: expected at least 39402006196394479212279040"):
+        k.to_dense()
+
+
+@pytest.mark.parametrize("shapes", SQUARE, ids=ids)
+def test_solve_and_inverse(shapes, dtype, device):
+    factors = random_factors(shapes, dtype, device)
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    n, batch = dense.shape[-1], dense.shape[:-2]
+    inverse = k.inverse()
+    assert isinstance(inverse, KroneckerProduct)
+    near(inverse.to_dense(), torch.linalg.inv(dense))
+    for b_batch in [(), batch, (2, *[1] * len(batch))]:
+        b = torch.randn(*b_batch, n, 3, dtype=dtype, device=device)
+        near(k.solve(b), torch.linalg.solve(dense, b.expand(*torch.broadcast_shapes(b_batch, batch), n, 3)))
+        near(k @ k.solve(b), b.expand(*torch.broadcast_shapes(b_batch, batch), n, 3))
+    b = torch.randn(n, dtype=dtype, device=device)
+    near(k.solve(b), torch.linalg.solve(dense, b.expand(*batch, n)[..., None])[..., 0])
+    near(torch.linalg.solve(k, b), k.solve(b))
+    assert k.solve(b).is_contiguous()
+    assert k.solve(torch.randn(n, 0, dtype=dtype, device=device)).shape == (*batch, n, 0)
+
+
+def test_solve_does_not_take_a_matrix_for_a_batch_of_vectors(device):
+    """torch.linalg.solve reads b [P, P] as P vectors where A is a batch of P: the operator must not."""
+    factors = [torch.randn(3, 3, 3, dtype=torch.float64, device=device) + 6 * torch.eye(3, device=device)]
+    b = torch.randn(3, 3, dtype=torch.float64, device=device)
+    near(KroneckerProduct(factors).solve(b), torch.stack([torch.linalg.solve(f, b) for f in factors[0]]))
+
+
+@pytest.mark.parametrize("shapes", SQUARE, ids=ids)
+def test_cholesky_and_eigh(shapes, dtype, device):
+    factors = hermitian(random_factors(shapes, dtype, device, dominant=False))
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    lower = k.cholesky()
+    near(lower.to_dense(), torch.linalg.cholesky(dense))
+    near((lower @ lower.mH).to_dense(), dense)
+    values, vectors = k.eigh()
+    assert values.dtype == torch.float64
+    assert isinstance(vectors, KroneckerProduct)
+    v = vectors.to_dense()
+    near(v @ (values[..., :, None] * v.mH), dense)
+    near((vectors.mH @ vectors).to_dense(), torch.eye(v.shape[-1], dtype=dtype, device=device).expand_as(v))
+    near(values.sort().values, torch.linalg.eigvalsh(dense))
+    near(k.eigvalsh(), values)
+
+
+@pytest.mark.parametrize("order", ["fro", "nuc", 1, 2, math.inf], ids=str)
+@pytest.mark.parametrize("shapes", [((3, 3), (2, 2)), ((2, 3), (5, 2)), ((2, 3, 1), (1, 4))], ids=ids)
+def test_norms(shapes, order, dtype, device):
+    k = KroneckerProduct(random_factors(shapes, dtype, device))
+    near(k.norm(order), torch.linalg.matrix_norm(k.to_dense(), order))
+
+
+# ---- conversion, copies, limits ----------------------------------------------------------------------------------------
+
+
+def test_to(device):
+    factors = random_factors([(3, 3), (2, 2)], torch.float64, device)
+    k = KroneckerProduct(factors)
+    assert k.float().dtype == torch.float32
+    assert k.float().double().dtype == torch.float64
+    assert k.to(torch.complex64).dtype == torch.complex64
+    assert k.to("meta").device.type == "meta"
+    assert (k.to("meta") @ torch.ones(6, 2, dtype=torch.float64, device="meta")).shape == (6, 2)
+    near(k.to("cpu").to_dense(), kron_dense([f.cpu() for f in factors]))
+
+
+def test_copies_and_pickles():
+    k = KroneckerProduct(random_factors([(3, 2), (2, 2)], torch.float64, "cpu"))
+    for other in (copy.copy(k), copy.deepcopy(k), pickle.loads(pickle.dumps(k))):
+        assert other is not k
+        assert other.shape == k.shape
+        assert torch.equal(other.to_dense(), k.to_dense())
+    assert k != copy.copy(k)
+    assert len({k, k, copy.copy(k)}) == 2
+
+
+def test_dense_results_are_nobody_elses_memory():
+    f = torch.eye(3)
+    k = KroneckerProduct([f])
+    k.to_dense().zero_()
+    k.diagonal().zero_()
+    k.solve(torch.ones(3)).zero_()
+    k.matrix_power(1).factors[0].zero_()
+    assert torch.equal(f, torch.eye(3))
+
+
+def test_to_dense_refuses_above_the_limit():
+    k = KroneckerProduct([torch.zeros(100, 100)] * 2)  # 10**8 elements
+    assert kronecker_product.DENSE_LIMIT == 2**26
+    with pytest.raises(ValueError, match=r"at least 100000000 to build a matrix of shape \(10000, 10000\); got 67108864"):
+        k.to_dense()
+    small = KroneckerProduct([torch.ones(2, 3)] * 2)
+    assert small.to_dense(max_elements=36).shape == (4, 9)
+    assert small.to_dense(max_elements=None).shape == (4, 9)
+    with pytest.raises(ValueError, match="max_elements: expected at least 36"):
+        small.to_dense(max_elements=35)
+
+
+def test_nothing_of_the_products_size_is_built():
+    """2**40 x 2**40: anything but work per factor would not fit anywhere."""
+    k = KroneckerProduct([torch.eye(16, dtype=torch.float64) * 2] * 10)
+    assert k.shape == (2**40, 2**40)
+    assert abs(k.logdet() / (2**40 * math.log(2) * 10) - 1) < 1e-12
+    assert k.trace() == 32.0**10
+    assert (k @ k).factors[0][0, 0] == 4
+    assert k.inverse().factors[3][0, 0] == 0.5
+    assert k.cholesky().factors[3][0, 0] == 2**0.5
+    assert k.norm("nuc") == 32.0**10
+
+
+def test_half_operators_multiply(device):
+    factors = [torch.randn(4, 4, device=device).bfloat16() for _ in range(2)]
+    k = KroneckerProduct(factors)
+    x = torch.randn(16, 5, device=device).bfloat16()
+    dense = kron_dense([f.double() for f in factors])
+    assert_close(k @ x, dense @ x.double(), magnitude=dense.abs() @ x.double().abs(), steps=2, rms_tol=2.0**-7)
+    assert_close(k.trace(), dense.trace(), magnitude=dense.diagonal().abs().sum(), steps=4, rms_tol=math.inf)
+
+
+def test_functions_that_an_operator_does_not_have_are_refused():
+    k = KroneckerProduct([torch.eye(2)] * 2)
+    for function in (
+        lambda: torch.ones(4, 4) + k,
+        lambda: torch.exp(k),
+        lambda: torch.ones(4) / k,
+        lambda: torch.linalg.solve(torch.ones(4, 4), k),
+        lambda: k + k,
+    ):
+        with pytest.raises(TypeError):
+            function()
+    with pytest.raises(TypeError, match="object is not iterable"):
+        iter(k)
+
+
+def test_autocast_and_backend_reach_the_products(device):
+    k = KroneckerProduct([torch.randn(4, 4, device=device)] * 2)
+    x = torch.randn(16, 2, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert (k @ x).dtype == torch.bfloat16
+    with fastkron_py.backend("torch"):
+        assert_close(k @ x, kron_dense([f.double() for f in k.factors]) @ x.double())

@@ -1,0 +1,309 @@
+"""The torch backend against float64, on every branch it can take: chunks, blocks, groups, dtypes, strides.
+
+Tolerances are those of `fastkron_py.testing`: half types accumulate in float32 and are rounded once, so
+``steps=1`` however many factors there are; float32 has its 1e-6, float64 its 1e-14. Gradients of factors
+are sums over all rows, whose terms cancel, so their scale is the sum of the terms' sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fastkron_py import reference
+from fastkron_py.kron import chunks, torch_backend
+from fastkron_py.kron.plan import torch_plan
+from fastkron_py.testing import assert_close
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+# (B, L, R, factor shapes)
+PROBLEMS = {
+    "one factor": (1, 5, 1, [(6, 4)]),
+    "one element": (1, 1, 1, [(1, 1)]),
+    "widths of 1": (1, 3, 1, [(1, 3), (4, 1), (1, 1), (2, 5)]),
+    "primes": (1, 11, 1, [(3, 5), (7, 2), (5, 7)]),
+    "small neighbours": (1, 9, 1, [(2, 2)] * 9),
+    "eights": (1, 70, 1, [(8, 8)] * 3),
+    "many rows": (1, 700, 1, [(5, 4), (16, 16)]),
+    "wide": (1, 3, 1, [(40, 33), (32, 40)]),
+    "narrowing last": (1, 6, 1, [(2, 16), (16, 2), (4, 8)]),
+    "left form": (1, 1, 37, [(4, 5), (6, 3), (2, 2)]),
+    "left form, rows": (1, 4, 19, [(4, 5), (6, 3)]),
+    "left form, few columns": (1, 1, 5, [(4, 5), (6, 3), (2, 2)]),
+    "few columns, rows, groups": (3, 4, 7, [(4, 5), (6, 3)]),
+    "groups": (5, 7, 1, [(4, 5), (6, 3), (8, 8)]),
+    "groups, left form": (4, 1, 18, [(4, 5), (6, 3)]),
+    "groups of one row": (30, 1, 1, [(4, 4), (4, 4)]),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Problems this small only lose by threads, a great deal where other processes run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def not_small(monkeypatch):
+    """The shortcut for small problems is one case of `chunking`; all else here is about the general way."""
+    monkeypatch.setattr(torch_backend, "SMALL_ELEMENTS", 0)
+
+
+@pytest.fixture(params=["as it is", "one chunk", "small chunks", "one row a chunk"])
+def chunking(request, monkeypatch, not_small):
+    """Sizes that make small problems take the branches of large ones."""
+    if request.param == "as it is":
+        monkeypatch.setattr(torch_backend, "SMALL_ELEMENTS", 1 << 15)
+    elif request.param != "one chunk":
+        small = request.param == "small chunks"
+        monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 4096 if small else 1)
+        monkeypatch.setattr(chunks, "GROUP_ELEMENTS", 300 if small else 0)
+        monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 8)
+    return request.param
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+
+
+def make(name, dtype):
+    torch.manual_seed(len(name))
+    groups, length, columns, shapes = PROBLEMS[name]
+    x = normal(groups, length, math.prod(p for p, _ in shapes), columns, dtype=dtype)
+    factors = [(normal(groups, p, q) / math.sqrt(p)).to(dtype) for p, q in shapes]
+    n = math.prod(q for _, q in shapes)
+    return x, factors, normal(groups, length, n, columns, dtype=dtype)
+
+
+def wide(t):
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+def expected(x, factors, z=None, alpha=1.0, beta=0.0):
+    """The reference in canonical form: R becomes one more batch dimension."""
+    y = reference.kron_matmul(wide(x).movedim(3, 2), [wide(f)[:, None] for f in factors], alpha=alpha)
+    y = y.movedim(2, 3)
+    return y if z is None else y + beta * wide(z)
+
+
+def magnitude(x, factors, z=None, alpha=1.0, beta=0.0):
+    return expected(x.abs(), [f.abs() for f in factors], None if z is None else z.abs(), abs(alpha), abs(beta))
+
+
+def expected_gradients(dy, x, factors, alpha):
+    x, *factors = (wide(t).clone().requires_grad_() for t in (x, *factors))
+    gradients = torch.autograd.grad(expected(x, factors, alpha=alpha), [x, *factors], wide(dy).conj())
+    return [g.conj() for g in gradients]  # the backend does not conjugate, autograd does
+
+
+def check_gradients(dy, x, factors, alpha=1.0, need_x=True, need_factors=None):
+    need_factors = need_factors or [True] * len(factors)
+    dx, dfs = torch_backend.backward(dy, x, factors, alpha, need_x, need_factors)
+    truth = expected_gradients(dy, x, factors, alpha)
+    scale = expected_gradients(dy.abs(), x.abs(), [f.abs() for f in factors], abs(alpha))
+    for i, (got, wanted, need) in enumerate(zip([dx, *dfs], truth, [need_x, *need_factors], strict=True)):
+        assert (got is not None) == need
+        if got is not None:
+            # Of all rows' terms little may be left: only the error relative to their sizes is bounded.
+            assert_close(got, wanted, magnitude=scale[i].abs(), rms_tol=math.inf, name=f"gradient {i}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_multiply(name, dtype, chunking):
+    x, factors, z = make(name, dtype)
+    y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+    assert y.is_contiguous()
+    assert_close(y, expected(x, factors), magnitude=magnitude(x, factors))
+    y = torch_backend.multiply(x, factors, z, -1.5, 0.5)
+    assert_close(y, expected(x, factors, z, -1.5, 0.5), magnitude=magnitude(x, factors, z, 1.5, 0.5))
+    y = torch_backend.multiply(x, factors, None, 0.25, 0.0)
+    assert_close(y, expected(x, factors, alpha=0.25), magnitude=magnitude(x, factors, alpha=0.25))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_backward(name, dtype, chunking):
+    x, factors, dy = make(name, dtype)
+    check_gradients(dy, x, factors, alpha=0.5)
+
+
+@pytest.mark.parametrize("wanted", [(True, []), (False, [0]), (False, [2]), (True, [1]), (False, [0, 2])], ids=str)
+@pytest.mark.parametrize("name", ["primes", "eights", "left form", "groups"])
+def test_backward_of_some(name, wanted, chunking):
+    x, factors, dy = make(name, torch.float32)
+    check_gradients(dy, x, factors, need_x=wanted[0], need_factors=[i in wanted[1] for i in range(len(factors))])
+
+
+def strided(t, kind):
+    """The same values (or, expanded, the first row's) in another layout."""
+    if kind == "transposed":
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "expanded":
+        return t[:, :1].expand(t.shape)
+    if kind == "every other":
+        return t.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, ::2, ::2]
+    return t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "every other", "reversed"])
+@pytest.mark.parametrize("name", ["eights", "many rows", "left form, rows", "groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_strides(name, kind, dtype, chunking):
+    x, factors, z = make(name, dtype)
+    x, z = strided(x, kind), strided(z, kind)
+    factors = [f.mT.contiguous().mT for f in factors]
+    y = torch_backend.multiply(x, factors, z, 1.0, 2.0)
+    assert_close(y, expected(x, factors, z, 1.0, 2.0), magnitude=magnitude(x, factors, z, 1.0, 2.0))
+    check_gradients(z, x, factors)
+
+
+@pytest.mark.parametrize("name", ["small neighbours", "eights", "groups of one row", "widths of 1"])
+def test_transposed_factors_multiply_out(name):
+    x, factors, _ = make(name, torch.float64)
+    steps = torch_backend._plan_for(x, factors)
+    assert len(steps) < len(factors)
+    for step in (0, 1):
+        mixed = [f.mT.contiguous().mT if i % 2 == step else f for i, f in enumerate(factors)]
+        assert_close(torch_backend.multiply(x, mixed, None, 1.0, 0.0), expected(x, factors), magnitude=magnitude(x, factors))
+    turned = [f.mT.contiguous().mT for f in factors]
+    assert_close(torch_backend.multiply(x, turned, None, 1.0, 0.0), expected(x, factors), magnitude=magnitude(x, factors))
+
+
+def test_integers_are_exact(chunking):
+    x = torch.randint(-3, 4, (1, 50, 8 * 9 * 16, 1)).float()
+    factors = [torch.randint(-2, 3, (1, p, p)).float() for p in (8, 9, 16)]
+    assert torch.equal(torch_backend.multiply(x, factors, None, 1.0, 0.0).double(), expected(x, factors))
+
+
+def test_conjugate_views():
+    x, factors, _ = make("primes", torch.complex64)
+    x, factors = x.conj(), [f.conj() for f in factors]
+    assert x.is_conj()
+    assert_close(torch_backend.multiply(x, factors, None, 1.0, 0.0), expected(x, factors))
+
+
+def test_rows_without_infinities_stay_finite(chunking):
+    x, factors, _ = make("eights", torch.float32)
+    x[0, 3, 7] = math.inf
+    x[0, 65, 100] = math.nan
+    y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+    dense = torch.einsum("blkr,bkn->blnr", x, reference.kron_dense(factors))
+    assert torch.equal(y.isnan(), dense.isnan())
+    assert torch.equal(y.isinf(), dense.isinf())
+    assert int((~y.isfinite()).any(2).sum()) == 2
+
+
+def test_unwritten_memory_is_not_read(chunking, monkeypatch):
+    """Buffers filled with NaN: alpha other than 1 makes the result an input of torch's own call."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **options: empty(*args, **options).fill_(math.nan))
+    for name in ("primes", "left form", "groups", "many rows"):
+        x, factors, _ = make(name, torch.float32)
+        y = torch_backend.multiply(x, factors, None, 2.0, 0.0)
+        assert_close(y, expected(x, factors, alpha=2.0), magnitude=magnitude(x, factors, alpha=2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_under_modes_and_with_tensors_that_require_gradients(mode):
+    x, factors, dy = make("eights", torch.float32)
+    truth = expected(x, factors)
+    for t in (x, *factors):
+        t.requires_grad_()
+    with mode():
+        y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+        dx, _ = torch_backend.backward(dy, x, factors, 1.0, True, [True] * 3)
+    assert not y.requires_grad
+    assert not dx.requires_grad
+    assert_close(y, truth, magnitude=magnitude(x, factors).detach())
+
+
+def test_one_thread_and_two_agree():
+    x, factors, _ = make("many rows", torch.float32)
+    one = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+    torch.set_num_threads(2)
+    assert_close(torch_backend.multiply(x, factors, None, 1.0, 0.0), one.double(), magnitude=magnitude(x, factors))
+
+
+def test_threads_of_the_caller_may_run_at_once():
+    x, factors, _ = make("eights", torch.float32)
+    truth, scale = expected(x, factors), magnitude(x, factors)
+    with ThreadPoolExecutor(4) as pool:
+        for y in pool.map(lambda _: torch_backend.multiply(x, factors, None, 1.0, 0.0), range(16)):
+            assert_close(y, truth, magnitude=scale)
+
+
+# ---- which steps and chunks -------------------------------------------------------------------
+
+
+def runs(shapes, rows=1024, columns=1):
+    return [(s.first, s.last) for s in torch_plan.plan(tuple(shapes), rows, columns)]
+
+
+def test_plan_multiplies_out_what_is_too_narrow_and_nothing_else():
+    assert runs([(8, 8)] * 4) == [(2, 4), (1, 2), (0, 1)]  # the last alone would be 8 wide
+    assert runs([(16, 16)] * 3) == [(2, 3), (1, 2), (0, 1)]
+    assert runs([(128, 128)] * 2) == [(1, 2), (0, 1)]
+    assert len(runs([(2, 2)] * 12)) <= 4
+    assert runs([(8, 8)] * 2, columns=64) == [(1, 2), (0, 1)]  # the left form has width enough
+
+
+def test_plan_does_not_build_a_matrix_larger_than_the_work():
+    assert len(runs([(128, 128), (16, 16)], rows=1)) == 2
+
+
+def test_plan_narrows_first():
+    steps = torch_plan.plan(((16, 64), (64, 16)), 1024, 1)
+    assert [s.first for s in steps] == [1, 0]
+    steps = torch_plan.plan(((64, 16), (16, 64)), 1024, 1)
+    assert [s.first for s in steps] == [0, 1]
+    assert (steps[0].before, steps[0].after) == (1, 16)
+    assert (steps[1].before, steps[1].after) == (16, 1)
+
+
+@pytest.mark.parametrize("shapes", [[(1, 1)] * 64, [(2, 2)] * 20, [(3, 1), (1, 3)] * 4], ids=len)
+def test_plan_takes_every_factor_once(shapes):
+    taken = sorted(i for first, last in runs(shapes) for i in range(first, last))
+    assert taken == list(range(len(shapes)))
+
+
+@pytest.mark.parametrize("size", [(3, 50, 1), (1, 1, 200), (40, 2, 3), (2, 9, 17)], ids=str)
+def test_chunks_cover_everything_once(size, chunking):
+    groups, length, columns = size
+    x = torch.zeros(groups, length, 32, columns)
+    steps = torch_plan.plan(((4, 4), (8, 8)), length, columns)
+    for chunk in chunks.chunks(x, steps, x.dtype):
+        chunk.of(x).add_(1)
+    assert torch.equal(x, torch.ones_like(x))
+
+
+def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 1 << 16)
+    x, factors = torch.randn(1, 2048, 512, 1), [torch.randn(1, 8, 8) for _ in range(3)]
+    taken = []
+    empty = torch.Tensor.new_empty
+
+    def counted(*args, **options):
+        t = empty(*args, **options)
+        taken.append(t.numel() * t.itemsize)
+        return t
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    torch_backend.multiply(x, factors, None, 1.0, 0.0)
+    assert sum(taken) <= x.numel() * 4 + 2 * (1 << 16)
+
+
+def test_a_wrong_factor_is_noticed():
+    """The negative control: the comparison sees one element of one factor that is off by 1e-3."""
+    x, factors, _ = make("eights", torch.float32)
+    truth, scale = expected(x, factors), magnitude(x, factors)
+    factors[1][0, 2, 3] += 1e-3
+    with pytest.raises(AssertionError, match="is not close"):
+        assert_close(torch_backend.multiply(x, factors, None, 1.0, 0.0), truth, magnitude=scale)

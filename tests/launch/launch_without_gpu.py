@@ -1,0 +1,124 @@
+"""Make calls on a machine without a GPU, as if it had an H100, and print what would have been launched, as JSON.
+
+Everything up to the driver is real: plan, compilation, the launcher's arguments. The driver writes down what it is given.
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import fastkron_py
+from fastkron_py.kron import cached as recorded
+from fastkron_py.runtime import backend
+from fastkron_py.runtime import device as devices
+
+LAUNCHES: list[dict[str, Any]] = []
+CURRENT = {"device": 0, "stream": 11}
+
+
+def plain(argument: Any) -> Any:
+    """A launcher's argument as the driver would see it: a tensor is its address."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, tuple):
+        return [plain(a) for a in argument]
+    return argument if isinstance(argument, int | str) else repr(argument)
+
+
+class H100:
+    """A driver that loads and launches nothing."""
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
+
+        @staticmethod
+        def load_binary(name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
+            return 0, 1, 32, 0, 1024
+
+    class launcher_cls:
+        def __init__(self, src: Any, metadata: Any) -> None:
+            self.names = src.fn.arg_names
+            self.count = len(self.names)
+
+        def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+            arguments = rest[-self.count :]
+            launch = {"grid": [x, y, z], "stream": stream, "tensors": _has_tensors(arguments), "arguments": plain(arguments)}
+            LAUNCHES.append(launch | {"names": self.names})
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return CURRENT["device"]
+
+    def get_current_stream(self, device: int) -> int:
+        return CURRENT["stream"] + 100 * device
+
+
+def _has_tensors(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) or (isinstance(argument, tuple) and any(map(_has_tensors, argument)))
+
+
+def launched(call: Any) -> list[dict[str, Any]]:
+    """The launches of a call."""
+    LAUNCHES.clear()
+    call()
+    return list(LAUNCHES)
+
+
+def main() -> None:
+    driver.set_active(H100())
+    devices.multiprocessor_count = lambda device: 132
+    backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
+    x, factors = torch.randn(1, 32**4), [torch.randn(32, 32) for _ in range(4)]
+    operands = [x.data_ptr(), *(f.data_ptr() for f in factors)]
+    shifted = torch.randn(32**4 + 1)[1:].view(1, 32**4)
+    found: dict[str, Any] = {"operands": operands}
+    with fastkron_py.backend("triton"):
+        found["first"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        recorded.forget()
+        found["compiled"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        found["replayed"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        found["served"] = recorded.replay(x, factors, 1.0, 0.0, None, False) is not None
+        CURRENT["stream"] = 12
+        found["on another stream"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        found["unaligned"] = launched(lambda: fastkron_py.kron_matmul(shifted, factors))
+        found["shifted"] = shifted.data_ptr()
+        CURRENT["device"] = 1
+        found["served on another device"] = recorded.replay(x, factors, 1.0, 0.0, None, False) is not None
+        CURRENT["device"] = 0
+        found["scaled"] = launched(lambda: fastkron_py.kron_matmul(x, factors, alpha=3.0))
+        found["scaled again"] = launched(lambda: fastkron_py.kron_matmul(x, factors, alpha=-5.0))
+    found["backward"] = backward()
+    print(json.dumps(found))
+
+
+def backward() -> dict[str, Any]:
+    """Launches of the same backward pass: unrecorded, as it is recorded, and replayed; for several kinds of operands."""
+    found: dict[str, Any] = {}
+    with fastkron_py.backend("triton"):
+        for rows, sizes in ((512, (64, 64)), (20, (8, 8, 8)), (300, (32, 32, 32)), (64, (128, 16))):
+            width = math.prod(sizes)
+            x, dy = torch.randn(rows, width, requires_grad=True), torch.randn(rows, width)
+            factors = [torch.randn(p, p, requires_grad=True) for p in sizes]
+            ways = {}
+            for way in ("unrecorded", "recorded", "replayed"):
+                y = fastkron_py.kron_matmul(x, factors)
+                ways[way] = launched(functools.partial(torch.autograd.grad, y, [x, *factors], dy))
+            ways["operands"] = [t.data_ptr() for t in (dy, x, *factors)]
+            found[f"{rows} x {sizes}"] = ways
+    return found
+
+
+if __name__ == "__main__":
+    main()

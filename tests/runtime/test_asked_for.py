@@ -1,0 +1,90 @@
+"""Gradients that a backward pass was not asked for are not computed, and those that come later are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py.kan import cached as recorded_poly_kan
+from fastkron_py.kron import cached as recorded
+from fastkron_py.kron import implementation
+from fastkron_py.runtime import operator as autograd
+from fastkron_py.testing import assert_close
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Nothing is recognised at first, nor left behind."""
+    for module in (recorded, recorded_poly_kan):
+        module.forget()
+    yield
+    for module in (recorded, recorded_poly_kan):
+        module.forget()
+
+
+def kron(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    return fastkron_py.kron_matmul(x, list(parameters))
+
+
+def kan(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    return fastkron_py.poly_kan(x, parameters[0], bias=parameters[1])
+
+
+PROBLEMS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {"kron": (kron, ((2, 3), (4, 2))), "kan": (kan, ((4, 5, 8), (5,)))}
+
+
+def problem(name: str, device: torch.device) -> tuple[Any, Tensor, list[Tensor]]:
+    function, shapes = PROBLEMS[name]
+    parameters = [torch.randn(s, device=device).requires_grad_() for s in shapes]
+    return function, torch.randn(6, 8, device=device).requires_grad_(), parameters
+
+
+@pytest.mark.parametrize("calls", [1, 3])  # by the third a call is recognised
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_loss_of_a_derivative(name: str, calls: int, backend_name: str, device: torch.device) -> None:
+    """As equations ask for it: u_x first, whose loss then has gradients for x and every parameter."""
+    function, x, parameters = problem(name, device)
+    for _ in range(calls):
+        u = function(x, parameters)
+        (slope,) = torch.autograd.grad(u.square().sum(), x, create_graph=True)
+        found = torch.autograd.grad(slope.square().sum(), [x, *parameters])
+    wide = [t.detach().double().requires_grad_() for t in (x, *parameters)]
+    with fastkron_py.backend("torch"):
+        u = function(wide[0], wide[1:])
+        slope_wide, *_ = torch.autograd.grad(u.square().sum(), wide, create_graph=True)
+        expected = torch.autograd.grad(slope_wide.square().sum(), wide)
+    assert_close(slope, slope_wide.detach())
+    for f, e in zip(found, expected, strict=True):
+        assert_close(f, e, rms_tol=3e-6, max_tol=2e-5)  # sums of products of several rounded ones
+
+
+@pytest.mark.parametrize("recorded_graph", [True, False])
+def test_kron_computes_what_it_is_asked_for(recorded_graph: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    seen: list[tuple[bool, list[bool]]] = []
+    gradients = implementation.gradients
+
+    def noted(dy: Tensor, x: Tensor, factors: Any, need_x: bool, need_factors: Any, *options: Any) -> Any:
+        seen.append((need_x, list(need_factors)))
+        return gradients(dy, x, factors, need_x, need_factors, *options)
+
+    monkeypatch.setattr(implementation, "gradients", noted)
+    function, x, factors = problem("kron", device)
+    torch.autograd.grad(function(x, factors).sum(), x, create_graph=recorded_graph)
+    torch.autograd.grad(function(x, factors).sum(), [factors[1], x], create_graph=recorded_graph)
+    torch.autograd.grad(function(x, factors).sum(), [x, *factors], create_graph=recorded_graph)
+    function(x, factors).sum().backward()
+    # Without a graph the flags are taken as they are: such passes are recognised as a whole.
+    asked = [(True, [False, False]), (True, [False, True]), (True, [True, True]), (True, [True, True])]
+    assert seen == (asked if recorded_graph else [(True, [True, True])] * 4)
+
+
+def test_what_torch_does_not_tell_is_taken_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(autograd, "_will_execute", None)
+    function, x, factors = problem("kron", device)
+    (slope,) = torch.autograd.grad(function(x, factors).sum(), x, create_graph=True)
+    assert_close(slope, torch.kron(*factors).double().sum(1).expand(6, 8).detach())

@@ -1,0 +1,165 @@
+"""The GEMM main loop by itself: makers, finishers, pairs of rows, tiles in parts, and what must not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkron_py.gated.activations import Activation, find_activation, register_activation, unregister_activation
+from fastkron_py.gated.kernels.epilogues import finish_gate, finish_gate_and_pair
+from fastkron_py.gated.launches import Gated
+from fastkron_py.testing import assert_close
+from fastkron_py.tiling import gemm_launch
+from fastkron_py.tiling import gemm_problem as gemm_kind
+from fastkron_py.tiling.gemm import finish_plain, make_plain
+from fastkron_py.tiling.gemm_config import GemmTile
+from fastkron_py.tiling.gemm_launch import gemm
+from fastkron_py.tiling.gemm_problem import Gemm
+
+TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2), GemmTile(64, 64, 16, 4, 1, parts=4, group=1)]
+
+
+@pytest.fixture(params=[True, False], ids=["descriptors", "pointers"])
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both ways to reach memory, as far as the device has them."""
+    if not request.param:
+        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+    gemm_launch.forget_launches()
+    yield request.param
+    gemm_launch.forget_launches()
+
+
+@triton.jit
+def _scaled_columns(a, k, K, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A column's own scale, then a power: what a maker with parameters does."""
+    c = k + tl.arange(0, a.shape[1])
+    scale = tl.load(tensors[0] + c, mask=c < K, other=0.0)
+    x = a * scale[None, :]
+    for _ in tl.static_range(PARAMS[0] - 1):
+        x = x * a
+    return x
+
+
+@triton.jit
+def _plus_column(t, column, columns, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = column + tl.arange(0, t.shape[1])
+    return t * t + tl.load(tensors[1] + c, mask=c < columns, other=0.0)[None, :]
+
+
+def inner(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A matrix in the middle of a larger one that is all NaN: (the larger one, the matrix)."""
+    whole = torch.full((rows + 2, columns + 16), torch.nan, dtype=dtype, device=device)
+    return whole, whole[1:-1, 8:-8]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", [(37, 72, 40), (70, 33, 19)], ids=str)
+def test_linear_layer(tile: GemmTile, shape: tuple[int, int, int], described: bool, device: torch.device) -> None:
+    m, n, k = shape
+    x, weight, bias = torch.randn(m, k, device=device), torch.randn(n, k, device=device), torch.randn(n, device=device)
+    whole, out = inner(m, n, torch.float32, device)
+    gemm(x, weight, bias, Gemm(finish_plain), out, tile=tile)
+    expected = x.double() @ weight.double().mT + bias.double()
+    assert_close(out, expected)
+    assert int(whole.isnan().sum()) == whole.numel() - out.numel()
+
+
+@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+def test_maker_and_function_of_the_sums(tile: GemmTile, described: bool, device: torch.device) -> None:
+    """What a KAN's linear layer is made of: the left operand a function of x by column, the result one of the sums by column."""
+    m, n, k = 37, 40, 43
+    x, weight = torch.randn(m, k, device=device), torch.randn(n, k, device=device) / 7
+    scale, shift = torch.randn(k, device=device), torch.randn(n, device=device)
+    out = torch.empty(m, n, device=device)
+    call = Gemm(finish_plain, make=_scaled_columns, value=_plus_column, params=(3,))
+    gemm(x, weight, None, call, out, tensors=(scale, shift), tile=tile)
+    sums = (x.double() ** 3 * scale.double()) @ weight.double().mT
+    assert_close(out, sums**2 + shift.double(), rms_tol=2e-6, max_tol=1e-5)
+
+
+def placed(where: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both matrices ``[H, K]`` of ``weight [2, H, K]``: one behind the other, or each in memory of its own, in either order."""
+    if where == "stacked":
+        return weight[0], weight[1]
+    low, high = sorted([torch.empty_like(weight[0]) for _ in range(2)], key=Tensor.data_ptr)
+    first, second = (low, high) if where == "apart" else (high, low)
+    return first.copy_(weight[0]), second.copy_(weight[1])
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("where", ["interleaved", "stacked", "apart", "apart, gate first"])
+def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device) -> None:
+    m, h, k = 37, 40, 24
+    x, weight, bias = torch.randn(m, k, device=device), torch.randn(2, h, k, device=device), torch.randn(2, h, device=device)
+    up, gate = (x.double() @ weight[i].double().mT + bias[i].double() for i in range(2))
+    whole, out = inner(m, h, torch.float32, device)
+    pairs = "interleaved" if where == "interleaved" else "stacked"
+    call = Gemm(finish_gate, value=find_activation("relu").value, params=(False,), pairs=pairs)
+    if where == "interleaved":
+        gemm(x, weight.transpose(0, 1).reshape(2 * h, k), bias.mT.reshape(2 * h), call, out, tile=tile)
+    else:
+        b, b2 = placed(where, weight)
+        kind = gemm_kind.kind_of(x, b, bias, [out, None, None, None], call, "highest", tile, b2)
+        assert (kind.b.described, kind.swapped) == (described, described and where == "apart, gate first")
+        gemm(x, b, bias, call, out, tile=tile, b2=b2)
+    assert_close(out, up * gate.relu())
+    assert int(whole.isnan().sum()) == whole.numel() - out.numel()
+
+
+@pytest.mark.parametrize(
+    ("other", "beside"),
+    [
+        ({}, True),
+        ({"bias": True}, False),  # more registers, as with the following two
+        ({"saving": True}, False),
+        ({"activation": "my own"}, False),
+        ({"dtype": torch.float32}, False),
+        ({"hidden": 44}, False),  # stored by pointers
+        ({"overlap": False}, False),
+    ],
+    ids=str,
+)
+def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
+    monkeypatch.setattr(gemm_kind, "has_overlap", lambda device: other.get("overlap", True))
+    register_activation(Activation("my own", torch.relu, torch.relu, make_plain, make_plain))
+    try:
+        finish = finish_gate_and_pair if other.get("saving") else finish_gate
+        x, (b, b2) = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
+        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(finish, x)
+    finally:
+        unregister_activation("my own")
+    bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
+    kind = gemm_kind.kind_of(x, b, bias, [torch.empty(40, hidden, dtype=dtype), None, None, None], call, "highest", None, b2)
+    assert kind.sizes().beside is beside
+    assert kind.overlaps() is other.get("overlap", True)
+
+
+def test_half_types_of_another_result(device: torch.device) -> None:
+    """Sums are float32, and are stored in the result's dtype."""
+    x, weight = (torch.randint(-3, 4, (20, 16), device=device).bfloat16() for _ in range(2))
+    out = torch.empty(20, 20, device=device)
+    gemm(x, weight, None, Gemm(finish_plain), out)
+    assert torch.equal(out, (x.float() @ weight.float().mT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows begin on boundaries of 16 bytes and do not end there: a GPU's copy engine would read, and write, the next columns too."""
+    wide, result = (torch.full((20, 32), torch.nan, dtype=dtype, device=device) for _ in range(2))
+    x, y = wide[:, 8:14], result[:, 16:22]
+    x.copy_(torch.randn(20, 6))
+    weight = torch.full((6, 16), torch.nan, dtype=dtype, device=device)[:, :6]
+    weight.copy_(torch.randn(6, 6))
+    gemm(x, weight, None, Gemm(finish_plain), y)
+    # The interpreter cuts bfloat16 off.
+    assert_close(y, x.double() @ weight.double().mT, **({"rms_tol": 8e-3, "max_tol": 3e-2} if dtype == torch.bfloat16 else {}))
+    y.fill_(torch.nan)
+    assert bool(result.isnan().all())
+    assert not gemm_kind.is_describable(y)
