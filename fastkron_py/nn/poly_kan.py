@@ -31,7 +31,8 @@ class PolyKANLinear(EdgeFunctions):
         basis_parameters: as in `poly_kan`.
         normalization: as in `poly_kan`; None is "minmax" for B-splines and radial functions, else "tanh". "minmax" follows the range of
             what comes by in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left
-            out, and the second run of a batch by `torch.utils.checkpoint` has the range of the first and moves nothing.
+            out, and the second run of a batch by `torch.utils.checkpoint` has the range of the first and moves nothing, if the batch is
+            among the layer's latest 64 to 4,096 (those that 1 MiB holds).
         momentum: of the running range: the weight of a new batch.
         evaluation: as in `poly_kan`.
         lut_size: as in `poly_kan`.

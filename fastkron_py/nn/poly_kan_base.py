@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_described, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.running_range import Calls, is_set
 from fastkron_py.nn.memory import has_memory
-from fastkron_py.nn.poly_kan_range import Calls, is_second_run, is_set, moved
 from fastkron_py.runtime.checks import check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -28,7 +28,8 @@ class EdgeFunctions(nn.Module):
         degree: as in `poly_kan`, and so the rest.
         basis: as in `PolyKANLinear`, and so the rest.
         basis_parameters: of the basis.
-        normalization: None for the basis's default.
+        normalization: None for the basis's default. A second run by `torch.utils.checkpoint` has the range of the first if that is among
+            the layer's latest 4,096 calls, or the latest that take 1 MiB (16 bytes an input in float32) if these are fewer, but always 64.
         momentum: of the running range.
         evaluation: recurrence or table.
         lut_size: of the table.
@@ -131,7 +132,7 @@ class EdgeFunctions(nn.Module):
 
     @torch.no_grad()
     def _range(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """The range ``[2, features]`` for ``x [..., features]``, and, if that is to move the running one, x's own bounds.
+        """The range ``[2, features]`` for ``x [..., features]``, and, of a training batch, the running one after it, likewise.
 
         Without a host's look at the numbers.
         """
@@ -141,21 +142,16 @@ class EdgeFunctions(nn.Module):
         running = torch.stack([self.low, self.high]).to(wide)
         if not self.training or x.numel() == 0:
             return running, None
-        own = torch.stack(own_bounds(x)).to(wide)
-        if is_second_run():
-            found = self._calls.find(own)
-            return running if found is None else found, None
-        return moved(running, own, self.momentum), own
+        return self._calls.follow(torch.stack(own_bounds(x)).to(wide), running, self.momentum)
 
     @torch.no_grad()
     def _keep(self, found: tuple[Tensor, Tensor | None] | None) -> None:
-        """Move the running range to that of a batch, once nothing can go wrong any more."""
-        bounds, own = (None, None) if found is None else found
-        if bounds is None or own is None or self.low is None or self.high is None:
+        """Move the running range, once nothing can go wrong any more."""
+        after = None if found is None else found[1]
+        if after is None or self.low is None or self.high is None:
             return
-        self.low.copy_(bounds[0])
-        self.high.copy_(bounds[1])
-        self._calls.keep(own, bounds)
+        self.low.copy_(after[0])
+        self.high.copy_(after[1])
 
     def _sums(
         self,

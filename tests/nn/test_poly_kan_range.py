@@ -5,20 +5,26 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fastkron_py import poly_kan
+from fastkron_py.kan import running_range
+from fastkron_py.kan.running_range import Calls
 from fastkron_py.nn import KAN, PolyKANConv2d, PolyKANLinear, SplineKANLinear
 from fastkron_py.testing import assert_close
 
 Make = Callable[[], nn.Module]
 Call = Callable[[Any, Tensor], Tensor]  # of a model, on x
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
 
 MODELS: dict[str, tuple[Make, tuple[int, ...], Call]] = {
     "linear": (lambda: PolyKANLinear(4, 4, 5, "bspline", dtype=torch.float64), (20, 4), lambda call, x: call(x)),
@@ -56,6 +62,146 @@ def test_checkpoints_change_nothing(name: str, use_reentrant: bool, is_inside: b
     inside = lambda x: kept(lambda x: forward(other, x), x)  # noqa: E731
     found = run(other, inside if is_inside else lambda x: forward(lambda x: kept(other, x), x))
     assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+
+
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+
+
+def of_compiled(name: str, is_inside: bool, use_reentrant: bool, backend: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients and ranges after two steps with checkpoints, compiled whole or each call inside its own, and of the plain layer."""
+    torch.compiler.reset()
+    make, shape, forward = MODELS[name]
+    plain = make()
+    plain(2 * torch.randn(shape, dtype=torch.float64))
+    other = copy.deepcopy(plain)
+    x = torch.randn(shape, dtype=torch.float64)
+
+    def run(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        found = []
+        for scale in (1.0, 0.7):
+            scaled = (scale * x).requires_grad_()
+            y = call(scaled)
+            if is_inside:  # else torch refuses
+                model(3 * x)
+            model.zero_grad()
+            y.square().sum().backward()
+            assert scaled.grad is not None
+            found += [y.detach(), scaled.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+            found += [b.clone() for b in model.buffers()]
+        return found
+
+    def kept(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(function, x, use_reentrant=use_reentrant)
+        return y
+
+    if is_inside:
+        compiled = torch.compile(other, backend=backend, fullgraph=True)
+        return run(other, lambda x: forward(lambda x: kept(compiled, x), x)), run(plain, lambda x: forward(plain, x))
+    whole = torch.compile(lambda x: kept(lambda x: forward(other, x), x), backend=backend, fullgraph=not use_reentrant)
+    return run(other, whole), run(plain, lambda x: forward(plain, x))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_inside", "use_reentrant", "backend"),
+    [
+        ("twice", False, False, "aot_eager"),
+        ("twice", False, True, "aot_eager"),
+        ("twice", True, False, "aot_eager"),
+        ("twice", True, True, "aot_eager"),
+        ("network", False, False, "aot_eager"),
+        ("convolution", True, False, "aot_eager"),
+        pytest.param("linear", False, False, "inductor", marks=COMPILER),
+    ],
+)
+def test_compiled_checkpoints_change_nothing(name: str, is_inside: bool, use_reentrant: bool, backend: str) -> None:
+    found, expected = of_compiled(name, is_inside, use_reentrant, backend)
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_second_runs_are_known_when_graphs_run(is_inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above tells: its gradients are others where no run is a second one."""
+    monkeypatch.setattr(running_range, "is_second_run", lambda: False)
+    found, expected = of_compiled("twice", is_inside, False, "aot_eager")
+    assert float((found[1] - expected[1]).abs().max()) > 1e-2 * float(expected[1].abs().max())
+
+
+def test_a_batch_in_between_is_refused() -> None:
+    """The backward graph of a compiled checkpoint reads the range, and torch sees that it moved."""
+    torch.compiler.reset()
+    layer = PolyKANLinear(3, 2, 4, "bspline")
+    compiled = torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager")
+    y = compiled(torch.randn(5, 3))
+    layer(torch.randn(5, 3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_compiled_graph_outlives_no_layer() -> None:
+    torch.compiler.reset()
+    layer = PolyKANLinear(3, 2, 4, "bspline")
+    compiled = torch.compile(lambda layer, x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager")
+    y = compiled(layer, torch.randn(5, 3))
+    del layer
+    with pytest.raises(RuntimeError, match="running_range: the layer whose range this compiled graph follows is gone"):
+        y.sum().backward()
+
+
+def test_one_graph_for_layers_of_one_kind() -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda layer, x: layer(x), backend=counter, fullgraph=True)
+    x = torch.randn(5, 3)
+    for momentum in (0.1, 0.1, 0.2, 0.3, 0.4):
+        layer = PolyKANLinear(3, 2, 4, "bspline", momentum=momentum)
+        layer(2 * x)
+        eager = copy.deepcopy(layer)
+        assert torch.equal(compiled(layer, x), eager(x))
+        assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), eager.buffers(), strict=True))
+    assert counter.frame_count == 2  # of the first momentum, and of any
+
+
+def test_opcheck() -> None:
+    layer = PolyKANLinear(3, 2, 4, "bspline")
+    own, running, after = (torch.randn(2, 3) for _ in range(3))
+    torch.library.opcheck(torch.ops.fastkron.running_range, (own, running, after, layer._calls.handle))
+
+
+@pytest.mark.parametrize(("most", "most_bytes", "kept"), [(150, 2**20, 150), (4096, 128 * 100 + 1, 100), (4096, 1, 64), (4096, 2**20, 170)])
+def test_how_many_calls_are_remembered(most: int, most_bytes: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them the nearest are taken."""
+    monkeypatch.setattr(running_range, "MOST_CALLS", most)
+    monkeypatch.setattr(running_range, "MOST_BYTES", most_bytes)
+    calls = Calls()
+    own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
+    running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
+    given = [calls.follow(t, running, 0.5)[0] for t in own]
+    monkeypatch.setattr(running_range, "is_second_run", lambda: True)
+    for age in (1, kept // 2, kept):
+        bounds, after = calls.follow(own[-age], running, 0.5)
+        assert torch.equal(bounds, given[-age])
+        assert torch.equal(after, running)
+    assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
+
+
+def test_gradients_of_many_calls_in_checkpoints() -> None:
+    plain = PolyKANLinear(3, 3, 4, "bspline", dtype=torch.float64)
+    other = copy.deepcopy(plain)
+    x = torch.randn(200, 6, 3, dtype=torch.float64)
+
+    def gradient(layer: nn.Module, call: Call) -> Tensor:
+        state, loss = x.new_zeros(6, 3), x.new_zeros(())
+        for row in x:
+            state = call(layer, torch.tanh(state) + row)
+            loss = loss + state.square().sum()
+        loss.backward()
+        found = layer.get_parameter("coefficients").grad
+        assert found is not None
+        return found
+
+    expected = gradient(plain, lambda layer, x: layer(x))
+    assert torch.equal(gradient(other, lambda layer, x: checkpoint(layer, x, use_reentrant=False)), expected)
 
 
 def test_copies_do_not_hold_batches() -> None:
