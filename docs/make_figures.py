@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from fastkron_py.distributed import Problem, plan
-from fastkron_py.kron.plan.chained import fragment_config, fragments
+from fastkron_py.kron.plan.chained import chained_config, chained_layout
 from fastkron_py.kron.plan.steps import Step
 
 INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
@@ -152,10 +152,10 @@ def places_in_operand(labels: list[str], columns: int, warps: int) -> dict[str, 
 def tile_way(path: Path) -> None:
     """Which index bits of a tile are lanes, registers and warps in each product of a chain of three factors of 8."""
     steps = tuple(Step(i, i + 1, 8, 8) for i in range(3))
-    config = fragment_config(steps, 4, 1, 1 << 20)
+    config = chained_config(steps, 4, 1, 1 << 20)
     if config is None:
         raise ValueError("steps must be a chain that the kernel takes")
-    plan = fragments(steps, config.block_s, config.num_warps, 4, (False, True))
+    plan = chained_layout(steps, config.block_s, config.num_warps, 4, (False, True))
     slices = [f"s{i}" for i in reversed(range(int(math.log2(config.block_s))))]
     state = slices + [f"{'abc'[m]}{i}" for m in range(3) for i in reversed(range(3))]
     home = list(state)

@@ -75,4 +75,4 @@ def carry_out(program, x, factors):
 
 def kernels(program):
     """Names of the kernels that a program launches by preference, with their first block size."""
-    return [("single" if "sliced" in p.ways[0].kernel.__name__ else "chain", p.ways[0].arguments["BLOCK_S"]) for p in program]
+    return [("single" if "sliced" in p.configs[0].kernel.__name__ else "chain", p.configs[0].arguments["BLOCK_S"]) for p in program]

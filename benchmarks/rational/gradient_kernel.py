@@ -1,4 +1,4 @@
-"""The rational function's derivatives as the finisher of the next linear layer's gradient: the trial that the library does not use.
+"""The rational function's derivatives as the epilogue of the next linear layer's gradient: the trial that the library does not use.
 
 ``dy @ weight`` is the gradient of ``P(z) / Q(z)``; here its sums become dz and this tile's part of the coefficients' gradients while
 they are in registers. See docs/rational.md.
@@ -30,7 +30,7 @@ def _store_sum(out, values, inside):
 
 
 @triton.jit
-def finish_rational_gradients(
+def epilogue_rational_gradients(
     first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
 ):
     """Sums are dy; from ``side [M, N]``, x: ``out = dx``, and this piece's sums for the coefficients' gradients.
@@ -97,7 +97,7 @@ def rational_gradients(
     sums = triton.cdiv(rows, tile.block_m) * columns // piece(tile)
     dz = torch.empty_like(z, memory_format=torch.contiguous_format)
     partial = torch.empty(count * sums, dtype=torch.float32, device=z.device)
-    call = Gemm(finish_rational_gradients, params=params(a, b, columns, version))
+    call = Gemm(epilogue_rational_gradients, params=params(a, b, columns, version))
     a, b = a.contiguous(), b.contiguous()
     # The product is with the weight's transpose, whose rows have to be runs of memory.
     gemm(dy, weight.mT, None, call, dz, side=z, tensors=(a, b, partial), precision=precision, tile=tile)

@@ -11,14 +11,14 @@ from torch import Tensor
 from fastkron_py.gated.activations import find_activation
 from fastkron_py.gated.kernels.epilogues import (
     _gate_gradients_kernel,
-    finish_gate,
-    finish_gate_and_pair,
-    finish_gradients,
-    finish_gradients_and_gate,
+    epilogue_gate,
+    epilogue_gate_and_pair,
+    epilogue_gradients,
+    epilogue_gradients_and_gate,
 )
 from fastkron_py.gated.torch_backend import hidden_size
 from fastkron_py.runtime.device import has_approximations, on_device
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import gemm
@@ -38,14 +38,14 @@ class Gated(NamedTuple):
     tile: GemmTile | None = None  # None: by the closed form
     as_halves: bool = True  # an interleaved weight is read as two matrices, each of every other row
 
-    def gemm(self, finish: Any, like: Tensor) -> Gemm:
-        """The main loop's parameters with one of the finishers, for results like a tensor."""
+    def gemm(self, epilogue: Any, like: Tensor) -> Gemm:
+        """The main loop's parameters with one of the epilogues, for results like a tensor."""
         value, slope = find_activation(self.activation).device_functions(like.dtype.itemsize == 2 and has_approximations(like.device))
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout
-        light = finish is finish_gate and pairs == "stacked" and self.activation in LIGHT
-        return Gemm(finish, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
+        light = epilogue is epilogue_gate and pairs == "stacked" and self.activation in LIGHT
+        return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
     def operands(self, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Weights and bias as the main loop takes them, views: ``[H, K]`` twice and ``[2, H]``, or as they are."""
@@ -63,7 +63,7 @@ class Gated(NamedTuple):
         return weight.stride(0) * weight.element_size()
 
     def pair_targets(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where finishers store pairs ``[M, 2 H]``: `gemm`'s pair and pair2."""
+        """Where epilogues store pairs ``[M, 2 H]``: `gemm`'s pair and pair2."""
         if self.layout == "interleaved":
             return pairs, None
         up, gate = pairs.chunk(2, 1)
@@ -81,10 +81,10 @@ def forward(wide: Wide, gated: Gated, saving: bool = False) -> tuple[Tensor, Ten
     weight, gate, bias = gated.operands(weight, gate, bias)
     y = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
     if not saving:
-        gemm(x, weight, bias, gated.gemm(finish_gate, x), y, precision=gated.precision, tile=gated.tile, b2=gate)
+        gemm(x, weight, bias, gated.gemm(epilogue_gate, x), y, precision=gated.precision, tile=gated.tile, b2=gate)
         return y, None
     pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
-    call = gated.gemm(finish_gate_and_pair, x)
+    call = gated.gemm(epilogue_gate_and_pair, x)
     pair, pair2 = gated.pair_targets(pairs)
     gemm(x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
     return y, pairs
@@ -93,13 +93,13 @@ def forward(wide: Wide, gated: Gated, saving: bool = False) -> tuple[Tensor, Ten
 def recomputed_gradients(dy: Tensor, wide: Wide, gated: Gated, again: bool = False) -> tuple[Tensor, Tensor | None]:
     """(gradients of the pairs ``[M, 2 H]``, the result ``[M, H]`` again) from ``dy [M, H]``.
 
-    The product once more, with their making as its finish. The result is written over dy if possible.
+    The product once more, with their making as its epilogue. The result is written over dy if possible.
     """
     x, weight, gate, bias = wide
     dy = rowwise(dy)
     y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
     d = torch.empty((x.shape[0], 2 * hidden_size(weight, gate)), dtype=x.dtype, device=x.device)
-    call = gated.gemm(finish_gradients_and_gate if again else finish_gradients, x)
+    call = gated.gemm(epilogue_gradients_and_gate if again else epilogue_gradients, x)
     pair, pair2 = gated.pair_targets(d)
     weight, gate, bias = gated.operands(weight, gate, bias)
     gemm(x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
@@ -124,7 +124,7 @@ def _gradients_launch(
         "ACC": arithmetic(dtype, "highest", True).acc,
         "num_warps": 4,
     }
-    return Launcher([Way(_gate_gradients_kernel, (-(-rows // block_m) * -(-columns // block_n),), arguments)])
+    return Launcher([LaunchConfig(_gate_gradients_kernel, (-(-rows // block_m) * -(-columns // block_n),), arguments)])
 
 
 def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, again: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton import knobs
 
 from fastkron_py.kan import config as tuning
-from fastkron_py.kan.kernels.dx_gemm import fetch_input, finish_input_gradient
+from fastkron_py.kan.kernels.dx_gemm import epilogue_input_gradient, fetch_input
 from fastkron_py.kan.problem import Kind, turned_in_blocks
 from fastkron_py.runtime import device as devices
 from fastkron_py.tiling.gemm import begin_nothing
@@ -31,11 +31,11 @@ class GemmInputGradient:
         self._width = self._tile.block_n // self._tile.parts // self._degrees
         value, slope = spec.normalizer.device_functions(not knobs.runtime.interpret)
         self._call = Gemm(
-            finish_input_gradient,
+            epilogue_input_gradient,
             value=value,
             slope=slope,
             params=(spec.terms, first, self._degrees, spec.constants),
-            functions=spec.maker(True),
+            functions=spec.prologue(True),
             begin=begin_nothing if knobs.runtime.interpret else fetch_input,
             sums=self._degrees,
         )
@@ -53,4 +53,4 @@ def _can_copy(kind: Kind) -> bool:
     """Whether the device's copy engine takes every operand."""
     vector = 16 // kind.dtype.itemsize
     sizes = (kind.num_in, kind.num_out, kind.stride_x, kind.stride_g)
-    return devices.has_fragments(kind.device, kind.dtype) and all([size % vector == 0 for size in sizes])
+    return devices.has_chained(kind.device, kind.dtype) and all([size % vector == 0 for size in sizes])

@@ -20,7 +20,7 @@ from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel
 from fastkron_py.kan.problem import ALIGNED, Kind, Sum, aligned, low_halves, turned, turned_gradient, whole_vectors
 from fastkron_py.kan.spec import Spec
 from fastkron_py.runtime.device import has_approximations, on_device
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.arithmetic import arithmetic
 
 
@@ -76,7 +76,7 @@ def _constants(kind: Kind) -> dict[str, Any]:
 def _fewer_stages(kernel: Any, grid: int, arguments: dict[str, Any]) -> Launcher:
     """The launch, and the same with fewer stages for devices with less shared memory."""
     stages = [s for s in (4, 3, 2, 1) if s <= arguments["num_stages"]]
-    return Launcher([Way(kernel, (grid,), {**arguments, "num_stages": s}) for s in stages])
+    return Launcher([LaunchConfig(kernel, (grid,), {**arguments, "num_stages": s}) for s in stages])
 
 
 class _Plain:
@@ -118,7 +118,7 @@ class _Forward(_Plain):
         constants = _constants(kind)
         super().__init__(way, constants["PRECISION"])
         tile, split = way.tile, way.split
-        start, step, value = kind.spec.maker(False)
+        start, step, value = kind.spec.prologue(False)
         even_n, even_k = way.even(kind.num_out, kind.num_in)
         arguments = {
             "blocks_per_split": split.blocks,
@@ -149,7 +149,7 @@ class _InputGradient:
         self.way = way = _way(kind, tuning.input_gradient, True)
         tile, splits = way.tile, way.split.splits
         even_n, even_k = way.even(kind.num_in, kind.num_out)
-        start, step, value = kind.spec.maker(True)
+        start, step, value = kind.spec.prologue(True)
         self.arguments = {
             "stride_co": 1 if way.turned else kind.num_in,
             "stride_ci": kind.num_out if way.turned else 1,
@@ -174,7 +174,7 @@ class _CoefficientGradient:
     def __init__(self, kind: Kind) -> None:
         self.way = way = _way(kind, tuning.coefficient_gradient, False)
         tile, splits = way.tile, way.split.splits
-        start, step, value = kind.spec.maker(False)
+        start, step, value = kind.spec.prologue(False)
         self.arguments = {
             "stride_go": whole_vectors(kind.rows) if way.turned else 1,
             "blocks_c": way.split.blocks,

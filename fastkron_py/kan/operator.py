@@ -45,7 +45,7 @@ def spec_of(coefficients: Tensor, basis: str, normalization: str, table_size: in
 
 def backend_of(backend: str, x: Tensor, spec: Any) -> str:
     """The backend in force; torch's for a basis without device functions."""
-    return choose_backend(backend, x) if spec.has_maker else "torch"
+    return choose_backend(backend, x) if spec.has_prologue else "torch"
 
 
 def multiply(

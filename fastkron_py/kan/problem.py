@@ -11,7 +11,7 @@ from torch import Tensor
 from fastkron_py.kan.config import Sizes
 from fastkron_py.kan.spec import Spec
 from fastkron_py.runtime.device import multiprocessor_count
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import bits
 from fastkron_py.tiling.partials import _sum_partials_kernel
 from fastkron_py.tiling.products import _low_halves_kernel, _turn_kernel
@@ -58,7 +58,7 @@ class Sum:
     def __init__(self, splits: int, size: int) -> None:
         # stride_b is of a batch of sums, of which there is one here.
         arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
-        self._launch = Launcher([Way(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)])
+        self._launch = Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)])
 
     def __call__(self, partial: Tensor, out: Tensor) -> None:
         """Add up."""
@@ -67,7 +67,7 @@ class Sum:
 
 @lru_cache(maxsize=1024)
 def _launcher(kernel: Any, programs: int, device: torch.device, dtypes: tuple[torch.dtype, ...], arguments: Any) -> Launcher:
-    return Launcher([Way(kernel, (programs,), dict(arguments))])
+    return Launcher([LaunchConfig(kernel, (programs,), dict(arguments))])
 
 
 def launch(kernel: Any, programs: int, given: tuple[Tensor, ...], **arguments: Any) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Maker, Normalizer
+from fastkron_py.kan.bases.basis import Normalizer, Prologue
 from fastkron_py.kan.bases.registry import NORMALIZERS, Basis, find_basis
 from fastkron_py.kan.bases.table import TABLE_DERIVATIVE_MAKER, TABLE_MAKER, basis_table, table_derivatives, table_values
 
@@ -35,22 +35,22 @@ class Spec(NamedTuple):
 
     @property
     def constants(self) -> tuple[float, ...] | tuple[int]:
-        """The maker's parameters."""
+        """The prologue's parameters."""
         return (self.table_size,) if self.table_size else self.parameters
 
-    def maker(self, derivative: bool) -> Maker:
+    def prologue(self, derivative: bool) -> Prologue:
         """The device's functions for values or derivatives; only of a basis that has them."""
         if self.table_size:
             return TABLE_DERIVATIVE_MAKER if derivative else TABLE_MAKER
-        maker = self.found.derivative_maker if derivative else self.found.value_maker
-        if maker is None:
+        prologue = self.found.derivative_prologue if derivative else self.found.value_prologue
+        if prologue is None:
             raise NotImplementedError(f"basis {self.basis} has no device functions")
-        return maker
+        return prologue
 
     @property
-    def has_maker(self) -> bool:
+    def has_prologue(self) -> bool:
         """Whether the basis can be evaluated by a kernel."""
-        return self.table_size > 0 or (self.found.value_maker is not None and self.found.derivative_maker is not None)
+        return self.table_size > 0 or (self.found.value_prologue is not None and self.found.derivative_prologue is not None)
 
     def table(self, t: Tensor) -> Tensor:
         """What the kernels' basis reads, for arguments like t: samples of its values."""

@@ -11,14 +11,15 @@ import torch
 from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
-    finish_axpby,
-    finish_plain,
-    finish_scale,
+    epilogue_axpby,
+    epilogue_plain,
+    epilogue_scale,
 )
-from fastkron_py.kron.plan.chained import FragmentConfig, fragment_config, fragment_pad, fragments, run_sectors
+from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.launch import LaunchConfig
 from fastkron_py.tiling.arithmetic import arithmetic
 
 _Strides = tuple[int, int, int, int, int]
@@ -41,7 +42,7 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
-_FINISHERS = {"plain": finish_plain, "scale": finish_scale, "axpby": finish_axpby}
+_EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Case:
     launch: Launch
     dtype: torch.dtype
     precision: str
-    finish: str  # key of _FINISHERS
+    epilogue: str  # key of _EPILOGUES
     shape: tuple[int, int, int, int]  # (B, L, before, after) around the launch's modes
     turn: bool  # the modes, which are the last ones, become the first
     apart: int  # of what is turned, elements between two modes of the result: before, or more where this is a block of it
@@ -64,16 +65,8 @@ class Case:
     multiprocessors: int
 
 
-class Recipe(NamedTuple):
-    """A kernel, its grid, and its arguments but for pointers and scalars."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: dict[str, Any]
-
-
-def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
-    """Ways to carry out a case, the preferred one first; later ones need less shared memory.
+def launch_configs(case: Case, config: Config | None = None) -> tuple[LaunchConfig, ...]:
+    """Launch configurations of a case in order of preference; later ones need less shared memory.
 
     Args:
         case: what is launched.
@@ -102,13 +95,13 @@ def recipes(case: Case, config: Config | None = None) -> tuple[Recipe, ...]:
         "SHAPES": case.factor_shapes,
         "HEAD": not merged and before != 1,
         "TAIL": after != 1,
-        "FINISH": _FINISHERS[case.finish],
+        "EPILOGUE": _EPILOGUES[case.epilogue],
     }
-    if launch.fragment:
-        closed = fragment_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
-        ways = [c for c in (config, closed) if isinstance(c, FragmentConfig)]
+    if launch.chained:
+        closed = chained_config(launch.steps, case.dtype.itemsize, run_sectors(before, after), num_slices)
+        ways = [c for c in (config, closed) if isinstance(c, ChainedConfig)]
         # Where tiles are fetched ahead, also without: that needs no second tile in shared memory.
-        return tuple(recipe for c in ways for recipe in _fragment(case, common, num_slices, c))
+        return tuple(launch_config for c in ways for launch_config in _chained(case, common, num_slices, c))
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
     configs: tuple[SingleConfig | ChainConfig, ...] = (
@@ -128,7 +121,7 @@ def _finished(
     num_slices: int,
     fastest: int,
     case: Case,
-) -> Recipe:
+) -> LaunchConfig:
     kernel, num_tiles, special = part
     arguments = {
         **common,
@@ -140,7 +133,7 @@ def _finished(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    return Recipe(kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm),), arguments)
+    return LaunchConfig(kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm),), arguments)
 
 
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums more than bfloat16 can say.
@@ -150,17 +143,17 @@ _RUNTIME_NARROW = -1  # with all of a tile's offsets below 2^31
 _MOST_OFFSET = 2**31 - 1
 
 
-def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: FragmentConfig) -> tuple[Recipe, ...]:
-    """The recipes of a launch for the fragment kernel: with tiles of a loop fetched ahead, where they can be, and without."""
+def _chained(case: Case, common: dict[str, Any], num_slices: int, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
+    """Launch configurations for the register-chained kernel: with tiles of a loop fetched ahead, where they can be, and without."""
     batches, _, before, after = case.shape
     steps = case.launch.steps
     head, tail = common["HEAD"], common["TAIL"]
     turned = case.turn
-    plan = fragments(steps, config.block_s, config.num_warps, case.dtype.itemsize, (tail, tail or turned))
+    plan = chained_layout(steps, config.block_s, config.num_warps, case.dtype.itemsize, (tail, tail or turned))
     fastest = after if tail else before
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
-    p_pads, q_pads = tuple(fragment_pad(s.p) for s in steps), tuple(fragment_pad(s.q) for s in steps)
+    p_pads, q_pads = tuple(chained_pad(s.p) for s in steps), tuple(chained_pad(s.q) for s in steps)
     p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
     padded = (p_sizes, q_sizes) != (p_pads, q_pads)
     aligned = not (head or tail) or fastest % config.block_s == 0
@@ -191,7 +184,9 @@ def _fragment(case: Case, common: dict[str, Any], num_slices: int, config: Fragm
     }
     grid = (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
     ahead = loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded
-    return tuple(Recipe(devices.fragment_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,)))
+    return tuple(
+        LaunchConfig(devices.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))
+    )
 
 
 def _along_p(strides: tuple[int, int, int]) -> bool:

@@ -69,32 +69,32 @@ def _rows_first(t: Tensor) -> Tensor:
     return t.transpose(2, 3).reshape(groups, rows * columns, k, 1)
 
 
-class Finish(NamedTuple):
+class Epilogue(NamedTuple):
     """What the last product of a multiply applies: ``alpha * product + beta * z``."""
 
     alpha: float = 1.0
     beta: float = 0.0
     z: Tensor | None = None
 
-    def rows(self, start: int, stop: int, like: Tensor) -> Finish:
+    def rows(self, start: int, stop: int, like: Tensor) -> Epilogue:
         """The part for rows start to stop of z as a matrix with as many columns as ``like``."""
         return self if self.z is None else self._replace(z=self.z.reshape(-1, like.shape[-1])[start:stop])
 
 
-PLAIN: Final = Finish()
+PLAIN: Final = Epilogue()
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
+def _product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """``[A, I, J] @ [A, J, K]`` into a contiguous ``out``."""
-    if finish.z is not None:
-        torch.baddbmm(finish.z.reshape(out.shape), a, b, beta=finish.beta, alpha=finish.alpha, out=out)
-    elif finish.alpha != 1:
-        torch.baddbmm(out, a, b, beta=0, alpha=finish.alpha, out=out)
+    if epilogue.z is not None:
+        torch.baddbmm(epilogue.z.reshape(out.shape), a, b, beta=epilogue.beta, alpha=epilogue.alpha, out=out)
+    elif epilogue.alpha != 1:
+        torch.baddbmm(out, a, b, beta=0, alpha=epilogue.alpha, out=out)
     else:
         torch.bmm(a, b, out=out)
 
 
-def _tall_product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
+def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """``[A, J] @ [J, K]`` with many rows, which one matrix product would not spread well over threads."""
     length, inner = a.shape
     width = b.shape[-1]
@@ -102,9 +102,9 @@ def _tall_product(a: Tensor, b: Tensor, out: Tensor, finish: Finish) -> None:
     if whole:
         shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
         blocks = b.expand(shape[0], inner, width)
-        _product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), finish.rows(0, whole, out))
+        _product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), epilogue.rows(0, whole, out))
     if whole < length:
-        _product(a[None, whole:], b[None], out[None, whole:], finish.rows(whole, length, out))
+        _product(a[None, whole:], b[None], out[None, whole:], epilogue.rows(whole, length, out))
 
 
 def _ready(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,7 +117,7 @@ def _ready(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype).resolve_conj().contiguous()
 
 
-def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, finish: Finish = PLAIN) -> None:
+def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
     """One step on a chunk.
 
     Args:
@@ -125,7 +125,7 @@ def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, finish: Fini
         matrix: ``[G or 1, P, Q]``.
         step: its place.
         out: ``[G, L, before * Q * after, R]``, contiguous.
-        finish: applied to the result.
+        epilogue: applied to the result.
     """
     groups, rows, _, columns = source.shape
     count, tail = rows * step.before, step.after * columns
@@ -133,13 +133,13 @@ def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, finish: Fini
     p, q = matrix.shape[1:]
     if tail == 1 and shared:
         a = _ready(source.reshape(1, groups * count, p), matrix.dtype)
-        _tall_product(a[0], matrix[0], out.view(-1, q), finish)
+        _tall_product(a[0], matrix[0], out.view(-1, q), epilogue)
     elif tail == 1:
-        _product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), finish)
+        _product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
     else:
         a = _ready(source.reshape(groups * count, p, tail), matrix.dtype)
         left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
-        _product(left, a, out.view(groups * count, q, tail), finish)
+        _product(left, a, out.view(groups * count, q, tail), epilogue)
 
 
 def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
@@ -168,7 +168,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
             source, target, part = chunk.of(x), chunk.of(y), None if z is None else chunk.of(z).to(dtype)
             if _is_narrow(x):
                 source, target, part = _rows_first(source), target.transpose(2, 3), None if part is None else _rows_first(part)
-            _run(source, [_select(m, chunk) for m in matrices], steps, target, scratch, Finish(alpha, beta, part))
+            _run(source, [_select(m, chunk) for m in matrices], steps, target, scratch, Epilogue(alpha, beta, part))
         return y
 
 
@@ -206,7 +206,7 @@ def _select(matrix: Tensor, chunk: Chunk) -> Tensor:
     return matrix if matrix.shape[0] == 1 else matrix[chunk.groups]
 
 
-def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, finish: Finish) -> None:
+def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: Tensor, scratch: Scratch, epilogue: Epilogue) -> None:
     """All steps on one chunk, the last straight into y where its dtype and strides allow it.
 
     Args:
@@ -215,7 +215,7 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         steps: their places.
         y: ``[G, L, N, R]``, or as many elements in the same order.
         scratch: for intermediates.
-        finish: applied to the result.
+        epilogue: applied to the result.
     """
     direct = False
     for i, (matrix, step) in enumerate(zip(matrices, steps, strict=True)):
@@ -223,7 +223,7 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         final = i == len(steps) - 1
         direct = final and y.dtype == matrix.dtype and y.is_contiguous()
         out = y.view(shape) if direct else scratch.take(i, shape)
-        _apply(source, matrix, step, out, finish if final else PLAIN)
+        _apply(source, matrix, step, out, epilogue if final else PLAIN)
         source = out
     if not direct:
         y.copy_(source.view(y.shape))
@@ -300,7 +300,7 @@ def _run_backward(
             shape = (*x.shape[:2], step.size_in, x.shape[3])
             direct = final and dx is not None and dx.dtype == matrices[i].dtype and dx.is_contiguous()
             out = dx.view(shape) if direct and dx is not None else scratch.take(i, shape)
-            _apply(gradient, matrices[i].mT, _transposed(step), out, Finish(alpha) if final else PLAIN)
+            _apply(gradient, matrices[i].mT, _transposed(step), out, Epilogue(alpha) if final else PLAIN)
             gradient = out
     if dx is not None and not direct:
         dx.copy_(gradient.view(dx.shape))

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from fastkron_py.kron.forward_problem import Kind
-from fastkron_py.kron.launches import Case, Rows, recipes
+from fastkron_py.kron.launches import Case, Rows, launch_configs
 from fastkron_py.kron.plan.plan import Launch, Setting, places, plan, turns
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
@@ -47,14 +47,14 @@ def _addend(z: Tensor) -> tuple[Tensor, Rows]:
 
 
 class Prepared:
-    """One launch of a program: which factors, where to, and the ways to do it."""
+    """One launch of a program: which factors, where to, and its launch configurations."""
 
     def __init__(self, case: Case, shape: tuple[int, int, int, int], config: Any = None) -> None:
         self.start, self.stop = case.launch.start, case.launch.stop
         self.shape = shape  # of the result
-        self.ways = recipes(case, config)
-        self.first = 0  # the first way that the device has shared memory for, as far as is known
-        self.compiled: Any = None  # that way's compiled kernel on its grid, for aligned pointers
+        self.configs = launch_configs(case, config)
+        self.first = 0  # the first configuration that the device has shared memory for, as far as is known
+        self.compiled: Any = None  # that configuration's compiled kernel on its grid, for aligned pointers
         self.strides: tuple[Any, ...] = ()
         self.rest: tuple[Any, ...] = ()
         self._ready: Ready | None = None
@@ -80,11 +80,11 @@ class Prepared:
             self.compiled(pointers[0], tuple(pointers[2:]), pointers[1], result, *self.strides, alpha, beta, *self.rest)
             return
         while True:
-            kernel, grid, arguments = self.ways[self.first]
+            kernel, grid, arguments = self.configs[self.first]
             try:
                 compiled = kernel[grid](x_ptr=x, factor_ptrs=mine, z_ptr=addend, y_ptr=y, alpha=alpha, beta=beta, **arguments)
             except OutOfResources:
-                if self.first + 1 == len(self.ways):
+                if self.first + 1 == len(self.configs):
                     raise
                 self.first += 1
                 continue
@@ -121,7 +121,7 @@ def setting_of(kind: Kind) -> Setting:
     """What a plan for this kind depends on besides the factors."""
     groups, rows, _, columns = kind.shape
     before, after = math.prod(kind.sizes[: kind.start]), math.prod(kind.sizes[kind.stop :]) * columns
-    return Setting(kind.dtype.itemsize, groups * rows * before, after, devices.has_fragments(kind.device, kind.dtype), before)
+    return Setting(kind.dtype.itemsize, groups * rows * before, after, devices.has_chained(kind.device, kind.dtype), before)
 
 
 def case_of(kind: Kind, launch: Launch, shape: tuple[int, int, int, int], turn: bool, apart: int, x: Rows, y: Rows, final: bool) -> Case:

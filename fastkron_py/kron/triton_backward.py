@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.backward_problem import Kind, shared_strides
-from fastkron_py.kron.hopper.launch_config import fragment_way
+from fastkron_py.kron.hopper.launch_config import chained_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
@@ -25,7 +25,7 @@ from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, f
 from fastkron_py.kron.plan.steps import padded
 from fastkron_py.kron.triton_backend import _carry_out, _rows, mergeable, multiply
 from fastkron_py.runtime.device import multiprocessor_count, on_device
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import bits
 from fastkron_py.runtime.sizes import next_power_of_two
@@ -59,7 +59,7 @@ class _Partials:
             "BLOCK": block,
             "num_warps": 4,
         }
-        self.sum = Launcher([Way(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
+        self.sum = Launcher([LaunchConfig(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
         self.split = self._split(kind) if stop - start > 1 else None
 
     def _split(self, kind: Kind) -> Launcher:
@@ -76,7 +76,7 @@ class _Partials:
             "WANTED": tuple(wanted),
             "num_warps": 8,
         }
-        return Launcher([Way(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
+        return Launcher([LaunchConfig(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
 
     def empty(self) -> Tensor:
         """Room for the partial sums."""
@@ -107,9 +107,9 @@ class _Fused:
         shapes = kind.factor_shapes
         local = Group(0, group.split - group.start, group.stop - group.start)
         configs = fused_configs(local, shapes, kind.dtype.itemsize, num_slices, after, groups, multiprocessor_count(kind.device))
-        fragment = fragment_way(kind)
+        chained = chained_launch(kind)
         # A program of the plain kernel leaves one partial sum.
-        programs = configs[0].programs if fragment is None else fragment.partials
+        programs = configs[0].programs if chained is None else chained.partials
         steps = ((0, local.split), (local.split, local.stop))
         self.steps = [_Partials(kind, *s, programs, False) if any(kind.need_factors[slice(*s)]) else None for s in steps]
         sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
@@ -138,13 +138,13 @@ class _Fused:
             "ACC": acc,
             "PRECISION": precision,
         }
-        ways = [self._way(config, common, groups) for config in configs]
-        if fragment is not None:
-            ways.insert(0, fragment.way)
-        self.launch = Launcher(ways)
+        launch_configs = [self._launch_config(config, common, groups) for config in configs]
+        if chained is not None:
+            launch_configs.insert(0, chained.config)
+        self.launch = Launcher(launch_configs)
 
     @staticmethod
-    def _way(config: FusedConfig, common: dict[str, Any], groups: int) -> Way:
+    def _launch_config(config: FusedConfig, common: dict[str, Any], groups: int) -> LaunchConfig:
         num_slices, fastest = common["num_slices"], common["after"] if common["TAIL"] else common["before"]
         arguments = {
             **common,
@@ -157,7 +157,7 @@ class _Fused:
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
-        return Way(_fused_multiply_bwd_kernel, (groups * common["programs"],), arguments)
+        return LaunchConfig(_fused_multiply_bwd_kernel, (groups * common["programs"],), arguments)
 
     def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: int) -> list[Tensor | None]:
         """Gradients of the group's factors; dx, if there is one, is written."""
@@ -177,10 +177,10 @@ class _Wide:
     def __init__(self, kind: Kind) -> None:
         groups = kind.around[0]
         ((p, q),) = kind.factor_shapes
-        fragment = fragment_way(kind)
-        if fragment is not None:
-            self.partials = _Partials(kind, 0, 1, fragment.partials, False)
-            self.launch = Launcher([fragment.way])
+        chained = chained_launch(kind)
+        if chained is not None:
+            self.partials = _Partials(kind, 0, 1, chained.partials, False)
+            self.launch = Launcher([chained.config])
             self.whole = True
             return
         self.whole = False
@@ -191,10 +191,10 @@ class _Wide:
         common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}
         blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
         grid = (blocks * groups * config.splits,)
-        self.launch = Launcher([self._way(config, common, grid, groups, stages) for stages in (config.num_stages, 1)])
+        self.launch = Launcher([self._launch_config(config, common, grid, groups, stages) for stages in (config.num_stages, 1)])
 
     @staticmethod
-    def _way(config: GradientConfig, common: dict[str, Any], grid: tuple[int], groups: int, num_stages: int) -> Way:
+    def _launch_config(config: GradientConfig, common: dict[str, Any], grid: tuple[int], groups: int, num_stages: int) -> LaunchConfig:
         arguments = {
             **common,
             "slices_per_split": config.slices_per_split,
@@ -207,7 +207,7 @@ class _Wide:
             "num_warps": config.num_warps,
             "num_stages": num_stages,
         }
-        return Way(_factor_gradient_kernel, grid, arguments)
+        return LaunchConfig(_factor_gradient_kernel, grid, arguments)
 
     def run(self, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: int) -> list[Tensor | None]:
         """``[dF]``."""

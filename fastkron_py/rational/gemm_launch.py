@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from fastkron_py.rational.config_linear import linear_tile
-from fastkron_py.rational.kernels.gemm_epilogue import finish_rational, value_rational
+from fastkron_py.rational.kernels.gemm_epilogue import epilogue_rational, value_rational
 from fastkron_py.rational.launches import is_approximate
 from fastkron_py.runtime.device import multiprocessor_count
-from fastkron_py.tiling.gemm import finish_plain
+from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 from fastkron_py.tiling.gemm_launch import gemm
 from fastkron_py.tiling.gemm_problem import Gemm, is_describable, rowwise
 
 
 def params(a: Tensor, b: Tensor, columns: int, version: str) -> tuple[Any, ...]:
-    """What the finishers of `rational/kernels/gemm_epilogue.py` are told of the coefficients and of a result's columns."""
+    """What the epilogues of `rational/kernels/gemm_epilogue.py` are told of the coefficients and of a result's columns."""
     groups = max(a.shape[0], b.shape[0])
     strides = [c.shape[1] if c.shape[0] > 1 else 0 for c in (a, b)]
     return version, a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, a.device), *strides
@@ -62,6 +62,6 @@ def linear_rational(
     tile = tile or _tile(x, weight, precision, keep)
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
     z = torch.empty_like(y) if keep else None
-    call = Gemm(finish_rational if keep else finish_plain, value=value_rational, params=params(a, b, shape[1], version))
+    call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=params(a, b, shape[1], version))
     gemm(x, weight, bias, call, y, pair=z, tensors=(a.contiguous(), b.contiguous()), precision=precision, tile=tile)
     return y, z

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastkron_py.rational.config import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.runtime.device import has_approximations, multiprocessor_count, on_device
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Replay, Tape
 
 SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
@@ -69,7 +69,7 @@ class Coefficients(NamedTuple):
             "num_warps": num_warps,
         }
         grid = (self.a_shape[0] * self.a_shape[1] + self.b_shape[0] * self.b_shape[1],)
-        return Launcher([Way(_rational_coefficients_kernel, grid, arguments)])
+        return Launcher([LaunchConfig(_rational_coefficients_kernel, grid, arguments)])
 
 
 def coefficients(a: Tensor, b: Tensor, version: str, dtypes: Sequence[torch.dtype]) -> Coefficients:
@@ -121,7 +121,7 @@ class _Forward:
         chosen = _chosen(kind, preference)
         stride_x, stride_y = kind.runs.row_strides
         arguments = {"stride_x": stride_x, "stride_y": stride_y, **common_arguments(kind, chosen)}
-        self.launch = Launcher([Way(_rational_fwd_kernel, (chosen.programs * kind.runs.groups,), arguments)])
+        self.launch = Launcher([LaunchConfig(_rational_fwd_kernel, (chosen.programs * kind.runs.groups,), arguments)])
 
     def run(self, x: Tensor, a: Tensor, b: Tensor, y: Tensor) -> None:
         """Write y."""
@@ -143,7 +143,7 @@ class _Backward:
             "WARPS": chosen.num_warps,
         }
         groups = kind.runs.groups
-        self.launch = Launcher([Way(_rational_bwd_kernel, (chosen.programs * groups,), arguments)])
+        self.launch = Launcher([LaunchConfig(_rational_bwd_kernel, (chosen.programs * groups,), arguments)])
         self.count = chosen.programs * groups * chosen.num_warps
         self.dtype = kind.function.dtype
         self.size = self.count * kind.function.terms

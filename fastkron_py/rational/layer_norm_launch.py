@@ -12,7 +12,7 @@ from fastkron_py.rational.config_layer_norm import RowWalk, walk
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
 from fastkron_py.rational.launches import Coefficients, coefficients
 from fastkron_py.runtime.device import multiprocessor_count, on_device
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
 COLUMN_BLOCK: Final = 64
 PROGRAM_BLOCK: Final = 32
@@ -54,7 +54,7 @@ class _Forward:
     def __init__(self, kind: _Kind) -> None:
         chosen = walk(kind.rows, kind.channels, multiprocessor_count(kind.function.device), backward=False)
         arguments = {"EPS": kind.eps, **_arguments(kind, chosen)}
-        self.launch = Launcher([Way(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
+        self.launch = Launcher([LaunchConfig(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
 
 
 class _Backward:
@@ -62,13 +62,13 @@ class _Backward:
 
     def __init__(self, kind: _Kind) -> None:
         chosen = walk(kind.rows, kind.channels, multiprocessor_count(kind.function.device), backward=True)
-        self.launch = Launcher([Way(_layer_norm_rational_bwd_kernel, (chosen.programs,), _arguments(kind, chosen))])
+        self.launch = Launcher([LaunchConfig(_layer_norm_rational_bwd_kernel, (chosen.programs,), _arguments(kind, chosen))])
         self.dtype = kind.function.dtype
         self.coefficients = kind.function.terms
         self.programs = chosen.programs
         sizes = {"programs": chosen.programs, "CHANNELS": kind.channels, "BLOCK_P": PROGRAM_BLOCK, "BLOCK_C": COLUMN_BLOCK}
         blocks = -(-kind.channels // COLUMN_BLOCK)
-        self.columns = Launcher([Way(_columns_kernel, ((2 + self.coefficients) * blocks,), {**sizes, "num_warps": 4})])
+        self.columns = Launcher([LaunchConfig(_columns_kernel, ((2 + self.coefficients) * blocks,), {**sizes, "num_warps": 4})])
         self.sum = kind.function.sums(kind.channels, GROUP_BLOCK, 4)
 
 

@@ -46,15 +46,15 @@ def _gluon_kernel(module: str, name: str) -> Any:
         return None
 
 
-def fragment_kernel() -> Any:
-    """The fragment kernel, or None where this Triton cannot compile it."""
-    return _gluon_kernel("kron.hopper.multiply", "_fragment_multiply_fwd_kernel")
+def chained_kernel() -> Any:
+    """The register-chained kernel, or None where this Triton cannot compile it."""
+    return _gluon_kernel("kron.hopper.multiply", "_chained_multiply_fwd_kernel")
 
 
 def gradient_kernels() -> Any:
     """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
-    step = _gluon_kernel("kron.hopper.backward", "_fragment_step_bwd_kernel")
-    pair = _gluon_kernel("kron.hopper.pair_backward", "_fragment_pair_bwd_kernel")
+    step = _gluon_kernel("kron.hopper.backward", "_chained_step_bwd_kernel")
+    pair = _gluon_kernel("kron.hopper.pair_backward", "_chained_pair_bwd_kernel")
     return None if step is None or pair is None else (step, pair)
 
 
@@ -82,16 +82,16 @@ def has_overlap(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=64)
-def has_fragments(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fragment kernel, which is written for Hopper's tensor cores, can multiply here."""
+def has_chained(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the register-chained kernel, which is written for Hopper's tensor cores, can multiply here."""
     if dtype == torch.float64 or not has_approximations(device):
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9 and fragment_kernel() is not None
+    return torch.cuda.get_device_capability(device)[0] == 9 and chained_kernel() is not None
 
 
-def has_gradient_fragments(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fragment kernels of the backward pass can run here."""
-    return dtype == torch.float32 and has_fragments(device, dtype) and gradient_kernels() is not None
+def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the register-chained kernels of the backward pass can run here."""
+    return dtype == torch.float32 and has_chained(device, dtype) and gradient_kernels() is not None
 
 
 def staged_kernels() -> Any:
@@ -108,4 +108,4 @@ def staged_kernels() -> Any:
 
 def has_staged(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the polynomial KAN kernels for Hopper GPUs can run here."""
-    return has_fragments(device, dtype) and staged_kernels() is not None
+    return has_chained(device, dtype) and staged_kernels() is not None

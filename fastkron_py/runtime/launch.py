@@ -45,7 +45,7 @@ class Recording(threading.local):
 RECORDING = Recording()
 
 
-class Way(NamedTuple):
+class LaunchConfig(NamedTuple):
     """A kernel, its grid, and its arguments but for the first ones, which each launch gives."""
 
     kernel: Any
@@ -54,12 +54,12 @@ class Way(NamedTuple):
 
 
 class Launcher:
-    """Ways to do the same thing, the preferred one first; the first that the device has shared memory for is kept."""
+    """Launch configurations in order of preference; the first that the device has shared memory for is kept."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
-        self._ways = ways
+    def __init__(self, configs: Sequence[LaunchConfig]) -> None:
+        self._configs = configs
         self._first = 0
-        self._compiled: Any = None  # of that way on its grid, for aligned pointers
+        self._compiled: Any = None  # of that configuration on its grid, for aligned pointers
         self._rest: tuple[Any, ...] = ()
         self._ready: Ready | None = None
 
@@ -75,11 +75,11 @@ class Launcher:
             self._compiled(*given, *self._rest)
             return
         while True:
-            kernel, grid, arguments = self._ways[self._first]
+            kernel, grid, arguments = self._configs[self._first]
             try:
                 compiled = kernel[grid](*given, **arguments)
             except OutOfResources:
-                if self._first + 1 == len(self._ways):
+                if self._first + 1 == len(self._configs):
                     raise
                 self._first += 1
                 continue

@@ -5,26 +5,26 @@ under way while a tile is finished. Every operand and every result is a tensor d
 its boxes) or a pointer to a matrix whose rows are runs of memory: the functions below ask which. `tiling/gemm_launch.py` makes them and
 launches; `tiling/gemm_config.py` chooses blocks. What an operator passes in:
 
-``MAKE(a, k, K, tensors, PARAMS)``
+``PROLOGUE(a, k, K, tensors, PARAMS)``
     the left operand ``[BLOCK_M, BLOCK_K]``, of the tile of a whose first column is k. Columns from K on have to be finite; they meet zeros.
-``FINISH(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)``
+``EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)``
     stores what becomes of float32 sums (bias added) ``[BLOCK_M, width]`` with `store_tile`. place is (first row, first column, rows,
     columns), of the piece and of the whole result; targets are (out, pair, pair2, side), of which it may read side with `load_tile`;
     strides those of the rows of out, pair and side.
 ``BEGIN(row, tile_n, tensors, strides, rows, BLOCK_M, BLOCK_N, PARAMS)``
-    what is to be under way before a tile's sums, such as fetching what FINISH will read into a cache; it returns nothing.
+    what is to be under way before a tile's sums, such as fetching what EPILOGUE will read into a cache; it returns nothing.
 
 PAIRS says whether rows of b belong together in twos: "" (no: second is first), "stacked" (row i of b and row i of b2, both ``[N / 2, K]``,
 anywhere in memory) or "interleaved" (rows 2 i and 2 i + 1). Then first and second are the two sums of each pair, and columns is N / 2.
 A tile is finished in PARTS pieces one beside the other, which bounds registers and the shared memory that stores pass through.
 
-tensors is a tuple of tensors that MAKE and FINISH may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for FINISH, which
-finds further ones, `functions`, behind the tensors. With `finish_plain` VALUE is ``VALUE(sums, column, columns, tensors, PARAMS)``, so
-a linear layer with a function of its own after it is
+tensors is a tuple of tensors that PROLOGUE and EPILOGUE may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for
+EPILOGUE, which finds further ones, `functions`, behind the tensors. With `epilogue_plain` VALUE is
+``VALUE(sums, column, columns, tensors, PARAMS)``, so a linear layer with a function of its own after it is
 
-    gemm(x, weight, bias, Gemm(finish_plain, value=my_function, params=(3,)), y, tensors=(coefficients,))
+    gemm(x, weight, bias, Gemm(epilogue_plain, value=my_function, params=(3,)), y, tensors=(coefficients,))
 
-and one of a function of x is ``Gemm(finish_plain, make=my_maker)``.
+and one of a function of x is ``Gemm(epilogue_plain, prologue=my_prologue)``.
 """
 
 import triton
@@ -87,7 +87,7 @@ def _plus_row(t, bias, column, columns, step):
 
 
 @triton.jit
-def _finish(
+def _epilogue(
     first,
     second,
     place,
@@ -95,7 +95,7 @@ def _finish(
     targets,
     tensors,
     strides,
-    FINISH: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     VALUE: tl.constexpr,
     SLOPE: tl.constexpr,
     PARAMS: tl.constexpr,
@@ -103,7 +103,7 @@ def _finish(
     HAS_BIAS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Finish sums in PARTS pieces; of "stacked" pairs both halves are given. bias: (pointer, step, distance of the two of a pair)."""
+    """Epilogue sums in PARTS pieces; of "stacked" pairs both halves are given. bias: (pointer, step, distance of the two of a pair)."""
     row, column, rows, columns = place
     if PARTS > 1:
         left, right = _halves(first)
@@ -114,8 +114,8 @@ def _finish(
         STEP: tl.constexpr = first.shape[1] // (4 if PAIRS == "interleaved" else 2)
         beside = (row, column + STEP, rows, columns)
         LESS: tl.constexpr = PARTS // 2
-        _finish(left, left2, place, bias, targets, tensors, strides, FINISH, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
-        _finish(right, right2, beside, bias, targets, tensors, strides, FINISH, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
+        _epilogue(left, left2, place, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
+        _epilogue(right, right2, beside, bias, targets, tensors, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, LESS)
     else:
         if HAS_BIAS:
             if PAIRS == "interleaved":
@@ -126,7 +126,7 @@ def _finish(
                 second = _plus_row(second, bias[0] + bias[2], column, columns, bias[1])
         if PAIRS == "interleaved":
             first, second = tl.split(tl.reshape(first, (first.shape[0], first.shape[1] // 2, 2)))
-        FINISH(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+        EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _gemm_kernel(
     b,  # [N, K], boxes [BLOCK_N, BLOCK_K]; for "stacked" pairs [N / 2, K], or both as [2, N / 2, K], boxes [2, BLOCK_N / 2, BLOCK_K]
     b2,  # [N / 2, K], for "stacked" pairs without a descriptor of both
     bias,  # [N], or [2, N / 2] in its strides
-    out,  # these four are the finisher's
+    out,  # these four are the epilogue's
     pair,
     pair2,
     side,
@@ -149,8 +149,8 @@ def _gemm_kernel(
     bias_half,
     strides,
     functions,
-    MAKE: tl.constexpr,
-    FINISH: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     VALUE: tl.constexpr,
     SLOPE: tl.constexpr,
     BEGIN: tl.constexpr,
@@ -185,7 +185,7 @@ def _gemm_kernel(
             k = step * BLOCK_K
             x = load_tile(a, row, k, M, K, stride_a, BLOCK_M, BLOCK_K)
             w = _load_rows(b, b2, tile_n, k, N, K, stride_b, BLOCK_N, BLOCK_K, PAIRS)
-            x = MAKE(x, k, K, tensors, PARAMS).to(COMPUTE)
+            x = PROLOGUE(x, k, K, tensors, PARAMS).to(COMPUTE)
             w = w.to(COMPUTE).T
             acc = product(x, w, w, acc, PRECISION, MADE)
         first = acc
@@ -198,18 +198,20 @@ def _gemm_kernel(
         place = (row, tile_n * (BLOCK_N // PAIRED), M, N // PAIRED)
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)
-        _finish(first, second, place, biases, targets, tensors + functions, strides, FINISH, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, PARTS)
+        _epilogue(
+            first, second, place, biases, targets, tensors + functions, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, PARTS
+        )
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def begin_nothing(row, tile_n, tensors, strides, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARAMS: tl.constexpr):
-    """Nothing is fetched for the finisher."""
+    """Nothing is fetched for the epilogue."""
 
 
 @triton.jit
-def make_plain(a, k, K, tensors, PARAMS: tl.constexpr):
+def prologue_plain(a, k, K, tensors, PARAMS: tl.constexpr):
     """The left operand as it was loaded."""
     return a
 
@@ -221,7 +223,7 @@ def value_plain(t, column, columns, tensors, PARAMS: tl.constexpr):
 
 
 @triton.jit
-def finish_plain(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def epilogue_plain(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """Store VALUE of the sums to ``out [M, N]``."""
     row, column, rows, columns = place
     store_tile(targets[0], VALUE(first, column, columns, tensors, PARAMS), row, column, rows, columns, strides[0])

@@ -16,11 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.runtime.descriptors import Place, Template, remade, template_of
 from fastkron_py.runtime.device import on_device
-from fastkron_py.runtime.launch import RECORDING, Launcher, Way
+from fastkron_py.runtime.launch import RECORDING, LaunchConfig, Launcher
 from fastkron_py.runtime.program import is_hooked, launcher_of
 from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.gemm import _gemm_kernel, make_plain, value_plain
+from fastkron_py.tiling.gemm import _gemm_kernel, prologue_plain, value_plain
 from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 from fastkron_py.tiling.gemm_problem import Gemm, Kind, Operand, kind_of, rowwise
 
@@ -105,8 +105,8 @@ class Plan:
             "bias_half": 1 if kind.bias is None else kind.bias[1],
             "strides": tuple([1 if o is None else o.stride for o in (out, pair, side)]),
             "functions": kind.gemm.functions or (value_plain,),
-            "MAKE": kind.gemm.make,
-            "FINISH": kind.gemm.finish,
+            "PROLOGUE": kind.gemm.prologue,
+            "EPILOGUE": kind.gemm.epilogue,
             "VALUE": kind.gemm.value,
             "SLOPE": kind.gemm.slope,
             "BEGIN": kind.gemm.begin,
@@ -122,7 +122,7 @@ class Plan:
             "COMPUTE": compute,
             # Operands stay in shared memory as they are: a tensor core cuts off what TF32 does not hold.
             "PRECISION": "cut" if precision == "tf32" else precision,
-            "MADE": kind.gemm.make is not make_plain,
+            "MADE": kind.gemm.prologue is not prologue_plain,
             "FLATTEN": not knobs.runtime.interpret,
             "NEXT_EARLY": overlap.next,
             "EARLY": overlap.last,
@@ -132,7 +132,7 @@ class Plan:
             arguments["launch_pdl"] = True
         grid = (min(tuning.tiles(tile, sizes), sizes.multiprocessors * tile.programs),)
         stages = range(tile.stages, 0, -1)
-        self.launch = Launcher([Way(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
+        self.launch = Launcher([LaunchConfig(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 
     def is_current(self, b: Tensor, b2: Tensor | None) -> bool:
         """Whether it can be repeated on b and b2, elsewhere in memory: launches have not been forgotten since it was made."""
@@ -330,18 +330,18 @@ def gemm(
     tile: GemmTile | None = None,
     b2: Tensor | None = None,
 ) -> None:
-    """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.finish`` store what becomes of the sums.
+    """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.epilogue`` store what becomes of the sums.
 
     Args:
         a: float32, float16 or bfloat16, of any strides, not empty.
         b: like a; ``[N / 2, K]`` for "stacked" pairs.
         bias: ``[N]``, or ``[2, N / 2]`` for "stacked" pairs; or None.
         call: what is passed in.
-        out: ``[M, N]``, or ``[M, N / 2]`` for pairs, rows being runs of memory, as of the following; or None where the finisher needs none.
+        out: ``[M, N]``, or ``[M, N / 2]`` for pairs, rows being runs of memory, as of the following; or None where the epilogue needs none.
         pair: ``[M, N / 2]`` or ``[M, N]``.
         pair2: ``[M, N / 2]``.
-        side: ``[M, N / 2]``, which the finisher reads; for no pairs ``[M, N]``.
-        tensors: what maker and finisher read besides.
+        side: ``[M, N / 2]``, which the epilogue reads; for no pairs ``[M, N]``.
+        tensors: what prologue and epilogue read besides.
         precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
         tile: blocks; None lets the closed form choose.
         b2: ``[N / 2, K]`` for "stacked" pairs, in memory of b's or of its own.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.device import has_overlap, multiprocessor_count
-from fastkron_py.tiling.gemm import begin_nothing, make_plain, value_plain
+from fastkron_py.tiling.gemm import begin_nothing, prologue_plain, value_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 
 _LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
@@ -20,16 +20,16 @@ _FARTHEST: Final = 1 << 40  # bytes from row to row
 class Gemm(NamedTuple):
     """What an operator passes to the main loop: see `tiling/gemm.py`."""
 
-    finish: Any
-    make: Any = make_plain
+    epilogue: Any
+    prologue: Any = prologue_plain
     value: Any = value_plain
     slope: Any = value_plain
     params: tuple[Any, ...] = ()
     pairs: str = ""  # "stacked" or "interleaved": b's rows in twos
     divisible: bool = False  # nothing passed in asks for a column's number, or others' results: launches of some columns may overlap
-    functions: tuple[Any, ...] = ()  # further jit functions for finish
+    functions: tuple[Any, ...] = ()  # further jit functions for the epilogue
     begin: Any = begin_nothing
-    sums: int = 1  # of the product, that the finisher makes one column of the result of; pairs are two
+    sums: int = 1  # of the product, that the epilogue makes one column of the result of; pairs are two
     light: bool = False  # without a bias, programs of two launches fit a multiprocessor's registers together: see `tiling/gemm_config.py`
 
     @property

@@ -105,7 +105,7 @@ def main() -> None:
             "kernel": self.__name__,
             "shared": compiled.metadata.shared,
             **resources(compiled.asm["cubin"]),
-            "unguarded": unguarded_stores(compiled.asm["cubin"]) if "fragment" in self.__name__ else 0,
+            "unguarded": unguarded_stores(compiled.asm["cubin"]) if "chained" in self.__name__ else 0,
         }
         print(json.dumps(line), flush=True)
 
@@ -113,7 +113,7 @@ def main() -> None:
     from fastkron_py.kron import triton_backend, triton_backward
     from fastkron_py.runtime import device as devices
 
-    devices.has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
+    devices.has_chained = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():
         k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))
         x = torch.empty(groups, rows, k, columns, dtype=dtype)

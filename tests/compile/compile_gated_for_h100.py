@@ -44,8 +44,8 @@ def main() -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        finish = options.get("FINISH")
-        found = {"problem": current, "kernel": self.__name__, "finish": finish.__name__ if finish else ""}
+        epilogue = options.get("EPILOGUE")
+        found = {"problem": current, "kernel": self.__name__, "epilogue": epilogue.__name__ if epilogue else ""}
         ptx = compiled.asm["ptx"]
         # Where in the text: of the wait for the launch ahead, and of the last store; -1 for none.
         found |= {"early": options.get("EARLY"), "wait": ptx.rfind("griddepcontrol.wait"), "store": ptx.rfind("cp.async.bulk.tensor")}
@@ -57,7 +57,7 @@ def main() -> None:
     from fastkron_py.gated import launches as triton_gated
     from fastkron_py.tiling import gemm_launch
     from fastkron_py.tiling import gemm_problem as gemm_kind
-    from fastkron_py.tiling.gemm import finish_plain
+    from fastkron_py.tiling.gemm import epilogue_plain
     from fastkron_py.tiling.gemm_launch import gemm
     from fastkron_py.tiling.gemm_problem import Gemm
 
@@ -84,7 +84,7 @@ def main() -> None:
         triton_gated.forward((x, weight, None, None), triton_gated.Gated(activation, "interleaved", "highest"))
     current = "a linear layer"
     x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
-    call = Gemm(finish_plain, make=_make_silu, value=_clipped, params=(3.0,))
+    call = Gemm(epilogue_plain, prologue=_make_silu, value=_clipped, params=(3.0,))
     gemm(x, weight, None, call, torch.empty(4096, 4096, dtype=torch.bfloat16))
 
 

@@ -94,7 +94,7 @@ def main() -> None:
     for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
         current = name
         has_hopper = not name.endswith("in plain Triton")
-        devices.has_fragments = lambda device, dtype, has=has_hopper: has and dtype != torch.float64  # type: ignore[assignment]
+        devices.has_chained = lambda device, dtype, has=has_hopper: has and dtype != torch.float64  # type: ignore[assignment]
         triton_poly_kan.forget_launches()
         spec = Spec(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
         x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)

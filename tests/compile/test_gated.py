@@ -21,10 +21,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
-    gated = {(k["kernel"], k["finish"]) for k in kernels if k["problem"] == "8B"}
-    finishers = {"finish_gate", "finish_gate_and_pair", "finish_gradients", "finish_gradients_and_gate"}
-    assert gated == {("_gemm_kernel", f) for f in finishers} | {("_gate_gradients_kernel", "")}
-    assert ("_gemm_kernel", "finish_plain") in {(k["kernel"], k["finish"]) for k in kernels}
+    gated = {(k["kernel"], k["epilogue"]) for k in kernels if k["problem"] == "8B"}
+    epilogues = {"epilogue_gate", "epilogue_gate_and_pair", "epilogue_gradients", "epilogue_gradients_and_gate"}
+    assert gated == {("_gemm_kernel", f) for f in epilogues} | {("_gate_gradients_kernel", "")}
+    assert ("_gemm_kernel", "epilogue_plain") in {(k["kernel"], k["epilogue"]) for k in kernels}
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:

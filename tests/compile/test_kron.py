@@ -24,10 +24,10 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert names == {
         "_sliced_multiply_fwd_kernel",
         "_fused_multiply_fwd_kernel",
-        "_fragment_multiply_fwd_kernel",
+        "_chained_multiply_fwd_kernel",
         "_fused_multiply_bwd_kernel",
-        "_fragment_step_bwd_kernel",
-        "_fragment_pair_bwd_kernel",
+        "_chained_step_bwd_kernel",
+        "_chained_pair_bwd_kernel",
         "_factor_gradient_kernel",
         "_sum_partials_kernel",
         "_split_gradient_kernel",
@@ -60,14 +60,14 @@ def test_tiles_of_half_the_registers_stay_in_registers(kernels: list[dict[str, A
 
 def test_wide_steps_fetch_ahead(kernels: list[dict[str, Any]]) -> None:
     """Both halves of a 128 x 128 factor and a tile of x in shared memory; what Triton 3.6 spills is a few values."""
-    found = [k for k in kernels if k["problem"] == "128^2" and k["kernel"] == "_fragment_multiply_fwd_kernel" and k["what"] == "multiply"]
+    found = [k for k in kernels if k["problem"] == "128^2" and k["kernel"] == "_chained_multiply_fwd_kernel" and k["what"] == "multiply"]
     assert found
     assert [k for k in found if k["shared"] < 3 * 2**16 or k["stack"] > 96] == []
 
 
 def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
     """What `is_fused` lets together fits into registers: a few values at most go to the stack, once a tile."""
-    names = ("_fragment_step_bwd_kernel", "_fused_multiply_bwd_kernel", "_fragment_pair_bwd_kernel")
+    names = ("_chained_step_bwd_kernel", "_fused_multiply_bwd_kernel", "_chained_pair_bwd_kernel")
     fused = [k for k in kernels if k["kernel"] in names and k["problem"] in ("16^4", "32^4", "64^3", "128^2", "8^5")]
     assert {k["problem"] for k in fused} == {"16^4", "32^4", "64^3", "128^2", "8^5"}
     assert [k for k in fused if k["stack"] > {names[0]: 0, names[1]: 32, names[2]: 16}[k["kernel"]]] == []
@@ -75,6 +75,6 @@ def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:
 
 def test_products_are_over_before_their_factors_are_overwritten(kernels: list[dict[str, Any]]) -> None:
     """Shared memory of a step's factors is used again, by warps whose neighbours may still be multiplying with them."""
-    found = [k for k in kernels if "fragment" in k["kernel"]]
+    found = [k for k in kernels if "chained" in k["kernel"]]
     assert len(found) > 10
     assert [k for k in found if k["unguarded"]] == []

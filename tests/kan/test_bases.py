@@ -84,11 +84,11 @@ def test_host_agrees_with_scipy(basis: str) -> None:
 def test_kernel_agrees_with_scipy(basis: str, dtype: torch.dtype, device: torch.device) -> None:
     t = points().to(dtype)
     found, bound = find_basis(basis), 1e-10 if dtype == torch.float64 else FLOAT32_ERROR
-    makers = (found.value_maker, found.derivative_maker)
-    for maker, reference in zip(makers, expected(basis, t.double()), strict=True):
-        assert maker is not None
+    prologues = (found.value_prologue, found.derivative_prologue)
+    for prologue, reference in zip(prologues, expected(basis, t.double()), strict=True):
+        assert prologue is not None
         y = torch.empty(TERMS, len(t), dtype=dtype, device=device)
-        _basis_kernel[(1,)](t.to(device), y, len(t), *maker, TERMS, parameters_of(basis), 128)
+        _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, parameters_of(basis), 128)
         assert worst(y, reference) < bound
 
 
@@ -98,10 +98,10 @@ def test_jacobi_where_a_denominator_vanishes(a: float, b: float, device: torch.d
     from scipy.special import eval_jacobi
 
     t = points()
-    maker = find_basis("jacobi").value_maker
-    assert maker is not None
+    prologue = find_basis("jacobi").value_prologue
+    assert prologue is not None
     y = torch.empty(TERMS, len(t), dtype=torch.float64, device=device)
-    _basis_kernel[(1,)](t.to(device), y, len(t), *maker, TERMS, (a, b), 128)
+    _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, (a, b), 128)
     reference = torch.from_numpy(np.stack([eval_jacobi(n, a, b, t.numpy()) for n in range(TERMS)]))
     assert worst(y, reference) < 1e-10
     assert worst(torch.stack(list(find_basis("jacobi").values(t, TERMS, (a, b)))), reference) < 1e-10
@@ -113,12 +113,12 @@ def test_splines_of_lower_order(order: int, device: torch.device) -> None:
 
     t = points()
     found = find_basis("bspline")
-    for maker, derivative in ((found.value_maker, False), (found.derivative_maker, True)):
+    for prologue, derivative in ((found.value_prologue, False), (found.derivative_prologue, True)):
         splines = [_spline(n, TERMS, order) for n in range(TERMS)]
         reference = np.stack([np.nan_to_num((s.derivative() if derivative else s)(t.numpy())) for s in splines])
         y = torch.empty(TERMS, len(t), dtype=torch.float64, device=device)
-        assert maker is not None
-        _basis_kernel[(1,)](t.to(device), y, len(t), *maker, TERMS, (float(order),), 128)
+        assert prologue is not None
+        _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, (float(order),), 128)
         assert worst(y, torch.from_numpy(reference)) < 1e-10
     total = sum(found.values(t, TERMS, (float(order),)))
     torch.testing.assert_close(total, torch.ones_like(t))
@@ -207,11 +207,11 @@ def _power_derivatives(t: Tensor, terms: int, parameters: tuple[float, ...]) -> 
 
 @pytest.fixture(params=["with device functions", "on the host alone"])
 def powers(request: pytest.FixtureRequest) -> Iterator[str]:
-    makers = ((_power_start, _power_step, _power_value), (_power_start, _power_step, _power_derivative))
+    prologues = ((_power_start, _power_step, _power_value), (_power_start, _power_step, _power_derivative))
     if request.param == "on the host alone":
         register_basis(Basis("powers", _powers, _power_derivatives, has_constant=True))
     else:
-        register_basis(Basis("powers", _powers, _power_derivatives, *makers, has_constant=True))
+        register_basis(Basis("powers", _powers, _power_derivatives, *prologues, has_constant=True))
     yield "powers"
     unregister_basis("powers")
 

@@ -43,7 +43,7 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
         monkeypatch.setattr(tuning, "_LEAST_FILLED", 0.0)
         monkeypatch.setattr(gemm_kind, "multiprocessor_count", lambda device: 3)
-        monkeypatch.setattr(devices, "has_fragments", lambda device, dtype: dtype != torch.float64)
+        monkeypatch.setattr(devices, "has_chained", lambda device, dtype: dtype != torch.float64)
     for module in (tuning, recorded_poly_kan):
         monkeypatch.setattr(module, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)

@@ -43,7 +43,7 @@ def by_gemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
     for module in (poly_kan_kind, gemm_kind):
         monkeypatch.setattr(module, "multiprocessor_count", lambda device: 3)
-    monkeypatch.setattr(devices, "has_fragments", lambda device, dtype: dtype != torch.float64)
+    monkeypatch.setattr(devices, "has_chained", lambda device, dtype: dtype != torch.float64)
     monkeypatch.setattr(devices, "has_staged", lambda device, dtype: False)
     triton_poly_kan.forget_launches()
     yield launched
@@ -145,7 +145,7 @@ def test_what_other_kernels_keep(by_gemm: list[Any], generator: torch.Generator,
     assert not is_taken(width=44, dtype=torch.bfloat16)
     assert not is_taken(degree=2)
     assert not is_taken(degree=33)
-    monkeypatch.setattr(devices, "has_fragments", lambda device, dtype: False)
+    monkeypatch.setattr(devices, "has_chained", lambda device, dtype: False)
     assert not is_taken()
 
 

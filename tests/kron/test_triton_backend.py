@@ -1,4 +1,4 @@
-"""The Triton launchers in canonical form: every kind of launch, address and finisher, on data poisoned beforehand."""
+"""The Triton launchers in canonical form: every kind of launch, address and epilogue, on data poisoned beforehand."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_too_little_shared_memory_takes_the_next_recipe(backend, device, monkeyp
 
             return launch
 
-    real = backend.recipes
+    real = backend.launch_configs
     monkeypatch.setattr(
-        backend, "recipes", lambda case, config: (real(case, config)[0]._replace(kernel=TooLarge()), *real(case, config)[1:])
+        backend, "launch_configs", lambda case, config: (real(case, config)[0]._replace(kernel=TooLarge()), *real(case, config)[1:])
     )
     backend._program.cache_clear()
     x, factors = problem(torch.float64, device, 1, 40, (12,), (12,), 1)
@@ -89,7 +89,7 @@ def test_too_little_shared_memory_takes_the_next_recipe(backend, device, monkeyp
         assert_close(backend.multiply(x, factors, None, 1.0, 0.0, None), dense(x, factors))
     assert len(tried) == 1
 
-    monkeypatch.setattr(backend, "recipes", lambda case, config: (real(case, config)[0]._replace(kernel=TooLarge()),))
+    monkeypatch.setattr(backend, "launch_configs", lambda case, config: (real(case, config)[0]._replace(kernel=TooLarge()),))
     backend._program.cache_clear()
     with pytest.raises(OutOfResources):
         backend.multiply(x, factors, None, 1.0, 0.0, None)

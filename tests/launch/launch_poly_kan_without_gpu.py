@@ -107,7 +107,7 @@ def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
     for module in (gemm_kind, poly_kan_kind):
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
-    devices.has_fragments = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
+    devices.has_chained = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     devices.has_approximations = lambda device: True  # type: ignore[assignment]
     replay._places = apart  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU

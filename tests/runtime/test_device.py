@@ -1,4 +1,4 @@
-"""Where the fragment kernel is used."""
+"""Where the register-chained kernel is used."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HOPPER = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Answers of this test's own: they are kept for the life of a process."""
-    for answer in (devices._gluon_kernel, devices.has_fragments):
+    for answer in (devices._gluon_kernel, devices.has_chained):
         answer.cache_clear()
     yield
-    for answer in (devices._gluon_kernel, devices.has_fragments):
+    for answer in (devices._gluon_kernel, devices.has_chained):
         answer.cache_clear()
 
 
@@ -36,20 +36,20 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_hopper_takes_it(capability: list[int], dtype: torch.dtype) -> None:
-    assert devices.has_fragments(HOPPER, dtype)
+    assert devices.has_chained(HOPPER, dtype)
 
 
 @pytest.mark.parametrize("major", [8, 10, 12])
 def test_other_chips_do_not(capability: list[int], major: int) -> None:
     capability[0] = major
-    assert not devices.has_fragments(HOPPER, torch.float32)
+    assert not devices.has_chained(HOPPER, torch.float32)
 
 
 def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not devices.has_fragments(HOPPER, torch.float64)
-    assert not devices.has_fragments(torch.device("cpu"), torch.float32)
+    assert not devices.has_chained(HOPPER, torch.float64)
+    assert not devices.has_chained(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(devices, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
-    assert not devices.has_fragments(HOPPER, torch.float32)
+    assert not devices.has_chained(HOPPER, torch.float32)
 
 
 def test_a_triton_without_gluon_gets_the_plain_kernels(
@@ -58,9 +58,9 @@ def test_a_triton_without_gluon_gets_the_plain_kernels(
     monkeypatch.delitem(sys.modules, "fastkron_py.kron.hopper.multiply", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     with caplog.at_level(logging.WARNING, "fastkron_py"):
-        assert not devices.has_fragments(HOPPER, torch.float32)
+        assert not devices.has_chained(HOPPER, torch.float32)
     assert "no Gluon" in caplog.text
-    assert devices.fragment_kernel() is None
+    assert devices.chained_kernel() is None
 
 
 @pytest.mark.parametrize(

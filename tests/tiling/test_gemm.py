@@ -1,4 +1,4 @@
-"""The GEMM main loop by itself: makers, finishers, pairs of rows, tiles in parts, and what must not be written."""
+"""The GEMM main loop by itself: prologues, epilogues, pairs of rows, tiles in parts, and what must not be written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.gated.activations import Activation, find_activation, register_activation, unregister_activation
-from fastkron_py.gated.kernels.epilogues import finish_gate, finish_gate_and_pair
+from fastkron_py.gated.kernels.epilogues import epilogue_gate, epilogue_gate_and_pair
 from fastkron_py.gated.launches import Gated
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import gemm_launch
 from fastkron_py.tiling import gemm_problem as gemm_kind
-from fastkron_py.tiling.gemm import finish_plain, make_plain
+from fastkron_py.tiling.gemm import epilogue_plain, prologue_plain
 from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import gemm
 from fastkron_py.tiling.gemm_problem import Gemm
@@ -37,7 +37,7 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @triton.jit
 def _scaled_columns(a, k, K, tensors, PARAMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A column's own scale, then a power: what a maker with parameters does."""
+    """A column's own scale, then a power: what a prologue with parameters does."""
     c = k + tl.arange(0, a.shape[1])
     scale = tl.load(tensors[0] + c, mask=c < K, other=0.0)
     x = a * scale[None, :]
@@ -64,20 +64,20 @@ def test_linear_layer(tile: GemmTile, shape: tuple[int, int, int], described: bo
     m, n, k = shape
     x, weight, bias = torch.randn(m, k, device=device), torch.randn(n, k, device=device), torch.randn(n, device=device)
     whole, out = inner(m, n, torch.float32, device)
-    gemm(x, weight, bias, Gemm(finish_plain), out, tile=tile)
+    gemm(x, weight, bias, Gemm(epilogue_plain), out, tile=tile)
     expected = x.double() @ weight.double().mT + bias.double()
     assert_close(out, expected)
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
 
 
 @pytest.mark.parametrize("tile", TILES[:2], ids=str)
-def test_maker_and_function_of_the_sums(tile: GemmTile, described: bool, device: torch.device) -> None:
+def test_prologue_and_function_of_the_sums(tile: GemmTile, described: bool, device: torch.device) -> None:
     """What a KAN's linear layer is made of: the left operand a function of x by column, the result one of the sums by column."""
     m, n, k = 37, 40, 43
     x, weight = torch.randn(m, k, device=device), torch.randn(n, k, device=device) / 7
     scale, shift = torch.randn(k, device=device), torch.randn(n, device=device)
     out = torch.empty(m, n, device=device)
-    call = Gemm(finish_plain, make=_scaled_columns, value=_plus_column, params=(3,))
+    call = Gemm(epilogue_plain, prologue=_scaled_columns, value=_plus_column, params=(3,))
     gemm(x, weight, None, call, out, tensors=(scale, shift), tile=tile)
     sums = (x.double() ** 3 * scale.double()) @ weight.double().mT
     assert_close(out, sums**2 + shift.double(), rms_tol=2e-6, max_tol=1e-5)
@@ -100,7 +100,7 @@ def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device
     up, gate = (x.double() @ weight[i].double().mT + bias[i].double() for i in range(2))
     whole, out = inner(m, h, torch.float32, device)
     pairs = "interleaved" if where == "interleaved" else "stacked"
-    call = Gemm(finish_gate, value=find_activation("relu").value, params=(False,), pairs=pairs)
+    call = Gemm(epilogue_gate, value=find_activation("relu").value, params=(False,), pairs=pairs)
     if where == "interleaved":
         gemm(x, weight.transpose(0, 1).reshape(2 * h, k), bias.mT.reshape(2 * h), call, out, tile=tile)
     else:
@@ -128,11 +128,11 @@ def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device
 def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
     monkeypatch.setattr(gemm_kind, "has_overlap", lambda device: other.get("overlap", True))
-    register_activation(Activation("my own", torch.relu, torch.relu, make_plain, make_plain))
+    register_activation(Activation("my own", torch.relu, torch.relu, prologue_plain, prologue_plain))
     try:
-        finish = finish_gate_and_pair if other.get("saving") else finish_gate
+        epilogue = epilogue_gate_and_pair if other.get("saving") else epilogue_gate
         x, (b, b2) = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
-        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(finish, x)
+        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(epilogue, x)
     finally:
         unregister_activation("my own")
     bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
@@ -145,7 +145,7 @@ def test_half_types_of_another_result(device: torch.device) -> None:
     """Sums are float32, and are stored in the result's dtype."""
     x, weight = (torch.randint(-3, 4, (20, 16), device=device).bfloat16() for _ in range(2))
     out = torch.empty(20, 20, device=device)
-    gemm(x, weight, None, Gemm(finish_plain), out)
+    gemm(x, weight, None, Gemm(epilogue_plain), out)
     assert torch.equal(out, (x.float() @ weight.float().mT))
 
 
@@ -157,7 +157,7 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     x.copy_(torch.randn(20, 6))
     weight = torch.full((6, 16), torch.nan, dtype=dtype, device=device)[:, :6]
     weight.copy_(torch.randn(6, 6))
-    gemm(x, weight, None, Gemm(finish_plain), y)
+    gemm(x, weight, None, Gemm(epilogue_plain), y)
     # The interpreter cuts bfloat16 off.
     assert_close(y, x.double() @ weight.double().mT, **({"rms_tol": 8e-3, "max_tol": 3e-2} if dtype == torch.bfloat16 else {}))
     y.fill_(torch.nan)

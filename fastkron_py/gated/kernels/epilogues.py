@@ -1,6 +1,6 @@
 """What becomes of the pairs of a gated linear layer's sums: ``y = up * act(gate)``, or the gradients of both from dy.
 
-Finishers of `tiling/gemm.py`, and one elementwise kernel for pairs that were stored. VALUE and SLOPE are the activation and its
+Epilogues of `tiling/gemm.py`, and one elementwise kernel for pairs that were stored. VALUE and SLOPE are the activation and its
 derivative, ``PARAMS[0]`` whether pairs are stored interleaved.
 """
 
@@ -23,34 +23,34 @@ def _store_pair(first, second, place, pair, pair2, stride, INTERLEAVED: tl.const
 
 
 @triton.jit
-def finish_gate(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def epilogue_gate(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """``out [M, H] = first * VALUE(second)``."""
     row, column, rows, columns = place
     store_tile(targets[0], first * VALUE(second), row, column, rows, columns, strides[0])
 
 
 @triton.jit
-def finish_gate_and_pair(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def epilogue_gate_and_pair(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """The same, and both of each pair, which backward may read again."""
     _store_pair(first, second, place, targets[1], targets[2], strides[1], PARAMS[0])
-    finish_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+    epilogue_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit
-def _finish_gradients(first, second, dy, place, targets, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def _epilogue_gradients(first, second, dy, place, targets, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     _store_pair(dy * VALUE(second), dy * first * SLOPE(second), place, targets[1], targets[2], strides[1], PARAMS[0])
 
 
 @triton.jit
-def finish_gradients(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def epilogue_gradients(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """From ``side [M, H]``, dy: the gradients of each pair."""
     row, column, rows, columns = place
     dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
-    _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
+    _epilogue_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit
-def finish_gradients_and_gate(
+def epilogue_gradients_and_gate(
     first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
 ):
     """The same, and ``out [M, H] = first * VALUE(second)``; it may be dy's own memory where both have descriptors.
@@ -59,8 +59,8 @@ def finish_gradients_and_gate(
     """
     row, column, rows, columns = place
     dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
-    finish_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
-    _finish_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
+    epilogue_gate(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
+    _epilogue_gradients(first, second, dy, place, targets, strides, VALUE, SLOPE, PARAMS)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Bases of polynomial KAN layers, their tables, and how x is brought onto [-1, 1]: device functions, with the host's beside them.
 
-A basis is a sequence of functions B_0, B_1, ... on [-1, 1] (or wider). On the device it is three jit functions, a *maker*:
+A basis is a sequence of functions B_0, B_1, ... on [-1, 1] (or wider). On the device it is three jit functions, a *prologue*:
 
 ====================================  ==============================================================================
 ``start(t, TERMS, PARAMS)``           the state at degree 0: a tuple of tiles, made of the normalised argument's tile
@@ -33,7 +33,7 @@ MOST_DEGREE: Final = 64
 
 Parameters = tuple[float, ...]
 Terms = Callable[[Tensor, int, Parameters], Iterator[Tensor]]
-Maker = tuple[Any, Any, Any]
+Prologue = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,20 +44,20 @@ class Basis:
         name: what users call it.
         values: ``(t, terms, parameters)`` to B_0(t), ..., B_{terms-1}(t), each of t's shape.
         derivatives: the same of B_d'.
-        value_maker: (start, step, value) as this module's text says; None leaves the basis to torch.
-        derivative_maker: the same of B_d'.
+        value_prologue: (start, step, value) as this module's text says; None leaves the basis to torch.
+        derivative_prologue: the same of B_d'.
         parameters: names of the parameters, in order, and their defaults.
         check: raises ValueError for (terms, parameters) that are not possible.
         has_constant: B_0 is 1 everywhere, so that degree 0 is a bias.
-        any_dialect: the makers use nothing of Triton that Gluon lacks (no `tl.zeros_like`: see `constant`), so that Hopper's kernels
+        any_dialect: the prologues use nothing of Triton that Gluon lacks (no `tl.zeros_like`: see `constant`), so that Hopper's kernels
             take them.
     """
 
     name: str
     values: Terms
     derivatives: Terms
-    value_maker: Maker | None = None
-    derivative_maker: Maker | None = None
+    value_prologue: Prologue | None = None
+    derivative_prologue: Prologue | None = None
     parameters: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     check: Callable[[int, Parameters], None] = lambda terms, parameters: None
     has_constant: bool = False
@@ -70,9 +70,9 @@ __all__ = [
     "MOST_DEGREE",
     "NORMALIZERS",
     "Basis",
-    "Maker",
     "Normalizer",
     "Parameters",
+    "Prologue",
     "basis_names",
     "constant",
     "find_basis",

@@ -167,7 +167,7 @@ def _poly_kan_staged_fwd_kernel(
     STAGES: gl.constexpr,
     FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all
     PRECISION: gl.constexpr,
-    REGISTERS: gl.constexpr,  # of a thread of either warpgroup with sums; of the maker's
+    REGISTERS: gl.constexpr,  # of a thread of either warpgroup with sums; of the producer's
     ALIGN_IN: gl.constexpr,
     ALIGN_OUT: gl.constexpr,
 ):

@@ -13,7 +13,7 @@ from fastkron_py.kan.config import GROUP, Sizes
 from fastkron_py.kan.config_hopper import Staged
 from fastkron_py.kan.problem import ALIGNED, Kind, Sum
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.launch import Launcher, Way
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.products import _sum_segments_kernel
 
 _SUM_ROWS = 32
@@ -53,7 +53,7 @@ class _Staged:
 
     def constants(self, kind: Kind, choice: Staged, derivative: bool) -> dict[str, Any]:
         """What all three kernels take."""
-        start, step, value = kind.spec.maker(derivative)
+        start, step, value = kind.spec.prologue(derivative)
         return {
             "rows": kind.rows,
             "num_in": kind.num_in,
@@ -79,12 +79,12 @@ class _Staged:
 class _Described:
     """A launch whose operands at some places are given as descriptors of matrices of so many columns, in boxes, for the copy engine."""
 
-    def __init__(self, way: Way, places: tuple[int, ...], box: list[int], dtype: torch.dtype, columns: int) -> None:
+    def __init__(self, config: LaunchConfig, places: tuple[int, ...], box: list[int], dtype: torch.dtype, columns: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         self._descriptor = TensorDescriptor
-        self._launch = Launcher([way])
+        self._launch = Launcher([config])
         self._places, self._box, self._columns = places, box, columns
         self._layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(dtype).removeprefix("torch.")))
 
@@ -116,7 +116,7 @@ class StagedForward(_Staged):
             "ALIGN_OUT": math.gcd(kind.num_out, ALIGNED),
         }
         box = [choice.block_n, choice.block_k]
-        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (1, 2), box, kind.dtype, kind.num_in)
+        self.launch = _Described(LaunchConfig(kernel, (choice.programs,), arguments), (1, 2), box, kind.dtype, kind.num_in)
         if choice.splits > 1:
             self.partial = (choice.splits, kind.rows, kind.num_out)
             self.sum = Sum(choice.splits, kind.rows * kind.num_out)
@@ -146,7 +146,7 @@ class StagedInputGradient(_Staged):
             "ALIGN_CO": 1 if self.turned else math.gcd(kind.num_in, ALIGNED),
             "ALIGN_CI": math.gcd(kind.num_out, ALIGNED) if self.turned else 1,
         }
-        self.launch = Launcher([Way(kernel, (choice.programs,), arguments)])
+        self.launch = Launcher([LaunchConfig(kernel, (choice.programs,), arguments)])
 
 
 class StagedCoefficientGradient(_Staged):
@@ -167,7 +167,7 @@ class StagedCoefficientGradient(_Staged):
         }
         box = [tuning.BLOCK_M, choice.block_k] if self.turned else [choice.block_k, tuning.BLOCK_M]
         columns = kind.rows if self.turned else kind.num_out
-        self.launch = _Described(Way(kernel, (choice.programs,), arguments), (0, 1), box, kind.dtype, columns)
+        self.launch = _Described(LaunchConfig(kernel, (choice.programs,), arguments), (0, 1), box, kind.dtype, columns)
         tiles = -(-kind.num_out // tuning.BLOCK_M) * -(-kind.num_in // choice.block_n) * -(-sizes.terms // choice.degrees)
         segments = tuning.segments_of(tiles, blocks, choice.items)
         if segments > 1:
@@ -194,7 +194,7 @@ class _SegmentSum:
             "num_warps": 4,
         }
         parts = -(-kind.num_in // choice.block_n) * -(-kind.num_out // _SUM_ROWS)
-        self._launch = Launcher([Way(_sum_segments_kernel, (parts * (kind.spec.terms - first),), arguments)])
+        self._launch = Launcher([LaunchConfig(_sum_segments_kernel, (parts * (kind.spec.terms - first),), arguments)])
 
     def __call__(self, partial: Tensor, out: Tensor) -> None:
         """Add up."""

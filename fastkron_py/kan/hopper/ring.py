@@ -1,9 +1,9 @@
-"""A ring of operands between warpgroups with one trade each: a maker, and two that multiply.
+"""A ring of operands between warpgroups with one trade each: a producer, and two that multiply.
 
-The maker computes one operand and has the copy engine bring the other. The two that multiply hold 64 rows of a tile of sums each, and do
-nothing but products of what lies ready. Each of the ring's buffers has two barriers in shared memory: products wait for "full", the maker
-for "empty"; nobody waits for all others. There is no fourth trade, for copies: each thread of 16 warps would begin with 128 registers,
-which a sum of 64 x 256 alone takes.
+The producer computes one operand and has the copy engine bring the other. The two that multiply hold 64 rows of a tile of sums each, and do
+nothing but products of what lies ready. Each of the ring's buffers has two barriers in shared memory: products wait for
+"full", the producer for "empty"; nobody waits for all others. There is no fourth trade, for copies:
+each thread of 16 warps would begin with 128 registers, which a sum of 64 x 256 alone takes.
 """
 
 from triton.experimental import gluon
@@ -48,7 +48,7 @@ def allocate_ring(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)  # the maker of one operand, who has the other copied
+        mbarrier.init(full.index(s), count=1)  # the producer of one operand, which has the other copied
         mbarrier.init(empty.index(s), count=2)  # two warpgroups
     return left, left_low, right, right_low, full, empty
 

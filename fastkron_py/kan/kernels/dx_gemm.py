@@ -23,7 +23,9 @@ def fetch_input(row, tile_n, tensors, strides, rows, BLOCK_M: tl.constexpr, BLOC
 
 
 @triton.jit
-def finish_input_gradient(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def epilogue_input_gradient(
+    first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr
+):
     """``dx [M, I] = SLOPE(x) * sum over d of B_d'(VALUE(x)) * sums``; sums beyond the last degree are not looked at, whatever they are."""
     tl.static_assert(isinstance(targets[0], tl.tensor_descriptor) and isinstance(targets[3], tl.tensor_descriptor))
     TERMS: tl.constexpr = PARAMS[0]

@@ -2,8 +2,8 @@
 
     y[m, o] = sum over d, j of B_d(norm x[m, j]) C[d, o, j]
 
-START, STEP and VALUE are a basis's maker (`basis.py`), NORM a normaliser's function. The reduction may be split over programs, whose sums
-go to partial results that a second launch adds in a fixed order.
+START, STEP and VALUE are a basis's prologue (`basis.py`), NORM a normaliser's function. The reduction may be split over programs; their
+sums are partial results that a second launch adds in a fixed order.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Launches of the fragment kernels of the backward pass: whether one takes a group, and with which arguments."""
+"""Launches of the register-chained kernels of the backward pass: whether one takes a group, and with which arguments."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fastkron_py.kron.plan.chained_gradient import (
 from fastkron_py.kron.plan.chained_pair import Constant, PairGradientConfig, Turn, pair_gradient, pair_gradient_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.device import multiprocessor_count
-from fastkron_py.runtime.launch import Way
+from fastkron_py.runtime.launch import LaunchConfig
 
 _VECTOR: Final = 4  # elements that are copied at once
 _MOST_OFFSET: Final = 2**31 - 1
 
 
-class FragmentWay(NamedTuple):
+class ChainedLaunch(NamedTuple):
     """A launch, and how many partial sums it leaves for each batch."""
 
-    way: Way
+    config: LaunchConfig
     partials: int
 
 
-def fragment_way(kind: Kind) -> FragmentWay | None:
-    """The launch of a fragment kernel for a group, or None where none can take it."""
+def chained_launch(kind: Kind) -> ChainedLaunch | None:
+    """The launch of a register-chained kernel for a group, or None where none can take it."""
     chain = kind.group.split > kind.group.start
     if not chain and kind.sizes == (NARROW, NARROW) and kind.around[2] % NEIGHBOURS == 0:
         kind = kind.with_neighbours(NEIGHBOURS)
-    if not devices.has_gradient_fragments(kind.device, kind.dtype) or not _copies_whole_vectors(kind):
+    if not devices.has_chained_gradients(kind.device, kind.dtype) or not _copies_whole_vectors(kind):
         return None
     groups, rows, before, after = kind.around
     addresses = kind.addresses
@@ -53,8 +53,8 @@ def fragment_way(kind: Kind) -> FragmentWay | None:
     if config is None or (addresses["TAIL"] and after * max(kind.sizes) + config.block_s > _MOST_OFFSET):
         return None
     if isinstance(config, PairGradientConfig):
-        return FragmentWay(_pair_way(kind, config), config.programs)
-    return FragmentWay(_step_way(kind, config), config.programs * config.summed)
+        return ChainedLaunch(_pair_launch(kind, config), config.programs)
+    return ChainedLaunch(_step_launch(kind, config), config.programs * config.summed)
 
 
 def _copies_whole_vectors(kind: Kind) -> bool:
@@ -108,7 +108,7 @@ def _operand(operand: Operand) -> tuple[Any, ...]:
     return (*bases(operand), operand.order, operand.shape)
 
 
-def _step_way(kind: Kind, config: StepGradientConfig) -> Way:
+def _step_launch(kind: Kind, config: StepGradientConfig) -> LaunchConfig:
     """The launch for a group of one step."""
     p, q = (size // config.neighbours for size in kind.sizes)
     plan = step_gradient(p, q, config, kind.addresses["TAIL"], kind.need_x)
@@ -133,10 +133,10 @@ def _step_way(kind: Kind, config: StepGradientConfig) -> Way:
         "NEED_F": any(kind.need_factors),
     }
     kernel, _ = devices.gradient_kernels()
-    return Way(kernel, (kind.around[0] * config.programs,), arguments)
+    return LaunchConfig(kernel, (kind.around[0] * config.programs,), arguments)
 
 
-def _pair_way(kind: Kind, config: PairGradientConfig) -> Way:
+def _pair_launch(kind: Kind, config: PairGradientConfig) -> LaunchConfig:
     """The launch for a chain of two steps."""
     p, q = _step_sizes(kind)
     split = kind.group.split - kind.group.start
@@ -160,4 +160,4 @@ def _pair_way(kind: Kind, config: PairGradientConfig) -> Way:
         "NEED_B": any(kind.need_factors[split:]),
     }
     _, kernel = devices.gradient_kernels()
-    return Way(kernel, (kind.around[0] * config.programs,), arguments)
+    return LaunchConfig(kernel, (kind.around[0] * config.programs,), arguments)

@@ -2,7 +2,7 @@
 
 Plain Triton keeps a tile between two products in shared memory, in both halves of three-pass TF32. Here, in Triton's
 lower-level dialect, each product's left operand is made in registers from the accumulator of the one before
-(`tuning.fragments` says which element sits where) and split there, so that data crosses shared memory once between
+(`plan.chained` says which element sits where) and split there, so that data crosses shared memory once between
 two steps, in float32, or not at all where it stays within a warp.
 
 Gluon has no interpreter: `sliced_multiply` holds the same computation in plain Triton, for every other device and for tests.
@@ -17,7 +17,7 @@ from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, loa
 from fastkron_py.runtime.gluon_names import barrier
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32
 
-# Entries of STEPS: the fields of `tuning.fragments.FragmentStep`.
+# Entries of STEPS: the fields of `plan.chained.ChainedStep`.
 ORDER, ROWS, START, STOP, P_SIZE, Q_SIZE, P_PAD, Q_PAD, COLUMNS = (gl.constexpr(i) for i in range(9))
 
 
@@ -247,7 +247,7 @@ def _run_steps(
 
 
 @gluon.jit(do_not_specialize=["alpha", "beta"])
-def _fragment_multiply_fwd_kernel(
+def _chained_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after], P the product of all P_i
     factor_ptrs,  # each [B, P_i, Q_i]
     z_ptr,
@@ -263,7 +263,7 @@ def _fragment_multiply_fwd_kernel(
     before,
     after,
     SHAPES: gl.constexpr,
-    STEPS: gl.constexpr,  # the fields of each `FragmentStep`
+    STEPS: gl.constexpr,  # the fields of each `ChainedStep`
     ALONG_P: gl.constexpr,  # for each step: its factor's columns, not its rows, are consecutive in memory
     STORE_ORDER: gl.constexpr,
     LOAD: gl.constexpr,  # the fields of a `TileLayout`
@@ -285,7 +285,7 @@ def _fragment_multiply_fwd_kernel(
     EVEN: gl.constexpr,
     THREE: gl.constexpr,  # three-pass TF32, else one
     ROUND: gl.constexpr,  # for one: operands are rounded to TF32, 2 in every step, 1 but in the first, 0 never
-    FINISH: gl.constexpr,
+    EPILOGUE: gl.constexpr,
 ):
     """One to four steps on tiles of whole slices."""
     COUNT: gl.constexpr = len(STEPS)
@@ -322,8 +322,8 @@ def _fragment_multiply_fwd_kernel(
                 t = load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE)
             acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
             store_tile(
-                acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, FINISH
+                acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, EPILOGUE
             )
     else:
         acc = _run_steps(t, h0, l0, h1, l1, h2, l2, h3, l3, STEPS, WARPS, WARPGROUP, THREE, ROUND, PADDED)
-        store_tile(acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, FINISH)
+        store_tile(acc, z_ptr, y_ptr, z_strides, y_strides, alpha, beta, batch, first, num_slices, num_tiles, before, after, TILE, EPILOGUE)

@@ -1,6 +1,6 @@
-"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `tuning.fragment_pair` says which element is where.
+"""Gradients of a chain of two steps in a Hopper tensor core's own registers: `plan.chained_pair` says which element is where.
 
-Like `fragment_backward`, whose tiles and loads these are. Each warp takes slices of its own, and what one product leaves in its
+Like `chained_backward`, whose tiles and loads these are. Each warp takes slices of its own, and what one product leaves in its
 registers is the next one's operand as it stands, so that all that crosses shared memory are u, g, and dx where slices are
 neighbours in memory. `g A^T` is made twice, once for each operand that it is: cheaper than turning it.
 """
@@ -83,7 +83,7 @@ def _store_sum(ptr, total, P: gl.constexpr, Q: gl.constexpr, BITS: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=["alpha"])
-def _fragment_pair_bwd_kernel(
+def _chained_pair_bwd_kernel(
     u_ptr,  # [B, L, before, P, after], P = PA * PB
     g_ptr,  # [B, L, before, Q, after]
     factor_ptrs,  # each [B, P_i, Q_i]

@@ -1,4 +1,4 @@
-"""A tile of the fragment kernel on its way in and out: layouts, addresses, loads and stores."""
+"""A tile of the register-chained kernel on its way in and out: layouts, addresses, loads and stores."""
 
 from typing import Any, NamedTuple
 
@@ -217,9 +217,9 @@ def store_tile(
     before,
     after,
     TILE: gl.constexpr,
-    FINISH: gl.constexpr,
+    EPILOGUE: gl.constexpr,
 ):
-    """Finish the last accumulator and store it."""
+    """Epilogue the last accumulator and store it."""
     TO: gl.constexpr = _of(TILE, "STORE_ORDER")
     STORE: gl.constexpr = _of(TILE, "STORE")
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
@@ -234,18 +234,18 @@ def store_tile(
         # Neither branch is ever skipped: they keep the compiler from working out addresses while it has no registers for them.
         low, high = gl.split(gl.permute(gl.reshape(t, [BLOCK_S, 2, WIDTH // 2]), (0, 2, 1)))
         if first < num_slices:
-            _store_modes(low, 0, pointers, strides, scalars, place, _half(STORE), TILE, FINISH)
+            _store_modes(low, 0, pointers, strides, scalars, place, _half(STORE), TILE, EPILOGUE)
         if num_tiles > 0:
-            _store_modes(high, WIDTH // 2, pointers, strides, scalars, place, _half(STORE), TILE, FINISH)
+            _store_modes(high, WIDTH // 2, pointers, strides, scalars, place, _half(STORE), TILE, EPILOGUE)
     else:
-        _store_modes(t, 0, pointers, strides, scalars, place, STORE, TILE, FINISH)
+        _store_modes(t, 0, pointers, strides, scalars, place, STORE, TILE, EPILOGUE)
 
 
 @gluon.jit
 def _store_modes(
-    t, FIRST_Q: gl.constexpr, pointers, strides, scalars, place, STORE: gl.constexpr, TILE: gl.constexpr, FINISH: gl.constexpr
+    t, FIRST_Q: gl.constexpr, pointers, strides, scalars, place, STORE: gl.constexpr, TILE: gl.constexpr, EPILOGUE: gl.constexpr
 ):
-    """Finish and store a tile's modes from FIRST_Q on; of z and y, alpha and beta, and (batch, first, num_slices, before, after)."""
+    """Epilogue and store a tile's modes from FIRST_Q on; of z and y, alpha and beta, and (batch, first, num_slices, before, after)."""
     STRIDES: gl.constexpr = _of(TILE, "STRIDES")
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     HEAD: gl.constexpr = _of(TILE, "HEAD")
@@ -264,7 +264,7 @@ def _store_modes(
         mask = mask & valid[None, :]
     z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, ALIGNED)
     addends = z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :])
-    t = FINISH(t, scalars[0], scalars[1], z_ptr, addends, mask)
+    t = EPILOGUE(t, scalars[0], scalars[1], z_ptr, addends, mask)
     base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
     results = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
     if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):

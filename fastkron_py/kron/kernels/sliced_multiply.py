@@ -1,7 +1,7 @@
 """Kernels of the sliced multiply: one (multiplied-out) factor, or a chain of them on chip.
 
-Both compute ``y[s, q] = finish(sum_p x[s, p] * F[p, q])`` over slices s (see `tiling`). Finishers are jit
-functions ``finish(acc, alpha, beta, z_ptr, offsets, mask)``.
+Both compute ``y[s, q] = epilogue(sum_p x[s, p] * F[p, q])`` over slices s (see `tiling`). Epilogues are jit
+functions ``epilogue(acc, alpha, beta, z_ptr, offsets, mask)``.
 """
 
 import triton
@@ -11,19 +11,19 @@ from fastkron_py.tiling.addresses import dot, load_factor, load_slices, padded_i
 
 
 @triton.jit
-def finish_plain(acc, alpha, beta, z_ptr, offsets, mask):
+def epilogue_plain(acc, alpha, beta, z_ptr, offsets, mask):
     """The product as it is."""
     return acc
 
 
 @triton.jit
-def finish_scale(acc, alpha, beta, z_ptr, offsets, mask):
+def epilogue_scale(acc, alpha, beta, z_ptr, offsets, mask):
     """Scale by alpha."""
     return acc * scalar(alpha, acc.dtype)
 
 
 @triton.jit
-def finish_axpby(acc, alpha, beta, z_ptr, offsets, mask):
+def epilogue_axpby(acc, alpha, beta, z_ptr, offsets, mask):
     """Scale by alpha and add beta * z."""
     z = tl.load(z_ptr + offsets, mask=mask, other=0.0).to(acc.dtype)
     return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
@@ -59,7 +59,7 @@ def _sliced_multiply_fwd_kernel(
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
-    FINISH: tl.constexpr,
+    EPILOGUE: tl.constexpr,
 ):
     """One factor of any size: a GEMM over slices, with a loop over P where it is wider than a block."""
     BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
@@ -88,7 +88,7 @@ def _sliced_multiply_fwd_kernel(
         mask = mask_s[:, None] & (q < Q)
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q * y_strides[3]
-        y = FINISH(acc, alpha, beta, z_ptr, z_offsets, mask)
+        y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
         tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -147,7 +147,7 @@ def _fused_multiply_fwd_kernel(
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
-    FINISH: tl.constexpr,
+    EPILOGUE: tl.constexpr,
 ):
     """Several neighbouring modes at once: a tile of whole slices stays on chip through all steps.
 
@@ -191,5 +191,5 @@ def _fused_multiply_fwd_kernel(
         mask = mask_s[:, None] & valid_q[None, :]
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * y_strides[3]
-        y = FINISH(y, alpha, beta, z_ptr, z_offsets, mask)
+        y = EPILOGUE(y, alpha, beta, z_ptr, z_offsets, mask)
         tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

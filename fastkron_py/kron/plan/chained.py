@@ -43,7 +43,7 @@ class Bit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FragmentStep:
+class ChainedStep:
     """One product: the tile is permuted by `order`, read as `[rows, p_pad]`, and multiplied by `[p_pad, q_pad]`."""
 
     order: tuple[int, ...]  # dimensions of the tile seen as 2 x 2 x ... x 2
@@ -74,13 +74,13 @@ class TileLayout:
 class Fragments:
     """A chain's tile from load to store."""
 
-    steps: tuple[FragmentStep, ...]  # in the order in which they run
+    steps: tuple[ChainedStep, ...]  # in the order in which they run
     load: TileLayout
     store: TileLayout
     order: tuple[int, ...]  # brings the last accumulator into the order of y
 
 
-def fragment_pad(size: int) -> int:
+def chained_pad(size: int) -> int:
     """The next power of two, at least 8: the narrowest product of a tensor core."""
     return max(8, next_power_of_two(size))
 
@@ -93,7 +93,7 @@ def _bits(steps: Sequence[Step], done: int, block_s: int) -> list[Bit]:
     """Bits of a tile's index, highest first: the slice, then the modes; those from `done` on have been multiplied."""
     bits = [Bit(SLICE, i) for i in reversed(range(_digits(block_s)))]
     for m, step in enumerate(steps):
-        size = fragment_pad(step.q if m >= done else step.p)
+        size = chained_pad(step.q if m >= done else step.p)
         bits += [Bit(m, i) for i in reversed(range(_digits(size)))]
     return bits
 
@@ -150,7 +150,7 @@ def _choose_rows(preferred: list[Bit], vector: int, second: Bit | None, kept: Se
     return _Rows(lanes, second, warps, rest)
 
 
-def fragments(steps: Sequence[Step], block_s: int, num_warps: int, itemsize: int, slices_run: tuple[bool, bool]) -> Fragments:
+def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize: int, slices_run: tuple[bool, bool]) -> Fragments:
     """Assign a tile's bits through a chain.
 
     Args:
@@ -164,12 +164,12 @@ def fragments(steps: Sequence[Step], block_s: int, num_warps: int, itemsize: int
     last = len(steps) - 1
     state = _bits(steps, last + 1, block_s)
     loaded, stored = list(state), _bits(steps, 0, block_s)
-    done: list[FragmentStep] = []
+    done: list[ChainedStep] = []
     chosen: list[_Rows] = []
     loads: list[TileLayout] = []
     for m in reversed(range(len(steps))):
         step = steps[m]
-        p_pad, q_pad = fragment_pad(step.p), fragment_pad(step.q)
+        p_pad, q_pad = chained_pad(step.p), chained_pad(step.q)
         slices = [b for b in reversed(state) if b.mode == SLICE]
         slices.sort()
         modes = sorted((b for b in state if b.mode not in (SLICE, m)), key=lambda b: (-b.mode, b.digit))
@@ -193,12 +193,12 @@ def fragments(steps: Sequence[Step], block_s: int, num_warps: int, itemsize: int
             columns.insert(2, chosen[-1].second)
             second = Bit(m + 1, 0)
         elif m > 0:
-            second = Bit(m - 1, _digits(fragment_pad(steps[m - 1].p)) - 1)
+            second = Bit(m - 1, _digits(chained_pad(steps[m - 1].p)) - 1)
         rows = _choose_rows(preferred, vector, second, chosen[-1].warps if chosen else (), num_warps)
         chosen.append(rows)
         order = [*reversed(rows.ordered()), *reversed(columns)]
         done.append(
-            FragmentStep(
+            ChainedStep(
                 tuple(state.index(b) for b in order),
                 1 << len(rows.ordered()),
                 step.start - steps[0].start,
@@ -218,7 +218,7 @@ def fragments(steps: Sequence[Step], block_s: int, num_warps: int, itemsize: int
 
 
 @dataclass(frozen=True)
-class FragmentConfig:
+class ChainedConfig:
     """A chain in registers on tiles of block_s whole slices."""
 
     block_s: int
@@ -228,16 +228,16 @@ class FragmentConfig:
     warpgroup: bool = True  # products by warpgroups (wgmma), else by single warps (mma.sync)
 
 
-def fits_fragments(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
+def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
     """Whether the kernel can take a chain on tiles of block_s slices: the single statement of what it can.
 
     Args:
         steps: of the launch, first factors first.
         block_s: a power of two.
         num_warps: of a program.
-        warpgroup: as in `FragmentConfig`.
+        warpgroup: as in `ChainedConfig`.
     """
-    pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
+    pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
     if not warpgroup and any((s.p, s.q) != pad for s, pad in zip(steps, pads, strict=True)):
         return False  # nor room for the masks of padding
     widest = WARP_WIDTH if not warpgroup else SINGLE_WIDTH if len(steps) == 1 else CHAIN_WIDTH
@@ -265,7 +265,7 @@ def run_sectors(before: int, after: int) -> int:
     return 2 if after != 1 else 1 if before != 1 else 0
 
 
-def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slices: int) -> FragmentConfig | None:
+def chained_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slices: int) -> ChainedConfig | None:
     """The tile for a chain, or None where the kernel cannot take one.
 
     Args:
@@ -274,29 +274,29 @@ def fragment_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slic
         sectors: see `run_sectors`; tiles of eight warps at most are made for the second.
         num_slices: slices there are in all.
     """
-    pads = [(fragment_pad(s.p), fragment_pad(s.q)) for s in steps]
+    pads = [(chained_pad(s.p), chained_pad(s.q)) for s in steps]
     if max(map(max, pads)) == SINGLE_WIDTH:
-        return FragmentConfig(128, 8, 1, 0) if fits_fragments(steps, 128, 8) else None
+        return ChainedConfig(128, 8, 1, 0) if fits_chained(steps, 128, 8) else None
     shortest, most = _extent(pads)
     run = max(1, min(sectors, 1) * SECTOR_BYTES // itemsize, min(sectors * SECTOR_BYTES // itemsize, 2 * TILE // most))
     block_s = max(run, min(TILE // most, next_power_of_two(num_slices)), 4 * WARP_ROWS // shortest, 1)
     num_warps = 4 * max(1, block_s * most // TILE)
-    if WIDEST_TILE < block_s * most <= WARP_TILE and fits_fragments(steps, block_s, 16, False):
+    if WIDEST_TILE < block_s * most <= WARP_TILE and fits_chained(steps, block_s, 16, False):
         # In runs of single sectors on both sides, where slices are consecutive in x too, two launches are faster.
-        return FragmentConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
-    if block_s * most > WIDEST_TILE or not fits_fragments(steps, block_s, num_warps):
+        return ChainedConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
+    if block_s * most > WIDEST_TILE or not fits_chained(steps, block_s, num_warps):
         return None
     staged = 2 * sum(p * q for p, q in pads)
     loops = sectors == 0 and len(steps) > 1 and staged > block_s * most // 2
-    return FragmentConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
+    return ChainedConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 
-def fragment_cost(steps: Sequence[Step], config: FragmentConfig, num_slices: int) -> float:
+def chained_cost(steps: Sequence[Step], config: ChainedConfig, num_slices: int) -> float:
     """Modelled time of a launch, as a multiple of its traffic's (fitted to an H100)."""
     if not config.warpgroup:
         return (0.75 + 0.15 * len(steps)) * max(1.0, BUSY * config.block_s / num_slices)
     share = 1.02 + 0.02 * len(steps)
-    padding = math.prod(fragment_pad(s.p) * fragment_pad(s.q) for s in steps) / math.prod(s.p * s.q for s in steps)
+    padding = math.prod(chained_pad(s.p) * chained_pad(s.q) for s in steps) / math.prod(s.p * s.q for s in steps)
     share += PADDING * (math.sqrt(min(padding, 4.0)) - 1)
     if config.num_warps > 4:
         share += 0.15 if config.num_warps == 8 else 0.65

@@ -2,7 +2,7 @@
 
 A tile of u `[slices, P]` and one of g `[slices, Q]` wait in shared memory, and each product takes its operands from there
 as its instructions want them: for the factor's gradient `u^T g` the slices are summed over, for `dx = g F^T` they are rows.
-Which index counts as which bit of an operand's row or column is free, as in `tuning.fragments`, so the bits that tell a warp's
+Which index counts as which bit of an operand's row or column is free, as in `plan.chained`, so the bits that tell a warp's
 lanes apart are chosen such that a load touches every bank of shared memory once.
 """
 

@@ -1,6 +1,6 @@
 """Where each element of u and g sits while a Hopper tensor core makes gradients of a chain of two steps `u (A (x) B)`.
 
-As in `tuning.fragment_gradient`, tiles wait in shared memory and operands are loaded in fragment order. Every warp takes slices
+As in `plan.chained_gradient`, tiles wait in shared memory and operands are loaded in fragment order. Every warp takes slices
 of its own, so that what one product leaves in its registers is an operand of the next: which bits are a product's rows and
 columns is chosen such that they are the same registers under other names. Of the modes a and b of u, and a' and b' of g:
 

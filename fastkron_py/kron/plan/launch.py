@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastkron_py.kron.plan.chained import FragmentConfig
+from fastkron_py.kron.plan.chained import ChainedConfig
 from fastkron_py.kron.plan.plan import CHAIN_TILE, Launch
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
@@ -37,7 +37,7 @@ class SingleConfig:
     programs_per_sm: int
 
 
-Config = SingleConfig | ChainConfig | FragmentConfig  # of a multiply's launch
+Config = SingleConfig | ChainConfig | ChainedConfig  # of a multiply's launch
 
 
 def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int) -> tuple[ChainConfig, ...]:

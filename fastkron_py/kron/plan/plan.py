@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, fragment_config, fragment_cost, run_sectors
+from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
@@ -31,7 +31,7 @@ class Launch:
     """Steps that share one kernel launch, first factors first; one step, or a chain."""
 
     steps: tuple[Step, ...]
-    fragment: bool = False  # by the Hopper kernel, whose tile stays in registers
+    chained: bool = False  # by the Hopper kernel, whose tile stays in registers
 
     @property
     def start(self) -> int:
@@ -131,15 +131,15 @@ def _cost(launch: Launch, elements: tuple[float, float]) -> float:
     return moved + on_chip
 
 
-# How much longer a fragment launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
+# How much longer a register-chained launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
 # less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
 CROSSING: Final = 0.9
 SINGLE_SECTORS: Final = 1.3
-# Widths up to which the fragment kernel's neighbours are multiplied out; each gives a candidate.
+# Widths up to which the register-chained kernel's neighbours are multiplied out; each gives a candidate.
 FRAGMENT_MERGES: Final = (16, 64)
 
 
-def _fragment_steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
+def _chained_steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
     """Ways to make steps of factors start to stop that are worth a look."""
     merged = [_merge(ps, qs, start, stop, width) for width in FRAGMENT_MERGES]
     return merged + [_balanced(ps, qs, start, stop, count) for count in range(1, 1 + min(MOST_STEPS, stop - start))]
@@ -151,7 +151,7 @@ class Setting(NamedTuple):
     itemsize: int  # bytes of an element
     rows: int  # products that share the factors: rows of x times batches, times the modes before
     columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
-    fragments: bool = False  # the fragment kernel may be used
+    chained: bool = False  # the register-chained kernel may be used
     before: int = 1  # product of the modes that stand before the factors'
 
 
@@ -167,15 +167,15 @@ def _candidates(
     for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
             found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
-    if setting.fragments:
+    if setting.chained:
         # As if launches turned their modes, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and setting.before == 1 else 2, setting.columns)
-        for launch in dict.fromkeys(Launch(steps, True) for steps in _fragment_steps(ps, qs, start, stop)):
+        for launch in dict.fromkeys(Launch(steps, True) for steps in _chained_steps(ps, qs, start, stop)):
             num_slices = max(1, setting.rows * setting.columns * outside)
-            config = fragment_config(launch.steps, itemsize, sectors, num_slices)
+            config = chained_config(launch.steps, itemsize, sectors, num_slices)
             if config is not None:
                 # Tiles that cross the runs of what comes after have an address for each element.
-                cost = fragment_cost(launch.steps, config, num_slices)
+                cost = chained_cost(launch.steps, config, num_slices)
                 if setting.columns > 1:
                     run = math.gcd(setting.columns * math.prod(qs[stop:]), config.block_s)
                     if run < config.block_s:
@@ -211,12 +211,12 @@ def plans(
         qs: as in `plan`.
         setting: as in `plan`.
         keep: how many plans, for every prefix of the factors too.
-        widths: up to which neighbours may be multiplied out, outside of the fragment kernel.
+        widths: up to which neighbours may be multiplied out, outside of the register-chained kernel.
     """
     count = len(ps)
     # One launch costs about as much as moving 12 MB.
     overhead = 12e6 / setting.itemsize / max(1, setting.rows * setting.columns)
-    widest = max(CHAIN_TILE[setting.itemsize], WARP_TILE if setting.fragments else 0)
+    widest = max(CHAIN_TILE[setting.itemsize], WARP_TILE if setting.chained else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, count + 1):
         found = []

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from fastkron_py.kron.plan.chained import fragment_config, run_sectors
+from fastkron_py.kron.plan.chained import chained_config, run_sectors
 from fastkron_py.kron.plan.launch import Config, chain_configs, single_configs
 from fastkron_py.kron.plan.plan import MERGE_WIDTH, Launch, Setting, places, plans, turns
 from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem, is_valid, kernel_of, launch_obstacle
@@ -29,9 +29,9 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> It
     """A launch with the configurations that are its defaults, the preferred one first."""
     num_slices, itemsize = problem.rows * before * after, problem.itemsize
     configs: tuple[Config, ...]
-    if launch.fragment:
-        fragment = fragment_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
-        configs = () if fragment is None else (fragment,)
+    if launch.chained:
+        chained = chained_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
+        configs = () if chained is None else (chained,)
     elif len(launch.steps) == 1:
         configs = single_configs(launch.p, launch.q, itemsize, num_slices)
     else:
@@ -40,13 +40,13 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> It
         yield ChosenLaunch(tuple((s.start, s.stop) for s in launch.steps), kernel_of(config), config)
 
 
-def starting_points(problem: Problem, fragments: bool = False) -> list[Choice]:
+def starting_points(problem: Problem, chained: bool = False) -> list[Choice]:
     """Plans with their default configurations: the closed form's, then others in the order of modelled time.
 
     The model does not tell turning the modes from leaving them in place, so the closed form's plan comes in both orders.
     """
     ps, qs = tuple(p for p, _ in problem.factors), tuple(q for _, q in problem.factors)
-    setting = Setting(problem.itemsize, problem.rows, problem.columns, fragments)
+    setting = Setting(problem.itemsize, problem.rows, problem.columns, chained)
     default = plans(ps, qs, setting)
     found = default + plans(ps, qs, setting, PLANS_MOST, WIDTHS)
     near = [launches for cost, launches in found if cost <= MODEL_SLACK * default[0][0]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.chained import FragmentConfig, fits_fragments
+from fastkron_py.kron.plan.chained import ChainedConfig, fits_chained
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig
 from fastkron_py.kron.plan.plan import CHAIN_STEPS, CHAIN_TILE, MERGE_WIDTH, Launch, is_chain
 from fastkron_py.kron.plan.steps import DOT_SIDE, Step, padded
@@ -87,9 +87,9 @@ class Choice:
         return [as_launch(chosen, factors) for chosen in self.launches]
 
     @property
-    def has_fragments(self) -> bool:
-        """Whether some launch needs the fragment kernel, and so its GPUs."""
-        return any(chosen.kernel == "fragment" for chosen in self.launches)
+    def has_chained(self) -> bool:
+        """Whether some launch needs the register-chained kernel, and so its GPUs."""
+        return any(chosen.kernel == "chained" for chosen in self.launches)
 
     def __str__(self) -> str:
         """A line for people: the factors of each step, the kernel, its blocks, warps, stages and programs a multiprocessor."""
@@ -106,7 +106,7 @@ def _launch_text(chosen: ChosenLaunch) -> str:
 
 def as_launch(chosen: ChosenLaunch, factors: Sequence[tuple[int, int]]) -> Launch:
     """A launch whose steps are given by their factors' numbers, with their sizes."""
-    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), chosen.kernel == "fragment")
+    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), chosen.kernel == "chained")
 
 
 def _step(start: int, stop: int, factors: Sequence[tuple[int, int]]) -> Step:
@@ -147,12 +147,12 @@ def _chain_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None
     return None
 
 
-def _fragment_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None:
+def _chained_obstacle(launch: Launch, config: Any, problem: Problem) -> str | None:
     if problem.dtype == "float64" or problem.device == INTERPRETER:
-        return f"the fragment kernel has no {'float64' if problem.dtype == 'float64' else 'interpreter'}"
+        return f"the register-chained kernel has no {'float64' if problem.dtype == 'float64' else 'interpreter'}"
     if config.max_registers and not REGISTERS[0] <= config.max_registers <= REGISTERS[1]:
         return f"max_registers = {config.max_registers}"
-    if not fits_fragments(launch.steps, config.block_s, config.num_warps, config.warpgroup):
+    if not fits_chained(launch.steps, config.block_s, config.num_warps, config.warpgroup):
         return "the chain does not fit into the registers"
     return None
 
@@ -167,7 +167,7 @@ class Kernel(NamedTuple):
 KERNELS: Final[dict[str, Kernel]] = {
     "single": Kernel(SingleConfig, _single_obstacle),
     "chain": Kernel(ChainConfig, _chain_obstacle),
-    "fragment": Kernel(FragmentConfig, _fragment_obstacle),
+    "chained": Kernel(ChainedConfig, _chained_obstacle),
 }
 
 

@@ -86,7 +86,7 @@ def _stack(compiled: Any) -> int:
 
 def _compile(prepared: Prepared, sample: Tensor) -> tuple[int, int]:
     """Bytes of shared memory and of stack of one launch."""
-    kernel, grid, arguments = prepared.ways[0]
+    kernel, grid, arguments = prepared.configs[0]
     factors = (sample,) * (prepared.stop - prepared.start)
     compiled = kernel.run(
         x_ptr=sample, factor_ptrs=factors, z_ptr=sample, y_ptr=sample, alpha=0, beta=0, grid=grid, warmup=True, **arguments

@@ -211,8 +211,8 @@ class Search:
         """Search until the budget is spent or nothing near the best gets better."""
         self._tell()
         known = lookup(self.problem)
-        fragments = devices.has_fragments(self.kind.device, self.kind.dtype)
-        self.try_all([*starting_points(self.problem, fragments), *([] if known is None else [known])])
+        chained = devices.has_chained(self.kind.device, self.kind.dtype)
+        self.try_all([*starting_points(self.problem, chained), *([] if known is None else [known])])
         expanded: set[Choice] = set()
         patience = PATIENCE
         while self.left() > 0 and patience and len(self.tried) < TRIALS_MOST:

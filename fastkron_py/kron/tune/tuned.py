@@ -47,6 +47,6 @@ def tuned(kind: Kind) -> Choice | None:
     """The tuned choice for a kind of multiply, or None for the closed form."""
     problem = problem_of(kind)
     choice = None if problem is None else lookup(problem)
-    if choice is not None and choice.has_fragments and not devices.has_fragments(kind.device, kind.dtype):
+    if choice is not None and choice.has_chained and not devices.has_chained(kind.device, kind.dtype):
         return None  # a device of the same name with another chip
     return choice

@@ -35,7 +35,7 @@ def value_rational(t, column, columns, tensors, PARAMS: tl.constexpr):
 
 
 @triton.jit
-def finish_rational(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
+def epilogue_rational(first, second, place, targets, tensors, strides, VALUE: tl.constexpr, SLOPE: tl.constexpr, PARAMS: tl.constexpr):
     """Store ``out [M, N] = VALUE(sums)``, and the sums to ``pair [M, N]``, which backward reads again."""
     row, column, rows, columns = place
     store_tile(targets[1], first, row, column, rows, columns, strides[1])

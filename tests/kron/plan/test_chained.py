@@ -1,4 +1,4 @@
-"""The register assignments of the fragment kernel, carried out on the CPU: its permutations and products, without its GPU."""
+"""The register assignments of the register-chained kernel, carried out on the CPU: its permutations and products, without its GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastkron_py.kron.plan.chained import (
     CHAIN_WIDTH,
     SINGLE_WIDTH,
     WARP_ROWS,
-    FragmentConfig,
+    ChainedConfig,
+    ChainedStep,
     Fragments,
-    FragmentStep,
-    fragment_config,
-    fragment_cost,
-    fragment_pad,
-    fragments,
+    chained_config,
+    chained_cost,
+    chained_layout,
+    chained_pad,
     run_sectors,
 )
 from fastkron_py.kron.plan.plan import Launch, Setting, plan
@@ -37,7 +37,7 @@ def steps_of(shapes: Sequence[tuple[int, int]]) -> tuple[Step, ...]:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[tuple[Step, ...], FragmentConfig, int, tuple[bool, bool]]:
+def chains(draw: st.DrawFn) -> tuple[tuple[Step, ...], ChainedConfig, int, tuple[bool, bool]]:
     """A chain that the kernel takes, its tile, the size of an element, and what runs in x and y."""
     single = draw(st.booleans())
     widest = SINGLE_WIDTH if single else CHAIN_WIDTH
@@ -45,15 +45,15 @@ def chains(draw: st.DrawFn) -> tuple[tuple[Step, ...], FragmentConfig, int, tupl
     steps = steps_of(draw(st.lists(sizes, min_size=1, max_size=1 if single else 4)))
     itemsize = draw(st.sampled_from([2, 4]))
     runs = draw(st.sampled_from([(False, False), (False, True), (True, True)]))
-    config = fragment_config(steps, itemsize, sum(runs), draw(st.integers(1, 10**6)))
+    config = chained_config(steps, itemsize, sum(runs), draw(st.integers(1, 10**6)))
     if config is None:
         steps = steps_of([(8, 16), (16, 8)])
-        config = fragment_config(steps, itemsize, 1, 1000)
+        config = chained_config(steps, itemsize, 1, 1000)
     assert config is not None
     return steps, config, itemsize, runs
 
 
-def multiply_step(tile: Tensor, step: FragmentStep, factor: Tensor) -> Tensor:
+def multiply_step(tile: Tensor, step: ChainedStep, factor: Tensor) -> Tensor:
     """One product as the kernel does it: bits permuted, then rows times columns."""
     operand = tile.reshape([2] * len(step.order)).permute(step.order).reshape(step.rows, step.p_pad)
     column = torch.arange(step.p_pad)
@@ -68,12 +68,12 @@ def carry_out(x: Tensor, plan: Fragments, factors: Sequence[Tensor], steps: Sequ
     block_s = x.shape[0]
     tile = x.reshape(block_s, *(s.p for s in steps))
     for m, s in enumerate(steps):
-        wide = torch.zeros(*tile.shape[: m + 1], fragment_pad(s.p), *tile.shape[m + 2 :], dtype=x.dtype)
+        wide = torch.zeros(*tile.shape[: m + 1], chained_pad(s.p), *tile.shape[m + 2 :], dtype=x.dtype)
         wide.narrow(m + 1, 0, s.p).copy_(tile)
         tile = wide
     for step, factor in zip(plan.steps, reversed(factors), strict=True):
         tile = multiply_step(tile, step, factor)
-    tile = tile.reshape([2] * len(plan.order)).permute(plan.order).reshape(block_s, *(fragment_pad(s.q) for s in steps))
+    tile = tile.reshape([2] * len(plan.order)).permute(plan.order).reshape(block_s, *(chained_pad(s.q) for s in steps))
     for m, s in enumerate(steps):
         tile = tile.narrow(m + 1, 0, s.q)
     return tile.reshape(block_s, -1)
@@ -86,16 +86,16 @@ def test_the_assignment_multiplies(chain, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(config.block_s, math.prod(s.p for s in steps), generator=generator, dtype=torch.float64)
     factors = [torch.randn(s.p, s.q, generator=generator, dtype=torch.float64) for s in steps]
-    y = carry_out(x, fragments(steps, config.block_s, config.num_warps, itemsize, runs), factors, steps)
+    y = carry_out(x, chained_layout(steps, config.block_s, config.num_warps, itemsize, runs), factors, steps)
     torch.testing.assert_close(y, reference.kron_matmul(x, factors), rtol=1e-11, atol=1e-9)
 
 
 def test_negative_control():
     """Columns in natural order are another product wherever the first step takes them otherwise."""
     steps = steps_of([(16, 16), (16, 16)])
-    plan = fragments(steps, 16, 4, 4, (False, True))
+    plan = chained_layout(steps, 16, 4, 4, (False, True))
     x, factors = torch.randn(16, 256, dtype=torch.float64), [torch.randn(16, 16, dtype=torch.float64) for _ in steps]
-    wrong = tuple(FragmentStep(*(getattr(s, f) for f in list(s.__dataclass_fields__)[:-1]), tuple(range(4))) for s in plan.steps)
+    wrong = tuple(ChainedStep(*(getattr(s, f) for f in list(s.__dataclass_fields__)[:-1]), tuple(range(4))) for s in plan.steps)
     y = carry_out(x, Fragments(wrong, plan.load, plan.store, plan.order), factors, steps)
     assert not torch.allclose(y, reference.kron_matmul(x, factors))
 
@@ -105,7 +105,7 @@ def test_negative_control():
 def test_every_element_has_one_place(chain):
     """Registers, lanes and warps together name each bit of the tile's index once."""
     steps, config, itemsize, runs = chain
-    plan = fragments(steps, config.block_s, config.num_warps, itemsize, runs)
+    plan = chained_layout(steps, config.block_s, config.num_warps, itemsize, runs)
     for layout in (plan.load, plan.store):
         rows, width = layout.shape
         found = sorted(r * width + c for r, c in (*layout.registers, *layout.lanes, *layout.warps))
@@ -122,7 +122,7 @@ def test_every_element_has_one_place(chain):
 def test_x_is_loaded_into_operand_registers(chain):
     """The first product's operand, as m64k8 and m16n8k8 both have it: a lane's place is two bits of its column and three of its row."""
     steps, config, itemsize, runs = chain
-    plan = fragments(steps, config.block_s, config.num_warps, itemsize, runs)
+    plan = chained_layout(steps, config.block_s, config.num_warps, itemsize, runs)
     first, (_, width) = plan.steps[0], plan.load.shape
     place = [1 << (len(first.order) - 1 - dimension) for dimension in reversed(first.order)]  # of operand bits, columns first
     columns, rows = place[: len(first.columns)], place[len(first.columns) :]
@@ -135,17 +135,17 @@ def test_x_is_loaded_into_operand_registers(chain):
 @pytest.mark.parametrize(
     ("shapes", "itemsize", "sectors", "expected"),
     [
-        ([(16, 16)] * 3, 4, 1, FragmentConfig(8, 16, 0, 0, False)),
-        ([(8, 8)] * 4, 4, 1, FragmentConfig(8, 16, 0, 0, False)),
+        ([(16, 16)] * 3, 4, 1, ChainedConfig(8, 16, 0, 0, False)),
+        ([(8, 8)] * 4, 4, 1, ChainedConfig(8, 16, 0, 0, False)),
         ([(16, 16)] * 3, 4, 2, None),  # columns: runs of one sector on both sides
-        ([(8, 8), (16, 16), (16, 16)], 2, 1, FragmentConfig(16, 16, 0, 0, False)),
+        ([(8, 8), (16, 16), (16, 16)], 2, 1, ChainedConfig(16, 16, 0, 0, False)),
         ([(16, 16)] * 3, 2, 1, None),  # a sector of half types has 16 slices
         ([(13, 13)] + [(16, 16)] * 2, 4, 1, None),  # padding
     ],
 )
 def test_a_chain_that_takes_half_of_the_registers(shapes, itemsize, sectors, expected):
     """64 elements for each thread of sixteen warps, which warpgroups would leave no registers for."""
-    assert fragment_config(steps_of(shapes), itemsize, sectors, 10**6) == expected
+    assert chained_config(steps_of(shapes), itemsize, sectors, 10**6) == expected
 
 
 def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) -> set[int]:
@@ -161,9 +161,9 @@ def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) ->
 def test_whole_sectors_are_stored(shapes, itemsize):
     """A warp's store fills every sector that it touches, in the turned form, where slices run in y."""
     steps = steps_of(shapes)
-    config = fragment_config(steps, itemsize, 1, 10**6)
+    config = chained_config(steps, itemsize, 1, 10**6)
     assert config is not None
-    plan = fragments(steps, config.block_s, config.num_warps, itemsize, (False, True))
+    plan = chained_layout(steps, config.block_s, config.num_warps, itemsize, (False, True))
     vector = 0
     while vector < len(plan.store.registers) and plan.store.registers[vector] == (1 << vector, 0):
         vector += 1
@@ -181,11 +181,11 @@ def test_whole_sectors_are_stored(shapes, itemsize):
     ],
 )
 def test_what_it_refuses(shapes, itemsize, sectors):
-    assert fragment_config(steps_of(shapes), itemsize, sectors, 1000) is None
+    assert chained_config(steps_of(shapes), itemsize, sectors, 1000) is None
 
 
 @pytest.mark.parametrize(
-    ("ps", "rows", "fragments_of"),
+    ("ps", "rows", "chained_of"),
     [
         ((16,) * 4, 1024, [2, 2]),
         ((8,) * 6, 1024, [3, 3]),
@@ -199,18 +199,18 @@ def test_what_it_refuses(shapes, itemsize, sectors):
         ((2,) * 12, 1, [3]),  # too few tiles to keep a device busy, of any size, but whole rows
     ],
 )
-def test_plans_with_fragments(ps, rows, fragments_of):
+def test_plans_with_chained(ps, rows, chained_of):
     launches = plan(ps, ps, Setting(4, rows, 1, True))
-    assert all(launch.fragment for launch in launches)
-    assert sorted(len(launch.steps) for launch in launches) == sorted(fragments_of)
+    assert all(launch.chained for launch in launches)
+    assert sorted(len(launch.steps) for launch in launches) == sorted(chained_of)
 
 
 def test_large_tiles_want_many_slices():
     """Few of them leave most multiprocessors idle: 32 tiles cost as much as 64."""
     steps = steps_of([(16, 16)] * 3)
-    config = fragment_config(steps, 4, 1, 256)
+    config = chained_config(steps, 4, 1, 256)
     assert config is not None
-    assert fragment_cost(steps, config, 256) == 2 * fragment_cost(steps, config, 512) == 2 * fragment_cost(steps, config, 10**6)
+    assert chained_cost(steps, config, 256) == 2 * chained_cost(steps, config, 512) == 2 * chained_cost(steps, config, 10**6)
 
 
 def test_a_run_behind_other_modes_has_no_whole_rows():
@@ -219,9 +219,9 @@ def test_a_run_behind_other_modes_has_no_whole_rows():
     assert len(plan((64, 64), (64, 64), Setting(4, 1000, 1, True, 5))) == 2
 
 
-def test_plans_without_fragments_have_none():
-    assert not any(launch.fragment for launch in plan((16,) * 4, (16,) * 4, Setting(4, 1024, 1)))
-    assert Launch(steps_of([(2, 2)]), True).shifted(3).fragment
+def test_plans_without_chains_have_none():
+    assert not any(launch.chained for launch in plan((16,) * 4, (16,) * 4, Setting(4, 1024, 1)))
+    assert Launch(steps_of([(2, 2)]), True).shifted(3).chained
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -230,7 +230,7 @@ def test_runs_of_slices_fill_sectors(place, least, itemsize):
     """One sector in y, two where x is read in runs of slices too; whole rows need none."""
     sectors = run_sectors(*place)
     assert sectors == least
-    config = fragment_config(steps_of([(8, 8)] * 3), itemsize, sectors, 10**6)
+    config = chained_config(steps_of([(8, 8)] * 3), itemsize, sectors, 10**6)
     assert config is not None
     # Of three 8s in half precision, tiles of eight warps hold one sector only.
     assert config.block_s * itemsize >= min(sectors, itemsize // 2) * SECTOR_BYTES

@@ -1,4 +1,4 @@
-"""The assignments of the step gradients' fragment kernel, carried out on the CPU: its permutations and products, without its GPU."""
+"""The assignments of the step gradients' register-chained kernel, carried out on the CPU: its permutations and products."""
 
 from __future__ import annotations
 

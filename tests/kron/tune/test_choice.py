@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, entry, expected, kind, operands, problem, single
 
-from fastkron_py.kron.plan.chained import FragmentConfig
+from fastkron_py.kron.plan.chained import ChainedConfig
 from fastkron_py.kron.plan.launch import ChainConfig, SingleConfig
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.choice import KERNELS, Choice, ChosenLaunch, is_valid, kernel_of, obstacle, rows_bucket
@@ -104,7 +104,7 @@ def test_rows_go_to_the_nearest_power_of_two(rows, bucket):
 
 
 def test_every_kernel_has_one_configuration():
-    assert {kernel.config for kernel in KERNELS.values()} == {SingleConfig, ChainConfig, FragmentConfig}
+    assert {kernel.config for kernel in KERNELS.values()} == {SingleConfig, ChainConfig, ChainedConfig}
     assert kernel_of(SINGLE) == "single"
     assert kernel_of(CHAIN) == "chain"
 
@@ -114,8 +114,8 @@ BLOCKS = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 
 def configs(kernel):
     fields = {"num_warps": st.sampled_from([1, 4, 8]), "programs_per_sm": st.integers(1, 3)}
-    if kernel == "fragment":
-        return st.builds(FragmentConfig, block_s=BLOCKS, max_registers=st.sampled_from([0, 128]), warpgroup=st.booleans(), **fields)
+    if kernel == "chained":
+        return st.builds(ChainedConfig, block_s=BLOCKS, max_registers=st.sampled_from([0, 128]), warpgroup=st.booleans(), **fields)
     fields |= {"num_stages": st.integers(1, 4)}
     blocks = ("block_s",) if kernel == "chain" else ("block_s", "block_p", "block_q")
     return st.builds(KERNELS[kernel].config, **{name: BLOCKS for name in blocks}, **fields)
