@@ -23,7 +23,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     plain = Launcher.__call__
 
     def call(self: Launcher, *given: Any) -> None:
-        way = self._ways[0]
+        way = self._configs[0]
         if "staged" not in way.kernel.__name__ or RECORDING.recorder is not None:
             plain(self, *given)
         else:

@@ -253,7 +253,7 @@ def own_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = x.detach().reshape(-1, x.shape[-1])
     if rows.shape[0] == 0:
         return rows.new_full(x.shape[-1:], math.inf), rows.new_full(x.shape[-1:], -math.inf)
-    absent = ~rows.isfinite()
+    absent = ~(rows.abs() < math.inf)  # isfinite() is two launches more on a GPU
     return rows.masked_fill(absent, math.inf).amin(0), rows.masked_fill(absent, -math.inf).amax(0)
 
 
