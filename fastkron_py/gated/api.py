@@ -149,17 +149,20 @@ def _stacked_bias(x: Any, bias: Any) -> Any:
     """A pair of biases ``[hidden]`` as one, ``[2, hidden]``, through which gradients pass."""
     if bias is None:
         return None
-    up, gate = _pair("bias", bias)
+    pair = _pair("bias", bias)
     if isinstance(x, Tensor):
-        for i, t in enumerate((up, gate)):
-            check_tensor(f"bias[{i}]", t, up, "bias[0]")
-        if up.ndim != 1 or up.shape != gate.shape:
-            raise value_error("bias", "a pair of shape (hidden,)", f"shapes {tuple(up.shape)} and {tuple(gate.shape)}")
-        return torch.stack([up, gate])
-    bridge = find_bridge([x, up, gate], ["x", "bias[0]", "bias[1]"])
+        return _stack(*pair)
+    bridge = find_bridge([x, *pair], ["x", "bias[0]", "bias[1]"])
     with bridge.context():
-        both = _stacked_bias(torch.empty(0), [bridge.load(t, f"bias[{i}]") for i, t in enumerate((up, gate))])
-        return bridge.give_back(both)
+        return bridge.give_back(_stack(*[bridge.load(t, f"bias[{i}]") for i, t in enumerate(pair)]))
+
+
+def _stack(up: Any, gate: Any) -> Tensor:
+    for i, t in enumerate((up, gate)):
+        check_tensor(f"bias[{i}]", t, up, "bias[0]")
+    if up.ndim != 1 or up.shape != gate.shape:
+        raise value_error("bias", "a pair of shape (hidden,)", f"shapes {tuple(up.shape)} and {tuple(gate.shape)}")
+    return torch.stack([up, gate])
 
 
 def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:

@@ -83,7 +83,8 @@ class Plan:
     def __init__(self, kind: Kind, overlap: Overlap = _ALONE) -> None:
         self._kind = kind
         self._generation = _generation
-        self._templates: list[Template | None] | None = None  # of a, b, b2 and bias (which have none) and others
+        self._templates: list[Template | None] | None = None  # of each operand that has a descriptor of its own
+        self._template_of_both: Template = {}
         self._direct: _Direct | None = None
         sizes = kind.sizes()
         self.tile = tile = kind.tile or tuning.gemm_tile(sizes)
@@ -171,7 +172,7 @@ class Plan:
             self._direct = _Direct(launch, ready.grid[0], active.get_current_stream, active.get_current_device(), more, ready.after)
 
     def _described(self, operands: Sequence[Tensor | None]) -> list[Template | None]:
-        """What each operand's descriptor holds besides the matrix, of both b and b2 in b's place."""
+        """What each operand's descriptor holds besides the matrix; that of b and b2 together is kept apart."""
         kinds = (self._kind.a, None if self._both else self._kind.b, None, None, *self._kind.others)
         boxes = (self.box_a, self.box_b, None, None, *self.boxes)
         found = [_template(t, o, box) for t, o, box in zip(operands, kinds, boxes, strict=True)]
@@ -179,7 +180,7 @@ class Plan:
             _, b, b2, *_ = operands
             begin, strides = self._place_of_both(b, b2)
             shape = [2, *b.shape]  # type: ignore[union-attr]
-            found[1] = template_of(TensorDescriptor(begin, shape, strides, list(self.box_b)))
+            self._template_of_both = template_of(TensorDescriptor(begin, shape, strides, list(self.box_b)))
         return found
 
     def _place_of_both(self, b: Any, b2: Any) -> tuple[Any, list[int]]:
@@ -190,7 +191,7 @@ class Plan:
     def _source_of_both(self, b: Any, b2: Any) -> Any:
         """One descriptor of both: how far apart they are differs from call to call."""
         begin, strides = self._place_of_both(b, b2)
-        return remade(TensorDescriptor, {**self._templates[1], "strides": strides}, begin)  # type: ignore[dict-item, index]
+        return remade(TensorDescriptor, {**self._template_of_both, "strides": strides}, begin)
 
     def _again(self, direct: _Direct, operands: Sequence[Tensor | None], tensors: tuple[Tensor, ...], shifts: Sequence[int]) -> bool:
         """Launch by addresses, of which Triton asks nothing more; False, and nothing done, if that is not possible now."""
@@ -243,7 +244,7 @@ class DividedPlan:
     ) -> None:
         """See `Plan`."""
         if not self._parts:
-            b, b2, bias, *others = [_shifted(t, n) for t, n in zip((b, b2, bias, *others), shifts, strict=True)]  # type: ignore[assignment]
+            # The first launch is `gemm`'s own, on operands that begin where they are meant to.
             last = len(self._spans) - 1 if self._kind.overlaps() else 0
             overlaps = [Overlap(i < last, 0 < i <= last) for i in range(len(self._spans))]
             pairs = zip(self._spans, overlaps, strict=True)
