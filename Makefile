@@ -30,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,14 @@ help:  ## list the targets
 demo: $(DEMO_READY)  ## blur and compress a photograph with Kronecker products, write OUT=out/demo.png
 	$(PY) -m fastkron_py demo --out $(OUT)
 
-test: check  ## checks, then every test that needs no GPU (PYTEST_ARGS=...)
+test: check  ## checks, then the tests that every change runs, without a GPU (PYTEST_ARGS=...)
+	$(PYTEST) $(PARALLEL) -m "not gpu and not full" $(PYTEST_ARGS)
+
+test-full: check  ## checks, then every test that needs no GPU: before a release, and for a change of a kernel
 	$(PYTEST) $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
+
+test-rest: $(TEST_READY)  ## the tests that test-full has and test has not
+	$(PYTEST) $(PARALLEL) -m "full and not gpu" $(PYTEST_ARGS)
 
 check: check-format check-lint check-types check-imports  ## format, lint, types, import contracts
 

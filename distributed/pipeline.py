@@ -1,24 +1,34 @@
-"""Stages and exchanges of one rank, in chunks of rows, so that one chunk is exchanged while another is multiplied."""
+"""A plan on one rank: whether its buffers fit, and its stages and exchanges in chunks of rows, one exchanged while another is multiplied.
+
+A rank that ran out of memory between two exchanges would leave the others waiting. So each rank's free memory travels with the check of
+the arguments, and all ranks come to the same plan, or the same error, before anything is exchanged.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.blocks import Exchange, Stage, by_rows, chunk_offsets, widths
-from fastkron_py.distributed.exchange import Line, Transfer, finish, start
-from fastkron_py.distributed.fetched import chunk_in_slots
-from fastkron_py.distributed.planner import Plan
-from fastkron_py.functional import kron_matmul as local_kron_matmul
+from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed.local import local_kron_matmul
+from fastkron_py.distributed.plan.cost import FALLBACK
+from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
+from fastkron_py.distributed.plan.planner import Plan, plan
+from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, finish, start
 
 Work = Generator[None, None, None]
 LAG: Final = 2
 """Ticks from one step of a chunk to its next."""
+PLENTY: Final = -1
+"""Stands for free memory that nobody looked at: this rank's block is small beside its device."""
+_SMALL: Final = 64
+CHUNKS: Final = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass
@@ -27,7 +37,7 @@ class Pipeline:
 
     Attributes:
         plan: stages or rows, and chunks.
-        line: with whom.
+        row_group: with whom.
         factors: all of them.
         alpha: scales the product.
         precision: of local multiplies.
@@ -35,7 +45,7 @@ class Pipeline:
     """
 
     plan: Plan
-    line: Line
+    row_group: RowGroup
     factors: Sequence[Tensor]
     alpha: Any
     precision: str | None
@@ -54,15 +64,16 @@ class Pipeline:
         Raises:
             CollectiveError: an exchange failed; names the stage.
         """
-        m, me = x.shape[0], self.line.position
+        m, me = x.shape[0], self.row_group.position
         sizes = self.plan.chunk_rows(m)
-        width = widths(chunk_offsets(self._outer, self.line.size))[me]
+        width = widths(chunk_offsets(self._outer, self.row_group.size))[me]
         recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         self._recorded = recorded
-        if not recorded and self._can_fetch(x):
-            return self._fetched(parts, names, x.new_empty(m, width))
+        channel = self.row_group.channel
+        if channel is not None and not recorded and self._is_taken_over(x):
+            return self._take_over(channel, parts, names, x.new_empty(m, width))
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         self._last = []
@@ -96,7 +107,7 @@ class Pipeline:
 
     def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """The same by whole rows, a share of them on each rank."""
-        there, back = by_rows(x.shape[0], self._inner, self._outer, self.line.size)
+        there, back = by_rows(x.shape[0], self._inner, self._outer, self.row_group.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
         block = start(x.reshape(-1), arriving)
         yield
@@ -106,18 +117,18 @@ class Pipeline:
         block = start(block, transfer)
         yield from self._end(transfer, block, out)
 
-    def _can_fetch(self, x: Tensor) -> bool:
-        """Whether peers may fetch products from this rank's memory: of plain products that autograd does not follow."""
+    def _is_taken_over(self, x: Tensor) -> bool:
+        """Whether the transport multiplies whole rows too: of plain products that autograd does not follow."""
         is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex())
-        return self.plan.by_rows and self.line.direct is not None and is_plain and x.shape[0] * self._inner * self._outer > 0
+        return self.plan.by_rows and self.plan.transport_model.multiplies and is_plain and x.shape[0] * self._inner * self._outer > 0
 
-    def _fetched(self, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
-        """By whole rows, which peers fetch."""
+    def _take_over(self, channel: Channel, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
+        """By whole rows, which the transport takes over; chunks that it leaves are exchanged as others are."""
         ready = torch.cuda.current_stream(out.device).record_event() if out.is_cuda else None
         done: list[torch.cuda.Event] = []
 
         def work(x: Tensor, chunk: str, part: Tensor) -> Work:
-            rows = chunk_in_slots(self.line, x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk)
+            rows = channel.rows(self.row_group, Rows(x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk))
             if rows is None:
                 yield from self._by_rows(x, chunk, part.view(-1))
                 return
@@ -140,7 +151,7 @@ class Pipeline:
             transfer.receive(out)
 
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
-        return Transfer(exchange, self.line, rows, f"{self.name}: {label}", back, self.plan.messages)
+        return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
 
     def _multiply_slices(self, block: Tensor, stage: Stage, alpha: Any) -> Tensor:
         """Slices are rows of a product that needs no other rank."""
@@ -164,3 +175,103 @@ def _wave(chunks: Sequence[Work]) -> None:
             if c not in done and next(chunks[c], "done") is not None:
                 done.add(c)
         tick += 1
+
+
+def free_memory(x: Tensor) -> int:
+    """Bytes that can be allocated on x's device: `PLENTY` without asking, where x is less than a 64th of all of it."""
+    total = total_memory(x.device)
+    if total is None or x.numel() * x.element_size() * _SMALL < total:
+        return PLENTY
+    if x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        free, _ = torch.cuda.mem_get_info(x.device)
+        return free + torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+    return PLENTY
+
+
+@lru_cache(maxsize=64)
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None for the host's memory, which ranks share with each other and with the file cache."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
+    """The plan, or the same with more chunks if that is what the memory asks for. Plain Python, the same on every rank.
+
+    Args:
+        chosen: for a problem whose x is allocated already.
+        free: bytes that each rank can allocate, `PLENTY` for enough.
+        ranks: how they are called.
+
+    Returns:
+        A plan of the same grid and stages.
+
+    Raises:
+        torch.OutOfMemoryError: no number of chunks is enough; says what is needed, what there is, and which grid needs less.
+    """
+    known = [f for f in free if f != PLENTY]
+    if not known or needed(chosen) <= min(known):
+        return chosen
+    limit = min(known)
+    least = chosen
+    for candidate in _smaller(chosen):
+        if needed(candidate) <= limit:
+            return candidate
+        least = min(least, candidate, key=needed)
+    poor = [r for r, f in zip(ranks, free, strict=True) if f != PLENTY and f < needed(least)]
+    grid = f"{chosen.grid[0]} x {chosen.grid[1]} grid"
+    raise torch.OutOfMemoryError(
+        f"plan: expected {gib(needed(least))} of free memory on each rank beside x, for the result and buffers, with"
+        f" chunks={least.chunks} on a {grid}; got {gib(limit)} on {rank_text(poor)}; {_advice(chosen, limit)}"
+    )
+
+
+def explained(error: torch.OutOfMemoryError, chosen: Plan) -> torch.OutOfMemoryError:
+    """What an allocation that failed all the same was for; memory may be in pieces, or another process has taken some."""
+    more = "a plan with more chunks, or recompute=True," if chosen.problem.gradients else "a plan with more chunks"
+    return torch.OutOfMemoryError(f"{error}\nplan: about {gib(needed(chosen))} beside x were needed; {more} needs less")
+
+
+def needed(chosen: Plan) -> int:
+    """Bytes that a plan allocates on the rank that needs most, without x."""
+    problem = chosen.problem
+    rows = -(-problem.m // chosen.row_groups)
+    width = 1
+    for size in problem.inner:
+        width *= size
+    return max(0, chosen.peak_memory - rows * -(-width // chosen.parts) * problem.dtype.itemsize)
+
+
+@lru_cache(maxsize=256)
+def _smaller(chosen: Plan) -> list[Plan]:
+    """The same stages with more chunks than these, fewest first; then packed, without what another transport needs for itself."""
+    problem = chosen.problem
+    return [
+        plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, transport=transport)
+        for transport in dict.fromkeys((chosen.transport, FALLBACK))
+        for c in CHUNKS
+        if c > chosen.chunks
+    ]
+
+
+def _advice(chosen: Plan, limit: int) -> str:
+    """The grid of as many ranks that needs least; else what else there is."""
+    best = min((p for p in _other_grids(chosen)), key=needed)
+    if needed(best) <= limit:
+        return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"
+    if chosen.problem.gradients:
+        plain = replace(chosen.problem, gradients=False)
+        without = plan(plain, chosen.grid, stages=chosen.stages, chunks=CHUNKS[-1], links=chosen.links, transport=FALLBACK)
+        if needed(without) <= limit:
+            return f"without gradients, or with recompute=True, about {gib(needed(without))} are enough"
+    return f"no grid of {chosen.world_size} ranks needs less than {gib(needed(best))}: take more ranks, or x in parts"
+
+
+def _other_grids(chosen: Plan) -> list[Plan]:
+    size = chosen.world_size
+    shapes = [(size // d, d) for d in range(1, size + 1) if size % d == 0]
+    return [plan(chosen.problem, shape, chunks=c, links=chosen.links, transport=FALLBACK) for shape in shapes for c in (1, 16, CHUNKS[-1])]
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, or MiB."""
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.blocks import even_offsets
-from fastkron_py.distributed.check import agree, refuse
-from fastkron_py.distributed.failures import REFUSALS
-from fastkron_py.distributed.functional import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.grid import ProcessGrid, refuse_without_grid
-from fastkron_py.distributed.operands import agree_on_solve, checked_factors
-from fastkron_py.distributed.placed import grid_for
+from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
+from fastkron_py.distributed.group.agreement import agree, refuse
+from fastkron_py.distributed.group.failures import REFUSALS
+from fastkron_py.distributed.group.grid import ProcessGrid, grid_for, refuse_without_grid
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, factor_list
+from fastkron_py.distributed.plan.layout import even_offsets
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
-from fastkron_py.distributed.solvers import Eigen, Solution, System, eigen, kron_range, solve, symmetric_eigh
-from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
-from fastkron_py.kron.algebra import SlogDet
-from fastkron_py.runtime.errors import type_error, type_name
+from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, eigen, kron_range, solve, symmetric_eigh
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _Float = float  # inside the class, float is a method
 
@@ -55,7 +52,7 @@ class KroneckerProduct:
         self._grid = ProcessGrid() if grid is None else grid
         description: dict[str, Any] | Exception
         try:
-            self._local = checked_factors(factors, self._grid)
+            self._local = _checked_factors(factors, self._grid)
             check_reduction(reduction)
             self._reduction = reduction
             shapes = [list(f.shape) for f in self._local.factors]
@@ -224,7 +221,7 @@ class KroneckerProduct:
         return self._local.norm(ord)
 
     def logdet(self, *, shift: Any = None) -> Any:
-        """Log of the determinant of K, or of ``K + shift * I`` from the eigenvalues, of which each rank takes a part.
+        """Log of the determinant of K, or of ``K + shift * I`` from the eigenvalues, a part of them on each rank.
 
         Args:
             shift: number or 0-dimensional tensor; None leaves K as it is, and its factors need not be symmetric.
@@ -279,7 +276,8 @@ class KroneckerProduct:
                 refuse(where, error)
             return kron_matmul_left(inverse.factors, b, grid=where, reduction=self._reduction)
         block, found = agree_on_solve(self._local, self._grid, b, self._eigen, shift=shift, call="solve")
-        return self._solve(b, block, shift, None, 0.0, 0, direct=True, preconditioner=None, eigen=found)[0]
+        system = System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction)
+        return _solved(system, b, block)
 
     def conjugate_gradients(
         self,
@@ -302,7 +300,7 @@ class KroneckerProduct:
             mask: this rank's ``[rows]`` of a boolean vector ``[n]``, the same for ranks of one row of the grid: solves
                 with the rows and columns of ``K + shift * I`` where it is true; x is 0 elsewhere.
             tolerance: of the residual relative to b, of each column.
-            max_iter: stop after so many iterations, converged or not: look at the residual.
+            max_iter: number of iterations to stop after, converged or not: look at the residual.
             preconditioner: True takes the eigenvectors' inverse of ``K + shift * I``, which is exact without a mask; False none;
                 or a function of a block ``[rows, columns]`` of the residual, symmetric and positive definite as a whole.
 
@@ -322,37 +320,53 @@ class KroneckerProduct:
         block, found = agree_on_solve(
             self._local, self._grid, b, eigen_or_none, shift=shift, mask=mask, call="conjugate_gradients", **options
         )
-        function = preconditioner if callable(preconditioner) else None
-        x, system = self._solve(b, block, shift, mask, tolerance, max_iter, direct=False, preconditioner=function, eigen=found)
-        return Solution(x, system.iterations, system.residual)
-
-    # ---- how it is done -----------------------------------------------------------------------
+        system = System(
+            self._grid,
+            list(self.factors),
+            shift,
+            None if mask is None else mask[:, None].to(self.dtype),
+            tolerance,
+            max_iter,
+            preconditioner=preconditioner if callable(preconditioner) else None,
+            eigen=found,
+            reduction=self._reduction,
+        )
+        return Solution(_solved(system, b, block), system.iterations, system.residual)
 
     def _eigen(self) -> Eigen:
         return eigen(self.factors, self._grid)
 
-    def _solve(
-        self,
-        b: Any,
-        block: Tensor,
-        shift: Any,
-        mask: Tensor | None,
-        tolerance: _Float,
-        max_iter: int,
-        *,
-        direct: bool,
-        preconditioner: Callable[[Tensor], Tensor] | None,
-        eigen: Eigen | None,
-    ) -> tuple[Any, System]:
-        column = None if mask is None else mask[:, None].to(self.dtype)
-        system = System(self._grid, list(self.factors), shift, column, tolerance, max_iter, direct, preconditioner, eigen, self._reduction)
-        x = solve(system, block if column is None else block * column)
-        if isinstance(b, DTensor):
-            x = DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))
-        return x, system
+
+def _solved(system: System, b: Any, block: Tensor) -> Any:
+    """The solution as b is, a block or a DTensor."""
+    x = solve(system, block if system.mask is None else block * system.mask)
+    if not isinstance(b, DTensor):
+        return x
+    return DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))
 
 
 def _local_of(other: Any) -> LocalKroneckerProduct:
     if not isinstance(other, KroneckerProduct):
         raise type_error("other", "a distributed KroneckerProduct", type_name(other))
     return other._local
+
+
+def _checked_factors(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
+    """The operator of one rank, of factors that are plain matrices on the grid's device.
+
+    Raises:
+        TypeError: not a sequence, or factors that are no plain torch tensors or of different dtypes.
+        ValueError: no factors, batch dimensions, or another device.
+    """
+    listed = factor_list(factors)
+    for i, f in enumerate(listed):
+        if not isinstance(f, Tensor):
+            raise type_error(f"factors[{i}]", "a torch tensor", type_name(f))
+        if isinstance(f, DTensor):
+            raise type_error(f"factors[{i}]", "a plain tensor that is the same on every rank", "a DTensor")
+    made = LocalKroneckerProduct(listed)
+    if made.ndim != 2:
+        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
+    if made.device != grid.device:
+        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
+    return made

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.failures import rank_text, stage
-from fastkron_py.distributed.watch import note
+from fastkron_py.distributed.group.failures import rank_text, stage
+from fastkron_py.distributed.group.watch import note
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _HALF: Final = (torch.float16, torch.bfloat16)

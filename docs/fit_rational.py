@@ -11,8 +11,9 @@ import sys
 
 from fastkron_py.nn.rational_fit import fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, TABLE, TABLE_DEGREES, identity
+from fastkron_py.rational.denominators.registry import denominator_names, find_denominator
 
-VERSIONS = ("A", "B", "C", "N")
+VERSIONS = [name for name in denominator_names() if not find_denominator(name).is_noisy]
 
 
 def main() -> None:

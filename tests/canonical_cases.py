@@ -7,6 +7,9 @@ import math
 import torch
 
 from fastkron_py import reference
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.precision import resolved
+from fastkron_py.runtime.program import Program, Scalar, bits
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,6 +34,44 @@ def dense(x, factors):
     """Canonical product in float64: [B, L, K, R] with [B, K, N]."""
     product = reference.kron_dense([f.double() for f in factors])
     return torch.einsum("blkr,bkn->blnr", x.double(), product)
+
+
+def multiply_program(x, factors, z=None, scaled=False, precision=None) -> Program:
+    """Of x, the factors, and z if there is one; it is run with alpha, if it scales, and beta, if there is a z."""
+    from fastkron_py.kron.forward import Scale, add_multiply  # imports Triton, which reads TRITON_INTERPRET
+
+    build = Builder([x, *factors, z])
+    x, *factors, z = build.inputs
+    scale = Scale(Scalar(0) if scaled else bits(1.0), bits(0.0) if z is None else Scalar(1))
+    return build.program([add_multiply(build, x, factors, resolved(precision), scale, z)])
+
+
+def multiply(x, factors, z=None, alpha=1.0, beta=0.0, precision=None):
+    """Build that program, and run it."""
+    program = multiply_program(x, factors, z, alpha != 1, precision)
+    (y,) = program([x, *factors] if z is None else [x, *factors, z], (alpha, beta))
+    return y
+
+
+def backward_program(dy, x, factors, scaled=False, needs=None, shared=None) -> Program:
+    """Of dy, x and the factors, to the gradients that are needed (of x and each factor); run with alpha, if it scales."""
+    from fastkron_py.kron.backward import add_backward  # as above
+    from fastkron_py.kron.forward import Scale
+
+    needs = [True] * (1 + len(factors)) if needs is None else needs
+    build = Builder([dy, x, *factors], shared)
+    dy, x, *factors = build.inputs
+    dx, dfs = add_backward(build, dy, x, factors, needs, "highest", Scale(Scalar(0) if scaled else bits(1.0)))
+    assert [t is not None for t in (dx, *dfs)] == list(needs)
+    return build.program([t for t in (dx, *dfs) if t is not None])
+
+
+def backward(dy, x, factors, alpha=1.0, needs=None):
+    """Build that program, and run it: dx and the factors' gradients, None for those that are not needed."""
+    needs = [True] * (1 + len(factors)) if needs is None else needs
+    found = iter(backward_program(dy, x, factors, alpha != 1, needs)([dy, x, *factors], (alpha,)))
+    dx, *dfs = [next(found) if need else None for need in needs]
+    return dx, dfs
 
 
 CASES = {

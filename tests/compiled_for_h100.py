@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
+LIMIT = 1800  # seconds, of a script that takes minutes on a machine that does nothing else
 
 
 def compiled(script: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -23,8 +24,9 @@ def compiled(script: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
     here = Path(__file__).parent / "compile"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [str(here.parents[1]), str(here.parent), str(here), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, str(here / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=420, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

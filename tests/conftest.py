@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import sys
 import zlib
@@ -24,24 +26,42 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files: shapes_list
 
+from sampling import mark_unsampled
+
 import fastkron_py
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # The same examples for everyone who runs the suite, however slow the machine is.
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
+    settings.register_profile("suite", derandomize=True, database=None, deadline=None, suppress_health_check=checks)
+    settings.load_profile("suite")
 
 HAS_GPU = torch.cuda.is_available()
 if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:
     torch.set_num_threads(1)  # one core for each worker; more only makes them wait for each other
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_unsampled(items)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and thousands of collected cases out of garbage collection, which else looks at them all each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # bindings complain at exit of objects that are still there
 
 
 @pytest.fixture
@@ -74,15 +94,12 @@ def generator(seed: int) -> torch.Generator:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for the user's tuning table, which is in use during the test. The table's path."""
-    from fastkron_py.kron import cached as recorded
     from fastkron_py.kron.tune import cache, table
+    from fastkron_py.runtime.call_cache import CACHE
 
     def forget() -> None:
         table.forget()
-        backend = sys.modules.get("fastkron_py.kron.triton_backend")
-        if backend is not None:
-            backend.forget_programs()
-        recorded.forget()
+        CACHE.forget()
 
     monkeypatch.setenv("FASTKRON_CACHE_DIR", str(tmp_path / "tables"))
     monkeypatch.delenv("FASTKRON_TUNING")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from fastkron_py.runtime.call_cache import CallCache
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity")
 LAYOUTS = ("interleaved", "stacked")
@@ -63,3 +68,24 @@ def expected_gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, activati
 def relative(actual: Tensor, reference: Tensor) -> float:
     """Relative Frobenius error."""
     return float((actual.detach().double() - reference).norm() / reference.norm())
+
+
+class Served:
+    """Counts the calls that were found in the cache."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._found: Counter[str] = Counter()
+        inner = CallCache.find
+
+        def find(cache: CallCache, key: Any, tensors: Any) -> Any:
+            entry = inner(cache, key, tensors)
+            if entry is not None:
+                self._found["backward" if "backward" in key[0] else "forward"] += key[0].startswith("gated")
+            return entry
+
+        monkeypatch.setattr(CallCache, "find", find)
+
+    def take(self) -> tuple[int, int]:
+        """(forward, backward) since the last time."""
+        found, self._found = self._found, Counter()
+        return found["forward"], found["backward"]

@@ -13,6 +13,8 @@ from scipy.interpolate import BSpline
 from torch import Tensor
 
 from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.kan.layer_config import LayerConfig
+from fastkron_py.runtime.builder import Builder
 
 # Parameters away from special values; of other bases, the defaults.
 PARAMETERS: dict[str, dict[str, float]] = {"jacobi": {"a": 0.5, "b": -0.3}, "gegenbauer": {"alpha": 0.7}}
@@ -103,3 +105,39 @@ def problem(
     x = torch.randn(rows, num_in, generator=generator).to(device, dtype)
     c = torch.randn(degree + 1, num_out, num_in, generator=generator) / math.sqrt(num_in * (degree + 1))
     return x, c.to(device, dtype), torch.randn(rows, num_out, generator=generator).to(device, dtype)
+
+
+# ---- one pass by Triton, past the operators --------------------------------------------------------
+
+
+def config_of(basis: str, degree: int, normalization: str = "tanh", table_size: int = 0) -> LayerConfig:
+    """A layer's config, with the test's parameters."""
+    return LayerConfig(basis, parameters_of(basis), degree + 1, normalization, table_size)
+
+
+def forward(x: Tensor, c: Tensor, bias: Tensor | None, layer: LayerConfig, precision: str) -> Tensor:
+    """y by a program that is built anew."""
+    from fastkron_py.kan import triton_backend
+
+    build = Builder((x, c, bias))
+    y = triton_backend.add_forward(build, tuple(build.inputs), layer, precision)
+    return build.program([y])([t for t in (x, c, bias) if t is not None])[0]
+
+
+def gradients_of(dy: Tensor, x: Tensor, c: Tensor, layer: LayerConfig, precision: str, needs: tuple[bool, bool, bool]) -> list[Tensor]:
+    """Those of dx, dC and db that are needed, by a program that is built anew."""
+    from fastkron_py.kan import triton_backend
+
+    build = Builder((dy, x, c))
+    found = triton_backend.add_gradients(build, tuple(build.inputs), needs, layer, precision)
+    return build.program(found)((dy, x, c))
+
+
+def input_gradient(dy: Tensor, x: Tensor, c: Tensor, layer: LayerConfig, precision: str) -> Tensor:
+    """dx alone."""
+    return gradients_of(dy, x, c, layer, precision, (True, False, False))[0]
+
+
+def coefficient_gradient(dy: Tensor, x: Tensor, c: Tensor, layer: LayerConfig, precision: str) -> Tensor:
+    """dC alone."""
+    return gradients_of(dy, x, c, layer, precision, (False, True, False))[0]

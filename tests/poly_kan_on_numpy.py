@@ -9,27 +9,35 @@ import torch
 from gluon_on_numpy import launch
 
 from fastkron_py.kan import config as tuning
-from fastkron_py.kan import problem as poly_kan_kind
+from fastkron_py.kan import problem as kan_problem
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.launch import RECORDING, Launcher
+from fastkron_py.runtime.descriptors import remade, template_of
+from fastkron_py.runtime.launch import Launcher
 
 
-def stage(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def pipelined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every product is large, on a device with Hopper's kernels and few multiprocessors; the names of those that are launched."""
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
-    monkeypatch.setattr(poly_kan_kind, "multiprocessor_count", lambda device: 3)
-    monkeypatch.setattr(devices, "has_staged", lambda device, dtype: dtype != torch.float64)
+    monkeypatch.setattr(kan_problem, "multiprocessor_count", lambda device: 3)
+    monkeypatch.setattr(devices, "has_pipelined", lambda device, dtype: dtype != torch.float64)
     plain = Launcher.__call__
 
     def call(self: Launcher, *given: Any) -> None:
-        way = self._configs[0]
-        if "staged" not in way.kernel.__name__ or RECORDING.recorder is not None:
+        config = self.configs[0]
+        if "pipelined" not in config.kernel.__name__:
             plain(self, *given)
         else:
-            launched.append(way.kernel.__name__)
-            launch(way.kernel, way.grid[0], given, way.arguments)
+            launched.append(config.kernel.__name__)
+            launch(config.kernel, config.grid[0], [_matrix(g) for g in given], config.arguments)
 
     launched: list[str] = []
     monkeypatch.setattr(Launcher, "__call__", call)
     return launched
+
+
+def _matrix(given: Any) -> Any:
+    """A tensor as it is, a descriptor of the matrix that it describes: a program's are made of all of a buffer."""
+    if isinstance(given, torch.Tensor):
+        return given
+    return remade(type(given), template_of(given), given.base.as_strided(given.shape, given.strides))

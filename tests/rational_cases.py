@@ -10,8 +10,11 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import reference
+from fastkron_py.rational.denominators.registry import denominator_names, find_denominator
+from fastkron_py.reference_rational import FORMULAS
 
-VERSIONS = ("A", "B", "C", "D", "N")
+VERSIONS = tuple(denominator_names())
+WITHOUT_NOISE = tuple(name for name in VERSIONS if not find_denominator(name).is_noisy)
 # Of half types, whose last rounding is most of their error: relative to the whole, and to the largest. The interpreter cuts bfloat16 off.
 HALF_TOLERANCES: dict[torch.dtype, tuple[float, float]] = {torch.bfloat16: (8e-3, 3e-2), torch.float16: (1e-3, 4e-3)}
 UNIT_ROUNDOFF: dict[torch.dtype, float] = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -37,18 +40,19 @@ def problem(
 ) -> Problem:
     """Standard normal x and cotangents, and coefficients that shrink with their power, so that few terms cancel.
 
-    Those of version C keep away from the narrow peaks of height 10 where S changes its sign, those of version N from poles.
+    Where S begins with b_0 they keep away from the narrow peaks of height 10 where it changes its sign, else from poles, if there are.
     """
     of_a, of_b = (groups, groups) if isinstance(groups, int) else groups
     kind = coefficients or (torch.float64 if dtype == torch.float64 else torch.float32)
     x, dy = (torch.randn(*shape, dtype=torch.float64).to(device, dtype) for _ in range(2))
     a = torch.randn(of_a, degrees[0] + 1, dtype=torch.float64)
-    b = torch.randn(of_b, degrees[1] + (version == "C"), dtype=torch.float64)
+    denominator = find_denominator(version)
+    b = torch.randn(of_b, denominator.count(degrees[1]), dtype=torch.float64)
     a, b = (c / torch.arange(1, c.shape[1] + 1) for c in (a, b))
-    if version == "C":
+    if denominator.first == 0:
         b[:, 1:] /= 4 ** torch.arange(1, degrees[1] + 1)
         b[:, 0] = b[:, 0].sign() * (b[:, 0].abs() + 2)
-    if version == "N":
+    if denominator.has_poles:
         b = b.abs() * torch.tensor([j % 2 for j in range(degrees[1])])  # even powers, so that Q is 1 at least
     return Problem(x, a.to(device, kind), b.to(device, kind), dy)
 
@@ -67,8 +71,7 @@ def ours(p: Problem, version: str = "B") -> list[Tensor]:
 
 def expected(p: Problem, version: str = "B") -> list[Tensor]:
     """In float64, by autograd of the formula."""
-    formula = "B" if version == "D" else version
-    return step(lambda *t: reference.rational(*t, version=formula), *(t.double() for t in p))
+    return step(lambda *t: reference.rational(*t, version=version), *(t.double() for t in p))
 
 
 def error_scales(p: Problem, version: str = "B") -> list[Tensor]:
@@ -84,7 +87,8 @@ def error_scales(p: Problem, version: str = "B") -> list[Tensor]:
     groups = max(len(a), len(b))
     x, dy = (t.reshape(-1, groups, t.shape[-1] // groups) for t in (x, dy))
     a, b = (c.expand(groups, -1)[..., None] for c in (a, b))
-    first, degree = (0 if version == "C" else 1), max(a.shape[1], b.shape[1])
+    first, constant, absolute = FORMULAS[version]
+    degree = max(a.shape[1], b.shape[1])
     powers = [x**i for i in range(degree + 1)]
 
     def polynomial(c: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -97,14 +101,14 @@ def error_scales(p: Problem, version: str = "B") -> list[Tensor]:
     (pol, slope), (s, ds) = polynomial(a, 0), polynomial(b, first)
     powers = [t.abs() for t in powers]
     (abs_p, abs_slope), (abs_s, abs_ds) = polynomial(a.abs(), 0), polynomial(b.abs(), first)
-    if version == "A":
+    if absolute == "terms":
         s, ds = abs_s, abs_ds
-    q = (0.1 if version == "C" else 1) + (s if version == "N" else s.abs())
+    q = constant + (s.abs() if absolute == "sum" else s)
     of_q = (q.abs() + abs_s) / q.abs()  # relative
     of_p = abs_p + pol.abs() * of_q
     of_v = (of_p + pol.abs() * of_q) / q**2  # of P / Q^2
     dx = (abs_slope + slope.abs() * of_q) / q.abs() + of_v * ds.abs() + pol.abs() / q**2 * abs_ds
-    if version not in ("A", "N"):
+    if absolute == "sum":
         unit = UNIT_ROUNDOFF[torch.float64 if p.x.dtype == torch.float64 else torch.float32]
         hidden = (s.abs() <= 2 * degree * unit * abs_s) & (abs_s > 0)
         of_v = torch.where(hidden, 2 * (pol / q**2).abs() / unit, of_v)

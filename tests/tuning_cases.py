@@ -58,21 +58,41 @@ def expected(x, factors):
     return reference.kron_matmul(x.double().movedim(2, 3), [f.double().unsqueeze(1) for f in factors]).movedim(3, 2)
 
 
-def kind(x, factors, precision="highest"):
-    from fastkron_py.kron import triton_backend
+def launches_by(chosen, x, factors, precision="highest"):
+    """The launches of a product of canonical operands by a choice, or by the closed form for None."""
+    from fastkron_py.kron.forward import launches_of, multiply_problem
 
-    return triton_backend.kind_of(x, factors, 0, len(factors), tuple(f.shape[1] for f in factors), precision, False)
-
-
-def carry_out(program, x, factors):
-    """Run launches one after the other."""
-    from fastkron_py.runtime.program import bits
-
-    for prepared in program:
-        x = prepared.run(x, factors, None, bits(1.0), 0)
-    return x
+    return launches_of(multiply_problem(x, factors, x.device, precision), chosen)
 
 
-def kernels(program):
-    """Names of the kernels that a program launches by preference, with their first block size."""
-    return [("single" if "sliced" in p.configs[0].kernel.__name__ else "chain", p.configs[0].arguments["BLOCK_S"]) for p in program]
+def carry_out(launches, x, factors):
+    """Run launches one after the other, as a program."""
+    from fastkron_py.kron.forward import PLAIN
+    from fastkron_py.runtime.builder import Builder
+
+    build = Builder((x, *factors))
+    y, *matrices = build.inputs
+    for launch in launches:
+        source, y = y, build.empty(launch.shape, x.dtype)
+        launch.add(build, source, matrices, None, y, PLAIN)
+    return build.program([y])((x, *factors))[0]
+
+
+def noted_launches(monkeypatch):
+    """The launches of every multiply that is built from now on, in order; of a cached call none."""
+    from fastkron_py.kron import forward
+
+    launches_of, noted = forward.launches_of, []
+
+    def noting(problem, chosen):
+        noted.append(launches_of(problem, chosen))
+        return noted[-1]
+
+    monkeypatch.setattr(forward, "launches_of", noting)
+    return noted
+
+
+def kernels(launches):
+    """Names of the kernels that are launched by preference, with their first block size."""
+    configs = [launch.launcher.configs[0] for launch in launches]
+    return [("single" if "sliced" in c.kernel.__name__ else "chain", c.arguments["BLOCK_S"]) for c in configs]

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastkron_py.distributed import CollectiveError, ProcessGrid, exchange, init_process_group, kron_matmul
-from fastkron_py.distributed.direct import Direct
+from fastkron_py.distributed import CollectiveError, ProcessGrid, init_process_group, kron_matmul
+from fastkron_py.distributed.transport import messages
+from fastkron_py.distributed.transport.slots import Slots
 
 HOWS = ("between", "within")
 PRODUCTS = 12
@@ -42,7 +43,7 @@ def main(how: str, file: str) -> None:
             if info.rank == 1 and i == PRODUCTS and how == "between":
                 end()
             if info.rank == 1 and i == PRODUCTS:
-                exchange.begin_messages = dist.all_to_all_single = Direct.exchange = end
+                messages.begin_messages = dist.all_to_all_single = Slots.exchange = end
             y = kron_matmul(x, factors, grid=grid)
             if how == "within":
                 float(y.sum())

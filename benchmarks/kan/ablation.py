@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.conditions import kernels_need_cuda
@@ -19,7 +19,8 @@ TABLE_TOLERANCE = 1.5e-2
 def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: bool) -> Call:
     """A forward pass with this tile; not reordered: coefficients are given as [in, out, degree + 1] and are copied by every call."""
     from fastkron_py.kan import config as tuning
-    from fastkron_py.kan import launches as launchers
+    from fastkron_py.kan import triton_backend
+    from fastkron_py.runtime.builder import Builder
 
     def choose(sizes: Sizes) -> tuple[Tile, Split]:
         if not split:
@@ -27,22 +28,20 @@ def _held(problem: Problem, tile: Tile, split: bool, table: bool, reordered: boo
         programs = tuning._tiles(tile, sizes.rows, sizes.num_out)
         return tile, tuning._split(tile, programs, sizes.num_in, sizes.terms, sizes, each=2)
 
-    spec = problem.spec._replace(table_size=TABLE_SIZE if table else 0)
+    layer = problem.layer._replace(table_size=TABLE_SIZE if table else 0)
     x, c = problem.x.detach(), problem.coefficients.detach()
-    kind = launchers._kind(x, c, None, False, spec, problem.precision)
-    chosen, large = tuning.forward, tuning.is_large
-    tuning.forward, tuning.is_large = choose, lambda sizes: False
+    chosen, large = tuning.forward, tuning.LARGE_PRODUCTS
+    tuning.forward, tuning.LARGE_PRODUCTS = choose, sys.maxsize  # type: ignore[misc]
     try:
-        plan = launchers._Forward(kind)
+        build = Builder((x, c, None))
+        program = build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, problem.precision)])
     finally:
-        tuning.forward, tuning.is_large = chosen, large
-    entries = spec.table(x) if table else x
+        tuning.forward, tuning.LARGE_PRODUCTS = chosen, large  # type: ignore[misc]
     given: Any = c if reordered else c.permute(2, 1, 0).contiguous()
 
     def call() -> Tensor:
         laid_out = given if reordered else given.permute(2, 1, 0).contiguous()
-        y = torch.empty(kind.rows, kind.num_out, dtype=x.dtype, device=x.device)
-        return launchers._launched(plan, (x, laid_out, laid_out, entries, x), y)
+        return program((x, laid_out))[0]
 
     return call
 

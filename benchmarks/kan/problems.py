@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.conditions import float32_precision
 from benchmarks.registry import Case, Recorded
-from fastkron_py.kan.spec import Spec, spec_of
+from fastkron_py.kan.layer_config import LayerConfig, describe, layer_config
 
 CHECKED_ROWS = 512  # of y and dx, spread over all
 CHUNK_ELEMENTS = 1 << 24  # of a basis in float64 at a time
@@ -33,13 +33,12 @@ class Problem:
     basis: str
 
     @property
-    def spec(self) -> Spec:
-        """The layer's description, with tanh."""
+    def layer(self) -> LayerConfig:
+        """The layer's config, with tanh."""
         from fastkron_py.kan.bases.registry import find_basis
-        from fastkron_py.kan.spec import describe
 
         parameters = tuple(find_basis(self.basis).parameters.values())
-        return spec_of(describe(self.basis, parameters), self.coefficients.shape[0], "tanh", 0)
+        return layer_config(describe(self.basis, parameters), self.coefficients.shape[0], "tanh", 0)
 
     @property
     def weight(self) -> Tensor:
@@ -55,14 +54,14 @@ class Problem:
     def expected(self) -> list[Tensor]:
         """The checked rows of y and dx, and dC, in float64, over rows in chunks."""
         c = self.coefficients.detach().double()
-        spec = self.spec
+        layer = self.layer
         rows = max(1, CHUNK_ELEMENTS // c[:, 0].numel())
         y, dx, dc = [], [], torch.zeros_like(c)
         for x, dy in zip(self.x.detach().split(rows), self.dy.split(rows), strict=True):
             x, dy = x.double(), dy.double()
             t = torch.tanh(x)
-            values = torch.stack(list(spec.values(t)))
-            slopes = torch.stack(list(spec.derivatives(t)))
+            values = torch.stack(list(layer.values(t)))
+            slopes = torch.stack(list(layer.derivatives(t)))
             y.append(torch.einsum("dmi,doi->mo", values, c))
             dx.append(torch.einsum("dmi,dmi->mi", slopes, torch.einsum("mo,doi->dmi", dy, c)) / torch.cosh(x) ** 2)
             dc += torch.einsum("mo,dmi->doi", dy, values)

@@ -81,12 +81,11 @@ def check(problem: LayerProblem, result: Any) -> float:
 
 
 def _one_kernel(problem: LayerProblem) -> Call:
-    from fastkron_py.rational.gemm_launch import linear_rational
+    from fastkron_py.rational import program_linear_rational
 
-    p = problem
-    if p.keep:
-        return lambda: linear_rational(p.x, p.weight, p.bias, p.a, p.b, "B", "highest", True)
-    return lambda: linear_rational(p.x, p.weight, p.bias, p.a, p.b, "B", "highest", False)[0]
+    tensors = (problem.x, problem.weight, problem.bias, problem.a, problem.b)
+    program = program_linear_rational.forward(tensors, ("B",), problem.keep)
+    return lambda: tuple(program(tensors)) if problem.keep else program(tensors)[0]
 
 
 def _two_kernels(problem: LayerProblem) -> Call:
@@ -154,10 +153,11 @@ def _in_turn(problem: BackwardProblem) -> Call:
 
 
 def _in_the_product(problem: BackwardProblem) -> Call:
-    from benchmarks.rational.gradient_kernel import rational_gradients
+    from benchmarks.rational.gradient_kernel import gradients_program
 
-    p = problem
-    return lambda: rational_gradients(p.dy, p.weight, p.z, p.a, p.b, "B", "highest")
+    tensors = (problem.dy, problem.weight, problem.z, problem.a, problem.b)
+    program = gradients_program(*tensors, "B", "highest")
+    return lambda: program(tensors)
 
 
 IN_TURN = Contender("torch product, rational's gradients", _in_turn, is_ours=True)

@@ -13,6 +13,7 @@ import torch
 
 import fastkron_py
 from fastkron_py.kron.tune.cache import cache_file
+from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
 from fastkron_py.runtime.checks import DTYPES
 
@@ -98,6 +99,12 @@ def caches() -> dict[str, str]:
     }
 
 
+def call_cache() -> str:
+    """Whether calls that were checked are run again without checks, and why not."""
+    obstacle = torch_internals.obstacle()
+    return "on" if obstacle is None else f"off: {obstacle}"
+
+
 def report() -> dict[str, Any]:
     """Everything that ``info`` shows, ready for JSON."""
     found = devices()
@@ -110,4 +117,5 @@ def report() -> dict[str, Any]:
             "auto": [asdict(choice(d.device, dtype)) for d in found for dtype in DTYPES],
         },
         "caches": caches(),
+        "call_cache": call_cache(),
     }

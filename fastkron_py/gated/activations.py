@@ -85,11 +85,6 @@ def find_activation(name: Any) -> Activation:
     return _activations.find(name)
 
 
-def known_activation(name: str) -> Activation | None:
-    """The activation of this name, None if there is none."""
-    return _activations.get(name)
-
-
 def activation_names() -> list[str]:
     """Names of all activations."""
     return _activations.names()

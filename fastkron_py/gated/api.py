@@ -7,11 +7,13 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from fastkron_py.gated import cached as recorded_gated
+from fastkron_py.gated import operator
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import cast
+from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
-from fastkron_py.runtime.checks import check_precision, check_tensor
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.checks import check_choice, check_precision, check_tensor
+from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 ArrayT = TypeVar("ArrayT")
@@ -119,22 +121,26 @@ def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: An
     if isinstance(weight, tuple | list):
         check_choice("layout", layout, LAYOUTS)
         (weight, gate), bias, layout, labels = _pair("weight", weight), _stacked_bias(x, bias), "stacked", _PAIR
-    arguments = (x, weight, gate, bias, *after)
+    tensors = (x, weight, gate, bias, *after)
+    key = None
     if not torch.compiler.is_compiling():
-        y = recorded_gated.replay(arguments, activation, layout, backward, precision)
-        if y is not None:
-            return y
+        given = [t for t in tensors if t is not None]
+        absent = [i for i, t in enumerate(tensors) if t is None]
+        key = "gated", activation, layout, backward, precision, operator.order(weight, gate), *absent
+        entry = CACHE.find(key, given)
+        if entry is not None:
+            return entry(given)
     check_precision(precision)
     check_choice("layout", layout, LAYOUTS)
     check_choice("backward", backward, BACKWARDS)
-    described = (check_activation(activation), layout, precision)
+    options = (check_activation(activation), layout, precision)
     if isinstance(x, Tensor):
-        return _gated_linear(arguments, labels, backward, described)
-    given = {label: a for label, a in zip(labels, arguments, strict=True) if a is not None or label == "x"}
-    bridge = find_bridge(list(given.values()), list(given))
+        return _gated_linear(tensors, labels, backward, options, key)
+    arrays = {label: a for label, a in zip(labels, tensors, strict=True) if a is not None or label == "x"}
+    bridge = find_bridge(list(arrays.values()), list(arrays))
     with bridge.context():
-        loaded = {label: bridge.load(a, label) for label, a in given.items()}
-        return bridge.give_back(_gated_linear(tuple([loaded.get(label) for label in labels]), labels, backward, described))
+        loaded = {label: bridge.load(a, label) for label, a in arrays.items()}
+        return bridge.give_back(_gated_linear(tuple([loaded.get(label) for label in labels]), labels, backward, options, None))
 
 
 def _pair(name: str, given: Any) -> Any:
@@ -208,14 +214,6 @@ def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, T
     return packed[0], packed[1]
 
 
-def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Accept one of a few words."""
-    if not isinstance(value, str):
-        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
-    if value not in known:
-        raise value_error(name, f"one of {', '.join(known)}", repr(value))
-
-
 def check_activation(name: Any) -> str:
     """Accept the name of an activation."""
     from fastkron_py.gated.activations import find_activation
@@ -223,15 +221,17 @@ def check_activation(name: Any) -> str:
     return find_activation(name).name
 
 
-def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, described: tuple[str, str, str | None]) -> Tensor:
-    device_type = tensors[0].device.type
-    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options: tuple[str, str, str | None], key: Any) -> Tensor:
+    """The result on torch tensors, of which nothing has been checked yet; key: of the call, None if it is not to be found by one."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is not None:
         tensors = tuple([cast(t, dtype) for t in tensors])
-    _check_tensors(tensors, labels, described[1])
+    _check_tensors(tensors, labels, options[1])
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     chosen = "" if torch.compiler.is_compiling() else requested_backend()
-    return recorded_gated.gated_linear(tensors, backward, *described, chosen)
+    call = operator.gated_linear_saving if backward == "save" and wants_gradient(tensors) else operator.gated_linear
+    y: Tensor = call(*tensors, *options, chosen, key=key if dtype is None else None)  # under autocast of other tensors
+    return y
 
 
 def _check_tensors(tensors: Any, labels: tuple[str, ...], layout: str) -> None:

@@ -1,8 +1,7 @@
-"""Launchers of gated linear layers: forward, and the gradients of both of every pair."""
+"""The launches of gated linear layers: forward, and the gradients of both of every pair."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,12 +16,13 @@ from fastkron_py.gated.kernels.epilogues import (
     epilogue_gradients_and_gate,
 )
 from fastkron_py.gated.torch_backend import hidden_size
-from fastkron_py.runtime.device import has_approximations, on_device
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.device import has_approximations
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_launch import gemm
-from fastkron_py.tiling.gemm_problem import Gemm, is_describable, rowwise
+from fastkron_py.tiling.gemm_launch import add_gemm, add_rowwise
+from fastkron_py.tiling.gemm_problem import Gemm, is_describable
 
 _ELEMENTWISE_BLOCK: Final = (16, 128)
 # Activations with which programs of two launches fit a multiprocessor's registers together, as tests see by compiling for an H100.
@@ -38,16 +38,16 @@ class Gated(NamedTuple):
     tile: GemmTile | None = None  # None: by the closed form
     as_halves: bool = True  # an interleaved weight is read as two matrices, each of every other row
 
-    def gemm(self, epilogue: Any, like: Tensor) -> Gemm:
-        """The main loop's parameters with one of the epilogues, for results like a tensor."""
-        value, slope = find_activation(self.activation).device_functions(like.dtype.itemsize == 2 and has_approximations(like.device))
+    def gemm(self, epilogue: Any, dtype: torch.dtype, device: torch.device) -> Gemm:
+        """The main loop's parameters with one of the epilogues, for results of this dtype."""
+        value, slope = find_activation(self.activation).device_functions(dtype.itemsize == 2 and has_approximations(device))
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout
         light = epilogue is epilogue_gate and pairs == "stacked" and self.activation in LIGHT
         return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
-    def operands(self, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:
         """Weights and bias as the main loop takes them, views: ``[H, K]`` twice and ``[2, H]``, or as they are."""
         if gate is not None:
             return weight, gate, bias
@@ -55,15 +55,11 @@ class Gated(NamedTuple):
             return weight[0], weight[1], bias
         if not self.as_halves:
             return weight, None, bias
-        weight = rowwise(weight)
+        weight = add_rowwise(build, weight)
         return weight[0::2], weight[1::2], None if bias is None else bias.unflatten(0, (-1, 2)).mT
 
-    def distance(self, weight: Tensor) -> int:
-        """Bytes from up's to gate's weight in a packed one, whose rows are runs of memory."""
-        return weight.stride(0) * weight.element_size()
-
     def pair_targets(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where epilogues store pairs ``[M, 2 H]``: `gemm`'s pair and pair2."""
+        """Where epilogues store pairs ``[M, 2 H]``: `add_gemm`'s pair and pair2."""
         if self.layout == "interleaved":
             return pairs, None
         up, gate = pairs.chunk(2, 1)
@@ -74,74 +70,65 @@ Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """x ``[M, K]``, weight, packed or up's ``[H, K]``, None or gate's ``[H, K]``, bias; none of them empty."""
 
 
-def forward(wide: Wide, gated: Gated, saving: bool = False) -> tuple[Tensor, Tensor | None]:
+def add_forward(build: Builder, wide: Wide, gated: Gated, saving: bool = False) -> tuple[Tensor, Tensor | None]:
     """``y [M, H]``, and, saving, the pairs ``[M, 2 H]``."""
     x, weight, gate, bias = wide
-    hidden = hidden_size(weight, gate)
-    weight, gate, bias = gated.operands(weight, gate, bias)
-    y = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
-    if not saving:
-        gemm(x, weight, bias, gated.gemm(epilogue_gate, x), y, precision=gated.precision, tile=gated.tile, b2=gate)
-        return y, None
-    pairs = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
-    call = gated.gemm(epilogue_gate_and_pair, x)
-    pair, pair2 = gated.pair_targets(pairs)
-    gemm(x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
+    shape = x.shape[0], hidden_size(weight, gate)
+    y = build.empty(shape, x.dtype)
+    pairs = build.empty((shape[0], 2 * shape[1]), x.dtype) if saving else None
+    pair, pair2 = (None, None) if pairs is None else gated.pair_targets(pairs)
+    call = gated.gemm(epilogue_gate_and_pair if saving else epilogue_gate, x.dtype, build.device)
+    weight, gate, bias = gated.operands(build, weight, gate, bias)
+    add_gemm(build, x, weight, bias, call, y, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
     return y, pairs
 
 
-def recomputed_gradients(dy: Tensor, wide: Wide, gated: Gated, again: bool = False) -> tuple[Tensor, Tensor | None]:
+def add_recomputed_gradients(build: Builder, dy: Tensor, wide: Wide, gated: Gated, again: bool = False) -> tuple[Tensor, Tensor | None]:
     """(gradients of the pairs ``[M, 2 H]``, the result ``[M, H]`` again) from ``dy [M, H]``.
 
     The product once more, with their making as its epilogue. The result is written over dy if possible.
     """
     x, weight, gate, bias = wide
-    dy = rowwise(dy)
-    y = (dy if is_describable(dy) else torch.empty_like(dy)) if again else None
-    d = torch.empty((x.shape[0], 2 * hidden_size(weight, gate)), dtype=x.dtype, device=x.device)
-    call = gated.gemm(epilogue_gradients_and_gate if again else epilogue_gradients, x)
+    dy = add_rowwise(build, dy)
+    y = (dy if is_describable(build, dy) else build.empty_like(dy)) if again else None
+    d = build.empty((x.shape[0], 2 * hidden_size(weight, gate)), x.dtype)
+    call = gated.gemm(epilogue_gradients_and_gate if again else epilogue_gradients, x.dtype, build.device)
     pair, pair2 = gated.pair_targets(d)
-    weight, gate, bias = gated.operands(weight, gate, bias)
-    gemm(x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
+    weight, gate, bias = gated.operands(build, weight, gate, bias)
+    add_gemm(build, x, weight, bias, call, y, side=dy, pair=pair, pair2=pair2, precision=gated.precision, tile=gated.tile, b2=gate)
     return d, y
 
 
-@lru_cache(maxsize=512)
-def _gradients_launch(
-    rows: int, columns: int, stride: int, value: Any, slope: Any, layout: str, again: bool, dtype: torch.dtype
-) -> Launcher:
+def _gradients_launcher(dy: Tensor, gated: Gated, again: bool) -> Launcher:
+    """The launch on (dy, pairs, their gradients, the result again)."""
     block_m, block_n = _ELEMENTWISE_BLOCK
+    rows, columns = dy.shape
+    found = find_activation(gated.activation)
     arguments = {
         "M": rows,
         "columns": columns,
-        "stride_dy": stride,
-        "VALUE": value,
-        "SLOPE": slope,
-        "INTERLEAVED": layout == "interleaved",
+        "stride_dy": dy.stride(0),
+        "VALUE": found.value,
+        "SLOPE": found.derivative,
+        "INTERLEAVED": gated.layout == "interleaved",
         "GATE": again,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "ACC": arithmetic(dtype, "highest", True).acc,
+        "ACC": arithmetic(dy.dtype, "highest", True).acc,
         "num_warps": 4,
     }
     return Launcher([LaunchConfig(_gate_gradients_kernel, (-(-rows // block_m) * -(-columns // block_n),), arguments)])
 
 
-def stored_gradients(dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, again: bool = False) -> tuple[Tensor, Tensor | None]:
+def add_stored_gradients(
+    build: Builder, dy: Tensor, pairs: Tensor, gated: Gated, in_place: bool, again: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(gradients of pairs ``[M, 2 H]`` that were stored, the result ``[M, H]`` again), from ``dy [M, H]``.
 
     In place over the pairs, if so; the result over dy, which is contiguous then.
     """
-    with on_device(dy):
-        dy = rowwise(dy)
-        pairs = pairs.contiguous()  # hooks of saved tensors may have given others
-        d = pairs if in_place else torch.empty_like(pairs)
-        found = find_activation(gated.activation)
-        launch = _gradients_launch(*dy.shape, dy.stride(0), found.value, found.derivative, gated.layout, again, dy.dtype)
-        launch(dy, pairs, d, dy if again else d)
-        return d, dy if again else None
-
-
-def forget_launches() -> None:
-    """Choose every launch anew when it is next needed."""
-    _gradients_launch.cache_clear()
+    dy = add_rowwise(build, dy)
+    pairs = build.contiguous(pairs)  # hooks of saved tensors may have given others
+    d = pairs if in_place else build.empty_like(pairs)
+    build.launch(_gradients_launcher(dy, gated, again), (dy, pairs, d, dy if again else d))
+    return d, dy if again else None

@@ -10,12 +10,12 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from fastkron_py.kan import cached as recorded
 from fastkron_py.kan import operator
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
-from fastkron_py.runtime.checks import check_integer, check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 ArrayT = TypeVar("ArrayT")
@@ -27,7 +27,7 @@ MOST_LUT_SIZE: Final = 1 << 20
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a kernel does to x once it has been brought here, by torch, as far as it takes more than one element at a time.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
-_RECORDED: Final = ("tanh", "clamp", "none")
+_CACHED: Final = ("tanh", "clamp", "none")  # normalisations that leave x to the kernel, so that guards on it are guards on its operand
 
 
 def poly_kan(
@@ -82,32 +82,33 @@ def poly_kan(
         >>> poly_kan(x, coefficients, basis="legendre").shape
         torch.Size([100, 3])
     """
-    # Layers that were computed before, with what needs no look at x first. Dynamo has no use for that.
-    recordable = normalization in _RECORDED and bounds is None and basis_parameters is None and not torch.compiler.is_compiling()
-    key = (basis, normalization, evaluation, lut_size)
-    if recordable:
-        y = recorded.replay(x, coefficients, bias, key, precision)
-        if y is not None:
-            return y  # type: ignore[return-value]
+    key: tuple[Any, ...] | None = None
+    # Dynamo has no use for a cache of calls.
+    if normalization in _CACHED and bounds is None and basis_parameters is None and not torch.compiler.is_compiling():
+        key = "poly_kan", basis, normalization, evaluation, type(lut_size), lut_size, precision, bias is None
+        given: Any = (x, coefficients) if bias is None else (x, coefficients, bias)
+        entry = CACHE.find(key, given)
+        if entry is not None:
+            return entry(given)  # type: ignore[no-any-return]
     check_precision(precision)
     if isinstance(x, Tensor):
-        described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
-        return _poly_kan(x, coefficients, bias, described, precision, key if recordable else None)  # type: ignore[arg-type,return-value]
-    given = {"x": x, "coefficients": coefficients} | ({} if bias is None else {"bias": bias})
+        checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
+        return _poly_kan(x, coefficients, bias, checked, precision, key)  # type: ignore[arg-type,return-value]
+    arrays = {"x": x, "coefficients": coefficients} | ({} if bias is None else {"bias": bias})
     if isinstance(bounds, tuple | list):
-        given |= {f"bounds[{i}]": b for i, b in enumerate(bounds) if not isinstance(b, numbers.Real)}
-    bridge = find_bridge(list(given.values()), list(given))
+        arrays |= {f"bounds[{i}]": b for i, b in enumerate(bounds) if not isinstance(b, numbers.Real)}
+    bridge = find_bridge(list(arrays.values()), list(arrays))
     with bridge.context():
-        loaded = {name: bridge.load(array, name) for name, array in given.items()}
+        loaded = {name: bridge.load(array, name) for name, array in arrays.items()}
         if isinstance(bounds, tuple | list):
             bounds = tuple(loaded.get(f"bounds[{i}]", b) for i, b in enumerate(bounds))
-        described = _described(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
-        y = _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), described, precision, None)
+        checked = _checked(basis, basis_parameters, normalization, bounds, evaluation, lut_size)
+        y = _poly_kan(loaded["x"], loaded["coefficients"], loaded.get("bias"), checked, precision, None)
         return bridge.give_back(y)  # type: ignore[no-any-return]
 
 
-class _Described:
-    """Arguments that are no tensors of the product, checked."""
+class _Checked:
+    """Arguments that are no tensors of the product."""
 
     def __init__(
         self, basis: Any, parameters: tuple[float, ...], description: str, normalization: str, bounds: Any, table_size: int
@@ -120,20 +121,13 @@ class _Described:
         self.table_size = table_size
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
-    if value not in known:
-        raise value_error(name, f"one of {', '.join(known)}", repr(value))
-
-
-def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Described:
+def _checked(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Checked:
     from fastkron_py.kan.bases.registry import find_basis
-    from fastkron_py.kan.spec import describe
+    from fastkron_py.kan.layer_config import describe
 
     found = find_basis(basis)
-    _one_of("normalization", normalization, NORMALIZATIONS)
-    _one_of("evaluation", evaluation, EVALUATIONS)
+    check_choice("normalization", normalization, NORMALIZATIONS)
+    check_choice("evaluation", evaluation, EVALUATIONS)
     if bounds is not None and normalization != "minmax":
         raise value_error("bounds", "None, since normalization is not 'minmax'", type_name(bounds))
     bounds = None if bounds is None else _checked_bounds(bounds)
@@ -144,8 +138,8 @@ def _described(basis: Any, parameters: Any, normalization: Any, bounds: Any, eva
             raise value_error("lut_size", f"2 to {MOST_LUT_SIZE}", size)
         if normalization == "none":
             raise value_error("evaluation", "'recurrence', since a table covers [-1, 1] and normalization is 'none'", "'lut'")
-    checked = check_parameters(found, parameters)
-    return _Described(found, checked, describe(found.name, checked), normalization, bounds, size)
+    numbers_of_basis = check_parameters(found, parameters)
+    return _Checked(found, numbers_of_basis, describe(found.name, numbers_of_basis), normalization, bounds, size)
 
 
 def _checked_bounds(bounds: Any) -> tuple[Any, Any]:
@@ -165,18 +159,18 @@ def check_real(name: str, value: Any, expected: str = "a number") -> Any:
     return check_scalar(name, value)
 
 
-def check_described(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
+def check_arguments(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
     """Refuse what `poly_kan` would refuse of a layer that has no tensors yet."""
-    described = _described(basis, parameters, normalization, None, evaluation, lut_size)
-    _check_terms(terms, described)
+    checked = _checked(basis, parameters, normalization, None, evaluation, lut_size)
+    _check_terms(terms, checked)
 
 
-def _check_terms(terms: int, described: _Described) -> None:
+def _check_terms(terms: int, checked: _Checked) -> None:
     from fastkron_py.kan.bases.registry import MOST_DEGREE
 
     if not 2 <= terms <= MOST_DEGREE + 1:
         raise value_error("degree", f"1 to {MOST_DEGREE}", terms - 1)
-    described.basis.check(terms, described.parameters)
+    checked.basis.check(terms, checked.parameters)
 
 
 def check_parameters(basis: Any, given: Any) -> tuple[float, ...]:
@@ -203,33 +197,33 @@ def _constant(name: str, value: Any) -> float:
 
 
 def _poly_kan(
-    x: Tensor, coefficients: Tensor, bias: Tensor | None, described: _Described, precision: str | None, key: tuple[Any, ...] | None
+    x: Tensor, coefficients: Tensor, bias: Tensor | None, checked: _Checked, precision: str | None, key: tuple[Any, ...] | None
 ) -> Tensor:
-    """The layer's result, recorded by this key if there is one."""
+    """The layer's result; the call is found by this key from now on, if there is one."""
     check_tensor("x", x, x, "x")
-    dtype, normalization = autocast_dtype(x), described.normalization
+    dtype, normalization = autocast_dtype(x), checked.normalization
     like = x
     if dtype is not None:
         like, coefficients, bias = (cast(t, dtype) for t in (x.new_empty(0), coefficients, bias))
-    _check_shapes(x, like, coefficients, bias, described)
+    _check_shapes(x, like, coefficients, bias, checked)
     # What depends on many numbers of x is done before x is rounded, in float32 at least, as autocast does it for torch's norms.
     if normalization == "minmax":
-        x = _to_unit_range(_wide(x), described.bounds)
+        x = _to_unit_range(_wide(x), checked.bounds)
     elif normalization == "layer_norm":
         x = torch.nn.functional.layer_norm(_wide(x), x.shape[-1:])
     x = x.to(like.dtype)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    options = (described.description, _ELEMENTWISE[normalization], described.table_size, precision, backend)
-    y = None if key is None else recorded.record(x, coefficients, bias, key, precision, options)
-    return operator.poly_kan(x, coefficients, bias, *options) if y is None else y
+    arguments = x, coefficients, bias, checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend
+    y: Tensor = operator.poly_kan(*arguments, key=None if dtype is not None else key)
+    return y
 
 
 def _wide(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
-def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, described: _Described) -> None:
+def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:
     """Of x and what goes with it; like has the dtype that x is multiplied in."""
     if like.dtype not in DTYPES:
         raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), like.dtype)
@@ -239,7 +233,7 @@ def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, describ
     if coefficients.ndim != 3:
         raise value_error("coefficients", "a tensor [degree + 1, out, in]", f"shape {tuple(coefficients.shape)}")
     terms, num_out, num_in = coefficients.shape
-    _check_terms(terms, described)
+    _check_terms(terms, checked)
     if num_in != x.shape[-1]:
         raise value_error("coefficients", f"a last dimension of x's {x.shape[-1]} inputs", f"shape {tuple(coefficients.shape)}")
     if bias is not None:

@@ -87,7 +87,7 @@ _LEAST_FILLED: Final = 2 / 3  # of what the multiprocessors do, below which anot
 
 
 def is_large(sizes: Sizes) -> bool:
-    """Whether degree 0 is taken out of the product, and operands are turned and split before it."""
+    """Whether degree 0 is taken out of the product, and operands are transposed and split before it."""
     return sizes.rows >= LARGE_ROWS and sizes.rows * sizes.num_in * sizes.num_out * sizes.terms >= LARGE_PRODUCTS
 
 

@@ -19,7 +19,7 @@ _NARROW: Final = 0.72  # speed of a product half as wide (271 us beside 200 in T
 _REGISTERS: Final = (160, 184)
 
 
-class Staged(NamedTuple):
+class Pipelined(NamedTuple):
     """Blocks, buffers, and how the work is dealt out."""
 
     block_n: int
@@ -61,7 +61,7 @@ def _stages(width: int, block_k: int, sizes: Sizes) -> int:
     return _RING // ((BLOCK_M + width) * block_k * sizes.itemsize * (2 if sizes.passes == 3 else 1))
 
 
-def forward(sizes: Sizes) -> Staged:
+def forward(sizes: Sizes) -> Pipelined:
     """Of y [rows, num_out], reduced over num_in and degrees."""
     block_k = 32
     blocks = -(-sizes.num_in // block_k)
@@ -81,7 +81,7 @@ def forward(sizes: Sizes) -> Staged:
     items = _tiles(sizes.rows, sizes.num_out, width) * splits
     flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
     programs = min(items, sizes.multiprocessors)
-    return Staged(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, items, _REGISTERS)
+    return Pipelined(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, items, _REGISTERS)
 
 
 def _side_by_side(sizes: Sizes) -> int:
@@ -98,7 +98,7 @@ def _side_by_side(sizes: Sizes) -> int:
 INPUT_GRADIENT_PASSES = (3,)
 
 
-def input_gradient(sizes: Sizes) -> Staged | None:
+def input_gradient(sizes: Sizes) -> Pipelined | None:
     """Of dx [rows, num_in], reduced over num_out and degrees; None where plain Triton's kernel is faster, or tiles are too few."""
     if sizes.passes not in INPUT_GRADIENT_PASSES:
         return None
@@ -109,7 +109,7 @@ def input_gradient(sizes: Sizes) -> Staged | None:
         return None
     block_k = 128 // sizes.itemsize
     stages, flush = (3, FLUSH_TERMS // block_k) if sizes.passes == 3 else (4, 0)
-    return Staged(width, block_k, stages, flush, degrees, min(tiles, sizes.multiprocessors))
+    return Pipelined(width, block_k, stages, flush, degrees, min(tiles, sizes.multiprocessors))
 
 
 def segments_of(tiles: int, blocks: int, parts: int) -> int:
@@ -122,7 +122,7 @@ def segments_of(tiles: int, blocks: int, parts: int) -> int:
     return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
 
 
-def coefficient_gradient(sizes: Sizes) -> Staged:
+def coefficient_gradient(sizes: Sizes) -> Pipelined:
     """Of dC, tiles [num_out, (degree, num_in)], reduced over rows."""
     degrees = _side_by_side(sizes)
     width = _widths(sizes)[0] // degrees
@@ -144,4 +144,4 @@ def coefficient_gradient(sizes: Sizes) -> Staged:
     flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
     programs = min(parts, sizes.multiprocessors)
     stages = _stages(degrees * width, block_k, sizes)
-    return Staged(width, block_k, stages, flush, degrees, programs, items=parts, registers=_REGISTERS)
+    return Pipelined(width, block_k, stages, flush, degrees, programs, items=parts, registers=_REGISTERS)

@@ -1,28 +1,27 @@
-"""What the launches of a polynomial KAN layer depend on, and the passes that all of them share."""
+"""The problem that a polynomial KAN layer's launches are chosen for, and one product's launch."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+import math
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastkron_py.kan import config as tuning
 from fastkron_py.kan.config import Sizes
-from fastkron_py.kan.spec import Spec
+from fastkron_py.kan.layer_config import LayerConfig, wide
 from fastkron_py.runtime.device import multiprocessor_count
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import bits
 from fastkron_py.tiling.partials import _sum_partials_kernel
-from fastkron_py.tiling.products import _low_halves_kernel, _turn_kernel
 
-ALIGNED = 16  # elements: more makes no load wider
-_SUM_BLOCK = 256
-_TURNED = 64  # rows and columns of a tile that is transposed
-_ONE = bits(1.0)
+ALIGNED: Final = 16  # elements: more makes no load wider
+_SUM_BLOCK: Final = 256
+_ONE: Final = bits(1.0)
 
 
-class Kind(NamedTuple):
+class Problem(NamedTuple):
     """Everything that a layer's launches depend on, as plain values; strides are of rows."""
 
     rows: int
@@ -31,115 +30,95 @@ class Kind(NamedTuple):
     stride_x: int
     stride_g: int  # of dy; 0 in the forward pass
     has_bias: bool
-    spec: Spec
+    layer: LayerConfig
     precision: str
     dtype: torch.dtype
     device: torch.device
 
     @property
     def wide(self) -> torch.dtype:
-        """What sums are kept in."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        """The dtype of sums."""
+        return wide(self.dtype)
 
     @property
     def is_split(self) -> bool:
         """Whether float32 products take three passes."""
         return self.dtype == torch.float32 and self.precision == "highest"
 
+    @property
+    def is_large(self) -> bool:
+        """Whether operands are prepared."""
+        return tuning.is_large(self.sizes())
+
     def sizes(self) -> Sizes:
-        """What the closed form chooses by."""
+        """The sizes that the closed form chooses by."""
         passes = 3 if self.is_split else 1
-        return Sizes(self.rows, self.num_in, self.num_out, self.spec.terms, self.dtype.itemsize, passes, multiprocessor_count(self.device))
+        return Sizes(self.rows, self.num_in, self.num_out, self.layer.terms, self.dtype.itemsize, passes, multiprocessor_count(self.device))
 
 
-class Sum:
-    """The second stage: partial results ``[splits, ...]`` added in order."""
+class Stored(NamedTuple):
+    """Where a kernel stores a result, and the second stage that adds up partial sums.
 
-    def __init__(self, splits: int, size: int) -> None:
-        # stride_b is of a batch of sums, of which there is one here.
-        arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
-        self._launch = Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)])
-
-    def __call__(self, partial: Tensor, out: Tensor) -> None:
-        """Add up."""
-        self._launch(partial, out, _ONE)
-
-
-@lru_cache(maxsize=1024)
-def _launcher(kernel: Any, programs: int, device: torch.device, dtypes: tuple[torch.dtype, ...], arguments: Any) -> Launcher:
-    return Launcher([LaunchConfig(kernel, (programs,), dict(arguments))])
-
-
-def launch(kernel: Any, programs: int, given: tuple[Tensor, ...], **arguments: Any) -> None:
-    """Launch a kernel on tensors and, by name, what else it takes."""
-    dtypes = tuple([t.dtype for t in given])
-    _launcher(kernel, programs, given[0].device, dtypes, tuple(arguments.items()))(*given)
-
-
-def forget_launches() -> None:
-    """Compile every kernel anew when it is next needed."""
-    _launcher.cache_clear()
-
-
-def low_halves(t: Tensor) -> Tensor:
-    """What TF32 leaves of every number of a contiguous tensor."""
-    low = torch.empty_like(t)
-    launch(_low_halves_kernel, -(-t.numel() // 1024), (t, low), size=t.numel(), BLOCK=1024, num_warps=4)
-    return low
-
-
-class Turned(NamedTuple):
-    """Matrices transposed, for a tensor core that cuts off what TF32 does not hold; rows are runs of memory."""
-
-    itself: Tensor  # [..., N, M], or a few columns more
-    low: Tensor  # its low halves, where they were asked for, else the same
-    sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
-
-
-def turned(t: Tensor, with_low: bool, rounds: bool) -> Turned:
-    """Of contiguous ``[B, M, N]`` in float32, in one pass; rounds: numbers become such that cutting rounds them."""
-    batches, rows, columns = t.shape
-    out = torch.empty((batches, columns, rows), dtype=t.dtype, device=t.device)
-    low = torch.empty_like(out) if with_low else out
-    _turn(t, out, low, out, rows, {"LOW": with_low, "ROUND": rounds})
-    return Turned(out, low, out)
-
-
-def turned_gradient(dy: Tensor, with_low: bool, rounds: bool, with_sums: bool) -> Turned:
-    """Of ``[M, N]`` in float32 whose rows are runs, likewise, in `whole_vectors` of columns, the last of which are not written."""
-    rows, columns = dy.shape
-    stride = whole_vectors(rows)
-    out = torch.empty((columns, stride), dtype=dy.dtype, device=dy.device)
-    low = torch.empty_like(out) if with_low else out
-    sums = torch.empty((-(-rows // _TURNED), columns), dtype=dy.dtype, device=dy.device) if with_sums else out
-    _turn(dy[None], out, low, sums, stride, {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums})
-    return Turned(out, low, sums)
-
-
-def turned_in_blocks(t: Tensor, first: int, width: int, batches: int, rounds: bool) -> Tensor:
-    """Of ``[B, M, N]`` from matrix first on, in one pass, ``[blocks * batches * width, M]``: blocks of width columns, of each all matrices.
-
-    Nothing is written where there is no column, or, from B - first up to batches, no matrix.
+    Attributes:
+        partial: shape of the partial sums; None for the result itself.
+        launcher: of the second stage, on partial sums and the result.
+        scalars: of its launch.
     """
-    rows, columns = t.shape[1:]
-    out = torch.empty((-(-columns // width) * batches * width, rows), dtype=t.dtype, device=t.device)
-    _turn(t, out, out, out, rows, {"FIRST": first, "ROUND": rounds, "WIDTH": width, "BATCHES": batches})
-    return out
+
+    partial: tuple[int, ...] | None = None
+    launcher: Launcher | None = None
+    scalars: tuple[int, ...] = ()
+
+
+def stored(splits: int, shape: tuple[int, ...]) -> Stored:
+    """The result, or partial sums ``[splits, ...]`` that are added in order."""
+    if splits == 1:
+        return Stored()
+    size = math.prod(shape)
+    # stride_b is of a batch of sums, of which there is one here.
+    arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
+    return Stored((splits, *shape), Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)]), (_ONE,))
+
+
+class Boxes(NamedTuple):
+    """How the copy engine reads matrices: as boxes of so many rows and columns, beyond the first columns nothing."""
+
+    shape: list[int]
+    columns: int
+    layout: Any
+
+    def describe(self, t: Tensor) -> Any:
+        """The descriptor of a matrix whose rows begin on boundaries of 16 bytes, or of contiguous matrices, one below the other."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        t = t.view(-1, t.shape[-1])[:, : self.columns]
+        return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], self.shape, self.layout)
+
+
+class Product(NamedTuple):
+    """The launch of one of a layer's products, or of both gradients, and the operands it wants.
+
+    Attributes:
+        launcher: on the operands, then the results or their partial sums.
+        first: degree in the product; that before is added apart.
+        transposed: whether an operand runs along the reduction: TF32 in shared memory has to, 16-bit types need not.
+        with_low: whether its low halves are operands too.
+        rounds: whether TF32, which cuts, is given numbers that cutting rounds.
+        results: how each of the results is stored.
+        pipelined: whether the kernel is one for Hopper GPUs.
+        boxes: of the operand with its low halves, where descriptors of these are given.
+    """
+
+    launcher: Launcher
+    first: int
+    transposed: bool
+    with_low: bool
+    rounds: bool
+    results: tuple[Stored, ...]
+    pipelined: bool = False
+    boxes: Boxes | None = None
 
 
 def whole_vectors(count: int) -> int:
-    """So many float32 numbers or a few more, that are vectors of 16 bytes."""
+    """The least number from count on of float32 numbers that are vectors of 16 bytes."""
     return -(-count // 4) * 4
-
-
-def _turn(t: Tensor, out: Tensor, low: Tensor, sums: Tensor, stride: int, flags: dict[str, Any]) -> None:
-    batches, rows, columns = t.shape
-    flags = {"FIRST": 0, "LOW": False, "ROUND": False, "SUMS": False, "WIDTH": 0, "BATCHES": 0, **flags}
-    sizes = {"rows": rows, "columns": columns, "stride_b": t.stride(0), "stride_m": t.stride(1), "stride_n": stride}
-    programs = (batches - flags["FIRST"]) * -(-rows // _TURNED) * -(-columns // _TURNED)
-    launch(_turn_kernel, programs, (t, out, low, sums), **sizes, **flags, BLOCK=_TURNED, num_warps=8)
-
-
-def aligned(t: Tensor) -> Tensor:
-    """The same numbers on a boundary of 16 bytes, from which copies to shared memory start."""
-    return t if t.data_ptr() & 15 == 0 else t.clone()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import cached as recorded
 from fastkron_py.kron import operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocasted
+from fastkron_py.runtime.autocast import autocast_dtype, autocasted
 from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_scalar_fits
+from fastkron_py.runtime.eager import KINDS
 from fastkron_py.runtime.errors import type_error
 
 ArrayT = TypeVar("ArrayT")
@@ -138,21 +140,35 @@ def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0
 
 
 def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
-    repeatable = z is None and not torch.compiler.is_compiling()
-    if repeatable:
-        y = recorded.replay(x, factors, alpha, beta, precision, left)
-        if y is not None:
-            return y
-    given = factors
+    key = None if torch.compiler.is_compiling() else _key(factors, alpha, beta, z, precision, left)
+    if key is not None and type(x) in KINDS and x.ndim == 1 and not x.is_nested:
+        given = (x.unsqueeze(-1 if left else 0), *factors)
+        entry = CACHE.find(key, given) if z is None else None
+        if entry is not None:
+            return entry(given, (alpha, beta, *entry.options[2:])).squeeze(-1 if left else -2)
+    elif key is not None:
+        given = (x, *factors) if z is None else (x, *factors, z)
+        entry = CACHE.find(key, given)
+        if entry is not None:
+            return entry(given, (alpha, beta, *entry.options[2:]))
+    if not isinstance(x, Tensor):
+        return _on_arrays(x, factors, alpha, beta, z, precision, left, names)
+    return _multiply(x, factor_list(factors, names[1]), alpha, beta, z, precision, left, names, key)
+
+
+def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool) -> tuple[Any, ...] | None:
+    """What a call is looked up by; None for calls that are not kept. Nothing has been checked yet."""
+    if type(factors) not in (list, tuple) or type(alpha) is not float or type(beta) not in (float, int):
+        return None
+    if not (-math.inf < alpha < math.inf and -math.inf < beta < math.inf) or (z is None and beta != 0):
+        return None
+    if not (precision is None or type(precision) is str):
+        return None
+    return "kron_matmul", left, len(factors), alpha == 1, beta == 0, beta == 1, z is None, precision
+
+
+def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
     factors = factor_list(factors, names[1])
-    alpha = check_scalar("alpha", alpha)
-    beta = check_scalar("beta", beta)
-    check_precision(precision)
-    if isinstance(x, Tensor):
-        y = _multiply(x, factors, alpha, beta, z, precision, left, names)
-        if repeatable:
-            recorded.record(x, given, alpha, beta, precision, left, y.shape)
-        return y
     arrays = [x, *factors] if z is None else [x, *factors, z]
     labels = [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]][: len(arrays)]
     bridge = find_bridge(arrays, labels)
@@ -174,7 +190,12 @@ def _multiply(
     precision: str | None,
     left: bool,
     names: tuple[str, str, str],
+    key: tuple[Any, ...] | None = None,
 ) -> Tensor:
+    """The product of tensors, kept by this key if there is one."""
+    alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    check_precision(precision)
+    given, is_autocast = [x, *factors, z], autocast_dtype(x) is not None
     x, factors, z = autocasted(x, factors, z)
     check_tensors(x, factors, z, names)
     check_scalar_fits("alpha", alpha, x, names[0])
@@ -182,15 +203,17 @@ def _multiply(
     shape = check_problem(x, factors, beta, z, left, names)
     if z is not None and not isinstance(beta, Tensor) and beta == 0:
         z = None
+    if is_autocast or any([a is not b for a, b in zip(given, (x, *factors, z), strict=True)]):
+        key = None  # which is of tensors as they were given, and tells nothing of autocast's dtype
     if x.ndim == 1:
         x = x.unsqueeze(-1 if left else 0)
-        z = None if z is None else z.expand(shape).unsqueeze(-1 if left else -2)
+        if z is not None:
+            z, key = z.expand(shape).unsqueeze(-1 if left else -2), None
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    op = operator.kron_matmul
-    if isinstance(alpha, float | int) and isinstance(beta, float | int):
-        y: Tensor = op(x, factors, z, float(alpha), float(beta), precision, backend, left)
-    else:  # scalars with gradients, and complex ones
-        y = alpha * op(x, factors, None, 1.0, 0.0, precision, backend, left)
+    if not (isinstance(alpha, float | int) and isinstance(beta, float | int)):  # scalars with gradients, and complex ones
+        y: Tensor = alpha * operator.kron_matmul(x, factors, None, 1.0, 0.0, precision, backend, left)
         y = y if z is None else y + beta * z
+    else:
+        y = operator.kron_matmul(x, factors, z, float(alpha), float(beta), precision, backend, left, key=key)
     return y if y.shape == shape else y.reshape(shape)  # a reshaped result is a view, even of the same shape

@@ -1,4 +1,4 @@
-"""What the launches for a group of factors in the backward pass depend on, as plain values."""
+"""The problem of a group of factors in the backward pass, as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastkron_py.kron.launches import Rows
 from fastkron_py.kron.plan.gradient import Group
 
 
-class Kind(NamedTuple):
+class GradientProblem(NamedTuple):
     """Everything that a group's launches depend on, as plain values."""
 
     group: Group
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
         p, q = (math.prod(s[i] for s in self.factor_shapes) for i in (0, 1))
         return p * self.neighbours, q * self.neighbours
 
-    def with_neighbours(self, count: int) -> Kind:
+    def with_neighbours(self, count: int) -> GradientProblem:
         """The same with so many of the mode before, which must be a multiple of count."""
         groups, rows, before, after = self.around
         return self._replace(around=(groups, rows, before // count, after), neighbours=count)

@@ -9,7 +9,7 @@ batches of x alone are rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,14 +24,15 @@ class Canonical(NamedTuple):
     factors: list[Tensor]  # [B, P_i, Q_i]; a batch stride of 0 where B factors are one
     batch: Shape  # broadcast batch of the result
     left: bool
+    reshape: Callable[[Tensor, Shape], Tensor] = Tensor.reshape
 
     def pack(self, t: Tensor) -> Tensor:
         """View or copy a tensor shaped like x or like the result as ``[B, L, *, R]``."""
         t = t.expand(*self.batch, *t.shape[-2:])
         groups, rows, columns = self._split(t.shape[-2], t.shape[-1])
         if self.left:
-            return t.reshape(groups, rows, t.shape[-2], columns)
-        return t.reshape(groups, rows, t.shape[-1], 1)
+            return self.reshape(t, (groups, rows, t.shape[-2], columns))
+        return self.reshape(t, (groups, rows, t.shape[-1], 1))
 
     def unpack(self, t4: Tensor) -> Tensor:
         """``[B, L, n, R]`` to ``[*batch, M, n]``, or to ``[*batch, n, M]`` in the left form."""
@@ -49,18 +50,18 @@ class Canonical(NamedTuple):
         return (groups, rows, width) if self.left else (groups, rows * height, 1)
 
 
-def canonical(x: Tensor, factors: Sequence[Tensor], left: bool) -> Canonical:
-    """Bring ``x [*batch, M, K]`` (left: ``[*batch, K, M]``) and its factors to canonical form."""
+def canonical(x: Tensor, factors: Sequence[Tensor], left: bool, reshape: Callable[[Tensor, Shape], Tensor] = Tensor.reshape) -> Canonical:
+    """Bring ``x [*batch, M, K]`` (left: ``[*batch, K, M]``) and its factors to canonical form; copies are made by reshape."""
     if x.ndim == 2 and all([f.ndim == 2 for f in factors]):  # what most calls are, in the fewest operations
         x4 = x.unsqueeze(0).unsqueeze(0) if left else x.unsqueeze(0).unsqueeze(3)
-        return Canonical(x4, [(f.mT if left else f).unsqueeze(0) for f in factors], (), left)
+        return Canonical(x4, [(f.mT if left else f).unsqueeze(0) for f in factors], (), left, reshape)
     factor_batch = broadcast_batch([tuple(f.shape[:-2]) for f in factors], "factors")
     batch = broadcast_batch([tuple(x.shape[:-2]), factor_batch], "x, factors")
     matrices = [f.mT if left else f for f in factors]
     if math.prod(factor_batch) == 1:
-        shared = [f.reshape(1, *f.shape[-2:]) for f in matrices]
+        shared = [reshape(f, (1, *f.shape[-2:])) for f in matrices]
     else:
         groups = math.prod(batch)
-        shared = [f.expand(*batch, *f.shape[-2:]).reshape(groups, *f.shape[-2:]) for f in matrices]
-    problem = Canonical(x, shared, batch, left)
+        shared = [reshape(f.expand(*batch, *f.shape[-2:]), (groups, *f.shape[-2:])) for f in matrices]
+    problem = Canonical(x, shared, batch, left, reshape)
     return problem._replace(x=problem.pack(x))

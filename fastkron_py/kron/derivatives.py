@@ -1,7 +1,6 @@
 """Derivatives of the two Kronecker operators, written once for every way of calling them.
 
 Both operators are multilinear, so each derivative is a sum of calls of the two with one argument replaced.
-``calls`` says how they are called: as `torch.library` operators, or as functions that torch.func can transform.
 Cotangents follow torch's convention for complex numbers, hence the conjugates in the reverse rules.
 """
 
@@ -12,13 +11,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastkron_py.runtime.operator import take
+from fastkron_py.runtime.batching import take
 
 Options = tuple[float, str | None, str, bool]  # alpha, precision, backend, left
 
 
 class Calls(NamedTuple):
-    """How to multiply and how to take gradients."""
+    """The two operators, which derive through themselves."""
 
     multiply: Callable[..., Tensor]  # (x, factors, z, alpha, beta, precision, backend, left)
     gradients: Callable[..., Sequence[Tensor]]  # (dy, x, factors, need_x, need_factors, alpha, precision, backend, left)
@@ -57,7 +56,9 @@ def reverse(
     calls: Calls, dy: Tensor, x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool], options: Options
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Reverse rule of the multiply: cotangents of x and of the factors."""
-    return _gradients(calls, dy, _conj(x), [_conj(f) for f in factors], need_x, need_factors, options)
+    if x.is_complex():
+        x, factors = x.conj(), [f.conj() for f in factors]
+    return _gradients(calls, dy, x, factors, need_x, need_factors, options)
 
 
 def forward(

@@ -1,4 +1,4 @@
-"""What the launches of a multiply depend on, as plain values."""
+"""The problem of a multiply, as plain values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from fastkron_py.kron.launches import Rows
 
 
-class Kind(NamedTuple):
-    """Everything that a program depends on, as plain values."""
+class MultiplyProblem(NamedTuple):
+    """Everything that the launches of a multiply depend on."""
 
     shape: tuple[int, ...]  # of x, [B, L, K, R]
     x: Rows

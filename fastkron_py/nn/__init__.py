@@ -7,10 +7,13 @@ from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
 from fastkron_py.nn.poly_kan_init import smooth_init_
 from fastkron_py.nn.rational import GRKAN, GroupRational
+from fastkron_py.rational.denominators.registry import Denominator, DeviceFunctions, register_denominator
 
 __all__ = [
     "GRKAN",
     "KAN",
+    "Denominator",
+    "DeviceFunctions",
     "GatedMLP",
     "GroupRational",
     "PolyKANConv2d",
@@ -20,6 +23,7 @@ __all__ = [
     "from_chebykan",
     "from_efficient_kan",
     "pack_gated",
+    "register_denominator",
     "smooth_init_",
     "unpack_gated",
 ]

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.gated.api import BACKWARDS, LAYOUTS, check_activation, check_choice, gated_linear, gated_mlp, pack_gated, unpack_gated
+from fastkron_py.gated.api import BACKWARDS, LAYOUTS, check_activation, gated_linear, gated_mlp, pack_gated, unpack_gated
 from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.hooks import is_plain_linear
-from fastkron_py.runtime.checks import check_integer, check_precision
+from fastkron_py.runtime.checks import check_choice, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 # What papers call the whole layer, by its gate's activation.

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_described, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.running_range import Calls, is_set
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.runtime.checks import check_integer, check_precision
@@ -71,7 +71,7 @@ class EdgeFunctions(nn.Module):
         if normalization is None:
             find_basis(basis)
             normalization = DEFAULT_NORMALIZATION.get(basis, "tanh")
-        check_described(basis, basis_parameters, normalization, evaluation, lut_size, degree + 1)
+        check_arguments(basis, basis_parameters, normalization, evaluation, lut_size, degree + 1)
         self.degree, self.basis, self.normalization = degree, basis, normalization
         self.basis_parameters = dict(basis_parameters or {})
         self.momentum, self.evaluation, self.lut_size, self.precision = float(momentum), evaluation, lut_size, precision

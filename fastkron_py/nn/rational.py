@@ -15,7 +15,8 @@ from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, INTERVAL, initial
 from fastkron_py.nn.scripting import NotScriptable
-from fastkron_py.rational.api import DEGREE_MOST, DTYPES, check_noise, check_version, linear_rational, rational
+from fastkron_py.rational.api import DEGREE_MOST, DTYPES, check_noise, linear_rational, rational
+from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.backend import backend
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -40,9 +41,10 @@ class GroupRational(NotScriptable, nn.Module):
         num_features: channels, x's last dimension.
         num_groups: groups that they are cut into; it divides num_features.
         degrees: (m, n) of P and Q; m from 0 to 16, n from 1 to 16.
-        version: of the denominator, "A", "B", "C", "D" or "N".
+        version: of the denominator: one of those of `fastkron_py.rational`, or one that was registered.
         init: what it begins as: "identity", "relu", "leaky_relu", "gelu", "swish", "tanh", "sigmoid", "geglu" (``x gelu(x)``) or
-            "swishglu" (``x swish(x)``), fitted on [-3, 3]. For degrees other than (5, 4) the fit is made now and takes seconds.
+            "swishglu" (``x swish(x)``), fitted on [-3, 3]. For degrees other than (5, 4), and for
+            registered denominators, the fit is made now and takes seconds.
         share_numerator: let all groups have one numerator, as in the Kolmogorov-Arnold transformer.
         noise: of version D while training.
         device: of the coefficients.
@@ -50,7 +52,7 @@ class GroupRational(NotScriptable, nn.Module):
 
     Attributes:
         numerator: ``[num_groups, m + 1]``, or ``[1, m + 1]`` where it is shared.
-        denominator: ``[num_groups, n]``, for version C ``[num_groups, n + 1]``.
+        denominator: ``[num_groups, n]``, ``[num_groups, n + 1]`` where it begins with b_0 (version C).
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -81,7 +83,7 @@ class GroupRational(NotScriptable, nn.Module):
         if self.num_features % self.num_groups:
             raise value_error("num_groups", f"a divisor of num_features, {self.num_features}", self.num_groups)
         self.degrees = _checked_degrees(degrees)
-        check_version(version)
+        found = find_denominator(version)
         check_noise(noise)
         if not isinstance(init, str):
             raise type_error("init", f"one of {', '.join(FUNCTIONS)}", type_name(init))
@@ -94,7 +96,7 @@ class GroupRational(NotScriptable, nn.Module):
         m, n = self.degrees
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.numerator = nn.Parameter(torch.empty(1 if share_numerator else self.num_groups, m + 1, **options))
-        self.denominator = nn.Parameter(torch.empty(self.num_groups, n + (version == "C"), **options))
+        self.denominator = nn.Parameter(torch.empty(self.num_groups, found.count(n), **options))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -151,7 +153,7 @@ class GroupRational(NotScriptable, nn.Module):
             raise value_error("x", "shape [points]", f"shape {tuple(given.shape)}")
         t = x.to("cpu", torch.float64)[:, None].expand(-1, self.num_groups)
         with backend("torch"):  # whatever backend is asked for where the layer itself lies
-            return rational(t, a, b, version="B" if self.version == "D" else self.version)
+            return rational(t, a, b, version=self.version)
 
     def gain(self) -> float:
         """``Var[x] / E[F(x)^2]`` for standard normal x, averaged over groups.
@@ -199,7 +201,7 @@ class GroupRational(NotScriptable, nn.Module):
     def extra_repr(self) -> str:
         """Describe the layer, after the manner of torch's own."""
         shared = ", share_numerator=True" if len(self.numerator) < self.num_groups else ""
-        noise = f", noise={self.noise}" if self.version == "D" else ""
+        noise = f", noise={self.noise}" if find_denominator(self.version).is_noisy else ""
         text = f"{self.num_features}, num_groups={self.num_groups}, degrees={self.degrees}, version={self.version!r}, init={self.init!r}"
         return text + shared + noise
 

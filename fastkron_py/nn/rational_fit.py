@@ -12,13 +12,16 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.rational.denominators.host import host_polynomial, host_powers
+from fastkron_py.rational.denominators.registry import Denominator, find_denominator
+
 POINTS: Final = 1001
 STARTS: Final = 6
 CANDIDATES: Final = 2  # that are refined, for each model
 STEPS: Final = 120  # of least squares from each start
 ROUNDS: Final = 40  # of new weights
 STEPS_PER_ROUND: Final = 12
-_MARGIN: Final = 0.05  # version N: as small as Q may become on the interval
+_MARGIN: Final = 0.05  # as small as a Q that has poles may become on the interval
 
 Function = Callable[[Tensor], Tensor]
 
@@ -31,70 +34,50 @@ class Fit(NamedTuple):
     error: float
 
 
-def _values(a: Tensor, b: Tensor, x: Tensor, version: str) -> tuple[Tensor, Tensor]:
+def _values(a: Tensor, b: Tensor, x: Tensor, denominator: Denominator) -> tuple[Tensor, Tensor]:
     """(P / Q, Q)."""
-    p = sum((a[i] * x**i for i in range(len(a))), torch.zeros_like(x))
-    first = 0 if version == "C" else 1
-    terms = [b[j] * x ** (first + j) for j in range(len(b))]
-    if version == "A":
-        q = 1 + torch.stack([t.abs() for t in terms]).sum(0)
-    else:
-        s = torch.stack(terms).sum(0)
-        q = 1 + s if version == "N" else (0.1 if version == "C" else 1) + s.abs()
-    return p / q, q
+    q = denominator.host_value(b.unbind(), x)
+    return host_polynomial(a.unbind(), x) / q, q
 
 
-def _jacobian(a: Tensor, b: Tensor, x: Tensor, version: str) -> tuple[Tensor, Tensor]:
+def _jacobian(a: Tensor, b: Tensor, x: Tensor, denominator: Denominator) -> tuple[Tensor, Tensor]:
     """(P / Q, its derivatives ``[points, coefficients]``)."""
-    y, q = _values(a, b, x, version)
-    first = 0 if version == "C" else 1
-    columns = [x**i / q for i in range(len(a))]
-    powers = [x ** (first + j) for j in range(len(b))]
-    if version == "A":
-        signs = [(bj * t).sgn() for bj, t in zip(b, powers, strict=True)]
-    else:
-        s = torch.stack([bj * t for bj, t in zip(b, powers, strict=True)]).sum(0)
-        signs = [torch.ones_like(x) if version == "N" else s.sgn()] * len(b)
-    columns += [-y / q * sign * t for sign, t in zip(signs, powers, strict=True)]
+    q, _, slopes = denominator.host_derivatives(b.unbind(), x)
+    y = host_polynomial(a.unbind(), x) / q
+    columns = [power / q for power in host_powers(x, len(a))]
+    columns += [-y / q * slope for slope in slopes]
     return y, torch.stack(columns, 1)
 
 
 class _Model(NamedTuple):
-    """What is adjusted: the formula's version, and which of the denominator's coefficients are not held at zero."""
+    """What is adjusted: the formula, and which of the denominator's coefficients are not held at zero."""
 
-    version: str
+    denominator: Denominator
     free: tuple[bool, ...]
 
 
-def _models(version: str, count_b: int) -> list[_Model]:
-    """The formula itself, and formulas that are smooth and agree with it where S is not negative.
-
-    S has a zero at x = 0, and a kink there unless b_1 is zero. So fits to smooth functions are found without absolute values:
-    with b_1 = 0 for version B, with even powers alone for version A.
-    """
-    models = [_Model(version, (True,) * count_b)]
-    if version in ("A", "B"):
-        models.append(_Model("N", tuple(j % 2 == 1 for j in range(count_b))))
-    if version == "B":
-        models.append(_Model("N", tuple(j != 0 for j in range(count_b))))
-    return models
+def _models(denominator: Denominator, degree: int) -> list[_Model]:
+    """The formula itself, and its smooth forms, by which fits to smooth functions are found."""
+    powers = range(denominator.first, degree + 1)
+    models = [_Model(denominator, (True,) * len(powers))]
+    return models + [_Model(find_denominator(name), tuple(map(takes, powers))) for name, takes in denominator.smooth_forms]
 
 
 def _least_squares(a: Tensor, b: Tensor, x: Tensor, target: Tensor, weights: Tensor, model: _Model, steps: int) -> tuple[Tensor, Tensor]:
     """Levenberg-Marquardt steps towards the least ``sum_i weights_i (P / Q - target)_i^2``."""
-    version = model.version
+    denominator = model.denominator
     free = torch.tensor([True] * len(a) + list(model.free))
     damping = 1e-3
     roots = weights.sqrt()
 
     def cost(a: Tensor, b: Tensor) -> float:
-        y, q = _values(a, b, x, version)
-        bad = version == "N" and bool((q < _MARGIN).any())
+        y, q = _values(a, b, x, denominator)
+        bad = denominator.has_poles and bool((q < _MARGIN).any())
         return float("inf") if bad else float((weights * (y - target) ** 2).sum())
 
     now = cost(a, b)
     for _ in range(steps):
-        y, jacobian = _jacobian(a, b, x, version)
+        y, jacobian = _jacobian(a, b, x, denominator)
         jacobian, residual = (jacobian * roots[:, None])[:, free], (target - y) * roots
         normal, slope = jacobian.T @ jacobian, jacobian.T @ residual
         step = torch.zeros(len(free), dtype=x.dtype)
@@ -113,16 +96,16 @@ def _least_squares(a: Tensor, b: Tensor, x: Tensor, target: Tensor, weights: Ten
     return a, b
 
 
-def _refine(a: Tensor, b: Tensor, x: Tensor, target: Tensor, version: str, model: _Model) -> Fit:
+def _refine(a: Tensor, b: Tensor, x: Tensor, target: Tensor, denominator: Denominator, model: _Model) -> Fit:
     """Lawson's weights, keeping the best by the formula itself."""
     weights = torch.ones_like(x)
 
     def error(a: Tensor, b: Tensor) -> float:
-        return float((_values(a, b, x, version)[0] - target).abs().max())
+        return float((_values(a, b, x, denominator)[0] - target).abs().max())
 
     best = Fit(a, b, error(a, b))
     for _ in range(ROUNDS):
-        distance = (_values(a, b, x, model.version)[0] - target).abs()
+        distance = (_values(a, b, x, model.denominator)[0] - target).abs()
         if float(distance.max()) == 0:
             break
         weights = weights * (distance / distance.max() + 1e-3)
@@ -133,20 +116,20 @@ def _refine(a: Tensor, b: Tensor, x: Tensor, target: Tensor, version: str, model
     return best
 
 
-def _starts(x: Tensor, target: Tensor, m: int, count_b: int, version: str) -> list[tuple[Tensor, Tensor]]:
+def _starts(x: Tensor, target: Tensor, m: int, count_b: int, denominator: Denominator) -> list[tuple[Tensor, Tensor]]:
     """The polynomial's coefficients with denominators of several sizes and signs, even powers first."""
     generator = torch.Generator().manual_seed(0)
     found = []
     reach = float(x.abs().max())
-    first = 0 if version == "C" else 1
+    first = denominator.first
     for start in range(STARTS):
         b = 0.3 * torch.randn(count_b, generator=generator, dtype=torch.float64) / reach ** torch.arange(first, first + count_b)
         b[(first + 1) % 2 :: 2] = b[(first + 1) % 2 :: 2].abs() + 0.1 / reach**2  # S should not change its sign
         if start % 2 == 0:
             b[first % 2 :: 2] *= 0.1
-        if version == "C":
-            b[0] = 0.9
-        _, q = _values(torch.zeros(1, dtype=torch.float64), b, x, version)
+        if first == 0:
+            b[0] = 1 - denominator.constant
+        q = denominator.host_value(b.unbind(), x)
         vander = torch.stack([x**i / q for i in range(m + 1)], 1)
         found.append((torch.linalg.lstsq(vander, target[:, None], driver="gelsd").solution[:, 0], b))
     return found
@@ -158,20 +141,20 @@ def fit(function: Function, degrees: tuple[int, int], version: str, interval: tu
     Args:
         function: of a float64 tensor ``[points]``, element by element.
         degrees: of P and Q.
-        version: "A", "B", "C", "D" or "N" (see `fastkron_py.rational`).
+        version: of the denominator (see `fastkron_py.rational`).
         interval: where.
     """
-    version = "B" if version == "D" else version
+    denominator = find_denominator(version).without_noise
     x = torch.linspace(*interval, POINTS, dtype=torch.float64)
     target = function(x).detach().double()
     m, n = degrees
     fits = []
-    for model in _models(version, n + (version == "C")):
+    for model in _models(denominator, n):
         candidates = []
-        for a, b in _starts(x, target, m, len(model.free), version):
+        for a, b in _starts(x, target, m, len(model.free), denominator):
             b = torch.where(torch.tensor(model.free), b, 0.0)
             a, b = _least_squares(a, b, x, target, torch.ones_like(x), model, STEPS)
-            candidates.append((float((_values(a, b, x, version)[0] - target).square().sum()), a, b))
+            candidates.append((float((_values(a, b, x, denominator)[0] - target).square().sum()), a, b))
         candidates.sort(key=lambda c: c[0])
-        fits += [_refine(a, b, x, target, version, model) for _, a, b in candidates[:CANDIDATES]]
+        fits += [_refine(a, b, x, target, denominator, model) for _, a, b in candidates[:CANDIDATES]]
     return min(fits, key=lambda f: f.error)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastkron_py.rational import cached as recorded
-from fastkron_py.rational import cached_linear as recorded_fused
 from fastkron_py.rational import operator
-from fastkron_py.rational.operator_linear_rational import is_fused
+from fastkron_py.rational import operator_linear_rational as fused
+from fastkron_py.rational.denominators.registry import Denominator, find_denominator
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, autocasted
 from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 ArrayT = TypeVar("ArrayT")
 
-VERSIONS: Final = ("A", "B", "C", "D", "N")
 DEGREE_MOST: Final = 16
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES: Final = ("x", "numerator", "denominator")
@@ -93,34 +94,37 @@ class Prepared(NamedTuple):
 
 
 def prepare(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Prepared:
-    """Check, apply autocast to the result's dtype and version D's noise to the numerator, and ask for the backend."""
-    check_version(version)
+    """Check, apply autocast to the result's dtype and a noisy version's noise to the numerator, and ask for the backend."""
+    found = find_denominator(version)
     check_noise(noise)
     _check_tensors(x, numerator, denominator)
-    _check_shapes(x, numerator, denominator, version)
+    _check_shapes(x, numerator, denominator, found)
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
-    if version == "D":
-        version = "B"
-        if training and noise:
-            numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
+    if found.is_noisy and training and noise:
+        numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    return Prepared(numerator, version, x.dtype if autocast is None else autocast, autocast is not None, backend)
+    return Prepared(numerator, found.without_noise.name, x.dtype if autocast is None else autocast, autocast is not None, backend)
+
+
+def call_key(verb: str, x: Tensor, version: str, training: bool, noise: float, *more: Any) -> Hashable:
+    """What a call is looked up by in the call cache, beside its tensors; None for one that is compiled, or noisy."""
+    if torch.compiler.is_compiling():
+        return None
+    check_noise(noise)
+    if find_denominator(version).is_noisy and training and noise != 0:
+        return None
+    return verb, version, autocast_dtype(x), *more
 
 
 def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
-    check_version(version)
-    check_noise(noise)
-    is_noisy = version == "D" and training and noise != 0
-    autocast = autocast_dtype(x)
-    repeatable = not (is_noisy or torch.compiler.is_compiling())
-    y = recorded.replay(x, numerator, denominator, "B" if version == "D" else version, autocast) if repeatable else None
-    if y is not None:
-        return y
+    tensors = (x, numerator, denominator)
+    key = call_key("rational", x, version, training, noise)
+    entry = None if key is None else CACHE.find(key, tensors)
+    if entry is not None:
+        return entry(tensors)  # type: ignore[no-any-return]
     made = prepare(x, numerator, denominator, version, training, noise)
-    y = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend)
-    if repeatable:
-        recorded.record(x, numerator, denominator, made.version, made.dtype, autocast, operator._gradients_by_function)
+    y: Tensor = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=key)
     return y
 
 
@@ -162,32 +166,37 @@ def linear_rational(
         >>> linear_rational(x, w, None, torch.randn(8, 6), torch.randn(8, 4)).shape
         torch.Size([4, 197, 768])
     """
-    check_version(version)
+    found = find_denominator(version)
     check_noise(noise)
     if not isinstance(x, Tensor):
         raise type_error("x", "a torch tensor", type_name(x))
-    if not (version == "D" and training and noise):
-        tensors = (x, weight, bias, numerator, denominator)
-        formula = "B" if version == "D" else version
-        y = None if torch.compiler.is_compiling() else recorded_fused.replay(*tensors, formula)
+    if not ((found.is_noisy and training and noise) or torch.compiler.is_compiling()):
+        y = _fused(x, weight, bias, numerator, denominator, found.without_noise.name)
         if y is not None:
             return y
-        if is_fused(*tensors, autocast_dtype(x)):
-            x, (weight,), bias = autocasted(x, [weight], bias)
-            return recorded_fused.linear_rational(x, weight, bias, numerator, denominator, formula)
     z = torch.nn.functional.linear(x, weight, bias)
     return rational(z, numerator, denominator, version=version, training=training, noise=noise)
 
 
+def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, numerator: Tensor, denominator: Tensor, version: str) -> Tensor | None:
+    """`linear_rational` in one kernel; None where the two are to be composed. Only x has been found to be a tensor."""
+    tensors = (x, weight, bias, numerator, denominator)
+    key = "linear_rational", version, bias is None
+    given = [t for t in tensors if t is not None]
+    entry = CACHE.find(key, given)
+    if entry is not None:
+        return entry(given)  # type: ignore[no-any-return]
+    dtype = autocast_dtype(x)
+    if not fused.is_fused(*tensors, dtype):
+        return None
+    x, (weight,), bias = autocasted(x, [weight], bias)
+    call = fused.linear_rational_saving if wants_gradient(tensors) else fused.linear_rational
+    # Under autocast it is called on other tensors than these.
+    y: Tensor = call(x, weight, bias, numerator, denominator, version, key=key if dtype is None else None)
+    return y
+
+
 # ---- checks ----------------------------------------------------------------------------------
-
-
-def check_version(version: Any) -> None:
-    """Accept one of `VERSIONS`."""
-    if not isinstance(version, str):
-        raise type_error("version", f"one of {', '.join(VERSIONS)}", type_name(version))
-    if version not in VERSIONS:
-        raise value_error("version", f"one of {', '.join(VERSIONS)}", repr(version))
 
 
 def check_noise(noise: Any) -> None:
@@ -212,11 +221,11 @@ def _check_tensors(*tensors: Any) -> None:
             raise value_error(name, f"x's device {tensors[0].device}", t.device)
 
 
-def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: str) -> None:
+def _check_shapes(x: Tensor, numerator: Tensor, denominator: Tensor, version: Denominator) -> None:
     if x.ndim == 0:
         raise value_error("x", "at least one dimension, [..., C]", "a 0-dimensional tensor")
-    extra = 1 if version == "C" else 0
-    for name, c, least, most in (("numerator", numerator, 1, DEGREE_MOST + 1), ("denominator", denominator, 1, DEGREE_MOST + extra)):
+    of_b = version.count(DEGREE_MOST)
+    for name, c, least, most in (("numerator", numerator, 1, DEGREE_MOST + 1), ("denominator", denominator, 1, of_b)):
         if c.ndim != 2:
             raise value_error(name, "a matrix [G, coefficients]", f"shape {tuple(c.shape)}")
         if c.shape[0] < 1 or not least <= c.shape[1] <= most:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.rational import operator_rational_linear as operator
-from fastkron_py.rational.api import Prepared, prepare
+from fastkron_py.rational.api import Prepared, call_key, prepare
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
@@ -69,7 +70,15 @@ def rational_linear(
     """
     if not isinstance(x, Tensor):
         raise type_error("x", "a torch tensor", type_name(x))
+    tensors = (x, numerator, denominator, weight) if bias is None else (x, numerator, denominator, weight, bias)
+    key = call_key("rational_linear", x, version, training, noise, bias is None)
+    entry = None if key is None else CACHE.find(key, tensors)
+    if entry is not None:
+        return entry(tensors)  # type: ignore[no-any-return]
     made: Prepared = prepare(x, numerator, denominator, version, training, noise)
     _check(weight, bias, x, made.dtype, made.is_autocast)
-    weight, bias = weight.to(made.dtype), None if bias is None else bias.to(made.dtype)
-    return operator.rational_linear(x, made.numerator, denominator, weight, bias, made.version, made.dtype, made.backend)
+    if made.is_autocast:  # the operator looks up its own tensors
+        key, weight, bias = None, weight.to(made.dtype), None if bias is None else bias.to(made.dtype)
+    given = x, made.numerator, denominator, weight, bias
+    z: Tensor = operator.rational_linear(*given, made.version, made.dtype, made.backend, key=key)
+    return z

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.rational import torch_backend as torch_rational
-from fastkron_py.runtime.operator import take
+from fastkron_py.runtime.batching import take
 
 
 def taken(found: Sequence[Tensor], need_x: bool, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -1,4 +1,7 @@
-"""A linear layer and the rational function after it, in one kernel where that is faster.
+"""Operators `fastkron::linear_rational` and `fastkron::linear_rational_saving`.
+
+linear_rational         y = P(z) / Q(z) with z = x W^T + b, in one kernel where that is faster
+linear_rational_saving  the same, and z, which the backward pass reads
 
 An eager call on ordinary tensors alone takes it: elsewhere the two are composed, as they are of what autograd records when gradients
 shall be derived further.
@@ -16,9 +19,11 @@ from torch.nn.functional import linear
 from fastkron_py.rational import operator as rational_operator
 from fastkron_py.rational.config_linear import fuses
 from fastkron_py.runtime.backend import choose_backend
-from fastkron_py.runtime.eager import is_ordinary, transforms_active, unseen_by_autograd, wants_gradient
-from fastkron_py.runtime.operator import batchable
+from fastkron_py.runtime.batching import each, stacked
+from fastkron_py.runtime.eager import is_ordinary, transforms_active, wants_gradient, without_autocast
+from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import resolved
+from fastkron_py.runtime.program import Program
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,26 +70,35 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, version: str, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    from fastkron_py.rational import gemm_launch
+def _program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    from fastkron_py.rational import program_linear_rational  # Triton
 
-    with unseen_by_autograd(x):
-        y, z = gemm_launch.linear_rational(x.reshape(-1, x.shape[-1]), weight, bias, a, b, version, "highest", keep)
-        shape = (*x.shape[:-1], weight.shape[0])
-        return y.reshape(shape), None if z is None else z.reshape(shape)
+    return program_linear_rational.forward(tensors, options)
 
 
-def backward(ctx: Any, dy: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Those gradients of the five tensors that are needed, of an autograd function that saved them, and the linear layer's result."""
-    x, weight, bias, a, b, z = ctx.saved_tensors
-    need_x, need_weight, need_bias, need_a, need_b = needs
-    with torch.autocast(dy.device.type, enabled=False):  # dtypes were settled before
-        if torch.is_grad_enabled():  # z as made by the kernel is a constant to autograd
-            z = linear(x, weight, bias)
+def _program_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    from fastkron_py.rational import program_linear_rational
+
+    return program_linear_rational.forward_saving(tensors, options)
+
+
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_saving(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _fake(*arguments), _fake(*arguments)
+
+
+def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias, a, b = saved.tensors
+    need_x, need_weight, need_bias, need_a, need_b = saved.needs
+    (version,) = saved.options
+    with without_autocast(dy.device):
+        # z as made by the kernel is a constant to autograd.
+        z = saved.kept[0] if saved.kept and not torch.is_grad_enabled() else linear(x, weight, bias)
         need_z, need_coefficients = need_x or need_weight or need_bias, need_a or need_b
-        found = iter(rational_operator._gradients_by_function(dy, z, a, b, need_z, need_coefficients, ctx.version, ""))
+        found = iter(rational_operator.rational_backward(dy, z, a, b, need_z, need_coefficients, version, ""))
         dx = dweight = dbias = da = db = None
         if need_z:
             dz = next(found)
@@ -97,32 +111,29 @@ def backward(ctx: Any, dy: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None
         return dx, dweight, dbias, da if need_a else None, db if need_b else None
 
 
-class _LinearRational(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, version: str) -> Tensor:
-        y, z = _forward(x, weight, bias, a, b, version, True)
-        ctx.save_for_backward(x, weight, bias, a, b, z)
-        ctx.version = version
-        return y
-
-    @staticmethod
-    @batchable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(ctx, dy, ctx.needs_input_grad[:5]), None
+def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
+    return torch.stack(each(linear_rational.registered, size, tensors, dims, options)), 0
 
 
-def linear_rational(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, version: str) -> Tensor:
-    """``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, for tensors that `is_fused` accepts.
+def _vmap_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+    results, places = stacked(each(linear_rational_saving.registered, size, tensors, dims, options))
+    return tuple(results), tuple(places)
 
-    Args:
-        x: ``[..., K]``.
-        weight: ``[N, K]``.
-        bias: ``[N]`` or None.
-        a: ``[G, m + 1]`` or ``[1, m + 1]``.
-        b: ``[G, n]`` or ``[1, n]``; of version C with b_0 first.
-        version: "A", "B", "C" or "N".
-    """
-    if wants_gradient((x, weight, bias, a, b)):
-        y: Tensor = _LinearRational.apply(x, weight, bias, a, b, version)  # type: ignore[no-untyped-call]
-        return y
-    return _forward(x, weight, bias, a, b, version, False)[0]
+
+_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor numerator, Tensor denominator, str version"
+
+linear_rational = Operator(
+    f"linear_rational({_ARGUMENTS}) -> Tensor",
+    program=_program,
+    fake=_fake,
+    backward=_backward,
+    vmap=_vmap,
+)
+linear_rational_saving = Operator(
+    f"linear_rational_saving({_ARGUMENTS}) -> (Tensor, Tensor)",
+    program=_program_saving,
+    fake=_fake_saving,
+    backward=_backward,
+    vmap=_vmap_saving,
+    kept=1,
+)

@@ -63,6 +63,14 @@ def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
     return int(value)
 
 
+def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Accept one of a few words."""
+    if not isinstance(value, str):
+        raise type_error(name, f"one of {', '.join(known)}", type_name(value))
+    if value not in known:
+        raise value_error(name, f"one of {', '.join(known)}", repr(value))
+
+
 def check_precision(precision: Any) -> None:
     """Accept None or one of `PRECISIONS`."""
     if precision is None:

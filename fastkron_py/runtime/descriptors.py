@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 Template = dict[str, Any]  # what a descriptor holds besides the matrix
+FARTHEST: Final = 1 << 40  # bytes from one index of a dimension to the next, which are fewer
 _new: Final = object.__new__
+
+
+def order_of(distance: int) -> int:
+    """The sign of a number of bytes from one matrix to another, 0 if one descriptor cannot reach both."""
+    if abs(distance) >= FARTHEST:
+        return 0
+    return (distance > 0) - (distance < 0)
 
 
 class Place:

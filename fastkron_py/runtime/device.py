@@ -94,18 +94,18 @@ def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and has_chained(device, dtype) and gradient_kernels() is not None
 
 
-def staged_kernels() -> Any:
+def pipelined_kernels() -> Any:
     """(forward, dx, dC) of polynomial KAN layers for Hopper GPUs, or None where this Triton cannot compile them."""
     names = {"forward": "fwd", "dx": "dx", "dcoef": "dcoef"}
     kernels = []
     for module, name in names.items():
-        kernel = _gluon_kernel(f"kan.hopper.{module}", f"_poly_kan_staged_{name}_kernel")
+        kernel = _gluon_kernel(f"kan.hopper.{module}", f"_poly_kan_pipelined_{name}_kernel")
         if kernel is None:
             return None
         kernels.append(kernel)
     return tuple(kernels)
 
 
-def has_staged(device: torch.device, dtype: torch.dtype) -> bool:
+def has_pipelined(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the polynomial KAN kernels for Hopper GPUs can run here."""
-    return has_chained(device, dtype) and staged_kernels() is not None
+    return has_chained(device, dtype) and pipelined_kernels() is not None

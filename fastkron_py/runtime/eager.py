@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from fastkron_py.runtime import torch_internals
 
 KINDS: Final = (Tensor, torch.nn.Parameter)  # of tensors that are ordinary; a subclass may want to see every call
 _keys: dict[tuple[str, bool], int] = {}
 
 
-def _in_force() -> int:
-    """What the dispatcher adds to every call in this thread: keys of modes and transforms."""
-    return int(torch._C._dispatch_tls_local_include_set().raw_repr())
+@lru_cache(maxsize=1)
+def _outside() -> dict[bool, int]:
+    """The dispatch keys in force outside of all modes and transforms, by whether inference mode is on.
 
+    Asked in a new thread: the caller may be inside of some.
+    """
+    found = {}
 
-_OUTSIDE = {False: _in_force()}
-with torch.inference_mode():
-    _OUTSIDE[True] = _in_force()
+    def ask() -> None:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                found[inference] = torch_internals.keys_in_force()
 
-
-def _keys_of(t: Tensor) -> int:
-    return int(torch._C._dispatch_keys(t).raw_repr())
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found
 
 
 def _plain_keys(device: torch.device, inference: bool) -> int:
@@ -33,7 +41,7 @@ def _plain_keys(device: torch.device, inference: bool) -> int:
     found = _keys.get((device.type, inference))
     if found is None:
         ordinary = device.type in ("cpu", "cuda")
-        found = _keys[device.type, inference] = _keys_of(torch.empty(0, device=device)) if ordinary else -1
+        found = _keys[device.type, inference] = torch_internals.keys_of(torch.empty(0, device=device)) if ordinary else -1
     return found
 
 
@@ -44,7 +52,8 @@ def transforms_active() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+    # What transforms take is right without one, too; where there is one, the dispatcher may leave out a tangent.
+    return not torch_internals.works("transforms") or torch_internals.is_transforming()
 
 
 def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
@@ -58,17 +67,20 @@ def is_ordinary(tensors: Sequence[Tensor | None]) -> bool:
     That is so where every tensor is an ordinary one, and no mode or transform (vmap, fake tensors, tracing, compilation,
     ...) is in force.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch_internals.obstacle() is not None:
         return False
     inference = torch.is_inference_mode_enabled()
-    if _in_force() != _OUTSIDE[inference] or forward_ad._current_level >= 0:
+    if torch_internals.keys_in_force() != _outside()[inference]:
         return False
-    if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
+    if torch_internals.is_watching():
         return False
-    return all([t is None or (type(t) in KINDS and _keys_of(t) == _plain_keys(t.device, inference)) for t in tensors])
-
-
-_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for t in tensors:
+        if t is None:
+            continue
+        plain = _keys.get((t.device.type, inference)) if type(t) in KINDS else -1
+        if torch_internals.keys_of(t) != (_plain_keys(t.device, inference) if plain is None else plain):
+            return False
+    return True
 
 
 def unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -76,7 +88,8 @@ def unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
     A result that is a view of a tensor made inside could not be changed in place later on.
     """
-    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
+    # Of another torch, it cannot be changed in place, and torch says so.
+    guard = torch_internals.without_views() if torch_internals.works("views") else contextlib.nullcontext()
     return _without_autocast(guard, x.device.type) if torch.is_autocast_enabled(x.device.type) else guard
 
 
@@ -84,3 +97,8 @@ def unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def _without_autocast(guard: contextlib.AbstractContextManager[Any], device_type: str) -> Iterator[None]:
     with guard, torch.autocast(device_type, enabled=False):
         yield
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Dtypes were settled before; a caller of backward() may be under autocast again."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else contextlib.nullcontext()

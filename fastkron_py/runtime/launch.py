@@ -1,48 +1,99 @@
-"""Launching a kernel again and again: everything but tensors and scalars is worked out once."""
+"""Launching kernels: through Triton, which compiles them, and past its front door once they are compiled."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
+
+logger = logging.getLogger("fastkron_py")
+
+_obstacles: dict[type, str | None] = {}  # why compiled kernels of a class are launched by Triton alone, None if they are not
 
 
 class Ready(NamedTuple):
     """A compiled kernel for aligned pointers."""
 
-    kernel: Any
-    grid: tuple[int]
-    between: tuple[Any, ...]  # arguments between the tensors and the integers that a launch gives
+    grid: int
+    between: tuple[Any, ...]  # arguments between the tensors and the scalars that a launch gives
     after: tuple[Any, ...]
+    launch: Callable[..., None]  # of the grid, the stream, `first`, and the kernel's arguments
+    first: tuple[Any, ...]
 
 
-class Launch(Protocol):
-    """What launches a kernel on tensors, tuples of tensors and, last, integers."""
-
-    def __call__(self, *given: Any) -> None:
-        """Launch."""
-
-    def ready(self) -> Ready | None:
-        """The compiled kernel, once there is one."""
-
-
-class Recorder(Protocol):
-    """What is told of launches."""
-
-    def launch(self, launch: Launch, given: tuple[Any, ...]) -> None:
-        """Take note of a launch, and do it."""
+def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: tuple[Any, ...]) -> Ready | None:
+    """A compiled kernel, launched as its JIT function does it, but without hooks; None where that is not known how."""
+    kind = type(compiled)
+    if kind not in _obstacles:
+        _obstacles[kind] = found = _obstacle(compiled)
+        if found is not None:
+            logger.warning("kernels are launched by the slower front door of Triton %s: %s", triton.__version__, found)
+    if _obstacles[kind] is not None:
+        return None
+    first = (compiled.function, compiled.packed_metadata, None, None, None)
+    return Ready(grid[0], between, after, compiled.run, first)
 
 
-class Recording(threading.local):
-    """The recorder of this thread's launches."""
+class _Witness:
+    """Stands for a compiled kernel where Triton launches it, and takes note of how."""
 
-    recorder: Recorder | None = None
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.given: tuple[Any, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def run(self, *given: Any) -> None:
+        """As of the kernel."""
+        self.given = given
+
+    def launch_metadata(self, *given: Any) -> None:
+        """What hooks are told: nothing."""
 
 
-RECORDING = Recording()
+def _obstacle(compiled: Any) -> str | None:
+    """Why a kernel cannot be launched past Triton's front door: it is launched there by another call than the one known."""
+    try:
+        witness, operand = _Witness(compiled), object()
+        type(compiled).__getitem__(witness, (2, 3, 5))(operand, stream=7)
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        expected = (2, 3, 5, 7, compiled.function, compiled.packed_metadata, None, *hooks, operand)
+        if witness.given != expected or not callable(compiled.run):
+            return "a compiled kernel takes other arguments than expected"
+    except Exception as error:  # whatever another version does
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class Driver(NamedTuple):
+    """What a program asks of Triton's driver at each run."""
+
+    get_device: Callable[[], int]
+    get_stream: Callable[[int], int]
+    is_hooked: Callable[[], bool]
+
+
+def is_hooked() -> bool:
+    """Whether somebody wants to be told of launches: a profiler."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any([hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks])
+
+
+@lru_cache(maxsize=1)
+def driver() -> Driver:
+    """The driver of this process; the interpreter has none."""
+    if knobs.runtime.interpret:
+        return Driver(lambda: -1, lambda device: 0, is_hooked)
+    active = triton_driver.active
+    return Driver(active.get_current_device, active.get_current_stream, is_hooked)
 
 
 class LaunchConfig(NamedTuple):
@@ -54,47 +105,56 @@ class LaunchConfig(NamedTuple):
 
 
 class Launcher:
-    """Launch configurations in order of preference; the first that the device has shared memory for is kept."""
+    """Launch configurations in order of preference; the first that the device has shared memory for is kept.
+
+    A launch gives the kernel's arguments that configurations do not name, in the kernel's order: tensors, tuples of tensors and
+    descriptors, then integers.
+    """
 
     def __init__(self, configs: Sequence[LaunchConfig]) -> None:
-        self._configs = configs
+        self.configs = configs
         self._first = 0
-        self._compiled: Any = None  # of that configuration on its grid, for aligned pointers
-        self._rest: tuple[Any, ...] = ()
         self._ready: Ready | None = None
 
     def __call__(self, *given: Any) -> None:
-        """Launch with the kernel's first arguments: tensors, tuples of tensors, integers."""
-        if RECORDING.recorder is not None:
-            RECORDING.recorder.launch(self, given)
-            return
-        # Triton compiles for pointers on a 16-byte boundary or not.
-        aligned = all([_is_aligned(g) for g in given])
-        if aligned and self._compiled is not None:
-            # Several times faster than through the JIT function, which looks at every argument.
-            self._compiled(*given, *self._rest)
-            return
+        """Launch by Triton's own way, which compiles the kernel first."""
         while True:
-            kernel, grid, arguments = self._configs[self._first]
+            kernel, grid, arguments = self.configs[self._first]
+            names = [name for name in kernel.arg_names if name not in arguments]
             try:
-                compiled = kernel[grid](*given, **arguments)
+                compiled = kernel[grid](**dict(zip(names, given, strict=True)), **arguments)
             except OutOfResources:
-                if self._first + 1 == len(self._configs):
+                if self._first + 1 == len(self.configs):
                     raise
                 self._first += 1
                 continue
-            if aligned and compiled is not None:  # the interpreter compiles nothing
-                self._rest = tuple([arguments[name] for name in kernel.arg_names[len(given) :]])
-                self._compiled = compiled[(*grid, 1, 1)]
-                self._ready = Ready(compiled, grid, (), self._rest)
+            # Triton compiles for pointers on a 16-byte boundary or not; the interpreter compiles nothing.
+            if self._ready is None and compiled is not None and all([_is_aligned(g) for g in given]):
+                scalars = [name for name, g in zip(names, given, strict=True) if isinstance(g, int)]
+                self._ready = ready_of(compiled, grid, *_around(kernel.arg_names, names, scalars, arguments))
             return
 
+    @property
+    def fell_back(self) -> bool:
+        """Whether the device has too little shared memory for the first configuration."""
+        return self._first > 0
+
     def ready(self) -> Ready | None:
-        """See `Launch`."""
+        """The compiled kernel for aligned pointers, once there is one."""
         return self._ready
 
 
+def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments that stand between a launch's operands and its scalars, and those after."""
+    operands = len(names) - len(scalars)
+    first = order.index(scalars[0]) if scalars else operands
+    spans = order[operands:first], order[first + len(scalars) :]
+    between, after = (tuple([arguments[name] for name in span]) for span in spans)
+    return between, after
+
+
 def _is_aligned(given: Any) -> bool:
+    """Whether the tensors begin at a 16-byte boundary; those of descriptors do."""
     if isinstance(given, Tensor):
         return given.data_ptr() & 15 == 0
     return not isinstance(given, tuple) or all([t.data_ptr() & 15 == 0 for t in given])

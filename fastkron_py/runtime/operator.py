@@ -1,124 +1,24 @@
-"""What the operators' derivatives share, and their twins as autograd functions, called with less ado."""
+"""Operators: one declaration registers everything with torch, and is called in eager mode with less ado."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.batching import batchable, batchable_one_by_one
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.eager import is_ordinary, transforms_active, wants_gradient
+from fastkron_py.runtime.program import Program
 
 LIBRARY = torch.library.Library("fastkron", "DEF")
 """Every operator of the library is registered here."""
 
-_MOST_LEVELS: Final = 64  # torch's own limit
-# Of the vmap that torch.autograd has kept: in force, and of a tensor. They have no names in Python.
-_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
-_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
-
-_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-
-
-def asked_for(ctx: Any, needs: Sequence[bool], first: int = 0) -> list[bool]:
-    """needs_input_grad of some neighbouring inputs, without those that this backward pass does nothing with.
-
-    ``torch.autograd.grad(y, x, create_graph=True)`` needs no gradient of a layer's parameters, which torch's flags do not say. Where
-    no graph is recorded, all that is needed is taken to be asked for: that is a whole backward pass, of which calls are recognised.
-
-    Args:
-        ctx: the function's.
-        needs: of inputs that are tensors, one after the other, but that one with False may be none at the end.
-        first: how many tensors there are among the inputs before.
-    """
-    following = getattr(ctx, "next_functions", None)
-    if _will_execute is None or following is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return list(needs)
-
-    def is_asked(index: int) -> bool:
-        node = following[index][0]
-        try:
-            return node is None or bool(_will_execute(node))
-        except RuntimeError:  # of a leaf that gradients are taken of
-            return True
-
-    return [need and is_asked(first + i) for i, need in enumerate(needs)]
-
-
-def batchable(rule: Callable[..., Any], over: Callable[..., Any] = torch.func.vmap) -> Callable[..., Any]:
-    """Let a backward or forward rule take the batched tensors of torch.autograd's own vmap, which is not torch.func's.
-
-    ``torch.autograd.grad(is_grads_batched=True)`` and the vectorized ``jacobian`` and ``hessian`` run a backward pass on such tensors, of
-    which operators and autograd functions know nothing.
-
-    Args:
-        rule: of an autograd function, or of an operator: (ctx, cotangents or tangents ...) to gradients.
-        over: takes the rule over them: `torch.func.vmap`, or `one_by_one` for rules that it cannot transform.
-    """
-
-    @functools.wraps(rule)
-    def call(ctx: Any, *given: Any) -> Any:
-        if not torch._C._dispatch_tls_is_dispatch_key_included(_VMAP):
-            return rule(ctx, *given)
-        leaves, spec = tree_flatten(given)
-        found_spec: Any = None
-        present: list[bool] = []
-
-        def of_sample(*values: Any) -> list[Tensor]:  # vmap takes no None
-            nonlocal found_spec, present
-            found, found_spec = tree_flatten(rule(ctx, *tree_unflatten(values, spec)))
-            present = [t is not None for t in found]
-            return [t for t in found if t is not None]
-
-        return tree_unflatten(take(_over_levels(of_sample, leaves, over), present), found_spec)
-
-    return call
-
-
-def _over_levels(function: Callable[..., Any], values: Sequence[Any], over: Callable[..., Any]) -> list[Tensor]:
-    """A function of each sample, over the batches of every level."""
-    levels: list[int] = []
-    while any([_has_batches(t) for t in values]):
-        level = next(level for level in range(1, _MOST_LEVELS + 1) if any([_is_batched(t, level) for t in values]))
-        dims = tuple([0 if _is_batched(t, level) else None for t in values])
-        values = [t if dim is None else torch._remove_batch_dim(t, level, 1, 0) for t, dim in zip(values, dims, strict=True)]
-        function = over(function, dims)
-        levels.append(level)
-    found = list(function(*values))
-    for dim, level in zip(reversed(range(len(levels))), levels, strict=True):
-        found = [torch._add_batch_dim(t, dim, level) for t in found]
-    return found
-
-
-def one_by_one(function: Callable[..., Sequence[Tensor]], dims: Sequence[int | None]) -> Callable[..., list[Tensor]]:
-    """What `torch.func.vmap` gives, by one call for each sample; dims are 0 or None."""
-
-    def call(*tensors: Any) -> list[Tensor]:
-        size = next(len(t) for t, dim in zip(tensors, dims, strict=True) if dim is not None)
-        found = [function(*[t if dim is None else t[i] for t, dim in zip(tensors, dims, strict=True)]) for i in range(size)]
-        return [torch.stack(of_one) for of_one in zip(*found, strict=True)]
-
-    return call
-
-
-batchable_one_by_one = functools.partial(batchable, over=one_by_one)
-
-
-def _has_batches(t: Any) -> bool:
-    return isinstance(t, Tensor) and torch._C._dispatch_keys(t).has(_BATCHED)
-
-
-def _is_batched(t: Any, level: int) -> bool:
-    """Whether it is a tensor with a batch of this level; one without is given one, of the size that is told."""
-    return _has_batches(t) and any([torch._remove_batch_dim(t, level, size, 0).shape[0] != size for size in (0, 1)])
-
-
-def take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """Each result in its argument's place, None for those that were not asked for."""
-    given = iter(found)
-    return [next(given) if need else None for need in needs]
+_NODES: Final = "nodes of a backward pass"  # a word of `torch_internals.works`
 
 
 def sign(*functions: type[torch.autograd.Function]) -> None:
@@ -131,3 +31,337 @@ def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``apply`` without what torch.autograd.Function adds for torch.func's transforms, in which nothing is replayed."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+# ---- one declaration --------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """What a call keeps for its derivatives.
+
+    Attributes:
+        tensors: the call's, one after the other; None for those that are absent or not saved.
+        kept: results that are there for the backward pass alone.
+        shapes: of the tensors, where there is one whose values are not saved; else None.
+        options: the call's other arguments.
+        needs: which tensors' gradients are needed.
+        alone: whether the kept results were shown to nobody; the registered operator returns them.
+    """
+
+    tensors: tuple[Any, ...]
+    kept: tuple[Tensor, ...]
+    shapes: tuple[Any, ...]
+    options: tuple[Any, ...]
+    needs: tuple[bool, ...]
+    alone: bool
+
+
+class _Schema:
+    """The arguments of an operator: tensors, one of which may be a list, then options."""
+
+    def __init__(self, schema: str) -> None:
+        self.name, _, rest = schema.partition("(")
+        given, _, returns = rest.rpartition(") -> ")
+        kinds = [argument.split()[0].replace("(a!)", "").rstrip("?") for argument in given.split(", ")]
+        self.count = sum([kind in ("Tensor", "Tensor[]") for kind in kinds])
+        if any([kind.startswith("Tensor") for kind in kinds[self.count :]]):
+            raise ValueError(f"schema: expected tensors before other arguments, got {schema}")
+        self.options = len(kinds) - self.count
+        self._listed = kinds.index("Tensor[]") if "Tensor[]" in kinds else None
+        self.returns = returns
+
+    def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """(tensors, options): the list's tensors among the others."""
+        given, at = arguments[: self.count], self._listed
+        tensors = tuple(given) if at is None else (*given[:at], *given[at], *given[at + 1 :])
+        return tensors, tuple(arguments[self.count :])
+
+    def listed(self, of_each: Sequence[Any]) -> list[Any]:
+        """What there is for each tensor, for each argument with tensors: the list's in a list."""
+        at = self._listed
+        if at is None:
+            return list(of_each)
+        stop = len(of_each) - (self.count - 1 - at)
+        return [*of_each[:at], list(of_each[at:stop]), *of_each[stop:]]
+
+    def broadcast(self, flags: Sequence[Any], tensors: int) -> tuple[Any, ...]:
+        """A flag, or a dimension, for each tensor; torch gives one for a list where it is the same for all."""
+        at = self._listed
+        if at is None:
+            return tuple(flags[: self.count])
+        of_list = flags[at]
+        if not isinstance(of_list, list | tuple):
+            of_list = [of_list] * (tensors - self.count + 1)
+        return (*flags[:at], *of_list, *flags[at + 1 : self.count])
+
+
+class Operator:
+    """An operator of tensors and options, registered with torch, and called by the shortest way that is right.
+
+    In eager mode on ordinary tensors that is its program, within an autograd function where gradients are wanted. Inside torch.func's
+    transforms and forward mode it is that function, or the same result by torch's own operations. Else it is the registered operator,
+    through torch's dispatcher.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        program: Callable[..., Program],
+        fake: Callable[..., Any],
+        backward: Callable[..., Sequence[Tensor | None]] | None = None,
+        jvp: Callable[..., Any] | None = None,
+        vmap: Callable[..., tuple[Any, Any]] | None = None,
+        in_torch: Callable[..., Any] | None = None,
+        kept: int = 0,
+        unsaved: Sequence[int] = (),
+        scalars: Sequence[int] = (),
+        places: Callable[[Sequence[Tensor | None]], Hashable] | None = None,
+    ) -> None:
+        """Declare it.
+
+        Args:
+            schema: name, arguments and results, as torch writes them; tensors first, no defaults: the dispatcher drops arguments that
+                equal theirs, and the autograd wrapper then miscounts.
+            program: from (tensors, options) to what makes the results; the tensors' numbers are not read.
+            fake: from the arguments to results without numbers.
+            backward: from (saved, cotangents ...) to the tensors' gradients; its operations are derived for the next order.
+            jvp: from (saved, tangents of the tensors) to those of the results.
+            vmap: from (size, dimensions, tensors, options) to (results, their dimensions).
+            in_torch: from (tensors, options) to the results, for transforms, where there is no jvp.
+            kept: how many of the results, the last, are for the backward pass alone.
+            unsaved: tensors whose values the derivatives do not read, by index.
+            scalars: options that a program is run with, by index; all others it is built for.
+            places: from the tensors to what the program depends on of their addresses, beyond their alignment.
+        """
+        self._schema = _Schema(schema)
+        self.name = self._schema.name
+        self._build, self._kept, self._unsaved, self._scalars = program, kept, frozenset(unsaved), tuple(scalars)
+        self._is_single = self._schema.returns == "Tensor"
+        self._backward, self._jvp, self._vmap, self._in_torch, self._places = backward, jvp, vmap, in_torch, places
+        full = f"fastkron::{self.name}"
+        LIBRARY.define(schema)
+        LIBRARY.impl(self.name, self._implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(full, fake, lib=LIBRARY)
+        if backward is not None:
+            over = batchable if in_torch is None else batchable_one_by_one
+            torch.library.register_autograd(full, over(self._backward_of_operator), setup_context=self._setup_operator, lib=LIBRARY)
+        if vmap is not None:
+            torch.library.register_vmap(full, self._vmap_of_operator, lib=LIBRARY)
+        self.registered = getattr(torch.ops.fastkron, self.name)
+        self._function = _function_of(self)
+        self._apply: Any = undecorated(self._function)
+
+    def __call__(self, *arguments: Any, key: Hashable = None) -> Any:
+        """The results but for those that are kept.
+
+        Args:
+            arguments: as in the schema.
+            key: that the verb which calls has looked the call up by, without finding it; it says all that the options do.
+        """
+        if torch.compiler.is_compiling():
+            return self._shown(self.registered(*arguments))
+        tensors, options = self._schema.split(arguments)
+        given = _present(tensors)
+        if key is None:
+            key = self._key(tensors, options)
+            entry = CACHE.find(key, given)
+            if entry is not None:
+                return entry(given, options)
+        if transforms_active():
+            if self._in_torch is not None:
+                return self._in_torch(tensors, options)
+            return self._shown(self._function.apply(None, options, *tensors))
+        if not is_ordinary(tensors):
+            return self._shown(self.registered(*arguments))
+        program = self._program(tensors, options)
+        call = self._call_of(tensors)
+        found = call(program, given, options)
+        CACHE.keep(key, given, program, call, options, self.name)
+        return found
+
+    def _call_of(self, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+        """What calls a program on ordinary tensors like these: within the autograd function, if a gradient is wanted."""
+        if not wants_gradient(tensors):
+            return self._run
+        absent = [i for i, t in enumerate(tensors) if t is None]
+        if not absent:
+            return self._differentiable
+
+        def call(program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
+            spread: list[Any] = list(given)
+            for i in absent:
+                spread.insert(i, None)
+            return self._differentiable(program, spread, options)
+
+        return call
+
+    def _run(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
+        """The results of a program, without gradients."""
+        if not self._is_single:
+            return self._shown(self._results(program, given, options))
+        return program(given, self._numbers(options) if program.has_scalars else ())[0]
+
+    def _differentiable(self, program: Program, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Any:
+        """The same with gradients."""
+        return self._shown(self._apply(program, options, *tensors))
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def _key(self, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Hashable:
+        """What a program depends on, but for its tensors."""
+        given = [tuple(o) if isinstance(o, list) else o for o in options]
+        for index in self._scalars:
+            given[index] = (options[index] == 1.0) - (options[index] == 0.0)  # kernels without a product or a sum
+        return self.name, *given, *[i for i, t in enumerate(tensors) if t is None]
+
+    def _program(self, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Program:
+        about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in _present(tensors)]
+        places = None if self._places is None else self._places(tensors)
+        key = self._key(tensors, options), *about, tensors[0].device, places  # type: ignore[union-attr]
+        return CACHE.program(key, lambda: self._build(tensors, options))
+
+    def _numbers(self, options: Sequence[Any]) -> tuple[float, ...]:
+        return tuple([float(options[i]) for i in self._scalars])
+
+    def _results(self, program: Program, given: Sequence[Tensor], options: Sequence[Any]) -> Any:
+        """A program's results as the schema has them."""
+        found = program(given, self._numbers(options))
+        return found[0] if self._is_single else found if self._schema.returns == "Tensor[]" else tuple(found)
+
+    def _shown(self, found: Any) -> Any:
+        """The results but for those that are kept; autograd functions make tuples of lists."""
+        if self._is_single:
+            return found
+        if not self._kept:
+            return list(found) if self._schema.returns == "Tensor[]" else found
+        shown = found[: len(found) - self._kept]
+        return shown[0] if len(shown) == 1 else shown
+
+    def _implementation(self, *arguments: Any) -> Any:
+        tensors, options = self._schema.split(arguments)
+        return self._results(self._program(tensors, options), _present(tensors), options)
+
+    # ---- the rules, for the operator and for its function ------------------------------------------
+
+    def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> None:
+        ctx.options, ctx.shapes, ctx.alone = options, None, alone
+        ctx.absent = [i for i, t in enumerate(tensors) if t is None]
+        values = tensors
+        if any([tensors[i] is not None for i in self._unsaved]):
+            unsaved = [i % len(tensors) for i in self._unsaved]
+            values = tuple([None if i in unsaved else t for i, t in enumerate(tensors)])
+            ctx.shapes = [None if t is None else t.shape for t in tensors]
+        if self._kept:
+            kept = output[-self._kept :]
+            ctx.mark_non_differentiable(*kept)
+            torch_internals.want_no_zeros(ctx)
+            ctx.save_for_backward(*values, *kept)
+        else:
+            ctx.save_for_backward(*values)
+        if self._jvp is not None:
+            ctx.save_for_forward(*values)
+
+    def _saved(self, ctx: Any, needs: tuple[bool, ...]) -> Saved:
+        found = ctx.saved_tensors
+        if not self._kept:
+            return Saved(found, (), ctx.shapes, ctx.options, needs, ctx.alone)
+        return Saved(found[: -self._kept], found[-self._kept :], ctx.shapes, ctx.options, needs, ctx.alone)
+
+    def _reverse(self, ctx: Any, needs: tuple[bool, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
+        if not any(needs) or self._backward is None:
+            return [None] * len(needs)
+        if self._kept:
+            cotangents = cotangents[: len(cotangents) - self._kept]
+        return self._backward(self._saved(ctx, needs), *cotangents)
+
+    def _setup_operator(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors, options = self._schema.split(inputs)
+        ctx.count = len(tensors)
+        self._save(ctx, tensors, options, output, False)
+
+    def _backward_of_operator(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        if self._schema.returns == "Tensor[]":
+            (cotangents,) = cotangents
+        needs = self._schema.broadcast(ctx.needs_input_grad, ctx.count)
+        return *self._schema.listed(self._reverse(ctx, needs, tuple(cotangents))), *[None] * self._schema.options
+
+    def _vmap_of_operator(self, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        tensors, options = self._schema.split(arguments)
+        return self._vmap(info.batch_size, self._schema.broadcast(in_dims, len(tensors)), tensors, options)  # type: ignore[misc]
+
+
+def asked_for(ctx: Any, needs: Sequence[bool]) -> tuple[bool, ...]:
+    """needs_input_grad of the tensors, without those that this backward pass does nothing with.
+
+    ``torch.autograd.grad(y, x, create_graph=True)`` needs no gradient of a layer's parameters, which torch's flags do not say. Where
+    no graph is recorded, all that is needed is taken to be asked for: that is a whole backward pass, whose program is kept.
+
+    Args:
+        ctx: the function's.
+        needs: for each tensor.
+    """
+    following = getattr(ctx, "next_functions", None)
+    if following is None or torch.compiler.is_compiling() or not torch_internals.works(_NODES):
+        return tuple(needs)
+    absent, nodes = ctx.absent, iter(following)  # autograd counts no tensor that is None; a checkpoint lets saved ones be read once
+
+    def is_asked(index: int) -> bool:
+        node = None if index in absent else next(nodes)[0]
+        try:
+            return node is None or torch_internals.will_execute(node)
+        except RuntimeError:  # of a leaf that gradients are taken of
+            return True
+
+    return tuple([is_asked(i) and need for i, need in enumerate(needs)])
+
+
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def _function_of(operator: Operator) -> type[torch.autograd.Function]:
+    """The autograd function of an operator: its arguments are a program or None, the options, and the tensors."""
+    over: Callable[[Callable[..., Any]], Callable[..., Any]] = batchable if operator._in_torch is None else batchable_one_by_one
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(program: Program | None, options: tuple[Any, ...], *tensors: Any) -> Any:
+            if program is None:
+                if not is_ordinary(tensors):  # inside a transform that has been peeled off: other tensors may be left
+                    found = operator.registered(*operator._schema.listed(tensors), *options)
+                    return tuple(found) if isinstance(found, list) else found
+                program = operator._program(tensors, options)
+            found = operator._results(program, _present(tensors), options)
+            return tuple(found) if isinstance(found, list) else found
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            operator._save(ctx, inputs[2:], inputs[1], output, True)
+
+        @staticmethod
+        @over
+        def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+            needs = ctx.needs_input_grad[2:]
+            if torch.is_grad_enabled():
+                needs = asked_for(ctx, needs)
+            return None, None, *operator._reverse(ctx, needs, cotangents)
+
+        @staticmethod
+        @over
+        def jvp(ctx: Any, _program: None, _options: None, *tangents: Any) -> Any:
+            found = operator._jvp(operator._saved(ctx, (True,) * len(tangents)), tangents)  # type: ignore[misc]
+            return tuple(found) if isinstance(found, list) else found
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], _program: None, options: tuple[Any, ...], *tensors: Any) -> tuple[Any, Any]:
+            found, dims = operator._vmap(info.batch_size, in_dims[2:], tensors, options)  # type: ignore[misc]
+            return (tuple(found), tuple(dims)) if isinstance(found, list) else (found, dims)
+
+    if operator._jvp is None:
+        del Function.jvp
+    if operator._vmap is None:
+        del Function.vmap
+    Function.__name__ = Function.__qualname__ = operator.name
+    sign(Function)
+    return Function

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_getter: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+from fastkron_py.runtime import torch_internals
+
+_getter: Callable[[str, str], Any] | None = None  # of torch's settings; None before one was asked for
 
 
 def _settings(device: torch.device) -> Any:
@@ -17,11 +19,15 @@ def _settings(device: torch.device) -> Any:
     return torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
-def _of_cuda() -> str:
-    """``torch.backends.cuda.matmul.fp32_precision``, which finds its way to this function at five times the cost."""
-    if _getter is None:
-        return str(torch.backends.cuda.matmul.fp32_precision)
-    return str(_getter("cuda", "matmul"))
+def _find_getter() -> Callable[[str, str], Any]:
+    """The function behind the public setting for CUDA, which finds its way there at five times the cost; or that setting."""
+    global _getter
+    _getter = torch_internals.precision_getter() if torch_internals.works("precision") else _public_getter
+    return _getter
+
+
+def _public_getter(backend: str, operation: str) -> Any:
+    return torch.backends.cuda.matmul.fp32_precision
 
 
 def resolved(precision: str | None) -> str:
@@ -32,7 +38,8 @@ def resolved(precision: str | None) -> str:
     """
     if precision is not None:
         return precision
-    return "high" if _of_cuda() in ("tf32", "bf16") else "highest"
+    setting = (_getter or _find_getter())("cuda", "matmul")
+    return "high" if setting in ("tf32", "bf16") else "highest"
 
 
 @contextlib.contextmanager

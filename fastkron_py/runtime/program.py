@@ -1,14 +1,13 @@
-"""Launches made once, made again on other operands of the same kind, with nothing worked out anew.
+"""Programs: the launches, torch calls and buffers of a call as data, and running them.
 
-A `Tape` says which kernels were launched, in which order, and on what: operands are *slots*, numbers for the tensors that
-were given, and for the buffers that were made on the way. A `Replay` makes a tape's launches on other tensors: it makes the buffers,
-and hands addresses to compiled kernels.
+A slice builds a `Program` for a problem (`runtime/builder.py`). The first call on such a problem runs it, and so does every later one.
+Values are numbered: the inputs, then buffers that a step writes, then places inside of these, tuples and descriptors. A run makes
+the buffers, and hands addresses to compiled kernels and tensors to torch.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,28 +15,10 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
-from fastkron_py.runtime.descriptors import Place, Template, remade
-from fastkron_py.runtime.launch import Launch, Ready
-
-
-@dataclass(frozen=True)
-class Box:
-    """A slot that a launch gets a descriptor of."""
-
-    slot: int
-    kind: Any  # the descriptor's class
-    template: Template
-
-
-Operand = int | tuple[int, ...] | Box  # a slot, or several for a tuple of tensors
-
-_ALIGNMENT: Final = 512  # of a buffer in the pool, as torch's own allocations on a GPU
-_SMALL: Final = 1 << 20  # bytes of a buffer that may be in the pool, however small the operands are
+from fastkron_py.runtime.descriptors import Place, Template, order_of, remade
+from fastkron_py.runtime.eager import unseen_by_autograd
 
 
 def bits(value: float) -> int:
@@ -46,286 +27,331 @@ def bits(value: float) -> int:
     return pattern
 
 
-_ONE: Final = bits(1.0)
-# The versions of Triton whose compiled kernels are launched past their front door, which takes several times as long.
-_HAS_LAUNCHER: Final = re.match(r"3\.[6-9]\.", triton.__version__) is not None
+@dataclass(frozen=True)
+class Scalar:
+    """One of the numbers that a program is run with."""
+
+    index: int
 
 
-class _Alpha:
-    """Stands for alpha's bit pattern among a launch's integers."""
+class Make(NamedTuple):
+    """A buffer that is allocated right before its first use."""
 
-
-ALPHA: Final = _Alpha()
-
-
-class Buffer(NamedTuple):
-    """Contiguous memory that launches write."""
-
+    number: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    strides: tuple[int, ...] | None  # None for a contiguous one
+    dtype: torch.dtype | None  # None for the first input's
 
 
-class Step(NamedTuple):
-    """One launch."""
+class Shift(NamedTuple):
+    """A place inside a value."""
 
-    launch: Launch
-    operands: tuple[Operand, ...]
-    scalars: tuple[Any, ...]  # integers, or ALPHA
-
-    def slots(self) -> set[int]:
-        """The slots that it reads or writes."""
-        return {slot for operand in self.operands for slot in _slots(operand)}
+    number: int
+    source: int
+    nbytes: int
+    elements: int
 
 
-def _slots(operand: Operand) -> tuple[int, ...]:
-    if isinstance(operand, Box):
-        return (operand.slot,)
-    return operand if isinstance(operand, tuple) else (operand,)
+class Box(NamedTuple):
+    """A tensor descriptor of a value."""
+
+    number: int
+    source: int
+    kind: Any  # the descriptor's class
+    template: Template
+    other: int | None  # the value where the outermost dimension goes on: how far away it is differs from call to call
+    itemsize: int
 
 
-class Tape:
-    """What was launched on which slots; slots 0, 1, ... are the tensors given."""
+class View(NamedTuple):
+    """A tensor that torch is handed; no shape for all of the value as it is."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self.given = len(given)
-        self.dtype = given[0].dtype
-        self.largest = max(t.numel() * t.element_size() for t in given)
-        self.buffers: list[Buffer] = []
-        self.steps: list[Step] = []
-
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """A new buffer's slot."""
-        self.buffers.append(Buffer(tuple(shape), dtype))
-        return self.given + len(self.buffers) - 1
-
-    def launch(self, launch: Launch, operands: Sequence[Operand], scalars: Sequence[Any]) -> None:
-        """Add a launch."""
-        self.steps.append(Step(launch, tuple(operands), tuple(scalars)))
-
-    def spans(self) -> dict[int, tuple[int, int]]:
-        """The first and the last step that use each buffer, for those that are used."""
-        found: dict[int, tuple[int, int]] = {}
-        for i, step in enumerate(self.steps):
-            for slot in step.slots():
-                if slot >= self.given:
-                    found[slot] = (found.get(slot, (i, i))[0], i)
-        return found
+    source: int
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
 
 
-def _places(buffers: Sequence[tuple[int, tuple[int, int]]]) -> tuple[list[int], int]:
-    """Offsets in one piece of memory for buffers of (size, span of steps), and its size; those alive together are apart."""
-    offsets: list[int] = []
-    for size, (first, last) in buffers:
-        taken = sorted(
-            (offset, offset + other)
-            for offset, (other, (begin, end)) in zip(offsets, buffers, strict=False)
-            if begin <= last and first <= end
-        )
-        at = 0
-        for start, stop in taken:
-            if at + size <= start:
-                break
-            at = max(at, -(-stop // _ALIGNMENT) * _ALIGNMENT)
-        offsets.append(at)
-    return offsets, max((offset + size for offset, (size, _) in zip(offsets, buffers, strict=True)), default=0)
+@dataclass(frozen=True)
+class Step:
+    """One launch of a kernel, or one call of torch, and what happens around it.
+
+    Attributes:
+        run: a `Launcher`, or the function of torch.
+        operands: numbers of values, for a launch; for a call, views.
+        scalars: integers and `Scalar`s.
+        results: numbers of the tensors that a call returns; None for a launch.
+        makes: buffers that are allocated before it.
+        shifts: places that are worked out before it.
+        tuples: tuples of addresses, by number.
+        boxes: descriptors.
+        drops: buffers that no later step uses.
+    """
+
+    run: Any
+    operands: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    results: tuple[int, ...] | None
+    makes: tuple[Make, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+    tuples: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    boxes: tuple[Box, ...] = ()
+    drops: tuple[int, ...] = ()
 
 
-def _picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """The function from a list to a tuple of these elements of it."""
-    if len(indices) == 1:
-        (index,) = indices
-        return lambda values: (values[index],)
-    return itemgetter(*indices)
+class _Ready(NamedTuple):
+    """A step with its kernel compiled: a launch past everything that looks at arguments."""
 
-
-class _Move(NamedTuple):
-    """A step made ready: what happens around its launch."""
-
-    makes: tuple[tuple[int, tuple[int, ...], torch.dtype | None], ...]  # slot, shape, dtype if it is not the operands'
+    makes: tuple[Make, ...]
+    called: Step | None  # a call of torch, which has none of what follows
+    shifts: tuple[Shift, ...]
     tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]
-    boxes: tuple[tuple[int, int, Any, Template], ...]  # of a descriptor: place among values, its matrix's, class, template
-    launch: Any  # a Launch, or its compiled kernel's launcher
+    boxes: tuple[Box, ...]
+    launch: Callable[..., None]
     grid: int
-    compiled: tuple[Any, ...]  # what that launcher asks for besides the grid, the stream and the kernel's arguments
+    first: tuple[Any, ...]  # arguments of the launcher before the kernel's
     operands: Callable[[Any], tuple[Any, ...]]
-    rest: tuple[Any, ...]  # scalars; of a compiled kernel all other arguments
+    rest: tuple[Any, ...]  # the kernel's arguments after the operands: strides, scalars, constants
     drops: tuple[int, ...]
 
 
-class Replay:
-    """A tape on other operands: each is taken for one of the shape, strides, dtype and device of the tape's.
+class Pool(NamedTuple):
+    """One allocation for small buffers: its size, and (offset, shape, dtype) of each, numbered after the inputs."""
 
-    Only its address matters, so it need not have the canonical form's four dimensions. Any thread may call it.
+    nbytes: int
+    parts: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+
+
+class Result(NamedTuple):
+    """A value that is returned, in another shape or as it is."""
+
+    number: int
+    shape: tuple[int, ...] | None
+
+
+class Places(NamedTuple):
+    """What a program depends on of its inputs' addresses.
+
+    Attributes:
+        aligned: for some inputs, whether they begin at a 16-byte boundary.
+        orders: for pairs of inputs, and bytes that are added to the second one's address: which is ahead, as `order_of` says.
     """
 
-    def __init__(self, tape: Tape, results: Sequence[int], shapes: Sequence[Sequence[int]], most: int | None = None) -> None:
-        """Of a tape, with the slots of the results and the shapes that they shall have.
+    aligned: tuple[tuple[int, bool], ...] = ()
+    orders: tuple[tuple[tuple[int, int, int], int], ...] = ()
+
+
+_ALIGNED: Final = 15  # bits of an address that are zero, as compiled kernels and descriptors want it
+
+
+class Program:
+    """Steps over numbered values; any thread may run it.
+
+    Inputs are taken for tensors of the shapes, strides, dtypes and device that it was built for.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        count: int,
+        inputs: int,
+        pool: Pool,
+        results: Sequence[Result],
+        places: Places,
+        device: torch.device,
+    ) -> None:
+        """Steps over values.
 
         Args:
-            tape: the launches.
-            results: slots.
-            shapes: of the results.
-            most: bytes of a buffer that may be in one piece of memory with others, for as long as all launches take; None for a
-                megabyte, or half of what the largest operand has.
+            steps: in order.
+            count: of all values.
+            inputs: how many of them, the first, are inputs.
+            pool: of the values after these.
+            results: of the program.
+            places: of the inputs.
+            device: of all values.
         """
-        self._results = tuple(results)
-        self._tape = tape
-        spans = tape.spans()
-        wanted = dict(zip(results, (tuple(s) for s in shapes), strict=True))
-        sized = {slot: tape.buffers[slot - tape.given] for slot in spans}
-        # One allocation for small buffers. Of a large one, which may be one of few that are alive at a time, the
-        # memory is had when it is needed and no longer.
-        most = max(_SMALL, tape.largest // 2) if most is None else most
-        pooled = [slot for slot in sorted(spans) if slot not in wanted and sized[slot].nbytes <= most]
-        self._offsets, self._pool = _places([(sized[slot].nbytes, spans[slot]) for slot in pooled])
-        self._pooled = [sized[slot] for slot in pooled]
-        self._moves = self._ready(tape, spans, pooled, wanted)
-        self._is_described = any([move.boxes for move in self._moves])
-        self._compiled: tuple[int, tuple[_Move, ...]] | None = None  # for a value of alpha
+        self._steps = tuple(steps)
+        self._inputs, self._pool, self._results = inputs, pool, tuple(results)
+        self._blank = [None] * (count - inputs - len(pool.parts))
+        self._offsets = [offset for offset, *_ in pool.parts]
+        self._has_calls = any([step.results is not None for step in steps])
+        launches = [step for step in steps if step.results is None]
+        self._is_unaligned = any([shift.nbytes & _ALIGNED for step in launches for shift in step.shifts])
+        self.has_scalars = any([isinstance(s, Scalar) for step in steps for s in step.scalars])
+        self._aligned, self._orders = places
+        self.has_places = bool(self._aligned or self._orders)
+        self._compiled: tuple[tuple[int, ...], tuple[_Ready, ...]] | None = None  # for these patterns of scalars
         self._device = -1
         self._get_device: Callable[[], int] = _no_device
         self._get_stream: Callable[[int], int] = _no_device
-        if not knobs.runtime.interpret:
-            active = driver.active
-            self._get_device, self._get_stream = active.get_current_device, active.get_current_stream
-            self._device = self._get_device()
+        self._is_hooked: Callable[[], bool] = bool
+        if launches:
+            from fastkron_py.runtime import launch  # Triton, which torch's backend does without
 
-    def _ready(
-        self, tape: Tape, spans: dict[int, tuple[int, int]], pooled: Sequence[int], wanted: dict[int, tuple[int, ...]]
-    ) -> tuple[_Move, ...]:
-        """The steps, with values in this order: what is given, the pool's buffers, the others, tuples."""
-        others = [slot for slot in sorted(spans) if slot not in pooled]
-        number = {slot: i for i, slot in enumerate([*range(tape.given), *pooled, *others])}
-        count = len(number)
-        moves = []
-        for i, step in enumerate(tape.steps):
-            makes, drops, tuples, boxes, operands = [], [], [], [], []
-            for slot in others:
-                buffer = tape.buffers[slot - tape.given]
-                if spans[slot][0] == i:
-                    dtype = None if buffer.dtype == tape.dtype else buffer.dtype
-                    makes.append((number[slot], wanted.get(slot, buffer.shape), dtype))
-                if spans[slot][1] == i and slot not in wanted:
-                    drops.append(number[slot])
-            for operand in step.operands:
-                if isinstance(operand, tuple):
-                    tuples.append((count, _picker([number[slot] for slot in operand])))
-                    operands.append(count)
-                    count += 1
-                elif isinstance(operand, Box):
-                    boxes.append((count, number[operand.slot], operand.kind, operand.template))
-                    operands.append(count)
-                    count += 1
-                else:
-                    operands.append(number[operand])
-            around = (tuple(makes), tuple(tuples), tuple(boxes))
-            moves.append(_Move(*around, step.launch, 0, (), _picker(operands), step.scalars, tuple(drops)))
-        self._blank = [None] * (count - tape.given - len(pooled))
-        self._results = tuple(number[slot] for slot in self._results)
-        return tuple(moves)
-
-    def is_here(self) -> bool:
-        """Whether Triton's current device is the one that it was when this was made; else it is not to be called."""
-        return self._get_device() == self._device
+            self._get_device, self._get_stream, self._is_hooked = launch.driver()
+            self._device = device.index if device.type == "cuda" else self._get_device()
 
     def takes(self, given: Sequence[Tensor]) -> bool:
-        """Whether `is_here`, and these tensors begin where descriptors can, if there are any."""
-        if self._is_described:
-            unaligned = 0
-            for t in given:
-                unaligned |= t.data_ptr()
-            if unaligned & 15:
+        """Whether the inputs lie in memory as those did that it was built for."""
+        for number, is_aligned in self._aligned:
+            if (given[number].data_ptr() & _ALIGNED == 0) is not is_aligned:
                 return False
-        return self._get_device() == self._device
+        for (first, second, more), order in self._orders:
+            if order_of(given[second].data_ptr() + more - given[first].data_ptr()) != order:
+                return False
+        return True
 
-    def __call__(self, given: Sequence[Tensor], alpha: float) -> list[Tensor]:
-        """The results on these operands."""
-        pattern = _ONE if alpha == 1.0 else bits(alpha)
+    def __call__(self, given: Sequence[Tensor], scalars: tuple[float, ...] = ()) -> list[Tensor]:
+        """The results on these inputs.
+
+        Args:
+            given: the inputs.
+            scalars: the numbers that `Scalar`s stand for.
+        """
+        if self._has_calls:
+            with unseen_by_autograd(given[0]), torch.no_grad():
+                return self._run(given, scalars)
+        return self._run(given, scalars)
+
+    def _run(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+        if self._get_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self._run(given, scalars)
         addresses: list[Any] = [t.data_ptr() for t in given]
         unaligned = 0
         for address in addresses:
             unaligned |= address
+        patterns = tuple([bits(s) for s in scalars]) if self.has_scalars else ()
         compiled = self._compiled
-        if compiled is None or compiled[0] != pattern:
-            compiled = self._compiled_for(pattern)
-        if compiled is None or unaligned & 15 or is_hooked():
-            return self._with_tensors(given, pattern)
+        if compiled is None or compiled[0] != patterns:
+            compiled = self._compile(patterns)
+        if compiled is None or unaligned & _ALIGNED or self._is_unaligned or self._is_hooked():
+            return self._run_by_tensors(given, scalars, patterns)
         stream = self._get_stream(self._device)
         like = given[0]
         held: dict[int, Tensor] = {}
-        if self._pool:
-            pool = like.new_empty(self._pool, dtype=torch.uint8)
+        if self._offsets:
+            pool = like.new_empty(self._pool.nbytes, dtype=torch.uint8)
             base = pool.data_ptr()
             addresses += [base + offset for offset in self._offsets]
         addresses += self._blank
-        for makes, tuples, boxes, launch, grid, more, operands, rest, drops in compiled[1]:
-            for slot, shape, dtype in makes:
-                held[slot] = made = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
-                addresses[slot] = made.data_ptr()
-            for slot, pick in tuples:
-                addresses[slot] = pick(addresses)
-            for slot, source, kind, template in boxes:
-                addresses[slot] = remade(kind, template, Place(addresses[source]))
-            launch(grid, 1, 1, stream, *more, *operands(addresses), *rest)
-            for slot in drops:  # held until its last reader is launched: from then on, the stream's order guards it
-                del held[slot]
-        return [held[slot] for slot in self._results]
+        for makes, called, shifts, tuples, boxes, launch, grid, first, operands, rest, drops in compiled[1]:
+            for number, shape, strides, dtype in makes:
+                if strides is not None:
+                    made = like.new_empty_strided(shape, strides, dtype=dtype)
+                else:  # each argument takes its time
+                    made = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
+                held[number] = made
+                addresses[number] = made.data_ptr()
+            if called is not None:
+                for number, made in zip(called.results or (), _called(called, given, held, scalars), strict=True):
+                    held[number] = made
+                    addresses[number] = made.data_ptr()
+            else:
+                for number, source, nbytes, _ in shifts:
+                    addresses[number] = addresses[source] + nbytes
+                for number, parts in tuples:
+                    addresses[number] = parts(addresses)
+                for box in boxes:
+                    number, source, kind, template, other, _ = box
+                    addresses[number] = remade(kind, template, Place(addresses[source])) if other is None else _described(box, addresses)
+                launch(grid, 1, 1, stream, *first, *operands(addresses), *rest)
+            for number in drops:  # held until its last reader is launched: from then on, the stream's order guards it
+                del held[number]
+        return [held[number] if shape is None else held[number].view(shape) for number, shape in self._results]
 
-    def _compiled_for(self, pattern: int) -> tuple[int, tuple[_Move, ...]] | None:
-        """The moves with compiled kernels, which the first run sees to where there is a compiler; else None."""
+    def _compile(self, patterns: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[_Ready, ...]] | None:
+        """The steps with compiled kernels, which a first run sees to where there is a compiler; else None."""
         found = []
-        for move in self._moves:
-            ready = move.launch.ready()
+        for step in self._steps:
+            if step.results is not None:
+                found.append(_Ready(step.makes, step, (), (), (), _no_launch, 0, (), tuple, (), step.drops))
+                continue
+            ready = step.run.ready()
             if ready is None:
                 return None
-            launch, more = launcher_of(ready)
-            rest = (*ready.between, *_with_alpha(move.rest, pattern), *ready.after)
-            found.append(move._replace(launch=launch, grid=ready.grid[0], compiled=more, rest=rest))
-        self._compiled = (pattern, tuple(found))
+            tuples = tuple([(number, _picker(parts)) for number, parts in step.tuples])
+            rest = (*ready.between, *_with_scalars(step.scalars, patterns), *ready.after)
+            around = (step.makes, None, step.shifts, tuples, step.boxes)
+            found.append(_Ready(*around, ready.launch, ready.grid, ready.first, _picker(step.operands), rest, step.drops))
+        self._compiled = (patterns, tuple(found))
         return self._compiled
 
-    def _with_tensors(self, given: Sequence[Tensor], pattern: int) -> list[Tensor]:
-        """The same by way of the launches themselves, which also compile, and take any alignment."""
+    def _run_by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...], patterns: tuple[int, ...]) -> list[Tensor]:
+        """The same by way of Triton's own launches, which also compile, and take any alignment."""
         like = given[0]
-        pool = like.new_empty(self._pool, dtype=torch.uint8)
-        pooled = [pool[at : at + b.nbytes].view(b.dtype) for at, b in zip(self._offsets, self._pooled, strict=True)]
-        tensors: list[Any] = [*given, *pooled, *self._blank]
-        for makes, tuples, boxes, launch, _, _, operands, scalars, drops in self._moves:
-            for slot, shape, dtype in makes:
-                tensors[slot] = like.new_empty(shape, dtype=dtype or like.dtype)
-            for slot, pick in tuples:
-                tensors[slot] = pick(tensors)
-            for slot, source, kind, template in boxes:
-                tensors[slot] = remade(kind, template, tensors[source].as_strided(template["shape"], template["strides"]))
-            launch(*operands(tensors), *_with_alpha(scalars, pattern))
-            for slot in drops:
-                tensors[slot] = None
-        return [tensors[slot] for slot in self._results]
+        values: list[Any] = [*given]
+        if self._pool.parts:
+            pool = like.new_empty(self._pool.nbytes, dtype=torch.uint8)
+            for offset, shape, dtype in self._pool.parts:
+                size = dtype.itemsize * math.prod(shape)
+                values.append(pool[offset : offset + size].view(dtype).view(shape))
+        values += self._blank
+        for step in self._steps:
+            for make in step.makes:
+                values[make.number] = _made(make, like)
+            if step.results is not None:
+                for number, made in zip(step.results, _called(step, given, dict(enumerate(values)), scalars), strict=True):
+                    values[number] = made
+            else:
+                for number, source, _, elements in step.shifts:
+                    t = values[source]
+                    values[number] = t.as_strided((1,), (1,), t.storage_offset() + elements)
+                for number, parts in step.tuples:
+                    values[number] = tuple([values[part] for part in parts])
+                for box in step.boxes:
+                    values[box.number] = _described(box, values)
+                step.run(*[values[number] for number in step.operands], *_with_scalars(step.scalars, patterns))
+            derived: tuple[Any, ...] = (*step.shifts, *step.tuples, *step.boxes)
+            for number in (*step.drops, *[one[0] for one in derived]):
+                values[number] = None
+        return [values[number] if shape is None else values[number].view(shape) for number, shape in self._results]
 
 
-def _with_alpha(scalars: tuple[Any, ...], pattern: int) -> tuple[int, ...]:
-    return tuple([pattern if scalar is ALPHA else scalar for scalar in scalars])
+def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: tuple[float, ...]) -> Sequence[Tensor]:
+    """What a call of torch returns."""
+    count = len(given)
+    operands = []
+    for source, shape, strides, offset in step.operands:
+        t = given[source] if source < count else held[source]
+        operands.append(t if shape is None else t.as_strided(shape, strides, t.storage_offset() + offset))
+    numbers = [scalars[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
+    found = step.run(*operands, *numbers)
+    return (found,) if isinstance(found, Tensor) else () if found is None else found
 
 
-def launcher_of(ready: Ready) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a compiled kernel when it is given the grid, the stream, these, and the kernel's arguments."""
-    kernel = ready.kernel
-    if _HAS_LAUNCHER:  # launched as its JIT function does it, but without hooks, and without what they would be told
-        return kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
-    runner = kernel[(*ready.grid, 1, 1)]
-    return lambda x, y, z, stream, *arguments: runner(*arguments, stream=stream), ()
+def _described(box: Box, values: Sequence[Any]) -> Any:
+    """A descriptor of a value, which is an address or a tensor."""
+    base, template = values[box.source], box.template
+    is_address = isinstance(base, int)
+    if box.other is not None:
+        begin, end = (v if is_address else v.data_ptr() for v in (base, values[box.other]))
+        template = {**template, "strides": [(end - begin) // box.itemsize, *template["strides"][1:]]}
+    return remade(box.kind, template, Place(base) if is_address else base)
 
 
-def is_hooked() -> bool:
-    """Whether somebody wants to be told of launches: a profiler."""
-    runtime = knobs.runtime
-    return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
+def _made(make: Make, like: Tensor) -> Tensor:
+    """A buffer, like a tensor on the device."""
+    _, shape, strides, dtype = make
+    return like.new_empty(shape, dtype=dtype) if strides is None else like.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _no_device(_: int = -1) -> int:
     return -1
+
+
+def _no_launch(*_: Any) -> None:
+    """Stands where a step calls torch."""
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """The function from a list to a tuple of these elements of it."""
+    if len(numbers) == 1:
+        (number,) = numbers
+        return lambda values: (values[number],)
+    return itemgetter(*numbers)
+
+
+def _with_scalars(scalars: tuple[Any, ...], patterns: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([patterns[s.index] if isinstance(s, Scalar) else s for s in scalars])

@@ -1,29 +1,269 @@
-"""Torch's own guards, those of torch.compile: are these tensors of the kind of those?
+"""Every private name of torch that the library leans on, tried once. Those of Triton are in `launch`.
 
-One call into C++ compares the type, dtype, device, sizes, strides, requires_grad and dispatch keys of every tensor. Dispatch keys are
-taken with what is in force in the thread: they tell of autocast, of torch.func's transforms, of modes and of tracing.
+Where one is missing, or answers otherwise than it did, no call is cached: each is checked anew, and goes through torch's
+dispatcher. Results are the same. ``python -m fastkron_py info`` says so.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+logger = logging.getLogger("fastkron_py")
 
 Guard = Callable[..., bool]
 
+_lock = threading.Lock()
+_failures: dict[str, str] | None = None  # None before the names have been tried
 
-def find_guards() -> Any:
-    """An inner part of torch: without it every call goes the long way."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
-        return None
+
+# ---- the names -----------------------------------------------------------------------------------
+
+
+def tensor_guards() -> Any:
+    """The guards of torch.compile: one call into C++ compares type, dtype, device, sizes, strides, requires_grad and dispatch keys.
+
+    Dispatch keys are taken with those in force in the thread: they tell of autocast, of torch.func's transforms, of modes and of tracing.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
     return TensorGuards
 
 
-GUARDS = find_guards()
+def keys_in_force() -> int:
+    """The dispatch keys that this thread adds to every call: those of modes, of transforms and of tracing."""
+    return int(torch._C._dispatch_tls_local_include_set().raw_repr())
+
+
+def keys_of(t: Tensor) -> int:
+    """The dispatch keys of a tensor."""
+    return int(torch._C._dispatch_keys(t).raw_repr())
+
+
+def is_transforming() -> bool:
+    """Whether a torch.func transform or a forward-mode level is in force in this thread."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def is_watching() -> bool:
+    """Whether a torch function mode or a forward-mode level wants to see every call of this thread."""
+    return torch._C._len_torch_function_stack() > 0 or forward_ad._current_level >= 0
+
+
+def without_views() -> Any:
+    """A context manager in which autograd does not record that a tensor is a view of another."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
+def keeps_graph() -> bool:
+    """Whether the graph that this thread's backward pass runs through is kept for another one; True outside of a backward pass."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def want_no_zeros(ctx: Any) -> None:
+    """Let an autograd function's backward rule have None, not zeros, for results without a derivative; elsewhere it has zeros, as ever."""
+    ctx._materialize_non_diff_grads = False
+
+
+def is_batching() -> bool:
+    """Whether torch.autograd's own vmap, which is not torch.func's, is in force in this thread."""
+    key: Any = torch._C._parse_dispatch_key("VmapMode")  # which has no name in Python
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(key))
+
+
+def has_batches(t: Any) -> bool:
+    """Whether it is a tensor of a vmap."""
+    key: Any = torch._C._parse_dispatch_key("Batched")
+    return isinstance(t, Tensor) and bool(torch._C._dispatch_keys(t).has(key))
+
+
+def without_batch(t: Tensor, level: int, size: int) -> Tensor:
+    """A tensor with its batch of this level as the first dimension; one without is expanded by one of this size."""
+    return torch._remove_batch_dim(t, level, size, 0)
+
+
+def with_batch(t: Tensor, dim: int, level: int) -> Tensor:
+    """The reverse: a tensor whose dimension is the batch of this level."""
+    return torch._add_batch_dim(t, dim, level)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward pass that is under way gets to a node; a RuntimeError of a leaf that it accumulates or returns."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def precision_getter() -> Callable[[str, str], Any]:
+    """The precision of an operation of a backend, such as ``torch.backends.cuda.matmul.fp32_precision`` for ("cuda", "matmul")."""
+    getter: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter
+    return getter
+
+
+# ---- trying them ---------------------------------------------------------------------------------
+
+
+def obstacle() -> str | None:
+    """Why calls are not cached here, None if they are."""
+    for reason in _tried().values():
+        return reason
+    return None
+
+
+def works(names: str) -> bool:
+    """Whether some of the names answer as expected: those that `_TRIALS` has by this word."""
+    return names not in _tried()
+
+
+def forget() -> None:
+    """Try the names again when they are next needed."""
+    global _failures
+    _failures = None
+
+
+def _tried() -> dict[str, str]:
+    """Reasons of the names that fail, which are tried when this is first asked."""
+    global _failures
+    found = _failures
+    if found is None:
+        with _lock:
+            found = _failures
+            if found is None:
+                found = _failures = _try_all()
+                for reason in found.values():
+                    logger.warning("calls are not cached: %s", reason)
+    return found
+
+
+def _try_all() -> dict[str, str]:
+    """Try every name in a thread of its own, in which no mode, transform or tracing of the caller's is in force."""
+    found: dict[str, str] = {}
+
+    def attempt() -> None:
+        for names, trial in _TRIALS.items():
+            try:
+                if not trial():
+                    found[names] = f"{names} of torch {torch.__version__} answer otherwise than expected"
+            except Exception as error:  # whatever a private name does in another version
+                found[names] = f"{names} of torch {torch.__version__}: {type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return found
+
+
+def _try_guards() -> bool:
+    # Tensors of a dtype of their own: the default one is the user's.
+    a = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+    b = a.clone().requires_grad_()
+    check = guard((a, b))
+    others = [(b, b), (a.double(), b), (a.mT.contiguous().mT, b), (a.new_zeros(2, 4), b)]
+    with torch.autocast("cpu", torch.bfloat16):
+        tells_of_autocast = not check(a, b)
+    return check(torch.ones_like(a), b) and tells_of_autocast and not any([check(*other) for other in others])
+
+
+def _try_keys() -> bool:
+    outside = keys_in_force()
+    with torch.inference_mode():
+        inside = keys_in_force()
+    t = torch.zeros(2, dtype=torch.complex64, device="cpu")
+    return keys_of(t) == keys_of(torch.ones_like(t)) != keys_of(t.conj()) and outside == keys_in_force() != inside
+
+
+def _is_forward_mode() -> bool:
+    """Whether a forward-mode level is in force, by public names: levels are the process's, and do not nest."""
+    t = torch.zeros((), device="cpu")
+    try:
+        forward_ad.make_dual(t, t)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _try_transforms() -> bool:
+    is_read = "_current_level" in forward_ad.make_dual.__code__.co_names
+    return is_read and is_transforming() == _is_forward_mode()
+
+
+def _try_modes() -> bool:
+    outside = is_watching()
+    with torch.device("cpu"):
+        inside = is_watching()
+    return inside and outside == _is_forward_mode()
+
+
+def _try_views() -> bool:
+    t = torch.zeros(2, device="cpu")
+    with without_views():
+        silent = t[:1]
+    return not silent._is_view() and t[:1]._is_view()
+
+
+class _Product(torch.autograd.Function):
+    """A product, whose backward pass asks which of the two nodes before it are gone to."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, answers: list[bool]) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.answers = answers
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        a, b = ctx.saved_tensors
+        ctx.answers += [will_execute(node) for node, _ in ctx.next_functions[:2]]
+        return dy * b, dy * a, None
+
+
+def _try_nodes() -> bool:
+    answers: list[bool] = []
+    a, b = (torch.ones(3, dtype=torch.float32, device="cpu", requires_grad=True) for _ in range(2))
+    apply: Any = super(torch.autograd.Function, _Product).apply  # torch.func's part takes imports
+    (slope,) = torch.autograd.grad(apply(a * 2.0, b * 3.0, answers).sum(), a)
+    return answers == [True, False] and slope.tolist() == [6.0] * 3
+
+
+def _try_graphs() -> bool:
+    answers: list[bool] = []
+    t = torch.ones(3, dtype=torch.float32, device="cpu", requires_grad=True)
+    y = t * 2.0
+    y.register_hook(lambda dy: answers.append(keeps_graph()))
+    for keep in (True, False):
+        torch.autograd.grad(y.sum(), t, retain_graph=keep)
+    return answers == [True, False] and keeps_graph()
+
+
+def _try_batches() -> bool:
+    t = torch.zeros(2, 3, device="cpu")
+    batched = with_batch(t, 0, 1)
+    shapes = [tuple(u.shape) for u in (batched, without_batch(batched, 1, 7), without_batch(t, 1, 7))]
+    return shapes == [(3,), (2, 3), (7, 2, 3)] and has_batches(batched) and not has_batches(t) and not is_batching()
+
+
+def _try_precision() -> bool:
+    return bool(precision_getter()("cuda", "matmul") == torch.backends.cuda.matmul.fp32_precision)
+
+
+_TRIALS: Final[dict[str, Callable[[], bool]]] = {
+    "guards": _try_guards,
+    "dispatch keys": _try_keys,
+    "transforms": _try_transforms,
+    "modes": _try_modes,
+    "views": _try_views,
+    "nodes of a backward pass": _try_nodes,
+    "graphs that are kept": _try_graphs,
+    "batches of gradients": _try_batches,
+    "precision": _try_precision,
+}
+
+
+# ---- guards --------------------------------------------------------------------------------------
 
 
 def guard(tensors: Sequence[Tensor]) -> Guard:
@@ -36,5 +276,5 @@ def guard(tensors: Sequence[Tensor]) -> Guard:
 
 
 def _check(*tensors: Tensor) -> Guard:
-    check: Guard = GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check: Guard = tensor_guards()(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check

@@ -9,12 +9,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.descriptors import FARTHEST
 from fastkron_py.runtime.device import has_overlap, multiprocessor_count
 from fastkron_py.tiling.gemm import begin_nothing, prologue_plain, value_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 
 _LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
-_FARTHEST: Final = 1 << 40  # bytes from row to row
 
 
 class Gemm(NamedTuple):
@@ -47,7 +48,7 @@ class Operand(NamedTuple):
     share: int = 1  # columns for each column of the result
 
 
-class Kind(NamedTuple):
+class Problem(NamedTuple):
     """Everything that a launch depends on, as plain values."""
 
     rows: int
@@ -66,13 +67,6 @@ class Kind(NamedTuple):
     def overlaps(self) -> bool:
         """Whether one of several launches may begin while the one ahead ends."""
         return self.gemm.divisible and has_overlap(self.device)
-
-    def takes(self, b: Tensor, b2: Tensor | None) -> bool:
-        """Whether b and b2, alike but elsewhere in memory, 16-byte aligned, are as far apart as a launch of this kind reaches."""
-        if b2 is None or not self.b.described:
-            return True
-        distance = b2.data_ptr() - b.data_ptr()
-        return 0 < (-distance if self.swapped else distance) < _FARTHEST
 
     def sizes(self) -> GemmSizes:
         """What the closed form chooses by."""
@@ -106,18 +100,18 @@ def has_descriptors(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _layout(t: Tensor) -> tuple[int, bool]:
+def _layout(build: Builder, t: Tensor) -> tuple[int, bool]:
     """(stride of rows ``[R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
     size = t.element_size()
     rows, columns = t.shape
     stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
     step = stride * size
     described = (
-        has_descriptors(t.device)
-        and t.data_ptr() % 16 == 0
+        has_descriptors(build.device)
+        and build.is_aligned(t)
         and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
         and stride >= columns
-        and 0 < step < _FARTHEST
+        and 0 < step < FARTHEST
         and step % 16 == 0
         and rows < _LONGEST
         and columns < _LONGEST
@@ -125,30 +119,25 @@ def _layout(t: Tensor) -> tuple[int, bool]:
     return stride, described
 
 
-def is_describable(t: Tensor) -> bool:
+def is_describable(build: Builder, t: Tensor) -> bool:
     """Whether a matrix can have a descriptor."""
-    return _layout(t)[1]
+    return _layout(build, t)[1]
 
 
-def _operand(t: Tensor, share: int = 1) -> Operand:
-    return Operand(*_layout(t), t.dtype, share)
+def _operand(build: Builder, t: Tensor, share: int = 1) -> Operand:
+    return Operand(*_layout(build, t), t.dtype, share)
 
 
-def rowwise(t: Tensor) -> Tensor:
-    """A matrix whose rows are runs of memory."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _pair(b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
+def _pair(build: Builder, b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
     """(both as one operand ``[2, R, C]``, whether b2 comes first there), of matrices of the same strides anywhere in memory."""
-    operand = _operand(b)
-    distance = b2.data_ptr() - b.data_ptr()
+    operand = _operand(build, b)
     # The stride from one to the other is an ordinary one to the copy engine, which asks for no common allocation.
-    described = operand.described and is_describable(b2) and 0 < abs(distance) < _FARTHEST
-    return operand._replace(described=described), described and distance < 0
+    order = build.order(b, b2) if operand.described and is_describable(build, b2) else 0
+    return operand._replace(described=order != 0), order < 0
 
 
-def kind_of(
+def problem_of(
+    build: Builder,
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -157,25 +146,25 @@ def kind_of(
     precision: str,
     tile: GemmTile | None,
     b2: Tensor | None = None,
-) -> Kind:
-    """Of a launch on these; arguments as of `gemm_launch.gemm`, rows of a, b and b2 being runs of memory."""
+) -> Problem:
+    """Of a launch on these; arguments as of `gemm_launch.add_gemm`, rows of a, b and b2 being runs of memory."""
     columns = b.shape[0] if b2 is None else 2 * b.shape[0]
     width = columns // call.fan
-    operand_b, swapped = (_operand(b), False) if b2 is None else _pair(b, b2)
+    operand_b, swapped = (_operand(build, b), False) if b2 is None else _pair(build, b, b2)
     strides = None
     if bias is not None:
         strides = (bias.stride(-1), bias.stride(0) if bias.ndim == 2 else 0)
-    return Kind(
+    return Problem(
         a.shape[0],
         columns,
         a.shape[1],
-        _operand(a),
+        _operand(build, a),
         operand_b,
         swapped,
         strides,
-        tuple([None if t is None else _operand(t, -(-t.shape[1] // width)) for t in others]),
+        tuple([None if t is None else _operand(build, t, -(-t.shape[1] // width)) for t in others]),
         call,
         precision,
-        a.device,
+        build.device,
         tile,
     )

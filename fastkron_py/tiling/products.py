@@ -63,9 +63,9 @@ def _low_halves_kernel(
 
 
 @triton.jit
-def _turn_kernel(
+def _transpose_kernel(
     x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
-    turned_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up and BATCHES at least B; rows in this stride
+    transposed_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B; rows in this stride
     low_ptr,  # likewise, for LOW
     sums_ptr,  # [B, tiles of rows, N], for SUMS
     rows,
@@ -94,7 +94,7 @@ def _turn_kernel(
     else:
         at = batch * columns * stride_n + n.to(tl.int64)[:, None] * stride_n + m[None, :]
     mask = (n < columns)[:, None] & (m < rows)[None, :]
-    tl.store(turned_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
+    tl.store(transposed_ptr + at, tl.where(x == x, rounded(x), x) if ROUND else x, mask=mask)
     if LOW:
         tl.store(low_ptr + at, _low_half(x), mask=mask)
     if SUMS:
@@ -136,7 +136,7 @@ def _sum_segments_kernel(
     BLOCK_N: tl.constexpr,  # of j
     ROWS: tl.constexpr,  # divides BLOCK_M
 ):
-    """Sums over the programs that worked on an entry's tile, in their order: `_poly_kan_staged_dcoef_kernel` says which these are.
+    """Sums over the programs that worked on an entry's tile, in their order: `_poly_kan_pipelined_dcoef_kernel` says which these are.
 
     A program adds up ROWS rows of one degree of a tile.
     """

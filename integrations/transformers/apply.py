@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fastkron_py.gated.api import BACKWARDS, check_choice
+from fastkron_py.gated.api import BACKWARDS
 from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, leave
 from fastkron_py.nn.hooks import is_hooked, is_plain_linear
-from fastkron_py.runtime.checks import check_precision
+from fastkron_py.runtime.checks import check_choice, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 # Classes whose forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)), by the family that transformers files them under.

@@ -33,6 +33,7 @@ def test_every_registered_product_is_measured() -> None:
     assert set(distributed.LABELS) == measured
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     found = {"ranks": 2, "environment": {"device": "cpu"}, "scaling": distributed.scaling(2, "cpu", quick=True)}

@@ -15,6 +15,7 @@ from benchmarks import runner
 from benchmarks.gated import llama as gated_llama
 
 
+@pytest.mark.full
 def test_it_runs(tmp_path: Path) -> None:
     found = runner.run("gated_llama", out=tmp_path, quick=True, device="cpu", seconds=2)
     results = {r["contender"]: r for r in found["cases"][0]["results"]}

@@ -16,6 +16,7 @@ from benchmarks.rational import kat
 SMALL = {"size": "tiny", "batch": 3, "dtype": "bfloat16", "quick": True}
 
 
+@pytest.mark.full
 def test_it_runs(tmp_path: Path) -> None:
     found = runner.run("kat", out=tmp_path, quick=True, device="cpu", seconds=3)
     results = {r["contender"]: r for r in found["cases"][0]["results"]}

@@ -107,7 +107,7 @@ def test_gradients_in_the_product(case: str, device: torch.device) -> None:
     dtype, version, groups, rows, columns, depth, tile = TRIALS[case]
     z, a, b, _ = make_problem((rows, columns), groups, (5, 4), version, dtype, device)
     weight, dy = (torch.randn(*s, device=device).to(dtype) for s in ((depth, columns), (rows, depth)))
-    found = rational_gradient_kernel.rational_gradients(dy, weight, z, a, b, version, "highest", tile)
+    found = rational_gradient_kernel.gradients_program(dy, weight, z, a, b, version, "highest", tile)((dy, weight, z, a, b))
     leaves = [t.double().requires_grad_() for t in (z, a, b)]
     want = torch.autograd.grad(reference.rational(*leaves, version=version) @ weight.double().T, leaves, dy.double())
     # Of half types dz alone is rounded to its dtype; the interpreter cuts bfloat16 off.

@@ -280,6 +280,7 @@ def test_gpytorch_starts_and_ends_in_columns() -> None:
     assert check_gradients(problem, GPYTORCH_BACKWARD.restore(GPYTORCH_BACKWARD.prepare(problem)())) < 1e-6
 
 
+@pytest.mark.full
 def test_torch_compile_of_the_loop() -> None:
     problem = inputs(case(7, (3, 4)).parameters, CPU)
     assert check(problem, COMPILED.prepare(problem)()) < 1e-6
@@ -328,6 +329,7 @@ def test_eager_times_and_the_hosts_share(tmp_path: Path) -> None:
     assert "host" in text
 
 
+@pytest.mark.full
 def test_the_first_call_in_processes_of_its_own(tmp_path: Path) -> None:
     """Both processes and the import are timed, and their results checked; on a CPU there is nothing to compile."""
     from benchmarks.kron.first_call import FIRST, IMPORT, SECOND, _processes

@@ -38,5 +38,6 @@ def test_processes_share_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made[2:] == [(7, 4)]
 
 
+@pytest.mark.full
 def test_other_processes_compile() -> None:
     assert warm.compile_all(["kron_cpu"], 2, quick=True, only=["256 x 64^2"]) > 0

@@ -23,6 +23,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     return CliRunner()
 
 
+@pytest.mark.full
 def test_runs_a_benchmark_from_another_folder(tmp_path: Path) -> None:
     if not (ROOT / "benchmarks").is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")

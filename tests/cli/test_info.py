@@ -35,6 +35,7 @@ def test_info_as_text(runner: CliRunner) -> None:
         "complex128",
         'What backend "auto" takes',
         "Caches",
+        "\ncall cache: on\n",
     ):
         assert part in result.output
 
@@ -43,7 +44,8 @@ def test_info_as_json(runner: CliRunner) -> None:
     result = runner.invoke(app, ["info", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
-    assert set(found) == {"versions", "devices", "backend", "caches"}
+    assert set(found) == {"versions", "devices", "backend", "caches", "call_cache"}
+    assert found["call_cache"] == "on"
     assert found["versions"]["torch"] == torch.__version__
     assert [d["device"] for d in found["devices"]] == ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     auto = found["backend"]["auto"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+from canonical_cases import backward, multiply
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -110,7 +111,6 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kron import triton_backend, triton_backward
     from fastkron_py.runtime import device as devices
 
     devices.has_chained = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
@@ -120,15 +120,15 @@ def main() -> None:
         y = torch.empty(groups, rows, n, columns, dtype=dtype)
         factors = [torch.empty(groups, p, q, dtype=dtype) for p, q in shapes]
         what = "multiply"
-        triton_backend.multiply(x, factors, None, 1.0, 0.0, "highest")
+        multiply(x, factors)
         if problem in sys.argv[1:]:
             what = "with z"
-            triton_backend.multiply(x, factors, y, 0.5, 2.0, "highest")
+            multiply(x, factors, y, 0.5, 2.0)
             what = "in TF32"
-            triton_backend.multiply(x, factors, None, 1.0, 0.0, "high")
+            multiply(x, factors, precision="high")
         if problem in sys.argv[1:] or problem in BACKWARD:
             what = "backward"
-            triton_backward.backward(y, x, factors, 1.0, True, [True] * len(factors), "highest")
+            backward(y, x, factors)
 
 
 if __name__ == "__main__":

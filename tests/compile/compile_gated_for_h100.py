@@ -6,6 +6,7 @@ Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,37 +56,48 @@ def main() -> None:
 
     jit.JITFunction.run = compile_only
     from fastkron_py.gated import launches as triton_gated
-    from fastkron_py.tiling import gemm_launch
-    from fastkron_py.tiling import gemm_problem as gemm_kind
+    from fastkron_py.runtime.builder import Builder
+    from fastkron_py.tiling import gemm_problem
     from fastkron_py.tiling.gemm import epilogue_plain
-    from fastkron_py.tiling.gemm_launch import gemm
+    from fastkron_py.tiling.gemm_launch import add_gemm
     from fastkron_py.tiling.gemm_problem import Gemm
 
-    gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
-    gemm_kind.has_overlap = lambda device: True  # type: ignore[assignment]
+    def run(add: Callable[..., Any], *given: Any, **options: Any) -> None:
+        """Build and run the program of one function's launches on tensors."""
+        build = Builder(given)
+        add(build, *build.inputs, **options)
+        build.program([])([t for t in given if t is not None])
+
+    def forward(build: Builder, *wide: Any, **options: Any) -> None:
+        triton_gated.add_forward(build, wide, **options)
+
+    def recomputed(build: Builder, dy: Any, *wide: Any, **options: Any) -> None:
+        triton_gated.add_recomputed_gradients(build, dy, wide, **options)
+
+    gemm_problem.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
+    gemm_problem.has_overlap = lambda device: True  # type: ignore[assignment]
     triton_gated.has_approximations = lambda device: True
     for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
         current = name
-        gemm_kind.has_descriptors = lambda device, answer=descriptors: answer  # type: ignore[assignment, misc]
-        gemm_launch.forget_launches()
+        gemm_problem.has_descriptors = lambda device, answer=descriptors: answer  # type: ignore[assignment, misc]
         x, dy = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
         weight = torch.empty(2 * hidden, depth, dtype=dtype)
         weight = weight if layout == "interleaved" else weight.view(2, hidden, depth)
-        gated = triton_gated.Gated(activation, layout, precision)
-        triton_gated.forward((x, weight, None, None), gated)
-        triton_gated.forward((x, weight, None, torch.empty(weight.shape[:-1], dtype=dtype)), gated, saving=True)
-        triton_gated.recomputed_gradients(dy, (x, weight, None, None), gated)
-        triton_gated.recomputed_gradients(dy, (x, weight, None, None), gated, True)
-        triton_gated.stored_gradients(dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated, True, True)
-    gemm_kind.has_descriptors = lambda device: True  # type: ignore[assignment]
+        gated, bias = triton_gated.Gated(activation, layout, precision), torch.empty(weight.shape[:-1], dtype=dtype)
+        run(forward, x, weight, None, None, gated=gated)
+        run(forward, x, weight, None, bias, gated=gated, saving=True)
+        run(recomputed, dy, x, weight, None, None, gated=gated)
+        run(recomputed, dy, x, weight, None, None, gated=gated, again=True)
+        run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated=gated, in_place=True, again=True)
+    gemm_problem.has_descriptors = lambda device: True  # type: ignore[assignment]
     x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
     for activation in sorted(triton_gated.LIGHT):
         current = f"beside, {activation}"
-        triton_gated.forward((x, weight, None, None), triton_gated.Gated(activation, "interleaved", "highest"))
+        run(forward, x, weight, None, None, gated=triton_gated.Gated(activation, "interleaved", "highest"))
     current = "a linear layer"
     x, weight = torch.empty(4096, 1024, dtype=torch.bfloat16), torch.empty(4096, 1024, dtype=torch.bfloat16)
     call = Gemm(epilogue_plain, prologue=_make_silu, value=_clipped, params=(3.0,))
-    gemm(x, weight, None, call, torch.empty(4096, 4096, dtype=torch.bfloat16))
+    run(lambda build, *given: add_gemm(build, *given[:3], call, given[3]), x, weight, None, torch.empty(4096, 4096, dtype=torch.bfloat16))
 
 
 if __name__ == "__main__":

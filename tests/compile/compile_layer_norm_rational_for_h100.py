@@ -47,14 +47,14 @@ def main() -> None:
         weight = torch.empty(channels, dtype=kind)
         # Of few elements: nothing is read here, and a launch depends on the number of rows that it is told.
         x, y, mean = torch.empty(16, dtype=dtype), torch.empty(16, dtype=of_y), torch.empty(16, dtype=kind)
-        function = triton_rational.coefficients(a, b, version, (kind,))
-        made = launcher._Kind(rows, channels, function, 1e-6, (dtype, kind, kind, of_y, kind, kind))
-        launcher._Forward(made).launch(x, weight, weight, a, b, y, mean, mean)
-        backward = launcher._Backward(made)
-        backward.launch(x, y, mean, mean, weight, weight, a, b, x, mean)
+        function = triton_rational.coefficients(a, b, version, (kind,), x.device)
+        made = launcher.Problem(rows, channels, function, 1e-6)
+        launcher.forward_launcher(made)(x, weight, weight, a, b, y, mean, mean)
+        backward = launcher.backward_launchers(made)
+        backward.first(x, y, mean, mean, weight, weight, a, b, x, mean)
         sums = torch.empty(16, dtype=torch.float64)
         backward.columns(mean, weight, weight, sums)
-        backward.sum(sums, b, a, b)
+        backward.second(sums, b, a, b)
 
 
 if __name__ == "__main__":

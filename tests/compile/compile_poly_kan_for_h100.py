@@ -83,24 +83,27 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kan import launches as triton_poly_kan
-    from fastkron_py.kan import problem as poly_kan_kind
+    from fastkron_py.kan import problem as kan_problem
+    from fastkron_py.kan import triton_backend
     from fastkron_py.kan.bases.registry import find_basis
-    from fastkron_py.kan.spec import Spec
+    from fastkron_py.kan.layer_config import LayerConfig
     from fastkron_py.runtime import device as devices
-    from fastkron_py.tiling import gemm_problem as gemm_kind
+    from fastkron_py.runtime.builder import Builder
+    from fastkron_py.tiling import gemm_problem
 
-    poly_kan_kind.multiprocessor_count = gemm_kind.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
+    kan_problem.multiprocessor_count = gemm_problem.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
     for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
         current = name
         has_hopper = not name.endswith("in plain Triton")
         devices.has_chained = lambda device, dtype, has=has_hopper: has and dtype != torch.float64  # type: ignore[assignment]
-        triton_poly_kan.forget_launches()
-        spec = Spec(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
+        layer = LayerConfig(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
         x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
         coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
-        triton_poly_kan.forward(x, coefficients, None, spec, precision)
-        triton_poly_kan.gradients(dy, x, coefficients, spec, precision)
+        build = Builder((x, coefficients, None))
+        build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
+        build = Builder((dy, x, coefficients))
+        found = triton_backend.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
+        build.program(found)((dy, x, coefficients))
 
 
 if __name__ == "__main__":

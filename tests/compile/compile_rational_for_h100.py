@@ -43,17 +43,18 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
 
 def fused(current: dict[str, str]) -> None:
     """KAT's first linear layers with the function on their result, the result's argument kept and not."""
-    from fastkron_py.rational import gemm_launch as rational_gemm_launch
-    from fastkron_py.tiling import gemm_problem as gemm_kind
+    from fastkron_py.rational import program_linear_rational
+    from fastkron_py.tiling import gemm_problem
 
-    rational_gemm_launch.is_approximate = lambda dtype, device: True
-    gemm_kind.multiprocessor_count = rational_gemm_launch.multiprocessor_count = lambda device: 132
+    program_linear_rational.is_approximate = lambda dtype, device: True
+    gemm_problem.multiprocessor_count = program_linear_rational.multiprocessor_count = lambda device: 132
     for name, width in (("KAT-T", 192), ("KAT-B", 768)):
         x, weight, bias = (torch.empty(s, dtype=torch.bfloat16) for s in ((2048, width), (4 * width, width), (4 * width,)))
         a, b = torch.empty(1, 6), torch.empty(8, 4)
         for keep in (False, True):
             current["problem"] = f"{name}, {'kept' if keep else 'not kept'}"
-            rational_gemm_launch.linear_rational(x, weight, bias, a, b, "B", "highest", keep)
+            tensors = (x, weight, bias, a, b)
+            program_linear_rational.forward(tensors, ("B",), keep)(tensors)
 
 
 def main() -> None:
@@ -81,11 +82,13 @@ def main() -> None:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         a, b = torch.empty(groups, m + 1, dtype=kind), torch.empty(groups, n + (version == "C"), dtype=kind)
         runs = triton_rational.find_runs(shape, [dense] * 3, groups)
-        function = triton_rational.coefficients(a, b, version, (kind,))
-        of_forward = triton_rational._Kind(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
-        triton_rational._Forward(of_forward).run(x, a, b, x)
-        of_backward = triton_rational._Kind(runs, function, (dtype, dtype, dtype, kind, kind))
-        triton_rational._Backward(of_backward).run(x, x, a, b, x, (a, b))
+        function = triton_rational.coefficients(a, b, version, (kind,), x.device)
+        of_forward = triton_rational.Problem(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
+        triton_rational.forward_launcher(of_forward)(x, a, b, x)
+        made = triton_rational.backward_launchers(triton_rational.Problem(runs, function, (dtype, dtype, dtype, kind, kind)))
+        partial = torch.empty(16, dtype=made.dtype)
+        made.first(x, x, a, b, x, partial)
+        made.second(partial, b, a, b)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compiled_for_h100 import SHARED_MEMORY, compiled
+from compiled_for_h100 import LIMIT, SHARED_MEMORY, compiled
 
 from fastkron_py.gated.launches import LIGHT
 
-pytestmark = pytest.mark.xdist_group("compile_gated_for_h100")  # one worker: what is compiled serves all tests here
+# One worker: what is compiled serves all tests here.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_gated_for_h100")]
 REGISTERS = 65536  # of a multiprocessor; warps get them in eights for each thread
 RESERVED = 1024  # bytes of shared memory, for each program
 

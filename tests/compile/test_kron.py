@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compiled_for_h100 import SHARED_MEMORY, compiled
+from compiled_for_h100 import LIMIT, SHARED_MEMORY, compiled
 
-pytestmark = pytest.mark.xdist_group("compile_for_h100")  # one worker: what is compiled serves all tests here
+# One worker: what is compiled serves all tests here.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_h100")]
 
 LARGE_TILES = ("16^5", "8^7")
 IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compiled_for_h100 import SHARED_MEMORY, compiled
+from compiled_for_h100 import LIMIT, SHARED_MEMORY, compiled
 
-pytestmark = pytest.mark.xdist_group("compile_poly_kan_for_h100")  # one worker: what is compiled serves all tests here
+# One worker: what is compiled serves all tests here.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_poly_kan_for_h100")]
 
 
 @pytest.fixture(scope="module")
@@ -17,26 +18,26 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 PLAIN = {"_poly_kan_fwd_kernel", "_poly_kan_gradients_kernel"}
-STAGED = {"_poly_kan_staged_fwd_kernel", "_poly_kan_staged_dx_kernel", "_poly_kan_staged_dcoef_kernel"}
+PIPELINED = {"_poly_kan_pipelined_fwd_kernel", "_poly_kan_pipelined_dx_kernel", "_poly_kan_pipelined_dcoef_kernel"}
 CONSTANT = {"_constant_kernel", "_column_sums_kernel", "_spread_sums_kernel"}
 
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     names = {k["kernel"] for k in kernels}
-    assert names == PLAIN | STAGED | CONSTANT | {
+    assert names == PLAIN | PIPELINED | CONSTANT | {
         "_low_halves_kernel",
-        "_turn_kernel",
+        "_transpose_kernel",
         "_gemm_kernel",
         "_sum_partials_kernel",
         "_sum_segments_kernel",
     }
     for problem in {k["problem"] for k in kernels}:
-        is_staged = problem.startswith("large") and "plain" not in problem and "odd" not in problem
-        wanted = STAGED if is_staged else PLAIN
-        if is_staged and problem != "large":  # one pass; nine splines would leave nearly half of the main loop's tiles empty
+        is_pipelined = problem.startswith("large") and "plain" not in problem and "odd" not in problem
+        wanted = PIPELINED if is_pipelined else PLAIN
+        if is_pipelined and problem != "large":  # one pass; nine splines would leave nearly half of the main loop's tiles empty
             dx = "_poly_kan_gradients_kernel" if problem == "large bspline" else "_gemm_kernel"
-            wanted = wanted - {"_poly_kan_staged_dx_kernel"} | {dx}
-        assert {k["kernel"] for k in kernels if k["problem"] == problem} & (PLAIN | STAGED | {"_gemm_kernel"}) == wanted
+            wanted = wanted - {"_poly_kan_pipelined_dx_kernel"} | {dx}
+        assert {k["kernel"] for k in kernels if k["problem"] == problem} & (PLAIN | PIPELINED | {"_gemm_kernel"}) == wanted
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
@@ -50,7 +51,7 @@ def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
     assert [k for k in large if k["kernel"] == "_poly_kan_fwd_kernel" and k["stack"] > 0] == []
     assert [k for k in large if k["kernel"] in CONSTANT and k["stack"] > 0] == []
     quick = [k for k in large if "table" not in k["problem"]]
-    assert [k for k in quick if k["kernel"] == "_poly_kan_staged_dcoef_kernel" and k["stack"] > 0] == []
+    assert [k for k in quick if k["kernel"] == "_poly_kan_pipelined_dcoef_kernel" and k["stack"] > 0] == []
     # Eight splines of sixteen numbers, once for a tile. Of Fourier's four tiles, 20 numbers by the assembler that comes with Triton 3.9.
     assert [k for k in quick if k["stack"] > (400 if k["kernel"] in PLAIN else 80) and k["problem"] != "large bspline"] == []
     # A table's places and both ends of its lines: 34 numbers in the forward product, by the same assembler; by Triton 3.6's none.
@@ -59,13 +60,13 @@ def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
 
 def test_copies_wait_for_stores(kernels: list[dict[str, Any]]) -> None:
     """A buffer's barrier, which says that it is full, waits for the copy's bytes: so it is enough that a copy begins after all stores."""
-    made = [k for k in kernels if k["kernel"] in ("_poly_kan_staged_fwd_kernel", "_poly_kan_staged_dcoef_kernel")]
+    made = [k for k in kernels if k["kernel"] in ("_poly_kan_pipelined_fwd_kernel", "_poly_kan_pipelined_dcoef_kernel")]
     assert [k for k in made if k["copies"] == 0 or not k["ordered"]] == []
     assert [k for k in made if k["ordered without barriers"]] == []  # the check can fail
 
 
 def test_products_are_not_serialised(kernels: list[dict[str, Any]]) -> None:
     """By ptxas, which waits for each product where it cannot see that registers are left alone: it says so."""
-    staged = [k for k in kernels if k["kernel"] in STAGED | {"_gemm_kernel"}]
-    assert [k for k in staged if k["serialised"]] == []
+    pipelined = [k for k in kernels if k["kernel"] in PIPELINED | {"_gemm_kernel"}]
+    assert [k for k in pipelined if k["serialised"]] == []
     assert any(k["serialised"] for k in kernels)  # the check can fail: plain Triton's are

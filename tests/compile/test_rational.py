@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compiled_for_h100 import compiled
+from compiled_for_h100 import LIMIT, compiled
 
-pytestmark = pytest.mark.xdist_group("compile_for_h100")
+# One worker: what is compiled serves all tests here.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_h100")]
 
 
 @pytest.fixture(scope="module")

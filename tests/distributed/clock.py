@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from unittest import mock
 
-from fastkron_py.distributed import watch
+from fastkron_py.distributed.group import watch
 
 STEP = 0.05
 """Seconds of this clock from a look to the next."""
@@ -16,7 +16,7 @@ class Clock:
     """Takes the place of the time that the watching thread sees, of this process.
 
     Args:
-        ended: who is gone, in place of what boards tell.
+        ended: who is gone, in place of what barriers tell.
     """
 
     def __init__(self, ended: Callable[[], list[int]] = watch.ended_ranks) -> None:

@@ -42,6 +42,7 @@ def figures(text: str) -> dict[str, float]:
     return {label: float(number) for label, number in re.findall(r"^([a-z' ]+): +(-?[\d.]+)", text, re.MULTILINE)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "size", "options", "sent"),
     [
@@ -59,6 +60,7 @@ def test_kron(launcher: str, size: int, options: list[str], sent: int) -> None:
         assert re.search(r"hidden: +\d+ %", printed)
 
 
+@pytest.mark.full
 def test_gaussian_process(tmp_path: Path) -> None:
     options = ["--stride", "14", "--steps", "2", "--probes", "3", "--samples", "3"]
     found = []

@@ -34,6 +34,7 @@ def raise_on_rank_1():
     return torch.full((2,), dist.get_rank())
 
 
+@pytest.mark.full
 def test_what_a_broken_case_says(own_ranks: RankPool) -> None:
     own_ranks.run(meet)  # from here on ranks are there, however long that takes
     with pytest.raises(AssertionError, match=r"hang_on_rank_0: ranks \[0[\d, ]*\] hang after 2 s(.|\n)*in hang_on_rank_0"):

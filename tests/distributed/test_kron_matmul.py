@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, fetched, kron_matmul, plan
-from fastkron_py.distributed.direct import Direct
-from fastkron_py.distributed.estimate import SLOTS
+from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed.transport import peer_memory
+from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.testing import assert_close
@@ -281,7 +281,7 @@ def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], 
 # ---- direct stores -----------------------------------------------------------------------------
 
 
-class Files(Direct):
+class Files(Slots):
     """Slots in files that all ranks of a host map, in place of GPU memory that peers can reach."""
 
     def __init__(self, folder: str, group: dist.ProcessGroup, slot_bytes: int) -> None:
@@ -302,7 +302,7 @@ class Files(Direct):
     def block(self, slot, peer, elements, dtype):
         return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
 
-    def exchange(self, slot, local, copies, *, fetches=False, first=None, ready=None):
+    def exchange(self, slot, local, copies, *, pulls=False, first=None, ready=None):
         if first is not None:
             first()
         dist.barrier(self.group)
@@ -323,8 +323,8 @@ def direct_stores(shape, left, folder):
         return None
     made = []
 
-    def files(grid, group, lines, slot_bytes):
-        assert dist.get_process_group_ranks(group) in [[grid.ranks[r] for r in line] for line in lines]
+    def files(grid, group, row_groups, slot_bytes):
+        assert dist.get_process_group_ranks(group) in [[grid.ranks[r] for r in ranks] for ranks in row_groups]
         made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
         return made[-1]
 
@@ -337,7 +337,7 @@ def direct_stores(shape, left, folder):
             whole = [t.clone().requires_grad_() for t in (x, *factors)]
             expected = single(whole[0], whole[1:], left)
             expected.square().sum().backward()
-            with mock.patch("fastkron_py.distributed.functional.direct_for", files):
+            with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
                 with torch.no_grad():
                     assert torch.equal(multiply(tensors[0], tensors[1:], left, grid=grid, plan=how), block(expected, grid))
                 y = multiply(tensors[0], tensors[1:], left, grid=grid, plan=how)
@@ -364,7 +364,7 @@ def direct_in_blocks(shape, left, folder):
         return None
     made = []
 
-    def files(grid, group, lines, slot_bytes):
+    def files(grid, group, row_groups, slot_bytes):
         made.append(Files(f"{folder}/{len(made)}-", group, slot_bytes))
         return made[-1]
 
@@ -374,18 +374,19 @@ def direct_in_blocks(shape, left, folder):
 
     def forget_blocks():
         """Which ranks that are used again would else find."""
-        from fastkron_py.kron.kernels import blocks
+        from fastkron_py.kron import blocks
+        from fastkron_py.runtime.call_cache import CACHE
 
         blocks.ways.cache_clear()
-        blocks._program.cache_clear()
+        CACHE.forget()
 
     forget_blocks()
     seen = []
     with (
         fastkron_py.backend("triton"),
         torch.no_grad(),
-        mock.patch("fastkron_py.distributed.functional.direct_for", files),
-        mock.patch("fastkron_py.kron.kernels.blocks.plan", one_by_one),
+        mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files),
+        mock.patch("fastkron_py.kron.blocks.plan", one_by_one),
     ):
         for m, sizes in ((7, ((8, 4), (5, 3), (3, 2))), (9, ((4, 8), (3, 2))), (3, ((6, 3), (5, 2), (2, 2)))):
             sizes = [(q, p) for p, q in sizes] if left else sizes
@@ -393,15 +394,15 @@ def direct_in_blocks(shape, left, folder):
             how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages="rows", chunks=2, direct=True)
             x, factors, _ = make(m, sizes, left=left)
             with (
-                mock.patch.object(fetched, "multiply_into", wraps=fetched.multiply_into) as called,
-                mock.patch.object(fetched, "_copy", wraps=fetched._copy) as copied,
+                mock.patch.object(peer_memory, "multiply_into", wraps=peer_memory.multiply_into) as called,
+                mock.patch.object(peer_memory, "_copy", wraps=peer_memory._copy) as copied,
             ):
                 found = multiply(block(x, grid), factors, left, grid=grid, plan=how, alpha=0.5)
             assert torch.equal(found, block(single(x, factors, left) / 2, grid))
             seen.append({(len(call.args[0]), len(call.args[2])) for call in called.call_args_list})
             if seen[-1] == {(how.parts, how.parts)}:  # then nothing is copied but what goes from rank to rank
-                line, me = how.place(grid.rank)
-                there, back = how.legs(line)
+                group, me = how.place(grid.rank)
+                there, back = how.legs(group)
                 others = [p for p in range(how.parts) if p != me]
                 crossing = sum(leg.size(me, p) for leg in there for p in others) + sum(leg.size(p, me) for leg in back for p in others)
                 assert sum(call.args[0].nbytes for call in copied.call_args_list) == 8 * crossing
@@ -501,7 +502,7 @@ def refuse(what):
         ("z", "ValueError", r"z: expected this rank's block of the result's shape, since beta is not 0; got None"),
         ("z's shape", "ValueError", r"z: expected this rank's block of the result, \(\d, 8\); got shape \(\d, 7\)"),
         ("plan", "ValueError", r"plan: expected a plan for factors \(4, 4\) x \(4, 4\), left=False, on a \d x 2 grid; got one for"),
-        ("messages", "ValueError", r"plan: expected the same on every rank; got .*false.* on rank.*true"),
+        ("messages", "ValueError", r"plan: expected the same on every rank; got .*packed.* on rank.*messages"),
         ("batch", "ValueError", r"factors\[0\]: expected a matrix with rows and columns, without batch dimensions; got shape \(3, 4, 4\)"),
         ("vector", "ValueError", r"x: expected a matrix; got shape"),
         ("no grid", "ValueError", r"grid: expected a ProcessGrid, since x is a block; got None"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 
 from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, plan
-from fastkron_py.distributed.memory import CHUNKS, PLENTY, fit, gib, needed
+from fastkron_py.distributed.pipeline import CHUNKS, PLENTY, fit, gib, needed
 
 PROBLEM = Problem(1024, (64,) * 3, (64,) * 3)
 
@@ -65,7 +65,7 @@ def test_gradients_are_named() -> None:
 
 
 def run_short(short):
-    import fastkron_py.distributed.functional as functional
+    import fastkron_py.distributed.api as functional
 
     real = functional.free_memory
     functional.free_memory = lambda x: short if dist.get_rank() == 1 else PLENTY

@@ -1,6 +1,6 @@
 """Processes whose GPU waits for an exchange that is never finished, or is: one for each case, forked, and what becomes of them as JSON.
 
-Events stand for the GPU, and a list for the board that tells who is gone: rank 1. Time is counted in looks of the watching thread, from
+Events stand for the GPU, and a list for the barrier that tells who is gone: rank 1. Time is counted in looks of the watching thread, from
 when a process waits.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from clock import Clock
 
-from fastkron_py.distributed import failures, watch
+from fastkron_py.distributed.group import failures, watch
 
 TIMEOUT = 1.0
 LONG = 3 * TIMEOUT

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gated_cases import ACTIVATIONS, LAYOUTS, expected, expected_gradients, pack, problem, relative
+from gated_cases import ACTIVATIONS, LAYOUTS, Served, expected, expected_gradients, pack, problem, relative
+from gemm_cases import gemm_columns
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
-from fastkron_py.gated import cached as recorded_gated
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.program import Program
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmSpan, GemmTile
@@ -30,23 +32,14 @@ BACKWARDS = ("save", "recompute")
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles of 16 x 32 and 16 in depth, finished in two parts, so that small problems have several each way."""
-    from fastkron_py.tiling import gemm_launch
 
     def chosen(sizes: GemmSizes) -> GemmTile:
         return GemmTile(16, 64, 16, 4, 2, parts=2, group=2)
 
     monkeypatch.setattr(tuning, "gemm_tile", chosen)
-    gemm_launch.forget_launches()
+    CACHE.forget()
     yield
-    gemm_launch.forget_launches()
-
-
-def forget_calls() -> None:
-    """Choose launches anew; and recognise no earlier call, whose record would stand before those of newer ones."""
-    from fastkron_py.tiling import gemm_launch
-
-    gemm_launch.forget_launches()
-    recorded_gated.RECORDS.forget()
+    CACHE.forget()
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, cut: int, again: int) -> None:
@@ -57,25 +50,25 @@ def divide(monkeypatch: pytest.MonkeyPatch, cut: int, again: int) -> None:
         return GemmSpan(0, cut, large), GemmSpan(again, sizes.columns, small)
 
     monkeypatch.setattr(tuning, "gemm_spans", spans)
-    forget_calls()
+    CACHE.forget()
 
 
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
-    """Every layer in two launches, its first 64 pairs and the others; the columns of both, each time, in any thread and way."""
-    from fastkron_py.tiling.gemm_launch import DividedPlan
-
+    """Every layer in two launches, its first 64 pairs and the others; the columns of both, each time that a program is run."""
     made: list[list[int]] = []
-    call = DividedPlan.__call__
+    call = Program.__call__
 
-    def counted(plan: DividedPlan, *arguments: Any) -> None:
-        call(plan, *arguments)
-        made.append([part._kind.columns for part, _ in plan._parts])
+    def counted(program: Program, *arguments: Any) -> Any:
+        columns = gemm_columns(program)
+        if columns:
+            made.append(columns)
+        return call(program, *arguments)
 
-    monkeypatch.setattr(DividedPlan, "__call__", counted)
+    monkeypatch.setattr(Program, "__call__", counted)
     divide(monkeypatch, 128, 128)
     yield made
-    forget_calls()
+    CACHE.forget()
 
 
 def gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, layout: str = "interleaved", **options: Any) -> list[Tensor]:
@@ -137,26 +130,25 @@ def test_two_launches(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Values and gradients, with a bias; 77: without descriptors of results. The third call is recognised, and divided like the first."""
-    from fastkron_py.tiling import gemm_launch
-    from fastkron_py.tiling import gemm_problem as gemm_kind
+    """Values and gradients, with a bias; 77: without descriptors of results. The third call is cached, and divided like the first."""
+    from fastkron_py.tiling import gemm_problem
 
     if not described:
-        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
     x, up, gate, dy = problem(37, hidden, 24, torch.float32, device, generator)
     biases = torch.randn(2, hidden, generator=generator).to(device)
     bias = pack(*biases, layout)
     wide = [t.double().requires_grad_() for t in (x, up, gate, *biases)]
     y = expected(*wide[:3], "silu", (wide[3], wide[4]))
     reference = [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
-    for backward, is_recognised in (("save", False), ("recompute", False), ("save", True)):
+    served = Served(monkeypatch)
+    for backward, is_cached in (("save", False), ("recompute", False), ("save", True)):
         given = [t.clone().requires_grad_() for t in (x, pack(up, gate, layout), bias)]
         divided.clear()
         with fastkron_py.backend("triton"):
-            with gemm_launch.watching() as seen:  # which a recognised call is not
-                y = gated_linear(given[0], given[1], bias=given[2], layout=layout, backward=backward, precision="highest")
+            y = gated_linear(given[0], given[1], bias=given[2], layout=layout, backward=backward, precision="highest")
             dx, dw, db = torch.autograd.grad(y, given, dy)
-        assert len(seen) == (not is_recognised)
+        assert served.take() == (is_cached, is_cached)
         assert divided == [[128, 2 * hidden - 128]] * (1 + (backward == "recompute"))
         parts = [t for d in (dw, db) for t in (d.unbind() if layout == "stacked" else (d[0::2], d[1::2]))]
         for a, e in zip((y.detach(), dx, *parts), reference, strict=True):
@@ -184,7 +176,7 @@ def test_launches_that_do_not_meet(device: torch.device, generator: torch.Genera
     x, up, gate, _ = problem(37, 72, 24, torch.float32, device, generator)
     with fastkron_py.backend("triton"):
         y = gated_linear(x, pack(up, gate, "stacked"), layout="stacked", precision="highest")
-    forget_calls()
+    CACHE.forget()
     assert bool(y[:, 32:64].isnan().all())
     right = expected(x, up, gate, "silu")
     for columns in (slice(0, 32), slice(64, 72)):
@@ -209,9 +201,9 @@ def test_pointers(
     layout: str, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What GPUs before Hopper run: nothing has a descriptor."""
-    from fastkron_py.tiling import gemm_problem as gemm_kind
+    from fastkron_py.tiling import gemm_problem
 
-    monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+    monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
     given = problem(70, 72, 40, torch.float32, device, generator)
     with fastkron_py.backend("triton"):
         for backward in BACKWARDS:
@@ -224,10 +216,10 @@ def test_a_whole_mlp(
     described: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gated result, which the gradient of the down projection takes, is made again in backward."""
-    from fastkron_py.tiling import gemm_problem as gemm_kind
+    from fastkron_py.tiling import gemm_problem
 
     if not described:
-        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
     x, up, gate, _ = problem(70, 72, 40, torch.float32, device, generator)
     down, dy = torch.randn(24, 72, device=device) / 8, torch.randn(70, 24, device=device)
     wide = [t.double().requires_grad_() for t in (x, up, gate, down)]
@@ -241,6 +233,7 @@ def test_a_whole_mlp(
             assert_close(a, e, rms_tol=2e-6, max_tol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", FULL_SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])

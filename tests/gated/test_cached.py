@@ -1,273 +1,298 @@
-"""Gated layers of two weights, and backward passes, like ones computed before: repeated right, or not."""
+"""Gated layers like ones computed before: repeated right, and never where anything that they depend on has changed."""
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from gated_cases import expected, relative
+from gated_cases import LAYOUTS, Served, expected, expected_gradients, pack, problem, relative
+from modes import Functions, Operators
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.functional import gated_linear, gated_mlp
-from fastkron_py.gated import cached as recorded_gated
+from fastkron_py import gated_linear
+from fastkron_py.functional import gated_mlp
+from fastkron_py.gated import activations
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.tiling import gemm_config as tuning
-from fastkron_py.tiling import gemm_launch
 from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
-ROWS, HIDDEN, DEPTH = 6, 16, 24
-TOLERANCE = 4e-6  # float32-class, as in `test_records`
-Given = tuple[Tensor, Tensor, Tensor, Any, Any, Any]
+ROWS, HIDDEN, DEPTH = 5, 16, 24
+
+
+class Spy(Served):
+    """Counts the forward passes that were found in the cache."""
+
+    def take(self) -> int:  # type: ignore[override]
+        """How many since the last time."""
+        return super().take()[0]
 
 
 @pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How many forward and backward passes records served."""
-    counts: Counter[str] = Counter()
-
-    def counted(owner: Any, name: str, served: Callable[[Any], bool]) -> None:
-        inner = getattr(owner, name)
-
-        def count(*arguments: Any) -> Any:
-            found = inner(*arguments)
-            counts[name] += served(found)
-            return found
-
-        monkeypatch.setattr(owner, name, count)
-
-    counted(recorded_gated, "replay", lambda y: y is not None)
-    counted(recorded_gated._Layer, "_repeat", lambda _: True)
-    recorded_gated.RECORDS.forget()
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
+    CACHE.forget()
     with fastkron_py.backend("triton"):
-        yield counts
-    recorded_gated.RECORDS.forget()
+        yield Spy(monkeypatch)
+    CACHE.forget()
 
 
-def taken(repeated: Counter[str]) -> tuple[int, int]:
-    found = repeated["replay"], repeated["_repeat"]
-    repeated.clear()
-    return found
+@pytest.fixture
+def given(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """x ``[ROWS, DEPTH]`` and a stacked weight."""
+    x, up, gate, _ = problem(ROWS, HIDDEN, DEPTH, torch.float32, device, generator)
+    return x, pack(up, gate, "stacked")
 
 
-def layer(device: torch.device, frozen: str = "", bias: bool = False, whole: bool = True) -> Given:
-    """x ``[2, 3, DEPTH]``, up, gate, which has the higher address, and the rest; frozen: which, by number."""
-
-    def learned(number: int, *shape: int) -> Tensor:
-        return (torch.randn(shape) / shape[-1] ** 0.5).to(device).requires_grad_(str(number) not in frozen)
-
-    up, gate = learned(1, HIDDEN, DEPTH), learned(2, HIDDEN, DEPTH)
-    up.data, gate.data = sorted([up.data, gate.data], key=Tensor.data_ptr)
-    down, down_bias = (learned(4, DEPTH, HIDDEN), learned(5, DEPTH)) if whole else (None, None)
-    return learned(0, 2, 3, DEPTH), up, gate, learned(3, 2, HIDDEN) if bias else None, down, down_bias if bias else None
+def stacked(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return gated_linear(x, weight, layout="stacked", **options)
 
 
-def result(given: Given, backward: str = "save", precision: str | None = None) -> Tensor:
-    x, up, gate, bias, down, down_bias = given
-    options: dict[str, Any] = {"bias": None if bias is None else tuple(bias), "backward": backward, "precision": precision}
-    return gated_linear(x, (up, gate), **options) if down is None else gated_mlp(x, (up, gate), down, down_bias=down_bias, **options)
+def assert_right(y: Tensor, x: Tensor, weight: Tensor, most: float = 2e-6) -> None:
+    """Float32-class, as in `test_gated`; poisoned memory is NaN."""
+    assert relative(y.reshape(-1, HIDDEN), expected(x.reshape(-1, DEPTH), *weight.detach(), "silu")) < most
 
 
-def in_float64(given: Given) -> tuple[Tensor, list[Tensor | None]]:
-    wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
-    x, up, gate, bias, down, down_bias = wide
-    assert x is not None
-    assert up is not None
-    assert gate is not None
-    y = expected(x.reshape(ROWS, DEPTH), up, gate, "silu", None if bias is None else (bias[0], bias[1])).reshape(2, 3, HIDDEN)
-    return y if down is None else torch.nn.functional.linear(y, down, down_bias), wide
-
-
-def assert_right(given: Given, y: Tensor, dy: Tensor, **options: Any) -> list[Tensor]:
-    """Result and gradients beside those in float64: the gradients."""
-    right, wide = in_float64(given)
-    assert relative(y, right.detach()) < TOLERANCE
-    pairs = [(t, w) for t, w in zip(given, wide, strict=True) if t is not None and w is not None and t.requires_grad]
-    found = torch.autograd.grad(y, [t for t, _ in pairs], dy, **options)
-    for f, e in zip(found, torch.autograd.grad(right, [w for _, w in pairs], dy.double()), strict=True):
-        assert relative(f, e) < TOLERANCE
-    return list(found)
+def warm(spy: Spy, x: Tensor, weight: Tensor) -> None:
+    stacked(x, weight)
+    assert spy.take() == 0
+    assert_right(stacked(x, weight), x, weight)
+    assert spy.take() == 1
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-@pytest.mark.parametrize(
-    ("bias", "whole", "frozen"), [(False, True, ""), (True, True, ""), (True, False, ""), (False, True, "24"), (False, True, "012")]
-)
-def test_halves_repeat_bit_for_bit(
-    bias: bool, whole: bool, frozen: str, backward: str, repeated: Counter[str], device: torch.device
-) -> None:
-    """On other memory and numbers each time, against float64 and the long way."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gated_repeats_bit_for_bit(layout: str, backward: str, spy: Spy, generator: torch.Generator, device: torch.device) -> None:
+    """Forward and gradients, of other numbers each time, against float64 and a program of its own."""
     for turn in range(3):
-        given = layer(device, frozen, bias, whole)
-        y = result(given, backward)
-        dy = torch.randn_like(y)
-        found = assert_right(given, y, dy)
-        # The first pass goes the long way, and so does the gradient of the projection alone.
-        assert taken(repeated) == (turn > 0, turn > 0 and frozen != "012")
-    recorded_gated.RECORDS.forget()
-    again = result(given, backward)
-    assert torch.equal(again, y)
-    long = torch.autograd.grad(again, [t for t in given if t is not None and t.requires_grad], dy)
-    assert all(torch.equal(a, b) for a, b in zip(found, long, strict=True))
-    with torch.no_grad():
-        results = [result(given, backward) for _ in range(2)]
-    assert taken(repeated)[0] == 1
-    assert all(torch.equal(r, y) and not r.requires_grad for r in results)
+        x, up, gate, dy = problem(ROWS, HIDDEN, DEPTH, torch.float32, device, generator)
+        leaves = [x.requires_grad_(), pack(up, gate, layout).requires_grad_()]
+
+        def step(leaves: list[Tensor] = leaves, dy: Tensor = dy) -> list[Tensor]:
+            y = gated_linear(*leaves, layout=layout, backward=backward)
+            return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+        y, dx, dw = found = step()
+        assert spy.take() == (turn > 0)
+        halves = dw if layout == "stacked" else (dw[0::2], dw[1::2])
+        for f, e in zip((y, dx, *halves), expected_gradients(x, up, gate, dy, "silu"), strict=True):
+            assert relative(f, e) < 4e-6
+    CACHE.forget()
+    assert all(torch.equal(f, again) for f, again in zip(found, step(), strict=True))
+    assert spy.take() == 0
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_halves_in_two_launches(backward: str, repeated: Counter[str], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some columns in one, the others in another, of which each begins in the middle of both halves."""
-    small = GemmTile(16, 16, 16, 4, 2)
-    monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 16, small), GemmSpan(16, sizes.columns, small)))
-    gemm_launch.forget_launches()
-    for _ in range(3):
-        given = layer(device)
-        y = result(given, backward)
-        assert_right(given, y, torch.randn_like(y))
-    assert taken(repeated) == (2, 2)
-    gemm_launch.forget_launches()
-
-
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_a_half_that_changes_before_its_gradient_is_an_error(
-    backward: str, number: int, repeated: Counter[str], device: torch.device
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_launches_repeat_bit_for_bit(
+    layout: str, backward: str, spy: Spy, generator: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = layer(device, frozen="2")
-    result(given, backward)
-    y = result(given, backward)
+    """A layer whose columns are divided between two launches, on other memory each time."""
+    small = GemmTile(16, 32, 16, 4, 2)
+    monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 64, small), GemmSpan(64, sizes.columns, small)))
+    hidden = 40
+    for turn in range(3):
+        x, up, gate, dy = problem(ROWS, hidden, DEPTH, torch.float32, device, generator)
+        leaves = [x.requires_grad_(), pack(up, gate, layout).requires_grad_(), torch.randn(2 * hidden, generator=generator).to(device)]
+        bias = leaves[2] = leaves[2] if layout == "interleaved" else leaves[2].view(2, hidden)
+        y = gated_linear(*leaves[:2], bias=bias, layout=layout, backward=backward)
+        assert spy.take() == (turn > 0)
+        biases = (bias[0::2], bias[1::2]) if layout == "interleaved" else (bias[0], bias[1])
+        wide = [t.detach().double().requires_grad_() for t in (x, up, gate)]
+        right = expected(*wide, "silu", biases)
+        dx, dw = torch.autograd.grad(y, leaves[:2], dy)
+        halves = dw if layout == "stacked" else (dw[0::2], dw[1::2])
+        for f, e in zip((y, dx, *halves), (right.detach(), *torch.autograd.grad(right, wide, dy.double())), strict=True):
+            assert relative(f, e) < 4e-6
+    CACHE.forget()
+    assert torch.equal(y, gated_linear(*leaves[:2], bias=bias, layout=layout, backward=backward))
+    assert spy.take() == 0
+
+
+def test_mlp_with_biases(spy: Spy, generator: torch.Generator, device: torch.device) -> None:
+    """All five tensors, rows in two dimensions; what is not needed gets no gradient."""
+    shapes = ((2, 3, DEPTH), (2 * HIDDEN, DEPTH), (2 * HIDDEN,), (DEPTH, HIDDEN), (DEPTH,))
+    x, weight, bias, down, down_bias = leaves = [torch.randn(s, generator=generator).to(device) / s[-1] ** 0.5 for s in shapes]
+
+    def step() -> list[Any]:
+        y = gated_mlp(x, weight, down, bias=bias, down_bias=down_bias)
+        return [y.detach(), *(torch.autograd.grad(y.square().sum(), wanted) if (wanted := [t for t in leaves if t.requires_grad]) else ())]
+
+    for needing in ("", "01234", "024"):
+        for i, t in enumerate(leaves):
+            t.requires_grad_(str(i) in needing)
+        first, second = step(), step()
+        assert spy.take() == 1
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        wide = [t.detach().double() for t in leaves]
+        gated = expected(wide[0].reshape(6, DEPTH), wide[1][0::2], wide[1][1::2], "silu", (wide[2][0::2], wide[2][1::2]))
+        assert first[0].shape == (2, 3, DEPTH)
+        assert relative(second[0].reshape(6, DEPTH), gated @ wide[3].mT + wide[4]) < 4e-6
+    with torch.no_grad():  # cached with gradients: another call
+        assert not gated_mlp(x, weight, down, bias=bias, down_bias=down_bias).requires_grad
+        assert spy.take() == 0
+
+
+def test_weights_changed_in_place(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    """Nothing of the numbers is kept; a graph that needs the old ones is refused, as ever."""
+    x, weight = given
+    weight.requires_grad_()
+    stacked(x, weight)
+    y = stacked(x, weight)
     with torch.no_grad():
-        given[number].add_(1)
+        weight.mul_(0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    assert taken(repeated) == (1, 0)
+    assert_right(stacked(x, weight), x, weight)
+    assert spy.take() == 2
 
 
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_weights_that_move(backward: str, repeated: Counter[str], device: torch.device) -> None:
-    """Before the forward pass, and before the backward pass, which then reads the weights that there are, as torch's does."""
-    given = layer(device)
-    _, up, gate, *_ = given
-    below, between, above = sorted([torch.empty_like(up) for _ in range(3)], key=Tensor.data_ptr)
-    up.data, gate.data = between.data.copy_(up.data), above.data.copy_(gate.data)
-    dy = torch.randn(2, 3, DEPTH, device=device)
-    for _ in range(2):
-        y = result(given, backward)
-        assert_right(given, y, dy)
-    y = result(given, backward)
-    assert taken(repeated) == (2, 1)
-    gate.data = below.data.copy_(gate.data)
-    assert_right(given, y, dy)
-    assert taken(repeated) == (0, 1)
-    # A launch begins at the weight of the lower address: these are calls of another kind, repeated as well.
-    for counts in ((0, 0), (1, 1), (1, 1)):
-        assert_right(given, result(given, backward), dy)
-        assert taken(repeated) == counts
+CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "rows": lambda x, w: (x[:3], w),
+    "rank": lambda x, w: (x.unsqueeze(0), w),
+    "dtype": lambda x, w: (x.half(), w.half()),
+    "float64": lambda x, w: (x.double(), w.double()),
+    "stride of x": lambda x, w: (x.mT.contiguous().mT, w),
+    "stride of the weight": lambda x, w: (x, w.transpose(0, 1).contiguous().transpose(0, 1)),
+    "requires_grad": lambda x, w: (x, w.clone().requires_grad_()),
+    "address": lambda x, w: (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(ROWS, DEPTH), w),
+    "negative bit": lambda x, w: (torch._neg_view(-x), w),
+}
 
 
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_kept_graphs_and_further_derivatives(backward: str, repeated: Counter[str], device: torch.device) -> None:
-    given = layer(device)
-    dy = torch.randn(2, 3, DEPTH, device=device)
-    result(given, backward)
-    y = result(given, backward)
-    kept = assert_right(given, y, dy, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(kept, assert_right(given, y, dy), strict=True))
-    assert taken(repeated) == (1, 2)
-
-    def second(y: Tensor, leaves: list[Any]) -> tuple[Tensor, ...]:
-        gradients = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
-
-    right, wide = in_float64(given)
-    found = second(result(given, backward), [t for t in given if t is not None])
-    for f, e in zip(found, second(right, [w for w in wide if w is not None]), strict=True):
-        assert relative(f, e) < 1e-5
-    assert taken(repeated) == (1, 1)  # gradients that are not derived further are those of a recorded pass
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_another_call(change: str, spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    warm(spy, *given)
+    x, weight = CHANGES[change](*given)
+    y = stacked(x, weight)
+    assert spy.take() == 0
+    assert_right(y, x, weight, 2e-3 if x.dtype == torch.float16 else 2e-6)
+    assert y.shape == (*x.shape[:-1], HIDDEN)
+    assert y.requires_grad == weight.requires_grad
 
 
-def _strided(t: Tensor) -> Tensor:
-    """The same numbers, every other one of a row."""
-    return torch.stack([t, t], -1).flatten(-2)[..., ::2]
-
-
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_what_hooks_of_saved_tensors_give_back(backward: str, repeated: Counter[str], device: torch.device) -> None:
-    """Tensors of other strides or addresses than those of the forward pass."""
-    given = layer(device)
-    dy = torch.randn(2, 3, DEPTH, device=device)
-    for _ in range(2):
-        assert_right(given, result(given, backward), dy)
-    for unpack in (_strided, lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)):
-        for _ in range(2):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
-                y = result(given, backward)
-            assert_right(given, y, dy)
-            # Of x alone.
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: t, lambda t, unpack=unpack: unpack(t) if t.shape == (2, 3, DEPTH) else t
-            ):
-                y = result(given, backward)
-            assert_right(given, y, dy)
-
-
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_gradients_of_other_strides(backward: str, repeated: Counter[str], device: torch.device) -> None:
-    """Of the gated result itself, which the kernel reads as it comes."""
-    given = layer(device, whole=False)
-    dy = torch.randn(2, 3, HIDDEN, device=device)
-    for d in (dy, dy, _strided(dy), torch.ones((), device=device).expand_as(dy), dy.transpose(0, 1).contiguous().transpose(0, 1), dy):
-        assert_right(given, result(given, backward), d)
-    assert taken(repeated) == (5, 5)
-
-
-def test_settings_that_change_before_the_backward_pass(
-    repeated: Counter[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forgotten launches are chosen anew; torch's precision is that of the backward pass; one of the call's own goes the long way."""
-    given = layer(device, whole=False)
-    dy = torch.randn(2, 3, HIDDEN, device=device)
-    first = []
-    inner = recorded_gated._Pass._first
-    monkeypatch.setattr(recorded_gated._Pass, "_first", lambda *given: first.append(1) or inner(*given))
-    for _ in range(2):
-        assert_right(given, result(given, "recompute"), dy)
-    assert len(first) == 1
-    y = result(given, "recompute")
-    gemm_launch.forget_launches()
-    assert_right(given, y, dy)
-    assert len(first) == 2
-    recorded_gated.RECORDS.forget()
-    y, again = (result(given, "recompute") for _ in range(2))
-    assert_right(given, again, dy)
-    again = result(given, "recompute")
-    assert len(first) == 3
-    with monkeypatch.context() as changed:
-        changed.setattr(recorded_gated, "resolved", lambda precision: "high")
-        torch.autograd.grad(again, given[:3], dy)
-    assert len(first) == 4
-    repeated.clear()
-    for _ in range(2):
-        assert_right(given, result(given, "recompute", "highest"), dy)
-    assert taken(repeated) == (1, 0)
-
-
-def test_not_by_other_means(repeated: Counter[str], device: torch.device) -> None:
-    """Autocast, transforms and another backend go the long way."""
-    given = layer(device)
-    for _ in range(2):
-        y = result(given)
-    repeated.clear()
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert result(given).dtype == torch.bfloat16
-    x, *rest = given
-    batch = torch.func.vmap(lambda x: result((x, *rest)))(x.expand(2, 2, 3, DEPTH))
-    assert relative(batch[1], y.detach()) < TOLERANCE
+def test_other_options_are_other_calls(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    x, weight = given
+    warm(spy, x, weight)
+    for options in ({"activation": "relu"}, {"precision": "highest"}, {"backward": "recompute"}, {"bias": weight[..., 0].contiguous()}):
+        stacked(x, weight, **options)
+    gated_linear(x, weight.flatten(0, 1))
     with fastkron_py.backend("torch"):
-        assert relative(result(given), y.detach()) < TOLERANCE
-    assert taken(repeated) == (0, 0)
-    assert torch.equal(result(given), y)
-    assert taken(repeated) == (1, 0)
+        assert_right(stacked(x, weight), x, weight)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert stacked(x, weight).dtype == torch.bfloat16
+    with torch.inference_mode():
+        stacked(x, weight)
+    assert spy.take() == 0
+    stacked(x, weight)
+    assert spy.take() == 1
+
+
+def test_what_watches_sees_every_call(spy: Spy, given: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    x, weight = given
+    warm(spy, x, weight)
+    with Operators() as operators:
+        stacked(x, weight)
+    assert any("gated_linear" in name for name in operators.names)
+    with Functions():
+        stacked(x, weight)
+    with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
+        stacked(x, weight)
+    assert "backend triton" in caplog.text
+    assert spy.take() == 0
+
+
+def test_transforms_see_the_call(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    x, weight = given
+    warm(spy, x, weight)
+    y = torch.func.vmap(lambda x: stacked(x, weight))(x.expand(2, ROWS, DEPTH))
+    assert_right(y[1], x, weight)
+    torch.func.grad(lambda x: stacked(x, weight).sum())(x)
+    torch.func.jvp(lambda x: stacked(x, weight), (x,), (x,))
+    assert spy.take() == 0
+    compiled = torch.compile(stacked, fullgraph=True, backend="eager")
+    assert_right(compiled(x, weight), x, weight)
+    assert spy.take() == 0
+
+
+def test_second_order_through_a_cached_call(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    x, weight = (t.requires_grad_() for t in given)
+
+    def second() -> list[Tensor]:
+        y = stacked(x, weight)
+        gradients = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in gradients), (x, weight)))
+
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    y = expected(wide[0], wide[1][0], wide[1][1], "silu")
+    gradients = torch.autograd.grad(y.square().sum(), wide, create_graph=True)
+    right = torch.autograd.grad(sum(g.square().sum() for g in gradients), wide)
+    for turn in range(2):
+        assert all(relative(f, e) < 1e-5 for f, e in zip(second(), right, strict=True))
+        assert spy.take() == turn
+
+
+def test_errors_are_raised_as_before(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    x, weight = given
+    warm(spy, x, weight)
+    bad: list[tuple[Any, Any, dict[str, Any], type[Exception]]] = [
+        (x, weight[:, :, 1:], {}, ValueError),
+        (x, weight.double(), {}, TypeError),
+        (x, None, {}, TypeError),
+        (x, weight, {"activation": ["silu"]}, TypeError),
+        (x, weight, {"activation": "none"}, ValueError),
+        (x, weight, {"precision": "none"}, ValueError),
+        (x, weight, {"backward": None}, TypeError),
+        (None, weight, {}, TypeError),
+    ]
+    for x, weight, options, error in bad:
+        with pytest.raises(error):
+            stacked(x, weight, **options)
+    assert spy.take() == 0
+
+
+def test_another_activation_of_the_same_name(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    results = []
+    for like in ("relu", "silu"):
+        activations.register_activation(dataclasses.replace(activations.find_activation(like), name="tried"))
+        try:
+            results += [stacked(*given, activation="tried") for _ in range(2)]
+        finally:
+            activations.unregister_activation("tried")
+    assert spy.take() == 2
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[3])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_forgotten_programs_are_not_run(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    warm(spy, *given)
+    CACHE.forget()
+    stacked(*given)
+    assert spy.take() == 0
+
+
+def test_nothing_is_cached_without_torchs_private_names(spy: Spy, given: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = given[0], given[1].requires_grad_()
+    monkeypatch.setattr(torch_internals, "obstacle", lambda: "another torch")
+    dy = torch.randn(ROWS, HIDDEN).to(x)
+    right = expected_gradients(x, *weight.detach(), dy, "silu")
+    for _ in range(2):
+        y = stacked(x, weight)
+        (dw,) = torch.autograd.grad(y, weight, dy)
+        assert_right(y.detach(), x, weight)
+        assert all(relative(f, e) < 4e-6 for f, e in zip(dw, right[2:], strict=True))
+    assert spy.take() == 0
+
+
+def test_memory_of_other_alignment_is_another_call(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
+    """A program that was built for pointers does not serve what descriptors could reach, nor the other way round."""
+    x, weight = given
+    unaligned = CHANGES["address"](x, weight)
+    for tensors in (unaligned, given, unaligned, given):
+        assert_right(stacked(*tensors), *given)
+    assert spy.take() == 2

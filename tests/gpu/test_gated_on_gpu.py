@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from gated_cases import expected, expected_gradients, pack, problem, relative
+from gemm_cases import gemm_columns
 from graphs import graphed
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
 from fastkron_py.gated.activations import find_activation
 from fastkron_py.nn import GatedMLP
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.program import Program
 from fastkron_py.tiling import gemm_config as tuning
-from fastkron_py.tiling import gemm_launch
-from fastkron_py.tiling import gemm_problem as gemm_kind
+from fastkron_py.tiling import gemm_problem
 from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
 pytestmark = pytest.mark.gpu
@@ -84,14 +88,19 @@ def test_graph_of_two_launches(layout: str, generator: torch.Generator) -> None:
     expected_y, _, *expected_dw = expected_gradients(x, up, gate, dy, "silu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
-        gemm_launch.forget_launches()
-        plans = []
+        CACHE.forget()
+        divided = []
+        run = Program.__call__
+
+        def counted(program: Program, *given: Any) -> Any:
+            divided.append(len(gemm_columns(program)))
+            return run(program, *given)
+
+        patch.setattr(Program, "__call__", counted)
         for mode in ("save", "recompute"):
 
             def call(mode: str = mode) -> list[Tensor]:
-                with gemm_launch.watching() as seen:
-                    y = gated_linear(x, weight, layout=layout, backward=mode)
-                plans.extend([launched.plan for launched in seen])
+                y = gated_linear(x, weight, layout=layout, backward=mode)
                 return [y.detach(), *torch.autograd.grad(y, weight, dy)]
 
             reference = [t.clone() for t in call()]
@@ -103,9 +112,9 @@ def test_graph_of_two_launches(layout: str, generator: torch.Generator) -> None:
                 t.fill_(torch.nan)
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
-        assert len(plans) >= 2
-        assert all(isinstance(plan, gemm_launch.DividedPlan) for plan in plans)
-    gemm_launch.forget_launches()
+        assert divided.count(2) >= 6  # forward passes twice for each mode, and the gradients that multiply once more
+        assert set(divided) == {0, 2}
+    CACHE.forget()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,14 +131,14 @@ def test_what_stands_around_two_launches(layout: str) -> None:
     x, weight = inputs[0].clone(), kept.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
-        patch.setattr(gemm_kind, "has_overlap", lambda device: False)
-        gemm_launch.forget_launches()
+        patch.setattr(gemm_problem, "has_overlap", lambda device: False)
+        CACHE.forget()
         apart = [gated_linear(each, kept, layout=layout) for each in inputs]
         for y, each in zip(apart, inputs, strict=True):
             assert relative(y, expected(each, up, gate, "silu")) < 2e-3
         patch.undo()
         patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
-        gemm_launch.forget_launches()
+        CACHE.forget()
         wrong = torch.zeros((), device=CUDA, dtype=torch.int64)
 
         def call() -> list[Tensor]:
@@ -148,7 +157,7 @@ def test_what_stands_around_two_launches(layout: str) -> None:
         for _ in range(50):
             graph.replay()
         assert int(wrong) == 0
-    gemm_launch.forget_launches()
+    CACHE.forget()
 
 
 def test_side_stream() -> None:

@@ -8,7 +8,7 @@ from importlib import resources
 
 import pytest
 import torch
-from tuning_cases import HERE, carry_out, expected, kind, operands, version
+from tuning_cases import HERE, carry_out, expected, launches_by, operands, version
 
 from fastkron_py.kron.tune import cache, table
 from fastkron_py.kron.tune.entry import Entry
@@ -27,13 +27,11 @@ def shipped() -> list[Entry]:
 
 def test_shipped_choices_are_right() -> None:
     """One test for all, since a table may be empty."""
-    from fastkron_py.kron import triton_backend
-
     for entry in shipped():
         p = entry.problem
         widest = max(math.prod(a for a, _ in p.factors), math.prod(b for _, b in p.factors)) * p.columns
         x, factors = operands(replace(p, rows=max(2, min(p.rows, MOST_ELEMENTS // widest))))
-        y = carry_out(triton_backend.program_of(kind(x, factors, p.precision), entry.choice), x, factors)
+        y = carry_out(launches_by(entry.choice, x, factors, p.precision), x, factors)
         steps = 2 * len(factors)
         bounds = {}
         if p.dtype == "float32" and p.precision == "high":

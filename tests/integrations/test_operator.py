@@ -65,11 +65,13 @@ class TestSquare(Square, unittest.TestCase):
         return KroneckerLinearOperator(leaf(A), DenseLinearOperator(leaf(B)), leaf(C))
 
 
+@pytest.mark.full
 class TestBatch(Square, unittest.TestCase):
     def create_linear_op(self) -> Any:
         return KroneckerLinearOperator(*[leaf(f).detach().repeat(3, 1, 1).requires_grad_() for f in (A, B, C)])
 
 
+@pytest.mark.full
 class TestMultiBatch(Square, unittest.TestCase):
     skip_slq_tests = True
 
@@ -77,6 +79,7 @@ class TestMultiBatch(Square, unittest.TestCase):
         return KroneckerLinearOperator(*[leaf(f).detach().repeat(2, 3, 1, 1).requires_grad_() for f in (A, B)])
 
 
+@pytest.mark.full
 class TestStructured(Square, unittest.TestCase):
     """A Toeplitz factor between an identity, which is a batch, and a constant diagonal, which is a number.
 
@@ -89,11 +92,13 @@ class TestStructured(Square, unittest.TestCase):
         return KroneckerLinearOperator(IdentityLinearOperator(2, torch.Size([2]), device=torch.device(self.device)), toeplitz, constant)
 
 
+@pytest.mark.full
 class TestDiagonalFactor(Square, unittest.TestCase):
     def create_linear_op(self) -> Any:
         return KroneckerLinearOperator(leaf(A), DiagLinearOperator(leaf([1.0, 2.0, 4.0])))
 
 
+@pytest.mark.full
 class TestScaled(Square, unittest.TestCase):
     should_call_lanczos_diagonalization = True
 
@@ -104,6 +109,7 @@ class TestScaled(Square, unittest.TestCase):
         return super().evaluate_linear_op(linear_op.base_linear_op) * linear_op._constant
 
 
+@pytest.mark.full
 class TestPlusDiagonal(Square, unittest.TestCase):
     """``K (x) K + sigma^2 I``."""
 
@@ -136,10 +142,12 @@ class TestRectangular(Rectangular, unittest.TestCase):
     pass
 
 
+@pytest.mark.full
 class TestRectangularMultiBatch(Rectangular, unittest.TestCase):
     batch = (3, 4)
 
 
+@pytest.mark.full
 class TestTriangular(Rectangular, unittest.TestCase):
     """What a Cholesky decomposition gives; square, but no covariance."""
 

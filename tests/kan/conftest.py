@@ -1,4 +1,4 @@
-"""Fixtures of tests of recorded calls."""
+"""Fixtures of tests of cached calls."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fastkron_py.kan import operator
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Passes of polynomial KAN layers that went the long way, or were recorded."""
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators of which programs were built."""
     names: list[str] = []
-    for name in ("launched", "launched_gradients"):
-        original = getattr(operator, name)
+    for declared in (operator.poly_kan, operator.poly_kan_backward):
+        build = declared._build
 
-        def call(*arguments: Any, original: Any = original, name: str = name) -> Any:
+        def noted(*arguments: Any, build: Any = build, name: str = declared.name) -> Any:
             names.append(name)
-            return original(*arguments)
+            return build(*arguments)
 
-        monkeypatch.setattr(operator, name, call)
+        monkeypatch.setattr(declared, "_build", noted)
     return names

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 import torch
 from poly_kan_cases import BASES, PARAMETERS, layer, layer_gradients, problem
+from sampling import in_full
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.kan import config as tuning
+from fastkron_py.kan import launches
 from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
 from fastkron_py.kan.config import Split, Tile
+from fastkron_py.kan.problem import Stored, stored
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 HAS_GPU = torch.cuda.is_available()
@@ -46,17 +50,12 @@ def assert_gradients(actual: list[Tensor], expected: list[Tensor], dtype: torch.
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take every product for a large one: degree 0 apart, operands turned."""
+    """Take every product for a large one: degree 0 apart, operands transposed."""
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
-    from fastkron_py.kan import cached as recorded_poly_kan
-    from fastkron_py.kan import launches as triton_poly_kan
-
-    for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):
-        forget()
+    CACHE.forget()
     yield
-    for forget in (triton_poly_kan.forget_launches, recorded_poly_kan.forget):
-        forget()
+    CACHE.forget()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,6 +67,7 @@ def test_shapes(
     assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", FULL_SHAPES, ids=str)
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
 def test_full_shapes(shape: tuple[int, int, int, int], backend: str, device: torch.device, generator: torch.Generator) -> None:
@@ -94,27 +94,25 @@ def test_half_types(dtype: torch.dtype, backend_name: str, device: torch.device,
 @pytest.fixture
 def shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
-    from fastkron_py.kan import cached as recorded_poly_kan
-    from fastkron_py.kan import launches as triton_poly_kan
-
-    def forget() -> None:
-        triton_poly_kan.forget_launches()
-        recorded_poly_kan.forget()
-
     # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
     monkeypatch.setattr(tuning, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
     monkeypatch.setattr(tuning, "input_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 2), Split(2, 2)))
     monkeypatch.setattr(tuning, "coefficient_gradient", lambda sizes: (Tile(16, 16, 16, 4, 2, 4), Split(2, 1)))
     seen: list[tuple[int, ...]] = []
-    make = triton_poly_kan._partial
-    monkeypatch.setattr(triton_poly_kan, "_partial", lambda shape, out: (seen.append(shape), make(shape, out))[1])
-    forget()
+
+    def noted(splits: int, shape: tuple[int, ...]) -> Stored:
+        found = stored(splits, shape)
+        seen.extend([] if found.partial is None else [found.partial])
+        return found
+
+    monkeypatch.setattr(launches, "stored", noted)
+    CACHE.forget()
     yield seen
-    forget()
+    CACHE.forget()
 
 
 # Of nine degrees three a program and dx's, without the first, four pairs; of six two, and two pairs and a half.
-@pytest.mark.parametrize(("dtype", "degree"), [(torch.float32, 8), (torch.float64, 5)], ids=str)
+@pytest.mark.parametrize(("dtype", "degree"), [(torch.float64, 5), *in_full([(torch.float32, 8)])], ids=str)
 def test_shared_out(
     dtype: torch.dtype, degree: int, shared_out: list[tuple[int, ...]], device: torch.device, generator: torch.Generator
 ) -> None:
@@ -128,7 +126,7 @@ def test_shared_out(
             given = [t.detach().requires_grad_(t is wanted) for t in (x, c)]
             (alone,) = torch.autograd.grad(poly_kan(*given), given[i], dy)
             assert torch.equal(alone, actual[1 + i])
-    assert len(shared_out) == 7
+    assert len(shared_out) == 5  # the forward pass has one program, the gradients have three
 
 
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)

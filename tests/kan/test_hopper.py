@@ -8,15 +8,15 @@ import gluon_on_numpy
 import gluon_partitions
 import pytest
 import torch
-from poly_kan_cases import layer_gradients, parameters_of, problem
-from poly_kan_on_numpy import stage
+from poly_kan_cases import coefficient_gradient, config_of, forward, input_gradient, layer_gradients, problem
+from poly_kan_on_numpy import pipelined
 from torch import Tensor
 
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan import config_hopper as poly_kan_hopper
-from fastkron_py.kan import launches as triton_poly_kan
 from fastkron_py.kan.hopper import launch as hopper_launch
-from fastkron_py.kan.spec import Spec
+from fastkron_py.kan.layer_config import LayerConfig
+from fastkron_py.kan.problem import Problem
 from fastkron_py.testing import assert_close
 
 # The kernels around them are interpreted; where there is a GPU, tests/gpu runs all of them on it.
@@ -24,28 +24,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 
 
 @pytest.fixture(autouse=True)
-def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """See `stage`; dx by the kernel for Hopper too."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """See `pipelined`; dx by the kernel for Hopper too."""
     monkeypatch.setattr(poly_kan_hopper, "INPUT_GRADIENT_PASSES", (1, 3))
-    launched = stage(monkeypatch)
-    triton_poly_kan.forget_launches()
-    yield launched
-    triton_poly_kan.forget_launches()
+    return pipelined(monkeypatch)
 
 
-def results(x: Tensor, c: Tensor, dy: Tensor, spec: Spec, precision: str, bias: Tensor | None = None) -> list[Tensor]:
+def results(x: Tensor, c: Tensor, dy: Tensor, layer: LayerConfig, precision: str, bias: Tensor | None = None) -> list[Tensor]:
     return [
-        triton_poly_kan.forward(x, c, bias, spec, precision),
-        triton_poly_kan.input_gradient(dy, x, c, spec, precision),
-        triton_poly_kan.coefficient_gradient(dy, x, c, spec, precision),
+        forward(x, c, bias, layer, precision),
+        input_gradient(dy, x, c, layer, precision),
+        coefficient_gradient(dy, x, c, layer, precision),
     ]
 
 
-def spec_of(basis: str, degree: int) -> Spec:
-    return Spec(basis, parameters_of(basis), degree + 1, "tanh", 0)
-
-
-KINDS = {
+PRODUCTS = {
     "three passes": (torch.float32, "highest", 1e-6),
     "TF32": (torch.float32, "high", 2e-3),  # one operand of each product is cut off, not rounded
     "bfloat16": (torch.bfloat16, "highest", 1e-2),
@@ -53,53 +46,53 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("shape", [(200, 72, 264, 8), (300, 40, 40, 3)], ids=str)
-def test_against_float64(kind: str, shape: tuple[int, int, int, int], staged: list[str], generator: torch.Generator) -> None:
+def test_against_float64(product: str, shape: tuple[int, int, int, int], launched: list[str], generator: torch.Generator) -> None:
     """Sizes that fill no tile, several tiles a program, tiles that are shared by programs."""
-    dtype, precision, bound = KINDS[kind]
+    dtype, precision, bound = PRODUCTS[product]
     x, c, dy = problem(*shape, dtype, torch.device("cpu"), generator)
-    actual = results(x, c, dy, spec_of("chebyshev", shape[3]), precision)
-    assert {name.split("_")[-2] for name in staged} == {"fwd", "dx", "dcoef"}
+    actual = results(x, c, dy, config_of("chebyshev", shape[3]), precision)
+    assert {name.split("_")[-2] for name in launched} == {"fwd", "dx", "dcoef"}
     for name, a, e in zip(("y", "dx", "dC"), actual, layer_gradients(x, c, dy, "chebyshev"), strict=True):
         assert_close(a, e, rms_tol=bound, max_tol=8 * bound, name=name)
 
 
 @pytest.mark.parametrize("basis", ["bspline", "fourier", "legendre", "rbf"])
-def test_other_bases(basis: str, staged: list[str], generator: torch.Generator) -> None:
+def test_other_bases(basis: str, launched: list[str], generator: torch.Generator) -> None:
     """Of which two have no constant; 12 degrees stand side by side in groups."""
     x, c, dy = problem(130, 16, 24, 11, torch.float32, torch.device("cpu"), generator)
     bias = torch.randn(24, generator=generator)
-    actual = results(x, c, dy, spec_of(basis, 11), "highest", bias)
+    actual = results(x, c, dy, config_of(basis, 11), "highest", bias)
     expected = layer_gradients(x, c, dy, basis)
     expected[0] = expected[0] + bias
     for a, e in zip(actual, expected, strict=True):
         assert_close(a, e, rms_tol=3e-6, max_tol=3e-5)  # roundings of the recurrences
-    assert len(staged) == 3
+    assert len(launched) == 3
 
 
-@pytest.mark.parametrize("kind", ["TF32", "bfloat16"])
+@pytest.mark.parametrize("product", ["TF32", "bfloat16"])
 @pytest.mark.parametrize("basis", ["legendre", "fourier"])
-def test_rows_of_any_number_and_stride(kind: str, basis: str, staged: list[str], generator: torch.Generator) -> None:
+def test_rows_of_any_number_and_stride(product: str, basis: str, launched: list[str], generator: torch.Generator) -> None:
     """203 rows, of which TF32's copy of dy, turned, makes no run of 16 bytes; dy a part of a wider matrix; two groups of eight degrees."""
-    dtype, precision, bound = KINDS[kind]
+    dtype, precision, bound = PRODUCTS[product]
     x, c, dy = problem(203, 72, 136, 11, dtype, torch.device("cpu"), generator)
     wide = torch.full((203, 160), torch.nan, dtype=dtype)
     wide[:, 16:152] = dy
-    actual = triton_poly_kan.coefficient_gradient(wide[:, 16:152], x, c, spec_of(basis, 11), precision)
+    actual = coefficient_gradient(wide[:, 16:152], x, c, config_of(basis, 11), precision)
     assert_close(actual, layer_gradients(x, c, dy, basis)[2], rms_tol=bound, max_tol=8 * bound)
-    assert staged == ["_poly_kan_staged_dcoef_kernel"]
+    assert launched == ["_poly_kan_pipelined_dcoef_kernel"]
 
 
 @pytest.mark.parametrize("parts", [1, 4, 7])
 def test_work_is_dealt_out_in_any_number_of_parts(
-    parts: int, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    parts: int, launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of six tiles, four blocks each: several tiles a part, parts that begin and end inside of tiles, several parts a program."""
     choose = poly_kan_hopper.coefficient_gradient
     monkeypatch.setattr(poly_kan_hopper, "coefficient_gradient", lambda sizes: choose(sizes)._replace(items=parts, programs=min(parts, 3)))
     x, c, dy = problem(250, 72, 136, 8, torch.bfloat16, torch.device("cpu"), generator)
-    actual = triton_poly_kan.coefficient_gradient(dy, x, c, spec_of("chebyshev", 8), "highest")
+    actual = coefficient_gradient(dy, x, c, config_of("chebyshev", 8), "highest")
     assert_close(actual, layer_gradients(x, c, dy, "chebyshev")[2], rms_tol=1e-2, max_tol=8e-2)
 
 
@@ -118,27 +111,29 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wait_for_too_little_is_seen(fault: str, staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_too_little_is_seen(
+    fault: str, launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check can fail: what is not waited for is not there."""
     name, change, wrong = FAULTS[fault]
     monkeypatch.setattr(gluon_on_numpy.Machine, name, change(getattr(gluon_on_numpy.Machine, name)))
     x, c, dy = problem(200, 72, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
-    found = results(x, c, dy, spec_of("chebyshev", 4), "highest")
+    found = results(x, c, dy, config_of("chebyshev", 4), "highest")
     for result, t in zip(("y", "dx", "dC"), found, strict=True):
         assert bool(t.isnan().any()) == (result in wrong.split()), result
 
 
-def test_waiting_for_ever_is_seen(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_ever_is_seen(launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of partitions that nobody tells of empty buffers: an error, not a hang."""
     monkeypatch.setattr(gluon_on_numpy.Machine, "arrive", lambda self, barrier, **given: None)
     x, c, dy = problem(520, 288, 40, 4, torch.bfloat16, torch.device("cpu"), generator)
     with pytest.raises(gluon_partitions.Deadlock, match="3 of 3"):
-        triton_poly_kan.forward(x, c, None, spec_of("chebyshev", 4), "highest")
+        forward(x, c, None, config_of("chebyshev", 4), "highest")
     with pytest.raises(gluon_partitions.Deadlock, match="3 of 3"):
-        triton_poly_kan.coefficient_gradient(dy, x, c, spec_of("chebyshev", 4), "highest")
+        coefficient_gradient(dy, x, c, config_of("chebyshev", 4), "highest")
 
 
-def test_long_sums_are_flushed(staged: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sums_are_flushed(launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """6,000 terms of one sign: 1e-6 with flushes, and, without, short by what tensor cores cut off."""
     x, c, _ = problem(8, 768, 8, 8, torch.float32, torch.device("cpu"), generator)
     c = c.abs()
@@ -146,8 +141,7 @@ def test_long_sums_are_flushed(staged: list[str], generator: torch.Generator, mo
     exact = layer_gradients(x, c, torch.ones(8, 8), "chebyshev")[0]
 
     def error() -> float:
-        triton_poly_kan.forget_launches()
-        y = triton_poly_kan.forward(x, c, None, spec_of("chebyshev", 8), "highest")
+        y = forward(x, c, None, config_of("chebyshev", 8), "highest")
         return float(torch.linalg.norm(y - exact) / torch.linalg.norm(exact))
 
     assert error() < 1e-6
@@ -155,12 +149,12 @@ def test_long_sums_are_flushed(staged: list[str], generator: torch.Generator, mo
     assert error() > 5e-6
 
 
-def test_what_plain_triton_keeps(staged: list[str], generator: torch.Generator) -> None:
+def test_what_plain_triton_keeps(launched: list[str], generator: torch.Generator) -> None:
     """Rows that cannot be copied 16 bytes at a time, and float64."""
     for dtype, width in ((torch.float32, 41), (torch.bfloat16, 44), (torch.float64, 40)):
         x, c, dy = problem(20, width, 16, 3, dtype, torch.device("cpu"), generator)
-        kind = triton_poly_kan._kind(x, c, dy, False, spec_of("chebyshev", 3), "highest")
-        assert not hopper_launch.takes(kind)
+        sizes = (*x.shape, c.shape[1], x.stride(0), dy.stride(0))
+        assert not hopper_launch.takes(Problem(*sizes, False, config_of("chebyshev", 3), "highest", dtype, x.device))
 
 
 def test_choices_cover_every_tile() -> None:

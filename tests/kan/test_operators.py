@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounter
 
 import fastkron_py
 from fastkron_py import poly_kan
-from fastkron_py.kan.spec import describe
+from fastkron_py.kan.layer_config import describe
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 # Torch's own, in forward mode and where it first compiles.
@@ -80,11 +81,13 @@ def test_third_derivative(device: torch.device) -> None:
         assert_close(y.detach(), torch.full_like(x, expected).detach(), rms_tol=1e-12, max_tol=1e-12)
 
 
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
-def test_opcheck(needs: tuple[bool, bool], backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False), (False, False, True)])
+def test_opcheck(needs: tuple[bool, bool, bool], backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, c, bias, dy = sample(device, generator)
     described = options("chebyshev", backend_name)
-    torch.library.opcheck(FORWARD, (x.detach().requires_grad_(needs[0]), c.detach().requires_grad_(needs[1]), bias, *described))
+    torch.library.opcheck(
+        FORWARD, tuple([t.detach().requires_grad_(need) for t, need in zip((x, c, bias), needs, strict=True)]) + described
+    )
     torch.library.opcheck(BACKWARD, (dy, x, c, *needs, *described))
 
 
@@ -165,12 +168,12 @@ def test_vmap_of_the_operators(backend_name: str, device: torch.device, generato
     for dims in ((0, None), (None, 0), (0, 0)):
         arguments = [a if d is None else s for a, s, d in zip((x, c), (xs, cs), dims, strict=True)]
         y = torch.vmap(lambda a, b: FORWARD(a, b, bias, *described), in_dims=dims)(*arguments)
-        dx, dc = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, True, True, *described), in_dims=(*dims, 0))(*arguments, dys)
+        found = torch.vmap(lambda a, b, g: BACKWARD(g, a, b, True, True, True, *described), in_dims=(*dims, 0))(*arguments, dys)
         for i in range(2):
             a, b = (t if d is None else t[i] for t, d in zip(arguments, dims, strict=True))
             assert_close(y[i], FORWARD(a, b, bias, *described), rms_tol=1e-13, max_tol=1e-13)
-            for mine, alone in zip((dx[i], dc[i]), BACKWARD(dys[i], a, b, True, True, *described), strict=True):
-                assert_close(mine, alone, rms_tol=1e-13, max_tol=1e-13)
+            for mine, alone in zip(found, BACKWARD(dys[i], a, b, True, True, True, *described), strict=True):
+                assert_close(mine[i], alone, rms_tol=1e-13, max_tol=1e-13)
 
 
 def test_autocast(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -187,6 +190,7 @@ def test_triton_is_refused_where_it_cannot_be(device: torch.device, generator: t
     from fastkron_py.runtime import backend as backends
 
     x, c, _, _ = sample(device, generator)
+    CACHE.forget()
     monkeypatch.setattr(backends, "triton_obstacle", lambda x: "it is Sunday")
     with fastkron_py.backend("triton"), pytest.raises(ValueError, match="backend 'triton', but it is Sunday"):
         poly_kan(x, c)

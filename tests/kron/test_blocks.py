@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py import kron_matmul
-from fastkron_py.kron.kernels import blocks as kron_blocks
-from fastkron_py.kron.kernels.blocks import multiply_blocks, ways
+import fastkron_py
+from fastkron_py import reference
+from fastkron_py.kron import blocks as kron_blocks
+from fastkron_py.kron.blocks import ways
+from fastkron_py.kron.into import multiply_into
 from fastkron_py.kron.plan.plan import InBlocks, Launch, Setting
 from fastkron_py.kron.plan.steps import Step
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 WIDE = ((8, 4), (65, 3), (66, 2))  # too wide to share a launch
@@ -32,19 +35,32 @@ def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tu
     return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
 
 
+@pytest.fixture(autouse=True)
+def triton() -> Iterator[None]:
+    """Torch's backend reads and writes no blocks."""
+    with fastkron_py.backend("triton"):
+        yield
+
+
+def forget() -> None:
+    ways.cache_clear()
+    CACHE.forget()
+
+
 @pytest.fixture
 def launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Call it for such launches; what was planned of them is forgotten afterwards."""
-    caches = (ways, kron_blocks._program)
+    """Call it for such launches; their plans and programs are forgotten afterwards."""
 
     def change() -> None:
         monkeypatch.setattr(kron_blocks, "plan", one_by_one)
-        for cache in caches:
-            cache.cache_clear()
+        forget()
 
     yield change
-    for cache in caches:
-        cache.cache_clear()
+    forget()
+
+
+def product(x: Tensor, factors: list[Tensor]) -> Tensor:
+    return reference.kron_matmul(x.double(), [f.double() for f in factors])
 
 
 def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
@@ -74,14 +90,14 @@ def test_blocks(
     blocks = apart(x, parts, gap) if able.reads else [x]
     y = x.new_full((rows, math.prod(qs)), torch.nan)
     outs = apart(y, parts, gap) if able.writes else [y]
-    multiply_blocks(blocks, factors, outs, -1.5, "highest")
-    reference = -1.5 * kron_matmul(x.double(), [f.double() for f in factors])
-    assert_close(torch.cat(outs, 1), reference, steps=len(sizes) + 1)
+    multiply_into(blocks, factors, outs, -1.5, "highest")
+    wanted = -1.5 * product(x, factors)
+    assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
     assert all(torch.equal(a, b) for a, b in zip(blocks, x.chunk(parts, 1) if able.reads else [x], strict=True))
     if able.reads:
-        multiply_blocks([*blocks[1:], blocks[0]], factors, outs, -1.5, "highest")
+        multiply_into([*blocks[1:], blocks[0]], factors, outs, -1.5, "highest")
         with pytest.raises(AssertionError):
-            assert_close(torch.cat(outs, 1), reference, steps=len(sizes) + 1)
+            assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
 
 
 def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.device, generator: torch.Generator) -> None:
@@ -92,14 +108,14 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.devic
         able = ways((16,) * 3, (16,) * 3, parts, x.dtype, device)
         assert not able.writes
         y = torch.full_like(x, torch.nan)
-        multiply_blocks(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
-        assert_close(y, kron_matmul(x.double(), [f.double() for f in factors]), steps=3)
+        multiply_into(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
+        assert_close(y, product(x, factors), steps=3)
 
 
 def test_blocks_that_cannot_be_are_refused(device: torch.device) -> None:
     x, f = torch.ones(2, 16, device=device), torch.ones(4, 4, device=device)
     with pytest.raises(ValueError, match=r"blocks, outs: expected what `ways` allows, .*; got \(2, 1\)"):
-        multiply_blocks(apart(x, 2, 0), [f, f], [torch.empty_like(x)], 1.0, None)
+        multiply_into(apart(x, 2, 0), [f, f], [torch.empty_like(x)], 1.0, None)
 
 
 def test_blocks_that_could_be_read_may_be_whole(device: torch.device, generator: torch.Generator) -> None:
@@ -110,5 +126,5 @@ def test_blocks_that_could_be_read_may_be_whole(device: torch.device, generator:
     y = x.new_full((1, math.prod(qs)), torch.nan)
     able = ways(ps, qs, 2, x.dtype, device)
     for blocks, outs in (((x,), apart(y, 2, 0)) if able.writes else ((x,), (y,)), (apart(x, 2, 0), (y,)) if able.reads else ((x,), (y,))):
-        multiply_blocks(blocks, factors, outs, 1.0, None)
-        assert_close(torch.cat(list(outs), 1), kron_matmul(x.double(), [f.double() for f in factors]))
+        multiply_into(blocks, factors, outs, 1.0, None)
+        assert_close(torch.cat(list(outs), 1), product(x, factors))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_spy import CacheSpy, without_guards
 from modes import Functions, Operators
 from shapes_list import assert_near, call, expected
 from torch import Tensor
@@ -17,34 +18,26 @@ from torch.func import jvp, vmap
 
 import fastkron_py
 from fastkron_py import kron_matmul
-from fastkron_py.kron import cached as recorded
-from fastkron_py.runtime import call_cache as records
-from fastkron_py.runtime import torch_internals as guards
+from fastkron_py.runtime import call_cache, torch_internals
+from fastkron_py.runtime.call_cache import CACHE
 
 SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 
 
-class Spy:
-    """Counts the calls that a record served."""
+class Spy(CacheSpy):
+    """Counts the multiplies that an entry served."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.served = 0
-        inner = recorded.replay
-
-        def replay(*arguments: Any) -> Tensor | None:
-            y = inner(*arguments)
-            self.served += y is not None
-            return y
-
-        monkeypatch.setattr(recorded, "replay", replay)
+    @property
+    def multiplies(self) -> int:
+        return self.served["kron_matmul"]
 
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    recorded.forget()
+    CACHE.forget()
     with fastkron_py.backend("triton"):
         yield Spy(monkeypatch)
-    recorded.forget()
+    CACHE.forget()
 
 
 def draw(device: torch.device, left: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
@@ -55,12 +48,26 @@ def draw(device: torch.device, left: bool = False, dtype: torch.dtype = torch.fl
 @SIDES
 @pytest.mark.parametrize("alpha", [1.0, -2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_the_second_call_is_served(dtype: torch.dtype, alpha: float, left: bool, spy: Spy, device: torch.device) -> None:
+def test_the_second_call_is_served(dtype: torch.dtype, alpha: float, left: bool, backend_name: str, spy: Spy, device: torch.device) -> None:
     for i in range(3):
         x, factors = draw(device, left, dtype)  # other numbers each time
-        y = call(left)(x, factors, alpha=alpha)
-        assert spy.served == i
+        with fastkron_py.backend(backend_name):
+            y = call(left)(x, factors, alpha=alpha)
+        assert spy.multiplies == i
         assert_near(y, expected(x, factors, left=left, alpha=alpha))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (12,), (5, 1), (5, 12)], ids=str)
+def test_added_tensors(shape: tuple[int, ...], backend_name: str, spy: Spy, device: torch.device) -> None:
+    """z of any shape, the scalars others each time; 0 and 1 are programs of their own, and with 0 z is not read."""
+    with fastkron_py.backend(backend_name):
+        for beta, count in ((-0.7, 0), (2.5, 1), (1.0, 1), (1.0, 2), (0.0, 2), (0.0, 3), (-0.7, 4)):
+            x, factors = draw(device)
+            z = torch.randn(shape, device=device) if beta else torch.full(shape, torch.nan, device=device)
+            y = kron_matmul(x, factors, alpha=beta + 3, beta=beta, z=z)
+            product = expected(x, factors, alpha=beta + 3)
+            assert_near(y, product + beta * z.double() if beta else product)
+            assert spy.multiplies == count
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_other_ranks(x_shape: tuple[int, ...], factor_shapes: list[tuple[int, ..
         assert y.shape == wanted.shape
         assert y.is_contiguous()
         assert_near(y, wanted)
-    assert spy.served == 2
+    assert spy.multiplies == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_operands_of_the_same_shapes(change: str, spy: Spy, device: torch.device
         given = [torch.nn.Parameter(f, requires_grad=False) for f in factors]
     for _ in range(3):
         assert_near(kron_matmul(x, given), expected(x, factors))
-    assert spy.served == {"strided x": 0, "tuple": 3, "offset x": 3}.get(change, 2)
+    assert spy.multiplies == {"tuple": 3, "offset x": 3}.get(change, 2)
 
 
 def test_a_gradient_is_recorded_whenever_it_is_wanted(spy: Spy, device: torch.device) -> None:
@@ -127,7 +134,7 @@ def test_a_gradient_is_recorded_whenever_it_is_wanted(spy: Spy, device: torch.de
         with torch.no_grad():
             assert not kron_matmul(x, factors).requires_grad
         assert kron_matmul(x, factors).requires_grad
-    assert spy.served == 5  # of each kind all but the first
+    assert spy.multiplies == 5  # of each kind all but the first
 
 
 def test_the_result_can_be_changed_in_place_later(spy: Spy, device: torch.device) -> None:
@@ -138,19 +145,32 @@ def test_the_result_can_be_changed_in_place_later(spy: Spy, device: torch.device
             y = kron_matmul(x, factors)
         y.mul_(weight)
         y.sum().backward()
-    assert spy.served == 1
+    assert spy.multiplies == 1
     assert_near(weight.grad, 2 * expected(x, factors))
 
 
 def test_autocast(spy: Spy, device: torch.device) -> None:
     x, factors = draw(device)
     kron_matmul(x, factors)
-    for _ in range(2):
+    wanted = expected(x.bfloat16(), [f.bfloat16() for f in factors])
+    for served in (0, 1):  # of operands that were cast: the operator has an entry, the verb none
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            assert kron_matmul(x, factors).dtype == torch.bfloat16
-    assert spy.served == 0
+            y = kron_matmul(x, factors)
+        assert y.dtype == torch.bfloat16
+        assert_near(y, wanted)
+        assert spy.multiplies == served
     assert kron_matmul(x, factors).dtype == torch.float32
-    assert spy.served == 1
+    assert spy.multiplies == 2
+
+
+def test_another_dtype_of_autocast(spy: Spy, device: torch.device) -> None:
+    """Guards tell of autocast, not of its dtype, in which operands may be already."""
+    x, factors = draw(device, dtype=torch.bfloat16)
+    for half in (torch.bfloat16, torch.bfloat16, torch.float16):
+        with torch.autocast(device.type, dtype=half):
+            y = kron_matmul(x, factors)
+        assert y.dtype == half
+        assert_near(y, expected(x.to(half), [f.to(half) for f in factors]))
 
 
 def test_inference_mode(spy: Spy, device: torch.device) -> None:
@@ -182,7 +202,7 @@ def test_transforms(spy: Spy, device: torch.device) -> None:
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         dy = torch.autograd.forward_ad.unpack_dual(kron_matmul(dual, factors)).tangent
     assert_near(dy, expected(tangent, factors))
-    assert spy.served == 1
+    assert spy.multiplies == 1
 
 
 class _Subclass(Tensor):
@@ -201,35 +221,35 @@ def test_modes_and_subclasses_see_the_call(spy: Spy, device: torch.device) -> No
     assert "fastkron.kron_matmul.default" in operators.names
     assert type(kron_matmul(x.as_subclass(_Subclass), factors)) is _Subclass
     assert kron_matmul(x.to("meta"), [f.to("meta") for f in factors]).is_meta
-    assert spy.served == 1
+    assert spy.multiplies == 1
 
 
 def test_settings_between_calls(spy: Spy, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     x, factors = draw(device)
     for _ in range(2):
         kron_matmul(x, factors)
-    assert spy.served == 1
+    assert spy.multiplies == 1
     with fastkron_py.backend("torch"):
-        for _ in range(2):
+        for served in (1, 2):
             kron_matmul(x, factors)
-    assert spy.served == 1
+            assert spy.multiplies == served
     torch.set_float32_matmul_precision("high")
     try:
-        kron_matmul(x, factors)
-        assert spy.served == 1
-        kron_matmul(x, factors, precision="high")  # which is what the last one did
-        assert spy.served == 2
+        for served in (2, 3):
+            kron_matmul(x, factors)
+            assert spy.multiplies == served
     finally:
         torch.set_float32_matmul_precision("highest")
-    kron_matmul(x, factors, precision="highest")
-    assert spy.served == 3
+    for served in (3, 4):
+        kron_matmul(x, factors, precision="high")
+        assert spy.multiplies == served
     with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
         kron_matmul(x, factors)
     assert "backend triton" in caplog.text
-    assert spy.served == 3
-    recorded.forget()
+    assert spy.multiplies == 4
+    CACHE.forget()
     kron_matmul(x, factors)
-    assert spy.served == 3
+    assert spy.multiplies == 4
 
 
 def test_wrong_arguments_are_refused_as_before(spy: Spy, device: torch.device) -> None:
@@ -250,24 +270,25 @@ def test_wrong_arguments_are_refused_as_before(spy: Spy, device: torch.device) -
         with pytest.raises((TypeError, ValueError)) as error:
             bad()
         assert str(error.value) == message
-    assert spy.served == 1
+    assert spy.multiplies == 1
 
 
 def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_KEYS", 3)
-    monkeypatch.setattr(records, "MOST_TRIES", 2)
+    monkeypatch.setattr(call_cache, "MOST_KEYS", 3)
+    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 2)
     factors = [torch.randn(2, 2, device=device)]
     for rows in range(1, 8):
         kron_matmul(torch.randn(rows, 2, device=device), factors)
-        assert len(recorded.RECORDS._slots) <= 3
+        assert len(CACHE._calls) <= 3
+        assert len(CACHE._programs) <= 3
     for stride in range(2, 8):
         x = torch.randn(3, stride, device=device)[:, :2]
         assert_near(kron_matmul(x, factors), expected(x, factors))
-    assert all(len(slot.records) <= 2 for slot in recorded.RECORDS._slots.values())
+    assert all(len(entries) <= 2 for entries in CACHE._calls.values())
 
 
 def test_threads(spy: Spy, device: torch.device) -> None:
-    """A thread of its own sees its own modes: records are shared, what is in force is not."""
+    """A thread of its own sees its own modes: entries are shared, what is in force is not."""
     x, factors = draw(device)
     kron_matmul(x, factors)
     found: list[Any] = []
@@ -286,18 +307,19 @@ def test_threads(spy: Spy, device: torch.device) -> None:
 
 
 def test_without_torchs_guards(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "GUARDS", None)
     x, factors = draw(device)
-    for _ in range(2):
-        assert_near(kron_matmul(x, factors), expected(x, factors))
-    assert spy.served == 0
+    with without_guards(monkeypatch):
+        for _ in range(2):
+            assert_near(kron_matmul(x, factors), expected(x, factors))
+    assert spy.multiplies == 0
+    assert not CACHE._calls
 
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_torchs_guards_compare_what_they_should(enabled: bool, device: torch.device) -> None:
     """The negative control of this file: each difference alone makes the guards refuse."""
     t = torch.randn(4, 4, device=device)
-    check = guards.guard([t])
+    check = torch_internals.guard([t])
     with torch.no_grad() if enabled else contextlib.nullcontext():
         assert check(torch.randn(4, 4, device=device))
         assert not check(t.mT)

@@ -1,4 +1,4 @@
-"""Recorded calls whose gradients are wanted: the same gradients, and everything that autograd promises besides."""
+"""Cached calls whose gradients are wanted: the same gradients, and everything that autograd promises besides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import pytest
 import torch
+from cache_spy import CacheSpy, without_guards
 from modes import Operators
 from shapes_list import assert_near, call
 from torch import Tensor
@@ -17,52 +19,31 @@ from torch.utils.checkpoint import checkpoint
 
 import fastkron_py
 from fastkron_py import kron_matmul, reference
-from fastkron_py.kron import cached as recorded
-from fastkron_py.kron import cached_gradient as recorded_gradient
-from fastkron_py.runtime import torch_internals as guards
+from fastkron_py.runtime import call_cache
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.call_cache import CACHE
 
 SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 
 
-class Spy:
-    """Counts multiplies and backward passes that were replayed, and backward passes that were recorded."""
+class Spy(CacheSpy):
+    """Counts multiplies and backward passes that an entry served."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.forward = self.backward = self.recorded = 0
-        forward, run, record = recorded.differentiable, recorded_gradient._Pass.run, recorded_gradient.Multiply._record
-
-        def spied_forward(*arguments: Any) -> Any:
-            self.forward += 1
-            return forward(*arguments)
-
-        def spied_run(*arguments: Any) -> Any:
-            self.backward += 1
-            return run(*arguments)
-
-        def spied_record(*arguments: Any) -> Any:
-            self.recorded += 1
-            return record(*arguments)
-
-        monkeypatch.setattr(recorded, "differentiable", spied_forward)
-        monkeypatch.setattr(recorded_gradient._Pass, "run", spied_run)
-        monkeypatch.setattr(recorded_gradient.Multiply, "_record", spied_record)
-
-    def take(self) -> tuple[int, int, int]:
-        """The counts (multiplies, backward passes, recordings) since the last time."""
-        counts = self.forward, self.backward, self.recorded
-        self.forward = self.backward = self.recorded = 0
-        return counts
+    def take_both(self) -> tuple[int, int]:
+        """The counts (multiplies, backward passes) since the last time."""
+        counts = self.take()
+        return counts.get("kron_matmul", 0), counts.get("kron_matmul_backward", 0)
 
 
-REPLAYED = (1, 1, 0)
+SERVED = (1, 1)
 
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    recorded.forget()
+    CACHE.forget()
     with fastkron_py.backend("triton"):
         yield Spy(monkeypatch)
-    recorded.forget()
+    CACHE.forget()
 
 
 def draw(device: torch.device, *, left: bool = False, dtype: torch.dtype = torch.float32, needs: str = "x12") -> list[Tensor]:
@@ -106,48 +87,45 @@ def assert_gradients(tensors: list[Tensor], dy: Tensor, left: bool = False, alph
 
 
 def warm(device: torch.device, spy: Spy, **options: Any) -> None:
-    """Make the first two calls, after which everything about a call like these is recorded."""
-    for _ in range(2):
-        y = multiply(draw(device, **options), options.get("left", False))
-        y.backward(torch.randn_like(y))
-    assert spy.take() == (1, 0, 1)
+    """Make a first call and its backward pass, after which calls like it are served."""
+    y = multiply(draw(device, **options), options.get("left", False))
+    y.backward(torch.randn_like(y))
+    assert spy.take_both() == (0, 0)
 
 
 @SIDES
 @pytest.mark.parametrize("alpha", [1.0, -2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_the_third_call_is_replayed(dtype: torch.dtype, alpha: float, left: bool, spy: Spy, device: torch.device) -> None:
-    for counts in ((0, 0, 0), (1, 0, 1), REPLAYED, REPLAYED):
+def test_the_second_call_is_served(dtype: torch.dtype, alpha: float, left: bool, spy: Spy, device: torch.device) -> None:
+    for counts in ((0, 0), SERVED, SERVED):
         tensors = draw(device, left=left, dtype=dtype)
         y = multiply(tensors, left, alpha=alpha)
         dy = torch.randn_like(y)
         y.backward(dy)
-        assert spy.take() == counts
+        assert spy.take_both() == counts
         assert_gradients(tensors, dy, left, alpha)
 
 
 def test_alpha_may_change(spy: Spy, device: torch.device) -> None:
-    for i, alpha in enumerate((3.0, 2.0, -0.5, 1e-3, 7.0, 0.0)):
+    """One program for all but 1 and, backward, 0."""
+    for i, alpha in enumerate((3.0, 2.0, -0.5, 1e-3, 7.0, 0.0, 0.0)):
         tensors = draw(device)
         y = multiply(tensors, alpha=alpha)
         dy = torch.randn_like(y)
         y.backward(dy)
-        assert spy.take() == [(0, 0, 0), (1, 0, 1), REPLAYED][min(i, 2)]
+        assert spy.take_both() == {0: (0, 0), 5: (1, 0)}.get(i, SERVED)
         assert_gradients(tensors, dy, alpha=alpha)
 
 
 @pytest.mark.parametrize("needs", ["x", "1", "2", "12", "x1", "x2"])
 @SIDES
 def test_only_what_is_needed(needs: str, left: bool, spy: Spy, device: torch.device) -> None:
-    warm(device, spy)
-    spy.take()
-    recorded.forget()
-    for counts in ((0, 0, 0), (1, 0, 1), REPLAYED):
+    for counts in ((0, 0), SERVED):
         tensors = draw(device, left=left, needs=needs)
         y = multiply(tensors, left)
         dy = torch.randn_like(y)
         y.backward(dy)
-        assert spy.take() == counts
+        assert spy.take_both() == counts
         assert_gradients(tensors, dy, left)
 
 
@@ -161,7 +139,7 @@ def test_needs_are_told_apart(spy: Spy, device: torch.device) -> None:
                 dy = torch.randn_like(y)
                 y.backward(dy)
                 assert_gradients(tensors, dy)
-    assert spy.take() == (6, 3, 3)
+    assert spy.take_both() == (8, 6)
 
 
 SHAPES = {
@@ -187,10 +165,8 @@ def test_other_shapes(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fastkron_py.runtime import program as replay
-
     if not pooled:  # as where buffers are large
-        monkeypatch.setattr(replay, "_SMALL", 0)
+        monkeypatch.setattr(Builder, "__init__", partialmethod(Builder.__init__, shared=0))
     if left:
         x_shape = x_shape if len(x_shape) == 1 else (*x_shape[:-2], x_shape[-1], x_shape[-2])
         factor_shapes = [(*s[:-2], s[-1], s[-2]) for s in factor_shapes]
@@ -200,12 +176,12 @@ def test_other_shapes(
         dy = torch.randn_like(y)
         y.backward(dy)
         assert_gradients(tensors, dy, left)
-    assert spy.take() == (2, 1, 1)
+    assert spy.take_both() == (2, 2)
 
 
 @SIDES
 def test_broadcast_batches(left: bool, spy: Spy, device: torch.device) -> None:
-    """Gradients are sums over what was broadcast, which are torch's: such passes are not replayed, and right."""
+    """Gradients are sums over dimensions that were broadcast, which torch calls: steps of the program too."""
     shapes = [(12, 5), (2, 1, 2, 3), (3, 3, 4)] if left else [(5, 12), (2, 1, 3, 2), (3, 4, 3)]
     for _ in range(3):
         tensors = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
@@ -213,7 +189,7 @@ def test_broadcast_batches(left: bool, spy: Spy, device: torch.device) -> None:
         dy = torch.randn_like(y)
         y.backward(dy)
         assert_gradients(tensors, dy, left)
-    assert spy.take()[1] == 0
+    assert spy.take_both() == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +199,9 @@ def test_operands_of_the_same_shapes(change: str, spy: Spy, device: torch.device
     def ordinary() -> list[Tensor]:
         return [torch.randn(s, device=device, requires_grad=True) for s in ((5, 16), (4, 4), (4, 4))]
 
-    for _ in range(3):
+    for _ in range(2):
         multiply(ordinary()).sum().backward()
-    assert spy.take() == (2, 1, 1)
+    assert spy.take_both() == SERVED
     for _ in range(3):
         tensors = ordinary()
         given = list(tensors)
@@ -253,10 +229,9 @@ def test_operands_of_the_same_shapes(change: str, spy: Spy, device: torch.device
         want = torch.autograd.grad(reference.kron_matmul(x64, fs64), list(wide.values()), dy.double())
         for t, w in zip(distinct, want, strict=True):
             assert_near(got[id(t)], w)
-    forward, backward, _ = spy.take()
-    if change in ("same factor twice", "transposed factors", "x with strided rows", "offset x", "Parameter"):
-        assert forward >= 2
-        assert backward >= 1
+    forward, backward = spy.take_both()
+    assert forward == (3 if change == "offset x" else 2)
+    assert backward >= 2
 
 
 DYS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -280,8 +255,7 @@ def test_incoming_gradients_of_any_layout(kind: str, left: bool, spy: Spy, devic
         dy = DYS[kind](y.detach())
         y.backward(dy)
         assert_gradients(tensors, dy, left)
-    replayed = spy.take()[1]
-    assert replayed == {"unaligned": 3, "negated lazily": 0}.get(kind, 2)
+    assert spy.take_both() == (3, {"unaligned": 3, "negated lazily": 0}.get(kind, 2))
 
 
 def test_a_tensor_changed_in_place_is_refused(spy: Spy, device: torch.device) -> None:
@@ -293,7 +267,7 @@ def test_a_tensor_changed_in_place_is_refused(spy: Spy, device: torch.device) ->
             tensors[which].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-    assert spy.take() == (3, 0, 0)
+    assert spy.take_both() == (3, 0)
 
 
 def test_the_result_may_be_changed_in_place(spy: Spy, device: torch.device) -> None:
@@ -303,7 +277,7 @@ def test_the_result_may_be_changed_in_place(spy: Spy, device: torch.device) -> N
     y.mul_(weight)
     y.backward(torch.ones_like(y))
     assert_gradients(tensors, weight)
-    assert spy.take() == REPLAYED
+    assert spy.take_both() == SERVED
 
 
 def test_a_graph_used_twice(spy: Spy, device: torch.device) -> None:
@@ -316,7 +290,7 @@ def test_a_graph_used_twice(spy: Spy, device: torch.device) -> None:
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(y, tensors, dy)
-    assert spy.take() == (1, 2, 0)
+    assert spy.take_both() == (1, 2)
 
 
 def test_gradients_accumulate(spy: Spy, device: torch.device) -> None:
@@ -326,7 +300,7 @@ def test_gradients_accumulate(spy: Spy, device: torch.device) -> None:
     for dy in dys:
         multiply(tensors).backward(dy)
     assert_gradients(tensors, dys.sum(0))
-    assert spy.take() == (2, 2, 0)
+    assert spy.take_both() == (2, 2)
 
 
 def test_some_inputs_only(spy: Spy, device: torch.device) -> None:
@@ -355,7 +329,7 @@ def test_hooks(spy: Spy, device: torch.device) -> None:
     for t, w, scale in zip(tensors, want, (1, 2, 1), strict=True):
         assert w is not None
         assert_near(t.grad, scale * w)
-    assert spy.take() == REPLAYED
+    assert spy.take_both() == SERVED
 
 
 @pytest.mark.parametrize(
@@ -374,19 +348,36 @@ def test_saved_tensors_hooks(unpack: Callable[[Tensor], Tensor], spy: Spy, devic
         y.backward(dy)
         assert_gradients(tensors, dy)
     assert packed == [t.shape for t in draw(device)] * 3
-    assert spy.take()[0] == 3
+    assert spy.take_both()[0] == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant: bool, spy: Spy, device: torch.device) -> None:
-    """The first run is not replayed and its repetition may be: what they save is the same."""
+    """The first run is not served and its repetition is: both save the same."""
     for _ in range(4):
         tensors = draw(device)
         y = checkpoint(lambda *ts: multiply(list(ts)).sin(), *tensors, use_reentrant=use_reentrant)
         dy = torch.randn_like(y)
         y.backward(dy)
         assert_gradients(tensors, dy * reference.kron_matmul(tensors[0].double(), [f.double() for f in tensors[1:]]).cos())
-    assert spy.take()[1] >= 2
+    assert spy.take_both()[1] >= 2
+
+
+def test_second_derivatives_through_a_checkpoint(spy: Spy, device: torch.device) -> None:
+    """Which lets a backward pass read what was saved once, and no more."""
+
+    def found(function: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        y = function(*tensors)
+        first = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum((g.square().sum() for g in first), y.new_zeros(())), tensors)
+
+    for _ in range(2):
+        tensors = draw(device, dtype=torch.float64)
+        got = found(lambda *ts: checkpoint(lambda *ts: multiply(list(ts)), *ts, use_reentrant=False), tensors)
+        want = found(lambda *ts: product(list(ts)), tensors)
+        for g, w in zip(got, want, strict=True):
+            assert_near(g, w, scale=20)  # sums of products of four rounded factors
+    assert spy.take_both()[1] >= 1
 
 
 @SIDES
@@ -395,13 +386,13 @@ def test_gradcheck(left: bool, spy: Spy, device: torch.device) -> None:
     tensors = draw(device, left=left, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda *ts: multiply(list(ts), left, alpha=1.0), tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *ts: multiply(list(ts), left, alpha=1.0), tensors, fast_mode=True)
-    forward, backward, _ = spy.take()
+    forward, backward = spy.take_both()
     assert forward > 0
     assert backward > 0
 
 
 def test_second_derivatives(spy: Spy, device: torch.device) -> None:
-    """With create_graph, the backward pass is one that can be derived; without, the next call is replayed again."""
+    """With create_graph, the backward pass is one that can be derived; without, the next call is served again."""
 
     def penalty(ts: list[Tensor], product: Callable[[Tensor, list[Tensor]], Tensor]) -> Tensor:
         y = product(ts[0], ts[1:])
@@ -418,10 +409,10 @@ def test_second_derivatives(spy: Spy, device: torch.device) -> None:
     spy.take()
     y = multiply(draw(device, dtype=torch.float64))
     y.backward(torch.randn_like(y))
-    assert spy.take() == REPLAYED
+    assert spy.take_both() == SERVED
 
 
-def test_transforms_of_recorded_kinds(spy: Spy, device: torch.device) -> None:
+def test_transforms_of_cached_calls(spy: Spy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     dy = torch.randn(5, 6, device=device)
@@ -436,7 +427,7 @@ def test_transforms_of_recorded_kinds(spy: Spy, device: torch.device) -> None:
         for g, w in zip(vector, wanted(tensors, dy), strict=True):
             assert w is not None
             assert_near(g, w)
-    assert spy.take() == (0, 0, 0)
+    assert spy.take_both() == (0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward mode
@@ -454,7 +445,7 @@ def test_forward_mode(spy: Spy, device: torch.device) -> None:
     with torch.autograd.forward_ad.dual_level():
         y.backward(dy)
     assert_gradients(tensors, dy)
-    assert spy.take() == (1, 0, 0)
+    assert spy.take_both() == (1, 0)
 
 
 def test_autocast(spy: Spy, device: torch.device) -> None:
@@ -469,7 +460,7 @@ def test_autocast(spy: Spy, device: torch.device) -> None:
         assert w is not None
         assert t.grad is not None
         assert_near(t.grad.bfloat16(), w)
-    assert spy.take() == (0, 0, 0)
+    assert spy.take_both() == (0, 0)
     # Forward outside, backward inside.
     tensors = draw(device)
     y = multiply(tensors)
@@ -477,7 +468,7 @@ def test_autocast(spy: Spy, device: torch.device) -> None:
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y.backward(dy)
     assert_gradients(tensors, dy)
-    assert spy.take() == (1, 0, 0)
+    assert spy.take_both() == (1, 0)
 
 
 def test_modes_see_the_operators(spy: Spy, device: torch.device) -> None:
@@ -489,7 +480,7 @@ def test_modes_see_the_operators(spy: Spy, device: torch.device) -> None:
         y.backward(dy)
     if device.type == "cpu":  # elsewhere autograd's thread has no modes of this one in torch 2.11
         assert "fastkron.kron_matmul_backward.default" in operators.names
-        assert spy.take() == (1, 0, 0)
+        assert spy.take_both() == (1, 0)
     assert_gradients(tensors, dy)
     with Operators() as operators:
         multiply(draw(device))
@@ -504,7 +495,7 @@ def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, c
     torch.set_float32_matmul_precision("high")
     try:
         y.backward(dy)
-        assert spy.take() == (1, 0, 1)  # of another precision: a recording of its own
+        assert spy.take_both() == (1, 0)  # of another precision: a program of its own
     finally:
         torch.set_float32_matmul_precision("highest")
     for t, want in zip(tensors, wanted(tensors, dy), strict=True):  # in TF32 on a GPU: eleven bits, in two products one after the other
@@ -516,17 +507,17 @@ def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, c
     with fastkron_py.backend("torch"):  # the backward pass is the forward's backend's
         y.backward(dy)
     assert_gradients(tensors, dy)
-    assert spy.take() == REPLAYED
+    assert spy.take_both()[0] == 1
     tensors = draw(device)
     y = multiply(tensors)
     with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
         y.backward(dy)
     assert "backend triton" in caplog.text
     assert_gradients(tensors, dy)
-    assert spy.take() == (1, 0, 0)
+    assert spy.take_both() == (1, 0)
 
 
-def test_other_backends_are_not_recorded(spy: Spy, device: torch.device) -> None:
+def test_torchs_backend_is_served_too(spy: Spy, device: torch.device) -> None:
     with fastkron_py.backend("torch"):
         for _ in range(3):
             tensors = draw(device)
@@ -534,7 +525,7 @@ def test_other_backends_are_not_recorded(spy: Spy, device: torch.device) -> None
             dy = torch.randn_like(y)
             y.backward(dy)
             assert_gradients(tensors, dy)
-    assert spy.take() == (0, 0, 0)
+    assert spy.take_both() == (2, 2)
 
 
 def test_added_tensors_and_scalars_with_gradients(spy: Spy, device: torch.device) -> None:
@@ -550,7 +541,7 @@ def test_added_tensors_and_scalars_with_gradients(spy: Spy, device: torch.device
         assert_near(beta.grad, (dy.double() * z.detach().double()).sum())
         product = reference.kron_matmul(tensors[0].detach().double(), [f.detach().double() for f in tensors[1:]])
         assert_near(alpha.grad, (dy.double() * product).sum())
-    assert spy.take()[1] == 0
+    assert spy.take_both() == (1, 2)  # the operator's calls, without the scalars
 
 
 def test_a_compiled_graph_holds_the_operator(spy: Spy, device: torch.device) -> None:
@@ -565,7 +556,7 @@ def test_a_compiled_graph_holds_the_operator(spy: Spy, device: torch.device) -> 
 
     y = torch.compile(lambda *ts: multiply(list(ts)), backend=backend, fullgraph=True)(*tensors)
     assert any("fastkron.kron_matmul" in str(node.target) for node in graphs[0].graph.nodes)
-    assert spy.take() == (0, 0, 0)
+    assert spy.take_both() == (0, 0)
     dy = torch.randn_like(y)
     y.backward(dy)
     assert_gradients(tensors, dy)
@@ -592,11 +583,11 @@ def test_modules_copied_and_trained(spy: Spy, device: torch.device) -> None:
         reference.kron_matmul(x.double(), want).square().sum().backward()
         for f, w in zip(twin.factors, want, strict=True):
             assert_near(f.grad, w.grad)
-    assert spy.take() == (2, 1, 1)
+    assert spy.take_both() == (2, 2)
 
 
 def test_threads_at_once(spy: Spy, device: torch.device) -> None:
-    """Records are shared: threads replay one at once, each on its own operands, and with its own alpha."""
+    """Programs are shared: threads run one at once, each on its own operands, and with its own alpha."""
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -616,7 +607,7 @@ def test_threads_at_once(spy: Spy, device: torch.device) -> None:
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-        if device.type == "cpu":  # Triton's interpreter is for one thread at a time; test_recorder.py has kernels for several
+        if device.type == "cpu":  # Triton's interpreter is for one thread at a time
             thread.join()
     for thread in threads:
         thread.join()
@@ -624,7 +615,7 @@ def test_threads_at_once(spy: Spy, device: torch.device) -> None:
 
 
 def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_gradient, "MOST_TRIES", 2)
+    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 2)
     warm(device, spy)
     for stride in range(7, 12):
         tensors = draw(device)
@@ -632,7 +623,8 @@ def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch
         dy = torch.randn(5, stride, device=device)[:, :6]
         y.backward(dy)
         assert_gradients(tensors, dy)
-    assert spy.take() == (5, 0, 1)
+    assert spy.take_both() == (5, 0)
+    assert max(len(entries) for entries in CACHE._calls.values()) == 2
 
 
 def test_nothing_is_kept_alive(spy: Spy, device: torch.device) -> None:
@@ -648,11 +640,11 @@ def test_nothing_is_kept_alive(spy: Spy, device: torch.device) -> None:
 
 
 def test_without_torchs_guards(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "GUARDS", None)
-    for _ in range(3):
-        tensors = draw(device)
-        y = multiply(tensors)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        assert_gradients(tensors, dy)
-    assert spy.take() == (0, 0, 0)
+    with without_guards(monkeypatch):
+        for _ in range(3):
+            tensors = draw(device)
+            y = multiply(tensors)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert_gradients(tensors, dy)
+    assert spy.take_both() == (0, 0)

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
-from tuning_cases import SINGLE, choice, kind, problem, single
+from tuning_cases import SINGLE, choice, problem, single
 
+from fastkron_py.kron.forward import multiply_problem
 from fastkron_py.kron.tune import compilers
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.compilers import Compilers
@@ -30,9 +31,11 @@ def on_cpu(p):
     width = 1
     for size, _ in p.factors:
         width *= size
-    return kind(torch.empty(1, p.rows, width, 1), [torch.empty(1, a, b) for a, b in p.factors])
+    x, factors = torch.empty(1, p.rows, width, 1), [torch.empty(1, a, b) for a, b in p.factors]
+    return multiply_problem(x, factors, x.device, p.precision)
 
 
+@pytest.mark.full
 def test_compiles_in_two_processes(own_cache):
     p = problem([(16, 16)] * 4, rows=16)
     first = starting_points(p)[0]
@@ -55,6 +58,7 @@ def test_a_choice_that_does_not_compile_and_the_next_one():
     assert found[fine].error is None
 
 
+@pytest.mark.full
 def test_a_choice_that_takes_too_long_is_ended_and_the_next_one_is_not():
     p = problem([(16, 16)])
     with Compilers(H100, 1, limit=0.001) as pool:
@@ -65,6 +69,7 @@ def test_a_choice_that_takes_too_long_is_ended_and_the_next_one_is_not():
         assert fine.error is None
 
 
+@pytest.mark.full
 def test_a_process_that_dies_is_replaced():
     p = problem([(16, 16)])
     with Compilers(H100, 1) as pool:

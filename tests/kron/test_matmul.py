@@ -47,6 +47,7 @@ SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 NONFINITE = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
+@pytest.mark.sampled(ways=2)
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
 @on_backends(CASES)
 @SIDES

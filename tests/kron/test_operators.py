@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastkron_py
 from fastkron_py import kron_matmul
 from fastkron_py.runtime import backend as backends
+from fastkron_py.runtime.call_cache import CACHE
 
 MULTIPLY = torch.ops.fastkron.kron_matmul.default
 BACKWARD = torch.ops.fastkron.kron_matmul_backward.default
@@ -151,11 +152,11 @@ def default_backend() -> Iterator[None]:
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The backends chosen from now on, in order."""
-    from fastkron_py.kron import cached as recorded
-    from fastkron_py.kron import implementation as module
+    """The backends chosen from now on, in order: for each program that is built, and every one is built anew."""
+    from fastkron_py.kron import program as module
 
-    monkeypatch.setattr(recorded, "replay", lambda *_: None)  # a call that is recognised chooses no more
+    monkeypatch.setattr(CACHE, "find", lambda *_: None)
+    monkeypatch.setattr(CACHE, "program", lambda _, build: build())
     chosen: list[str] = []
     choose = module.choose_backend
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes_list import Case, assert_near, call, expected, problem
 from torch import Tensor
@@ -18,17 +17,10 @@ from fastkron_py.runtime.backend import is_interpreting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# Derandomized: a failure is the same for everyone who runs the suite. Times vary with the interpreter.
-COMMON: dict[str, Any] = {
-    "derandomize": True,
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-}
-MANY = settings(max_examples=400, **COMMON)
-SOME = settings(max_examples=100, **COMMON)
-FEW = settings(max_examples=25, **COMMON)
-COMPILED = settings(max_examples=60, **COMMON)  # each compiles kernels of its own, in about a second
+MANY = settings(max_examples=400)
+SOME = settings(max_examples=100)
+FEW = settings(max_examples=12)
+COMPILED = settings(max_examples=60)  # each compiles kernels of its own, in about a second
 
 
 @st.composite

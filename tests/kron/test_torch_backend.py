@@ -115,6 +115,7 @@ def check_gradients(dy, x, factors, alpha=1.0, need_x=True, need_factors=None):
             assert_close(got, wanted, magnitude=scale[i].abs(), rms_tol=math.inf, name=f"gradient {i}")
 
 
+@pytest.mark.sampled(ways=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_multiply(name, dtype, chunking):
@@ -128,6 +129,7 @@ def test_multiply(name, dtype, chunking):
     assert_close(y, expected(x, factors, alpha=0.25), magnitude=magnitude(x, factors, alpha=0.25))
 
 
+@pytest.mark.sampled(ways=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_backward(name, dtype, chunking):

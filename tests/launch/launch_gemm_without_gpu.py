@@ -12,24 +12,22 @@ from typing import Any
 
 import torch
 import triton.backends.nvidia.driver as nvidia
-from launch_without_gpu import H100, LAUNCHES, launched, plain
+from launch_without_gpu import H100, LAUNCHES, has_tensors, launched, plain
 from triton import knobs
 from triton.runtime import driver
 
 import fastkron_py
 from fastkron_py.functional import gated_mlp
-from fastkron_py.gated import cached as recorded_gated
-from fastkron_py.rational import cached_linear as recorded_linear_rational
-from fastkron_py.rational import gemm_launch as rational_gemm_launch
 from fastkron_py.rational import launches as triton_rational
 from fastkron_py.rational import operator_linear_rational as rational_operator
+from fastkron_py.rational import program_linear_rational
 from fastkron_py.rational.api import linear_rational
 from fastkron_py.runtime import backend
-from fastkron_py.tiling import gemm_launch
-from fastkron_py.tiling import gemm_problem as gemm_kind
+from fastkron_py.runtime.call_cache import CACHE, CallCache, Entry
+from fastkron_py.tiling import gemm_problem
 
 ENCODED: list[Any] = []
-SERVED: list[bool] = []  # of the calls that were looked up
+SERVED: list[Entry] = []  # calls that were found in the cache
 
 
 def encode(*arguments: Any) -> str:
@@ -62,88 +60,61 @@ class Driver(H100):
 
         def write_down(self, *given: Any) -> None:
             arguments = given[-1] if self.ahead is None else given[self.ahead :]
-            LAUNCHES.append({"grid": given[:4], "arguments": plain(tuple(arguments)), "encoded": list(ENCODED), "early": self.early})
+            launch = {"grid": given[:4], "arguments": plain(tuple(arguments)), "encoded": list(ENCODED), "early": self.early}
+            LAUNCHES.append(launch | {"tensors": has_tensors(tuple(arguments))})
             ENCODED.clear()
 
 
-def seen(module: Any) -> None:
-    """Write down whether a record serves a call."""
-    inner = module.replay
+def count_served() -> None:
+    """Write down the entries of the cache that serve calls."""
+    inner = CallCache.find
 
-    def replay(*arguments: Any) -> Any:
-        y = inner(*arguments)
-        SERVED.append(y is not None)
-        return y
+    def find(cache: CallCache, *arguments: Any) -> Entry | None:
+        entry = inner(cache, *arguments)
+        if entry is not None:
+            SERVED.append(entry)
+        return entry
 
-    module.replay = replay
+    CallCache.find = find  # type: ignore[method-assign]
 
 
-def ways(call: Callable[[], Any]) -> dict[str, Any]:
-    """Launches through the JIT function, the long way with the compiled kernel, and repeated."""
+def ways(call: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
+    """Launches of a program's first run, of another program's, and of that one's again; call: what is to be launched, made anew."""
     found: dict[str, Any] = {"served": []}
-    for way in ("first", "compiled", "repeated"):
+    for way in ("first", "again", "repeated"):
         if way != "repeated":
-            recorded_gated.RECORDS.forget()
-            recorded_linear_rational.RECORDS.forget()
+            CACHE.forget()
+        step = call()
         SERVED.clear()
-        found[way] = launched(call)
-        found["served"].append(any(SERVED))
+        found[way] = launched(step)
+        found["served"].append(bool(SERVED))
     return found
 
 
-def gradients(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
-    """Launches of a backward pass that multiplies once more: the long way, when it is recorded, and repeated."""
+def gradients(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], Any]:
+    """A backward pass that multiplies once more."""
     dy = torch.randn(*x.shape[:-1], weight.shape[0] // 2, dtype=x.dtype)
-    recorded: list[bool] = []
-    inner = recorded_gated._Pass._first
-
-    def first(*arguments: Any) -> Any:
-        recorded.append(True)
-        return inner(*arguments)
-
-    recorded_gated._Pass._first = first  # type: ignore[method-assign]
-    recorded_gated.RECORDS.forget()
-    found: dict[str, Any] = {"served": []}
-    for way in ("first", "compiled", "repeated"):
-        y = fastkron_py.gated_linear(x, weight, backward="recompute")
-        recorded.clear()
-        found[way] = launched(lambda y=y: torch.autograd.grad(y, weight, dy))
-        found["served"].append(way == "repeated" and not recorded)
-    recorded_gated._Pass._first = inner  # type: ignore[method-assign]
-    return found
+    y = fastkron_py.gated_linear(x, weight, backward="recompute")
+    return lambda: torch.autograd.grad(y, weight, dy)
 
 
-def direct() -> dict[str, int]:
-    """How many launches go past Triton's front door: of repeated ones, and where that must not be."""
+def direct() -> dict[str, bool]:
+    """Whether launches go past Triton's front door, by addresses: of repeated ones, and where that must not be."""
     x, weight = torch.randn(33, 64, dtype=torch.bfloat16), torch.randn(256, 64, dtype=torch.bfloat16)
     biases = torch.randn(260, dtype=torch.bfloat16)
-    count = [0]
-    inner = gemm_launch.Plan._again
 
-    def again(*arguments: Any) -> bool:
-        done = inner(*arguments)
-        count[0] += done
-        return done
+    def by_addresses(first: int) -> bool:
+        (launch,) = launched(lambda: fastkron_py.gated_linear(x, weight, bias=biases[first : first + 256]))
+        assert len(launch["encoded"]) >= 3, "x, the weight and the result have descriptors, wherever the bias begins"
+        return not launch["tensors"]
 
-    def counted(first: int) -> int:
-        count[0] = 0
-        LAUNCHES.clear()
-        fastkron_py.gated_linear(x, weight, bias=biases[first : first + 256])
-        assert len(LAUNCHES) == 1
-        return count[0]
-
-    gemm_launch.Plan._again = again  # type: ignore[method-assign]
-    try:
-        counted(0)
-        found = {"repeated": counted(0), "unaligned bias": counted(1)}
-        hook = knobs.runtime.launch_enter_hook
-        if hasattr(hook, "add"):
-            hook.add(print_nothing)
-            found["watched"] = counted(0)
-            hook.remove(print_nothing)
-        return found | {"repeated again": counted(0)}
-    finally:
-        gemm_launch.Plan._again = inner  # type: ignore[method-assign]
+    found = {"first": by_addresses(0), "repeated": by_addresses(0), "unaligned bias": by_addresses(1)}
+    hook = knobs.runtime.launch_enter_hook
+    if hasattr(hook, "add"):
+        hook.add(print_nothing)
+        found["watched"] = by_addresses(0)
+        hook.remove(print_nothing)
+    return found | {"repeated again": by_addresses(0)}
 
 
 def print_nothing(metadata: Any) -> None:
@@ -152,12 +123,11 @@ def print_nothing(metadata: Any) -> None:
 
 def main() -> None:
     driver.set_active(Driver())  # type: ignore[no-untyped-call]
-    for module in (gemm_kind, rational_gemm_launch, triton_rational):
+    for module in (gemm_problem, program_linear_rational, triton_rational):
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
-    gemm_kind.has_overlap = lambda device: True  # type: ignore[assignment]
+    gemm_problem.has_overlap = lambda device: True  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
-    for module in (recorded_gated, recorded_linear_rational):
-        seen(module)
+    count_served()
     rational_operator.fuses = lambda *sizes: True
     x, weight = torch.randn(2, 33, 64, dtype=torch.bfloat16), torch.randn(256, 64, dtype=torch.bfloat16)
     bias, down = torch.randn(256, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
@@ -184,7 +154,8 @@ def main() -> None:
     stacked_rest = long_weight[25344 // 2 :]
     given = [t.data_ptr() for t in (x, weight, bias, learned, a, b, first, second, long_x, long_weight, rest, stacked_rest)]
     with fastkron_py.backend("triton"):
-        found = {name: ways(call) for name, call in calls.items()} | {"gradients": gradients(x, learned)}
+        found = {name: ways(lambda call=call: call) for name, call in calls.items()}  # type: ignore[misc]
+        found["gradients"] = ways(lambda: gradients(x, learned))
         print(json.dumps({"given": given, "calls": found, "direct": direct()}))
 
 

@@ -1,4 +1,4 @@
-"""What large polynomial KAN layers hand to the driver on a machine without a GPU, as if it had an H100, as JSON.
+"""What polynomial KAN layers hand to the driver on a machine without a GPU, as if it had an H100, as JSON.
 
 Memory is never given back, so that an address stands for one tensor. Run in a process of its own, without TRITON_INTERPRET: Triton
 decides at import.
@@ -14,24 +14,28 @@ from typing import Any
 
 import torch
 from launch_gemm_without_gpu import Driver, print_nothing
-from launch_without_gpu import CURRENT, launched
+from launch_without_gpu import BUILT, CURRENT, launched, note_programs
 from triton import knobs
 from triton.runtime import driver
 
 import fastkron_py
-from fastkron_py.kan import cached as recorded_poly_kan
 from fastkron_py.kan import operator
-from fastkron_py.kan import problem as poly_kan_kind
-from fastkron_py.runtime import backend
-from fastkron_py.runtime import call_cache as records
+from fastkron_py.kan import problem as kan_problem
+from fastkron_py.runtime import backend, builder
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime import program as replay
-from fastkron_py.tiling import gemm_problem as gemm_kind
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.tiling import gemm_problem
 
 KEPT: list[torch.Tensor] = []
-LONG: list[str] = []  # what was not repeated
 _ADDRESS = 1 << 32  # integers from here on are places in memory, but for one
 _ONE = 0x3FF0000000000000  # the number 1, as kernels get it
+
+
+class H100(Driver):
+    """Tensors are on the CPU, whose device has no number: they stand for some on the current GPU."""
+
+    def get_current_stream(self, device: int) -> int:
+        return super().get_current_stream(max(device, 0))
 
 
 def keeping(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -45,7 +49,7 @@ def keeping(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def apart(buffers: Sequence[tuple[int, Any]]) -> tuple[list[int], int]:
-    """Offsets for a replay's buffers, of which none takes another one's memory (tests/runtime/test_recorder.py shows which may)."""
+    """Offsets for a program's buffers, none of which takes another one's memory."""
     offsets = list(itertools.accumulate([-(-size // 512) * 512 for size, _ in buffers], initial=0))
     return offsets[:-1], offsets[-1]
 
@@ -64,7 +68,7 @@ def named(launches: list[dict[str, Any]], given: dict[str, torch.Tensor]) -> lis
 
 
 def ways(case: tuple[Any, ...]) -> dict[str, Any]:
-    """Launches of a forward and a backward pass: the long way, as they are recorded, and repeated in some circumstances."""
+    """Launches of a forward and a backward pass: of the first call, of one whose programs are built again, and of cached calls."""
     rows, num_in, num_out, degree, dtype, precision, has_bias = case
     given = {
         "x": torch.empty(rows, num_in, dtype=dtype, requires_grad=True),
@@ -73,24 +77,21 @@ def ways(case: tuple[Any, ...]) -> dict[str, Any]:
     }
     if has_bias:
         given["bias"] = torch.empty(num_out, dtype=dtype, requires_grad=True)
-    found: dict[str, Any] = {"long": {}}
+    found: dict[str, Any] = {"built": {}}
 
     def both(way: str) -> None:
         x, c, bias, dy = (given.get(name) for name in ("x", "coefficients", "bias", "dy"))
         wanted = [t for t in (x, c, bias) if t is not None]
-        LONG.clear()
+        BUILT.clear()
         forward = launched(lambda: KEPT.append(fastkron_py.poly_kan(x, c, bias=bias, precision=precision)))
         backward = launched(functools.partial(torch.autograd.grad, KEPT[-1], wanted, dy))
         found[way] = {"forward": named(forward, given), "backward": named(backward, given)}
-        found["long"][way] = list(LONG)
+        found["built"][way] = list(BUILT)
 
-    recordable = records.is_recordable
-    recorded_poly_kan.is_recordable = lambda tensors: False  # type: ignore[assignment]
     both("through the JIT functions")
-    both("compiled")
-    recorded_poly_kan.is_recordable = recordable
-    both("recorded")
-    both("repeated")
+    CACHE.forget()
+    both("built again")
+    both("cached")
     CURRENT["stream"] = 12
     both("on another stream")
     CURRENT["stream"] = 11
@@ -99,34 +100,31 @@ def ways(case: tuple[Any, ...]) -> dict[str, Any]:
         hook.add(print_nothing)
         both("watched")
         hook.remove(print_nothing)
-    both("repeated again")
+    both("cached again")
     return found
 
 
+CASES = {
+    "bfloat16": (8448, 768, 512, 8, torch.bfloat16, None, False),
+    "TF32, with bias": (8446, 768, 512, 8, torch.float32, "high", True),
+    "three passes": (4098, 512, 512, 8, torch.float32, "highest", False),
+    "small, with bias": (64, 256, 512, 15, torch.float32, "highest", True),
+}
+
+
 def main() -> None:
-    driver.set_active(Driver())  # type: ignore[no-untyped-call]
-    for module in (gemm_kind, poly_kan_kind):
+    driver.set_active(H100())  # type: ignore[no-untyped-call]
+    for module in (gemm_problem, kan_problem):
         module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
     devices.has_chained = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
     devices.has_approximations = lambda device: True  # type: ignore[assignment]
-    replay._places = apart  # type: ignore[assignment]
+    builder._places = apart  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
-    for name in ("launched", "launched_gradients"):
-        original = getattr(operator, name)
-
-        def call(*arguments: Any, original: Any = original, name: str = name) -> Any:
-            LONG.append(name)
-            return original(*arguments)
-
-        setattr(operator, name, call)
+    for declared in (operator.poly_kan, operator.poly_kan_backward):
+        note_programs(declared)
     torch.empty, torch.empty_like, torch.Tensor.new_empty = map(keeping, (torch.empty, torch.empty_like, torch.Tensor.new_empty))  # type: ignore[assignment]
-    cases = {
-        "bfloat16": (8448, 768, 512, 8, torch.bfloat16, None, False),
-        "TF32, with bias": (8446, 768, 512, 8, torch.float32, "high", True),
-        "three passes": (4098, 512, 512, 8, torch.float32, "highest", False),
-    }
     with fastkron_py.backend("triton"):
-        found = {name: ways(case) for name, case in cases.items()}
+        found = {name: ways(case) for name, case in CASES.items()}
     print(json.dumps(found))
 
 

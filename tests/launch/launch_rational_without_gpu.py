@@ -1,24 +1,35 @@
-"""What rational calls launch on a machine without a GPU, as if it had an H100, as JSON: unrecorded, recorded and replayed.
+"""What rational calls launch on a machine without a GPU, as if it had an H100, as JSON: at first, cached, and with another Triton.
 
-Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import. The argument is the version that Triton says it is.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 from typing import Any
 
 import torch
-from launch_without_gpu import H100, launched
+import triton
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-import fastkron_py
-from fastkron_py.rational import launches as triton_rational
-from fastkron_py.runtime import backend
+
+def other_launcher(self: CompiledKernel, grid: Any) -> Any:
+    """Triton's way to launch a compiled kernel, with its arguments in another order."""
+    return lambda *operands, stream: self.run(self.function, *grid, stream, self.packed_metadata, *operands)
 
 
 def main() -> None:
+    triton.__version__ = sys.argv[1]
+    from launch_without_gpu import H100, launched
+
+    import fastkron_py
+    from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.runtime import backend, launch
+    from fastkron_py.runtime.call_cache import CACHE
+
     driver.set_active(H100())
     triton_rational.multiprocessor_count = lambda device: 132
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
@@ -26,11 +37,20 @@ def main() -> None:
     act = fastkron_py.nn.GroupRational(192)
     operands = [x, act.numerator, act.denominator]
     found: dict[str, Any] = {"operands": [t.data_ptr() for t in (dy, *operands)]}
+
+    def take(name: str) -> None:
+        results: list[torch.Tensor] = []
+        forward = launched(lambda: results.append(act(x)))
+        found[name] = forward + launched(functools.partial(torch.autograd.grad, results[0], operands, dy))
+
     with fastkron_py.backend("triton"):
-        for way in ("unrecorded", "recorded", "replayed"):
-            results: list[torch.Tensor] = []
-            forward = launched(lambda results=results: results.append(act(x)))
-            found[way] = forward + launched(functools.partial(torch.autograd.grad, results[0], operands, dy))
+        take("first")
+        take("cached")
+        CompiledKernel.__getitem__ = other_launcher
+        launch._obstacles.clear()
+        CACHE.forget()
+        take("another launcher, first")
+        take("another launcher")
     print(json.dumps(found))
 
 

@@ -16,11 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import fastkron_py
-from fastkron_py.kron import cached as recorded
+from fastkron_py.kron import operator
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.call_cache import CACHE
 
 LAUNCHES: list[dict[str, Any]] = []
+BUILT: list[str] = []  # operators of which a program was built
 CURRENT = {"device": 0, "stream": 11}
 
 
@@ -52,7 +54,7 @@ class H100:
 
         def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
             arguments = rest[-self.count :]
-            launch = {"grid": [x, y, z], "stream": stream, "tensors": _has_tensors(arguments), "arguments": plain(arguments)}
+            launch = {"grid": [x, y, z], "stream": stream, "tensors": has_tensors(arguments), "arguments": plain(arguments)}
             LAUNCHES.append(launch | {"names": self.names})
 
     def get_current_target(self) -> GPUTarget:
@@ -65,8 +67,32 @@ class H100:
         return CURRENT["stream"] + 100 * device
 
 
-def _has_tensors(argument: Any) -> bool:
-    return isinstance(argument, torch.Tensor) or (isinstance(argument, tuple) and any(map(_has_tensors, argument)))
+class Entered:
+    """Stands for `torch.cuda.device`."""
+
+    def __init__(self, device: int) -> None:
+        self.other = device
+
+    def __enter__(self) -> None:
+        CURRENT["device"], self.other = self.other, CURRENT["device"]
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT["device"] = self.other
+
+
+def note_programs(declared: Any) -> None:
+    """Let `BUILT` have an operator's name for each program that is built for it from now on."""
+    build = declared._build
+
+    def noted(*arguments: Any) -> Any:
+        BUILT.append(declared.name)
+        return build(*arguments)
+
+    declared._build = noted
+
+
+def has_tensors(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) or (isinstance(argument, tuple) and any(map(has_tensors, argument)))
 
 
 def launched(call: Any) -> list[dict[str, Any]]:
@@ -78,6 +104,9 @@ def launched(call: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     driver.set_active(H100())
+    torch.cuda.device = Entered  # type: ignore[assignment, misc]
+    for declared in (operator.kron_matmul, operator.kron_matmul_backward):
+        note_programs(declared)
     devices.multiprocessor_count = lambda device: 132
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     x, factors = torch.randn(1, 32**4), [torch.randn(32, 32) for _ in range(4)]
@@ -86,16 +115,17 @@ def main() -> None:
     found: dict[str, Any] = {"operands": operands}
     with fastkron_py.backend("triton"):
         found["first"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
-        recorded.forget()
-        found["compiled"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
-        found["replayed"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
-        found["served"] = recorded.replay(x, factors, 1.0, 0.0, None, False) is not None
+        CACHE.forget()
+        found["built again"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        found["cached"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        found["programs"] = len(BUILT)
         CURRENT["stream"] = 12
         found["on another stream"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
         found["unaligned"] = launched(lambda: fastkron_py.kron_matmul(shifted, factors))
         found["shifted"] = shifted.data_ptr()
         CURRENT["device"] = 1
-        found["served on another device"] = recorded.replay(x, factors, 1.0, 0.0, None, False) is not None
+        found["on another current device"] = launched(lambda: fastkron_py.kron_matmul(x, factors))
+        found["current device"] = CURRENT["device"]
         CURRENT["device"] = 0
         found["scaled"] = launched(lambda: fastkron_py.kron_matmul(x, factors, alpha=3.0))
         found["scaled again"] = launched(lambda: fastkron_py.kron_matmul(x, factors, alpha=-5.0))
@@ -104,17 +134,21 @@ def main() -> None:
 
 
 def backward() -> dict[str, Any]:
-    """Launches of the same backward pass: unrecorded, as it is recorded, and replayed; for several kinds of operands."""
+    """Launches of the same backward pass: the first one's, those of a program built again, and cached; for several problems."""
     found: dict[str, Any] = {}
     with fastkron_py.backend("triton"):
         for rows, sizes in ((512, (64, 64)), (20, (8, 8, 8)), (300, (32, 32, 32)), (64, (128, 16))):
             width = math.prod(sizes)
             x, dy = torch.randn(rows, width, requires_grad=True), torch.randn(rows, width)
             factors = [torch.randn(p, p, requires_grad=True) for p in sizes]
-            ways = {}
-            for way in ("unrecorded", "recorded", "replayed"):
+            ways: dict[str, Any] = {}
+            BUILT.clear()
+            for way in ("first", "built again", "cached"):
                 y = fastkron_py.kron_matmul(x, factors)
                 ways[way] = launched(functools.partial(torch.autograd.grad, y, [x, *factors], dy))
+                if way == "first":
+                    CACHE.forget()
+            ways["programs"] = BUILT.count("kron_matmul_backward")
             ways["operands"] = [t.data_ptr() for t in (dy, x, *factors)]
             found[f"{rows} x {sizes}"] = ways
     return found

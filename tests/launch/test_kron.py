@@ -1,4 +1,4 @@
-"""What a recognised call launches, on a machine without a GPU: the same kernels on the same arguments as the first call."""
+"""Launches of a cached call, on a machine without a GPU: the same kernels on the same arguments as the first call's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("launch_without_gpu")
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("launch_without_gpu")]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def pointers(launch: dict[str, Any]) -> tuple[int, list[int], int, int]:
 
 
 def test_the_same_launches(found: dict[str, Any]) -> None:
-    """Through the JIT function, as a compiled kernel, and replayed: results lie elsewhere, all else is equal."""
-    assert found["served"]
-    for way in ("compiled", "replayed"):
+    """Through the JIT functions, for another program, and past them in a cached call: results lie elsewhere, all else is equal."""
+    assert found["programs"] == 2
+    for way in ("built again", "cached"):
         assert len(found[way]) == len(found["first"])
         for launch, first in zip(found[way], found["first"], strict=True):
             assert launch["grid"] == first["grid"]
@@ -45,7 +45,7 @@ def test_the_same_launches(found: dict[str, Any]) -> None:
 
 def test_the_same_operands(found: dict[str, Any]) -> None:
     x, *factors = found["operands"]
-    for way in ("first", "compiled", "replayed"):
+    for way in ("first", "built again", "cached"):
         assert len(found[way]) > 1  # so that one launch's result is the next one's operand
         given: list[int] = []
         source = x
@@ -59,16 +59,19 @@ def test_the_same_operands(found: dict[str, Any]) -> None:
 
 
 def test_addresses_are_given_as_integers(found: dict[str, Any]) -> None:
-    assert all(launch["tensors"] for launch in found["first"])
-    assert not any(launch["tensors"] for way in ("compiled", "replayed") for launch in found[way])
+    assert all(launch["tensors"] for way in ("first", "built again") for launch in found[way])
+    assert not any(launch["tensors"] for launch in found["cached"])
 
 
 def test_the_current_stream(found: dict[str, Any]) -> None:
     assert {launch["stream"] for launch in found["on another stream"]} == {12}
 
 
-def test_another_current_device_is_not_served(found: dict[str, Any]) -> None:
-    assert not found["served on another device"]
+def test_another_current_device(found: dict[str, Any]) -> None:
+    """The operands' device launches, on its own current stream; the other one is the current device again."""
+    assert {launch["stream"] for launch in found["on another current device"]} == {12}
+    assert len(found["on another current device"]) == len(found["first"])
+    assert found["current device"] == 1
 
 
 def test_an_unaligned_operand_is_compiled_for(found: dict[str, Any]) -> None:
@@ -89,11 +92,12 @@ def test_alpha(found: dict[str, Any]) -> None:
 
 
 def test_backward_passes(found: dict[str, Any]) -> None:
-    """Recorded and replayed, they launch what they did before, on the same operands; buffers lie elsewhere."""
+    """Built again and cached, they launch the same kernels as the first one, on the same operands; buffers lie elsewhere."""
     assert found["backward"]
     for ways in found["backward"].values():
-        first, operands = ways["unrecorded"], ways["operands"]
-        for way in ("recorded", "replayed"):
+        assert ways["programs"] == 2
+        first, operands = ways["first"], ways["operands"]
+        for way in ("built again", "cached"):
             assert len(ways[way]) == len(first) > 1
             for launch, like in zip(ways[way], first, strict=True):
                 assert (launch["grid"], launch["stream"], launch["names"]) == (like["grid"], like["stream"], like["names"])
@@ -104,7 +108,7 @@ def test_backward_passes(found: dict[str, Any]) -> None:
                     for a, b in zip(flat(given), flat(wanted), strict=True):
                         assert (a in operands) == (b in operands)
                         assert a == b or a not in operands
-        assert not any(launch["tensors"] for launch in ways["replayed"])
+        assert not any(launch["tensors"] for launch in ways["cached"])
 
 
 def flat(pointers: Any) -> list[int]:

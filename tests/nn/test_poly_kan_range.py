@@ -110,7 +110,7 @@ def of_compiled(name: str, is_inside: bool, use_reentrant: bool, backend: str) -
         ("twice", True, True, "aot_eager"),
         ("network", False, False, "aot_eager"),
         ("convolution", True, False, "aot_eager"),
-        pytest.param("linear", False, False, "inductor", marks=COMPILER),
+        pytest.param("linear", False, False, "inductor", marks=[COMPILER, pytest.mark.full]),
     ],
 )
 def test_compiled_checkpoints_change_nothing(name: str, is_inside: bool, use_reentrant: bool, backend: str) -> None:

@@ -30,11 +30,13 @@ def run(name: str) -> list[float]:
     return [float(n) for n in re.findall(r"(?:: +|error )([\d.]+)", result.stdout)]
 
 
+@pytest.mark.full
 def test_deblur_comes_closer_to_the_original() -> None:
     blurred, sharpened = run("deblur.py")
     assert sharpened > blurred + 2  # decibels
 
 
+@pytest.mark.full
 def test_learn_blur_predicts_patches_held_out() -> None:
     before, after = run("learn_blur.py")
     assert after < before / 2
@@ -52,6 +54,7 @@ def test_every_example_is_run() -> None:
     }  # the latter: tests/distributed
 
 
+@pytest.mark.full
 def test_gp_image_predicts_the_same_with_fastkron_py() -> None:
     """The other Gaussian process examples take tables that come with packages of their own."""
     if not EXAMPLES.is_dir():
@@ -104,6 +107,7 @@ def pack_diamonds(folder: Path) -> None:
         archive.addfile(member, io.BytesIO(text))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KAN_EXAMPLES)
 def test_kan_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
@@ -127,6 +131,7 @@ def test_every_kan_example_is_run() -> None:
     assert {p.stem for p in (EXAMPLES / "kan").glob("*.py")} == {*KAN_EXAMPLES, "common", "pictures"}
 
 
+@pytest.mark.full
 def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins as -sin(pi x), vanishes at both ends, and satisfies the equation, by central differences of step 1e-4."""
     if not EXAMPLES.is_dir():
@@ -151,6 +156,7 @@ def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(exact(begin, torch.full((9,), 1e-12)), -torch.sin(torch.pi * begin), atol=1e-5)
 
 
+@pytest.mark.full
 def test_kat_reads_digits_and_draws_its_functions(tmp_path: Path) -> None:
     if not EXAMPLES.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from rational_cases import HALF_TOLERANCES, VERSIONS, Problem, assert_right, expected, ours, problem, step
+from rational_cases import HALF_TOLERANCES, VERSIONS, WITHOUT_NOISE, Problem, assert_right, expected, ours, problem, step
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import rational
+from fastkron_py.reference_rational import FORMULAS
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,6 +36,7 @@ def test_degrees_and_dtypes(degrees: tuple[int, int], dtype: torch.dtype, backen
     assert_right(ours(p), p)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["A", "B"])
 def test_kan_sizes(version: str, backend_name: str, device: torch.device) -> None:
     """A KAT-T's input: groups of 24 channels, three 16-byte vectors, with a last tile that is not full."""
@@ -41,17 +44,15 @@ def test_kan_sizes(version: str, backend_name: str, device: torch.device) -> Non
     assert_right(ours(p, version), p, version)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_largest_interpreted(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A KAT-B's input. The interpreter takes its time by the tile: these are 16 times as large, and otherwise walk as any do."""
-    from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.rational import launches
 
-    for name, launches, chosen in (
-        ("_forward", triton_rational._Forward, triton_rational.FORWARD),
-        ("_backward", triton_rational._Backward, triton_rational.BACKWARD),
-    ):
+    for name, chosen in (("forward_launcher", launches.FORWARD), ("backward_launchers", launches.BACKWARD)):
         larger = replace(chosen, vectors=chosen.vectors * (16 if device.type == "cpu" else 1))
-        monkeypatch.setattr(triton_rational, name, lambda kind, launches=launches, larger=larger: launches(kind, larger))
+        monkeypatch.setattr(launches, name, partial(getattr(launches, name), preference=larger))
     p = problem((8, 197, 768), 8, dtype=dtype, device=device)
     with fastkron_py.backend("triton"):
         assert_right(ours(p), p)
@@ -153,7 +154,7 @@ def test_zeros_have_the_formula_s_derivatives(version: str, backend_name: str, d
     p = Problem(x, a, b, p.dy)
     found = ours(p, version)
     assert_right(found, p, version)
-    if version in ("A", "B", "C", "D"):
+    if FORMULAS[version].absolute != "none":
         assert not found[3][0].any()  # no derivative at all of absolute values of zero
 
 
@@ -164,7 +165,7 @@ def test_infinities_and_nan_stand_where_the_formula_has_them(version: str, backe
     x = p.x.clone()
     x[0, 0, 0], x[0, 1, 5] = torch.nan, torch.inf
     y = rational(x, p.a, p.b, version=version)
-    want = fastkron_py.reference.rational(x, p.a, p.b, version="B" if version == "D" else version)
+    want = fastkron_py.reference.rational(x, p.a, p.b, version=version)
     assert torch.equal(y.isnan(), want.isnan())
     fastkron_py.testing.assert_close(y.nan_to_num(), want.nan_to_num(), rms_tol=3e-6, max_tol=3e-5)
 
@@ -172,7 +173,7 @@ def test_infinities_and_nan_stand_where_the_formula_has_them(version: str, backe
 # ---- coefficients ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["A", "B", "C"])
+@pytest.mark.parametrize("version", WITHOUT_NOISE)
 @pytest.mark.parametrize("groups", [(1, 4), (4, 1), (1, 1)], ids=str)
 def test_shared_coefficients(groups: tuple[int, int], version: str, backend_name: str, device: torch.device) -> None:
     p = problem((5, 3, 16), groups, version=version, device=device)

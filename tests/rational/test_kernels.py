@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from rational_cases import Problem, assert_right, problem
 from torch import Tensor
 
 from fastkron_py.rational import config as tuning
-from fastkron_py.rational import launches as triton_rational
+from fastkron_py.rational import launches, program
 from fastkron_py.rational import torch_backend as torch_rational
 from fastkron_py.rational.config import Preference
 
@@ -25,6 +28,15 @@ WALKS = {
 }
 
 
+def by(build: Callable[..., program.Program], given: tuple[Tensor, ...], *options: object) -> list[Tensor]:
+    """The results of the kernels' program, which is built anew."""
+    return build(given, (*options, "triton"))(given)
+
+
+def gradients(p: Problem, need_x: bool = True, need_coefficients: bool = True) -> list[Tensor]:
+    return by(program.gradients, (p.dy, p.x, p.a, p.b), need_x, need_coefficients, "B")
+
+
 @pytest.fixture(params=WALKS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Problem, dict[str, object]]:
     """A problem whose walk is that of the name, for both passes."""
@@ -34,8 +46,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     p = problem(shape, groups)
     preference = Preference(vectors, warps, iterations, tapers=True)
     monkeypatch.setattr(tuning, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-    for name, launches in (("_forward", triton_rational._Forward), ("_backward", triton_rational._Backward)):
-        monkeypatch.setattr(triton_rational, name, lambda kind, launches=launches: launches(kind, preference))
+    for name in ("forward_launcher", "backward_launchers"):
+        monkeypatch.setattr(launches, name, partial(getattr(launches, name), preference=preference))
     runs = tuning.find_runs(p.x.shape, [p.x.stride()], groups)
     assert runs is not None
     return p, {"mode": mode, "masked": masked, "walk": tuning.walk(runs, 4, 2, preference)}
@@ -47,34 +59,30 @@ def test_walks(way: tuple[Problem, dict[str, object]], device: torch.device) -> 
     assert isinstance(walk, tuning.Walk)
     assert (walk.mode, walk.masked) == (about["mode"], about["masked"])
     p = Problem(*(t.to(device) for t in p))
-    y = triton_rational.forward(p.x, p.a, p.b, "B", torch.float32)
-    dx, da, db = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", True, True)
-    found = [t for t in (y, dx, da, db) if t is not None]
-    assert_right(found, p)
+    y = by(program.forward, p[:3], "B", torch.float32)
+    assert_right(y + gradients(p), p)
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=str)
 def test_only_what_is_needed(needs: tuple[bool, bool], device: torch.device) -> None:
     """The same bits as where everything is, and nothing written into x."""
     p = problem((40, 48), 2, device=device)
-    every = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", True, True)
+    every = gradients(p)
     before = p.x.clone()
-    dx, da, db = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", *needs)
+    found = gradients(p, *needs)
     assert torch.equal(p.x, before)
-    assert [t is not None for t in (dx, da, db)] == [needs[0], needs[1], needs[1]]
-    for found, want in zip((dx, da, db), every, strict=True):
-        assert found is None or (want is not None and torch.equal(found, want))
+    wanted = every[:1] if needs[0] else every[1:]
+    assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
 
 
 def test_sums_of_many_programs_are_float64_s(device: torch.device) -> None:
     """Coefficients' gradients over 30 000 elements: as good as float32 sums in pairs, or better."""
     p = problem((640, 48), 1, device=device)
-    _, da, db = triton_rational.backward(p.dy, p.x, p.a, p.b, "B", False, True)
+    da, db = gradients(p, need_x=False)
 
     def wide() -> tuple[Tensor, ...]:
         return torch_rational.backward(p.dy.double(), p.x.double(), p.a.double(), p.b.double(), "B")[1:]
 
     plain = torch_rational.backward(p.dy, p.x, p.a, p.b, "B")[1:]
     for found, other, want in zip((da, db), plain, wide(), strict=True):
-        assert found is not None
         assert float((found - want).abs().mean()) <= 2 * float((other - want).abs().mean()) + 1e-7 * float(want.abs().mean())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gemm_cases import gemm_columns
 from rational_cases import problem
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -14,38 +15,50 @@ from torch.nn.functional import linear
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.nn import GRKAN
-from fastkron_py.rational import cached_linear as recorded_linear_rational
 from fastkron_py.rational import operator_linear_rational as operator
 from fastkron_py.rational.api import linear_rational
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.call_cache import CACHE, CallCache
+from fastkron_py.runtime.program import Program
 
 # The interpreter cuts bfloat16 off.
 TOLERANCES = {torch.float32: (3e-6, 3e-5), torch.bfloat16: (8e-3, 3e-2), torch.float16: (1e-3, 4e-3)}
 
 
 class Spy:
-    """Counts calls of the fused kernel; says that it is the faster way, however small the problem."""
+    """Counts runs of the fused kernel, and calls found in the cache; says that it is the faster way, however small the problem."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: list[bool] = []
+        self.cached = 0
         self.z: Tensor | None = None
-        inner = operator._forward
+        run, find = Program.__call__, CallCache.find
 
-        def forward(*arguments: Any) -> Any:
-            self.kept.append(arguments[-1])
-            y, self.z = inner(*arguments)
-            return y, self.z
+        def counted(program: Program, *given: Any) -> list[Tensor]:
+            results = run(program, *given)
+            if gemm_columns(program):
+                self.kept.append(len(results) == 2)
+                self.z = results[1] if self.kept[-1] else None
+            return results
 
-        monkeypatch.setattr(operator, "_forward", forward)
+        def found(cache: CallCache, key: Any, tensors: Any) -> Any:
+            entry = find(cache, key, tensors)
+            self.cached += entry is not None and key[0].startswith("linear_rational")
+            return entry
+
+        monkeypatch.setattr(Program, "__call__", counted)
+        monkeypatch.setattr(CallCache, "find", found)
         monkeypatch.setattr(operator, "fuses", lambda *sizes: True)
         monkeypatch.setattr(operator, "_is_hopper", lambda device: True)
 
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    recorded_linear_rational.RECORDS.forget()  # what a record serves, the spy does not see
+    CACHE.forget()
+    torch_internals.forget()  # whatever an earlier test of this process has found out
     with fastkron_py.backend("triton"):
         yield Spy(monkeypatch)
-    recorded_linear_rational.RECORDS.forget()
+    CACHE.forget()
 
 
 def operands(
@@ -60,14 +73,13 @@ def operands(
 def expected(tensors: list[Tensor], version: str = "B", z: Tensor | None = None) -> list[Tensor]:
     """[y, and gradients of the five operands], in float64; gradients at z, where it is given, in place of the product."""
     leaves = [t.double().detach().requires_grad_() for t in tensors[:5]]
-    formula = "B" if version == "D" else version
     product = linear(*leaves[:3])
-    y = reference.rational(product, *leaves[3:], version=formula)
+    y = reference.rational(product, *leaves[3:], version=version)
     if z is not None:
         rms, most = TOLERANCES[z.dtype]
         fastkron_py.testing.assert_close(z, product, rms_tol=rms, max_tol=most, name="z")
         product = product + (z.double() - product).detach()
-    at_z = reference.rational(product, *leaves[3:], version=formula)
+    at_z = reference.rational(product, *leaves[3:], version=version)
     return [y.detach(), *torch.autograd.grad(at_z, leaves, tensors[5].double())]
 
 
@@ -156,6 +168,56 @@ def test_second_derivatives(spy: Spy, device: torch.device) -> None:
     for found, w in zip(second(linear_rational, tensors), want, strict=True):
         fastkron_py.testing.assert_close(found, w, rms_tol=2e-5, max_tol=1e-4)
     assert spy.kept == [True]
+
+
+def test_repeats_bit_for_bit(spy: Spy, device: torch.device) -> None:
+    """With gradients and without, of other numbers each time, and as a program of its own."""
+    for turn in range(2):
+        tensors = operands((2, 3), 24, 16, (2, 1), device)
+        found = step(tensors)
+        assert spy.cached == turn
+        assert_right(found, tensors, z=spy.z)
+        y = linear_rational(*tensors[:5])
+        assert torch.equal(y, found[0])
+        assert spy.cached == 2 * turn
+    CACHE.forget()
+    assert all(torch.equal(f, again) for f, again in zip(found, step(tensors), strict=True))
+    assert spy.cached == 2
+
+
+def test_what_differs_is_another_call(spy: Spy, device: torch.device) -> None:
+    """Strides, alignment, dtype, the version, and torch's precision, in which the two are composed."""
+    tensors = operands((6,), 20, 32, 2, device)
+    x, weight, bias, a, b, _ = tensors
+    linear_rational(x, weight, bias, a, b)
+    unaligned = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    for y in (
+        linear_rational(x.mT.contiguous().mT, weight, bias, a, b),
+        linear_rational(unaligned, weight, bias, a, b),
+        linear_rational(x, weight, bias, a, b.double().float().mT.contiguous().mT),
+    ):
+        fastkron_py.testing.assert_close(y, expected(tensors)[0])
+    fastkron_py.testing.assert_close(linear_rational(x, weight, bias, a, b, version="A"), expected(tensors, "A")[0])
+    assert len(spy.kept) == 5
+    with torch.autocast(device.type, torch.bfloat16):
+        assert linear_rational(x, weight, bias, a, b).dtype == torch.bfloat16
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        linear_rational(x, weight, bias, a, b)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert spy.cached == 0
+    linear_rational(x, weight, bias, a, b)
+    assert spy.cached == 1
+
+
+@pytest.mark.parametrize("name", ["linear_rational", "linear_rational_saving"])
+def test_opcheck(name: str, device: torch.device) -> None:
+    tensors = [t.requires_grad_() for t in operands((6,), 20, 32, 2, device)[:5]]
+    with fastkron_py.backend("triton"):
+        torch.library.opcheck(getattr(torch.ops.fastkron, name), (*tensors, "B"))
+        torch.library.opcheck(getattr(torch.ops.fastkron, name), (*tensors[:2], None, *tensors[3:], "B"))
 
 
 def test_autocast(spy: Spy, device: torch.device) -> None:

@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kan import cached as recorded_poly_kan
-from fastkron_py.kron import cached as recorded
-from fastkron_py.kron import implementation
+from fastkron_py.kron import operator
 from fastkron_py.runtime import operator as autograd
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Nothing is recognised at first, nor left behind."""
-    for module in (recorded, recorded_poly_kan):
-        module.forget()
+    """Nothing is found in the call cache at first, nor left behind."""
+    CACHE.forget()
     yield
-    for module in (recorded, recorded_poly_kan):
-        module.forget()
+    CACHE.forget()
 
 
 def kron(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -44,7 +41,7 @@ def problem(name: str, device: torch.device) -> tuple[Any, Tensor, list[Tensor]]
     return function, torch.randn(6, 8, device=device).requires_grad_(), parameters
 
 
-@pytest.mark.parametrize("calls", [1, 3])  # by the third a call is recognised
+@pytest.mark.parametrize("calls", [1, 3])  # the second and the third are served by the call cache
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_loss_of_a_derivative(name: str, calls: int, backend_name: str, device: torch.device) -> None:
     """As equations ask for it: u_x first, whose loss then has gradients for x and every parameter."""
@@ -66,25 +63,24 @@ def test_a_loss_of_a_derivative(name: str, calls: int, backend_name: str, device
 @pytest.mark.parametrize("recorded_graph", [True, False])
 def test_kron_computes_what_it_is_asked_for(recorded_graph: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     seen: list[tuple[bool, list[bool]]] = []
-    gradients = implementation.gradients
 
     def noted(dy: Tensor, x: Tensor, factors: Any, need_x: bool, need_factors: Any, *options: Any) -> Any:
         seen.append((need_x, list(need_factors)))
-        return gradients(dy, x, factors, need_x, need_factors, *options)
+        return operator.kron_matmul_backward(dy, x, factors, need_x, need_factors, *options)
 
-    monkeypatch.setattr(implementation, "gradients", noted)
+    monkeypatch.setattr(operator, "CALLS", operator.CALLS._replace(gradients=noted))
     function, x, factors = problem("kron", device)
     torch.autograd.grad(function(x, factors).sum(), x, create_graph=recorded_graph)
     torch.autograd.grad(function(x, factors).sum(), [factors[1], x], create_graph=recorded_graph)
     torch.autograd.grad(function(x, factors).sum(), [x, *factors], create_graph=recorded_graph)
     function(x, factors).sum().backward()
-    # Without a graph the flags are taken as they are: such passes are recognised as a whole.
+    # Without a graph the flags are taken as they are: such a pass is whole, and its program is kept.
     asked = [(True, [False, False]), (True, [False, True]), (True, [True, True]), (True, [True, True])]
     assert seen == (asked if recorded_graph else [(True, [True, True])] * 4)
 
 
 def test_what_torch_does_not_tell_is_taken_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(autograd, "_will_execute", None)
+    monkeypatch.setattr(autograd.torch_internals, "works", lambda names: names != "nodes of a backward pass")
     function, x, factors = problem("kron", device)
     (slope,) = torch.autograd.grad(function(x, factors).sum(), x, create_graph=True)
     assert_close(slope, torch.kron(*factors).double().sum(1).expand(6, 8).detach())

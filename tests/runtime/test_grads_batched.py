@@ -18,7 +18,7 @@ from fastkron_py.functional import gated_mlp
 from fastkron_py.rational.api import linear_rational
 from fastkron_py.rational.api_layer_norm import layer_norm_rational
 from fastkron_py.rational.api_linear import rational_linear
-from fastkron_py.runtime.operator import batchable_one_by_one
+from fastkron_py.runtime.batching import batchable_one_by_one
 
 # torch itself scripts some decompositions when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from gemm_cases import gemm
 from torch import Tensor
 
 from fastkron_py.gated.activations import Activation, find_activation, register_activation, unregister_activation
 from fastkron_py.gated.kernels.epilogues import epilogue_gate, epilogue_gate_and_pair
 from fastkron_py.gated.launches import Gated
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import gemm_launch
-from fastkron_py.tiling import gemm_problem as gemm_kind
+from fastkron_py.tiling import gemm_problem
 from fastkron_py.tiling.gemm import epilogue_plain, prologue_plain
 from fastkron_py.tiling.gemm_config import GemmTile
-from fastkron_py.tiling.gemm_launch import gemm
 from fastkron_py.tiling.gemm_problem import Gemm
 
 TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2), GemmTile(64, 64, 16, 4, 1, parts=4, group=1)]
 
 
 @pytest.fixture(params=[True, False], ids=["descriptors", "pointers"])
-def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways to reach memory, as far as the device has them."""
     if not request.param:
-        monkeypatch.setattr(gemm_kind, "has_descriptors", lambda device: False)
-    gemm_launch.forget_launches()
-    yield request.param
-    gemm_launch.forget_launches()
+        monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
+    return bool(request.param)
 
 
 @triton.jit
@@ -105,8 +102,10 @@ def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device
         gemm(x, weight.transpose(0, 1).reshape(2 * h, k), bias.mT.reshape(2 * h), call, out, tile=tile)
     else:
         b, b2 = placed(where, weight)
-        kind = gemm_kind.kind_of(x, b, bias, [out, None, None, None], call, "highest", tile, b2)
-        assert (kind.b.described, kind.swapped) == (described, described and where == "apart, gate first")
+        build = Builder([x, b, bias, b2, out])
+        *operands, meta_b2, target = build.inputs
+        problem = gemm_problem.problem_of(build, *operands, [target, None, None, None], call, "highest", tile, meta_b2)
+        assert (problem.b.described, problem.swapped) == (described, described and where == "apart, gate first")
         gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
@@ -127,18 +126,20 @@ def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device
 )
 def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
-    monkeypatch.setattr(gemm_kind, "has_overlap", lambda device: other.get("overlap", True))
+    monkeypatch.setattr(gemm_problem, "has_overlap", lambda device: other.get("overlap", True))
     register_activation(Activation("my own", torch.relu, torch.relu, prologue_plain, prologue_plain))
     try:
         epilogue = epilogue_gate_and_pair if other.get("saving") else epilogue_gate
-        x, (b, b2) = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
-        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(epilogue, x)
+        x, weight = torch.empty(40, 64, dtype=dtype), torch.empty(2, hidden, 64, dtype=dtype)
+        call = Gated(other.get("activation", "silu"), "stacked", "highest").gemm(epilogue, dtype, x.device)
     finally:
         unregister_activation("my own")
     bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
-    kind = gemm_kind.kind_of(x, b, bias, [torch.empty(40, hidden, dtype=dtype), None, None, None], call, "highest", None, b2)
-    assert kind.sizes().beside is beside
-    assert kind.overlaps() is other.get("overlap", True)
+    build = Builder([x, weight, bias])
+    x, (b, b2), bias = build.inputs
+    problem = gemm_problem.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", None, b2)
+    assert problem.sizes().beside is beside
+    assert problem.overlaps() is other.get("overlap", True)
 
 
 def test_half_types_of_another_result(device: torch.device) -> None:
@@ -162,4 +163,5 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     assert_close(y, x.double() @ weight.double().mT, **({"rms_tol": 8e-3, "max_tol": 3e-2} if dtype == torch.bfloat16 else {}))
     y.fill_(torch.nan)
     assert bool(result.isnan().all())
-    assert not gemm_kind.is_describable(y)
+    build = Builder([y])
+    assert not gemm_problem.is_describable(build, build.inputs[0])

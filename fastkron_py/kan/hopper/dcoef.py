@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from fastkron_py.kan.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
-from fastkron_py.kan.hopper.tiles import store_layout, store_made, turned_layout, upright_layout
+from fastkron_py.kan.hopper.tiles import store_layout, store_made, transposed_layout, upright_layout
 from fastkron_py.tiling.products import known
 
 
@@ -101,7 +101,7 @@ def _make(
     DEGREES: gl.constexpr = TILE[3]
     left, left_low, right, right_low, full, empty = ring
     COUNT: gl.constexpr = 256 // BLOCK_N // 2  # degrees that are stored at once: the warps wait for each other in between
-    MADE: gl.constexpr = turned_layout(left.dtype) if ALONG else upright_layout(BLOCK_N)
+    MADE: gl.constexpr = transposed_layout(left.dtype) if ALONG else upright_layout(BLOCK_N)
     rows = sizes[0]
     num_in = known(sizes[1], ALIGN_IN)
     stride_xm = known(stride_xm, ALIGN_IN)
@@ -192,7 +192,7 @@ def _store_gradients(sums, first, place, OPTIONS: gl.constexpr, SUMS: gl.constex
 
 
 @gluon.jit
-def _poly_kan_staged_dcoef_kernel(
+def _poly_kan_pipelined_dcoef_kernel(
     dy_desc,  # [M, O] in boxes [BLOCK_K, BLOCK_M], or, in float32, both the other way about
     low_desc,  # its low halves
     x_ptr,  # [M, I]

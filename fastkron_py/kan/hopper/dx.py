@@ -82,7 +82,7 @@ def _fetch_for_dx(
 
 
 @gluon.jit
-def _poly_kan_staged_dx_kernel(
+def _poly_kan_pipelined_dx_kernel(
     dy_ptr,  # [M, O]
     low_dy_ptr,
     x_ptr,  # [M, I]

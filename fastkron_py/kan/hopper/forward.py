@@ -139,7 +139,7 @@ def _store_y(sums, first_n, place, HAS_BIAS: gl.constexpr, SUMS: gl.constexpr, W
 
 
 @gluon.jit
-def _poly_kan_staged_fwd_kernel(
+def _poly_kan_pipelined_fwd_kernel(
     x_ptr,  # [M, I]
     coef_desc,  # [TERMS * O, I] in boxes [BLOCK_N, BLOCK_K]
     low_desc,  # its low halves

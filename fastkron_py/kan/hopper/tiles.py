@@ -46,7 +46,7 @@ def made_layout(width, dtype):
 
 
 @gluon.constexpr_function
-def turned_layout(dtype):
+def transposed_layout(dtype):
     """For values ``[j, m]`` that a warpgroup makes, whose vectors of 16 bytes run along m, while lanes run along j, as x does."""
     return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [1, 4], [1, 0])
 

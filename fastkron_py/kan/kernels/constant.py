@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from fastkron_py.kan.problem import launch
-from fastkron_py.runtime.sizes import next_power_of_two
-
-# Few blocks one after the other: a program waits for each of them.
-_RUN = 128  # rows that one program of the first stage adds up, in one block
-_COLUMNS = 64  # of it
-_MOST = 512  # rows that are added up in one stage
-_OUTPUTS, _INPUTS = 16, 256  # of a block of dC[0]
-_SUMMED = 4  # rows of C[0] in a program
-_LONGEST = 1024  # of their columns in a block
 
 
 @triton.jit
@@ -95,37 +82,3 @@ def _spread_sums_kernel(
     sums = _column_sums(x_ptr, n, 0, rows, num_out, stride, ACC, BLOCK_M, BLOCK_N).to(out_ptr.dtype.element_ty)
     out = out_ptr + (n.to(tl.int64)[:, None] * num_in + k[None, :])
     tl.store(out, tl.broadcast_to(sums[:, None], (BLOCK_N, BLOCK_K)), mask=(n < num_out)[:, None] & (k < num_in)[None, :])
-
-
-def constant(coefficients: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
-    """What degree 0 and the bias add to every row of y: ``[O]``, of contiguous coefficients ``[terms, O, I]``."""
-    _, num_out, num_in = coefficients.shape
-    out = torch.empty(num_out, dtype=wide, device=coefficients.device)
-    given = (coefficients, coefficients if bias is None else bias, out)
-    blocks = {"BLOCK_N": _SUMMED, "BLOCK_K": min(_LONGEST, next_power_of_two(num_in)), "num_warps": 4}
-    launch(_constant_kernel, -(-num_out // _SUMMED), given, num_out=num_out, num_in=num_in, HAS_BIAS=bias is not None, **blocks)
-    return out
-
-
-def store_gradient(x: Tensor, out: Tensor) -> None:
-    """Sums of the columns of ``x [M, O]``, whose rows are runs of memory, as ``out[0]`` of contiguous ``out [terms, O, I]``."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows, num_out = x.shape
-    if rows > _MOST:
-        runs = -(-rows // _RUN)
-        sums = torch.empty((runs, num_out), dtype=wide, device=x.device)
-        blocks = {"RUN": _RUN, "BLOCK_M": _RUN, "BLOCK_N": _COLUMNS, "num_warps": 8}
-        programs = runs * -(-num_out // _COLUMNS)
-        launch(_column_sums_kernel, programs, (x, sums), rows=rows, columns=num_out, stride=x.stride(0), **blocks)
-        x, rows = sums, runs
-    num_in = out.shape[2]
-    sizes = {"rows": rows, "num_out": num_out, "num_in": num_in, "stride": x.stride(0)}
-    blocks = {
-        "BLOCK_M": min(_RUN, next_power_of_two(rows)),
-        "BLOCK_N": _OUTPUTS,
-        "BLOCK_K": min(_INPUTS, next_power_of_two(num_in)),
-        "num_warps": 4,
-    }
-    accumulator = tl.float64 if wide == torch.float64 else tl.float32
-    programs = -(-num_out // _OUTPUTS) * -(-num_in // _INPUTS)
-    launch(_spread_sums_kernel, programs, (x, out), **sizes, ACC=accumulator, **blocks)

@@ -168,7 +168,7 @@ def _dcoef_tile(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile ``[j, o]`` of a few neighbouring degrees, for one split's rows. The basis is the left operand, turned, in registers."""
+    """One tile ``[j, o]`` of a few neighbouring degrees, for one split's rows. The basis is the left operand, transposed, in registers."""
     dy_ptr, low_ptr, x_ptr, table_ptr, out_ptr = tensors
     rows, num_in, num_out = sizes
     stride_gm, stride_go, stride_xm = strides

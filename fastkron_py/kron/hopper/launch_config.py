@@ -6,7 +6,7 @@ import math
 from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
-from fastkron_py.kron.backward_problem import Kind, shared_strides
+from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
 from fastkron_py.kron.plan.chained import TileLayout
 from fastkron_py.kron.plan.chained_gradient import (
     NARROW,
@@ -33,7 +33,7 @@ class ChainedLaunch(NamedTuple):
     partials: int
 
 
-def chained_launch(kind: Kind) -> ChainedLaunch | None:
+def chained_launch(kind: GradientProblem) -> ChainedLaunch | None:
     """The launch of a register-chained kernel for a group, or None where none can take it."""
     chain = kind.group.split > kind.group.start
     if not chain and kind.sizes == (NARROW, NARROW) and kind.around[2] % NEIGHBOURS == 0:
@@ -57,7 +57,7 @@ def chained_launch(kind: Kind) -> ChainedLaunch | None:
     return ChainedLaunch(_step_launch(kind, config), config.programs * config.summed)
 
 
-def _copies_whole_vectors(kind: Kind) -> bool:
+def _copies_whole_vectors(kind: GradientProblem) -> bool:
     """Whether rows begin where a vector may, and slices follow each other as a kernel is compiled for."""
     p, q = kind.sizes
     addresses = kind.addresses
@@ -67,7 +67,7 @@ def _copies_whole_vectors(kind: Kind) -> bool:
     return bool(addresses["TAIL"] or (addresses["u_strides"][place] == p and addresses["g_strides"][place] == q))
 
 
-def _step_sizes(kind: Kind) -> tuple[tuple[int, int], tuple[int, int]]:
+def _step_sizes(kind: GradientProblem) -> tuple[tuple[int, int], tuple[int, int]]:
     """Rows of a chain's steps, and columns."""
     split = kind.group.split - kind.group.start
     (pa, qa), (pb, qb) = (
@@ -76,7 +76,7 @@ def _step_sizes(kind: Kind) -> tuple[tuple[int, int], tuple[int, int]]:
     return (pa, pb), (qa, qb)
 
 
-def _common(kind: Kind, config: StepGradientConfig | PairGradientConfig) -> dict[str, Any]:
+def _common(kind: GradientProblem, config: StepGradientConfig | PairGradientConfig) -> dict[str, Any]:
     """Arguments of either kernel."""
     groups, _, before, after = kind.around
     p, q = kind.sizes
@@ -108,7 +108,7 @@ def _operand(operand: Operand) -> tuple[Any, ...]:
     return (*bases(operand), operand.order, operand.shape)
 
 
-def _step_launch(kind: Kind, config: StepGradientConfig) -> LaunchConfig:
+def _step_launch(kind: GradientProblem, config: StepGradientConfig) -> LaunchConfig:
     """The launch for a group of one step."""
     p, q = (size // config.neighbours for size in kind.sizes)
     plan = step_gradient(p, q, config, kind.addresses["TAIL"], kind.need_x)
@@ -136,7 +136,7 @@ def _step_launch(kind: Kind, config: StepGradientConfig) -> LaunchConfig:
     return LaunchConfig(kernel, (kind.around[0] * config.programs,), arguments)
 
 
-def _pair_launch(kind: Kind, config: PairGradientConfig) -> LaunchConfig:
+def _pair_launch(kind: GradientProblem, config: PairGradientConfig) -> LaunchConfig:
     """The launch for a chain of two steps."""
     p, q = _step_sizes(kind)
     split = kind.group.split - kind.group.start

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
@@ -33,22 +33,22 @@ class Launch:
     steps: tuple[Step, ...]
     chained: bool = False  # by the Hopper kernel, whose tile stays in registers
 
-    @property
+    @cached_property
     def start(self) -> int:
         """First factor."""
         return self.steps[0].start
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last factor."""
         return self.steps[-1].stop
 
-    @property
+    @cached_property
     def p(self) -> int:
         """Rows of the launch's product."""
         return math.prod(s.p for s in self.steps)
 
-    @property
+    @cached_property
     def q(self) -> int:
         """Columns of the launch's product."""
         return math.prod(s.q for s in self.steps)

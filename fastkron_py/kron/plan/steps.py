@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
-
-from fastkron_py.runtime.sizes import next_power_of_two
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
@@ -13,7 +12,7 @@ DOT_SIDE: Final = 16
 
 def padded(size: int) -> int:
     """The next power of two, at least `DOT_SIDE`."""
-    return max(DOT_SIDE, next_power_of_two(size))
+    return max(DOT_SIDE, 1 << (size - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,12 @@ class Step:
     p: int
     q: int
 
-    @property
+    @cached_property
     def p_pad(self) -> int:
         """P as held on chip: a power of two that a dot takes."""
         return padded(self.p)
 
-    @property
+    @cached_property
     def q_pad(self) -> int:
         """Q as held on chip."""
         return padded(self.q)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import cached as recorded
 from fastkron_py.kron.canonical import canonical
 from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
 from fastkron_py.kron.tune import cache, table
 from fastkron_py.kron.tune.choice import FACTORS_MOST
 from fastkron_py.kron.tune.result import TuningProgress, TuningResult
 from fastkron_py.runtime.backend import triton_obstacle
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -110,8 +110,7 @@ def run(
     path = cache.cache_file() if save else None
     result = replace(result, saved=path is not None and cache.merge(path, [result.entry]))
     table.remember(result.entry)
-    search.use_new_choices()
-    recorded.forget()
+    CACHE.forget()
     return result
 
 

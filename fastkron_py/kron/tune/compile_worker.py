@@ -21,9 +21,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fastkron_py.kron.forward_problem import Kind
+from fastkron_py.kron.forward import MultiplyLaunch, launches_of
+from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.launches import Rows
-from fastkron_py.kron.triton_backend import Prepared, program_of
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.entry import choice_from_json, choice_to_json
 
@@ -47,28 +47,28 @@ class Target:
         return 0
 
 
-def task_to_json(target: Any, kind: Kind, choice: Choice) -> str:
+def task_to_json(target: Any, problem: MultiplyProblem, choice: Choice) -> str:
     """One line of input."""
     return json.dumps(
         {
             "target": [target.backend, target.arch, target.warp_size],
-            "shape": list(kind.shape),
-            "x": list(kind.x),
-            "factor_shapes": [list(s) for s in kind.factor_shapes],
-            "factor_strides": [list(s) for s in kind.factor_strides],
-            "sizes": list(kind.sizes),
-            "precision": kind.precision,
-            "dtype": str(kind.dtype).removeprefix("torch."),
+            "shape": list(problem.shape),
+            "x": list(problem.x),
+            "factor_shapes": [list(s) for s in problem.factor_shapes],
+            "factor_strides": [list(s) for s in problem.factor_strides],
+            "sizes": list(problem.sizes),
+            "precision": problem.precision,
+            "dtype": str(problem.dtype).removeprefix("torch."),
             "launches": choice_to_json(choice),
         }
     )
 
 
-def _kind(task: dict[str, Any]) -> Kind:
+def _problem(task: dict[str, Any]) -> MultiplyProblem:
     shapes, strides = (tuple(tuple(s) for s in task[name]) for name in ("factor_shapes", "factor_strides"))
     dtype, device = getattr(torch, task["dtype"]), torch.device("cpu")
     shape, sizes = tuple(task["shape"]), tuple(task["sizes"])
-    return Kind(shape, Rows(*task["x"]), None, shapes, strides, 0, len(shapes), sizes, False, task["precision"], dtype, device)
+    return MultiplyProblem(shape, Rows(*task["x"]), None, shapes, strides, 0, len(shapes), sizes, False, task["precision"], dtype, device)
 
 
 def _stack(compiled: Any) -> int:
@@ -84,10 +84,10 @@ def _stack(compiled: Any) -> int:
     return max([int(size) for size in re.findall(r"STACK:(\d+)", text)], default=0)
 
 
-def _compile(prepared: Prepared, sample: Tensor) -> tuple[int, int]:
+def _compile(launch: MultiplyLaunch, sample: Tensor) -> tuple[int, int]:
     """Bytes of shared memory and of stack of one launch."""
-    kernel, grid, arguments = prepared.configs[0]
-    factors = (sample,) * (prepared.stop - prepared.start)
+    kernel, grid, arguments = launch.launcher.configs[0]
+    factors = (sample,) * (launch.stop - launch.start)
     compiled = kernel.run(
         x_ptr=sample, factor_ptrs=factors, z_ptr=sample, y_ptr=sample, alpha=0, beta=0, grid=grid, warmup=True, **arguments
     )
@@ -106,10 +106,10 @@ def answer(line: str) -> dict[str, Any]:
     """What became of one line of input: the most shared memory and stack of its launches, or an error."""
     task = json.loads(line)
     driver.set_active(Target(*task["target"]))
-    kind = _kind(task)
-    sample = torch.empty(1, dtype=kind.dtype)  # on a 16-byte boundary, like the tensors it stands for
+    problem = _problem(task)
+    sample = torch.empty(1, dtype=problem.dtype)  # on a 16-byte boundary, like the tensors it stands for
     try:
-        needs = [_compile(prepared, sample) for prepared in program_of(kind, choice_from_json(task["launches"]))]
+        needs = [_compile(launch, sample) for launch in launches_of(problem, choice_from_json(task["launches"]))]
     except Exception as error:  # whatever a compiler raises is a property of this choice
         return {"error": _summary(error)}
     return {"shared": max(shared for shared, _ in needs), "stack": max(stack for _, stack in needs)}

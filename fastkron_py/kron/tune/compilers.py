@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fastkron_py.kron.forward_problem import Kind
+from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.compile_worker import task_to_json
 
@@ -132,12 +132,12 @@ class Compilers:
         for worker in self._workers:
             worker.stop()
 
-    def compile(self, kind: Kind, choices: Sequence[Choice], seconds: float) -> Iterator[Compiled]:
+    def compile(self, multiply: MultiplyProblem, choices: Sequence[Choice], seconds: float) -> Iterator[Compiled]:
         """Compile choices, in the order in which they get done, for at most so many seconds in all."""
         if self._target is None:
             yield from (Compiled(choice) for choice in choices)
             return
-        pending = [self._threads.submit(self._one, kind, choice) for choice in choices]
+        pending = [self._threads.submit(self._one, multiply, choice) for choice in choices]
         try:
             for future in as_completed(pending, timeout=max(0.0, seconds)):
                 yield future.result()
@@ -147,9 +147,9 @@ class Compilers:
             for future in pending:
                 future.cancel()
 
-    def _one(self, kind: Kind, choice: Choice) -> Compiled:
+    def _one(self, multiply: MultiplyProblem, choice: Choice) -> Compiled:
         worker = self._free.get()
         try:
-            return Compiled(choice, **worker.ask(task_to_json(self._target, kind, choice), self._limit))
+            return Compiled(choice, **worker.ask(task_to_json(self._target, multiply, choice), self._limit))
         finally:
             self._free.put(worker)

@@ -13,8 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from fastkron_py.kron import triton_backend
-from fastkron_py.kron.triton_backend import Prepared, program_of
+from fastkron_py.kron.forward import MultiplyLaunch, Scale, is_mergeable, launches_of, multiply_problem
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.compilers import Compiled, Compilers
@@ -22,8 +21,9 @@ from fastkron_py.kron.tune.result import TuningProgress, TuningResult
 from fastkron_py.kron.tune.table import lookup
 from fastkron_py.kron.tune.tuned import problem_of
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.precision import resolved
-from fastkron_py.runtime.program import bits
+from fastkron_py.runtime.program import Program
 from fastkron_py.testing import tolerances
 
 FLUSH_BYTES: Final = 256 << 20  # more than any GPU's L2 cache
@@ -101,7 +101,7 @@ class Search:
     Args:
         x: ``[B, L, K, R]``, of which (K, R) is one run of memory; on the device that is tuned.
         factors: ``[B, P_i, Q_i]``.
-        precision: as in `triton_backend.multiply`.
+        precision: as in `kron_matmul`.
         budget: seconds to spend.
         compiling: processes for it.
         report: called after every trial.
@@ -119,10 +119,9 @@ class Search:
         compiling: Compilers,
         report: Callable[[TuningProgress], None],
     ) -> None:
-        sizes = tuple(f.shape[1] for f in factors)
         self.x, self.factors = x, factors
-        self.kind = triton_backend.kind_of(x, factors, 0, len(factors), sizes, resolved(precision), False)
-        problem = problem_of(self.kind)
+        self.multiply = multiply_problem(x, factors, x.device, resolved(precision))
+        problem = problem_of(self.multiply)
         if problem is None:
             raise ValueError(f"a multiply of {len(factors)} factors of {x.dtype} is not tuned")
         self.problem = problem
@@ -133,17 +132,24 @@ class Search:
         self.times: dict[Choice, float] = {}
         self.tried: set[Choice] = set()
         self.dropped: list[tuple[str, str]] = []
-        self.default = program_of(self.kind, None)
+        self.default, _ = self.program(None)
         with _poisoned():
             self.expected = self.call(self.default)
         self.default_seconds = self.timer.median(lambda: self.call(self.default))
 
-    def call(self, program: Sequence[Prepared]) -> Tensor:
-        """The product by this program, with alpha 1 and beta 0."""
-        y = self.x
-        for prepared in program:
-            y = prepared.run(y, self.factors, None, bits(1.0), 0)
-        return y
+    def program(self, choice: Choice | None) -> tuple[Program, list[MultiplyLaunch]]:
+        """The product by a choice, or by the closed form, and its launches."""
+        build = Builder((self.x, *self.factors))
+        y, *factors = build.inputs
+        launches = launches_of(self.multiply, choice)
+        for launch in launches:
+            x, y = y, build.empty(launch.shape, self.x.dtype)
+            launch.add(build, x, factors, None, y, Scale())
+        return build.program([y]), launches
+
+    def call(self, program: Program) -> Tensor:
+        """The product, with alpha 1 and beta 0."""
+        return program((self.x, *self.factors))[0]
 
     def left(self) -> float:
         """Seconds of the budget that are left."""
@@ -157,7 +163,7 @@ class Search:
     def try_all(self, choices: Sequence[Choice]) -> None:
         """Compile, check and time choices, as far as the budget goes."""
         fresh = [choice for choice in dict.fromkeys(choices) if choice not in self.tried][: TRIALS_MOST - len(self.tried)]
-        for compiled in self.compiling.compile(self.kind, fresh, self.left()):
+        for compiled in self.compiling.compile(self.multiply, fresh, self.left()):
             self.tried.add(compiled.choice)
             try:
                 self.times[compiled.choice] = self.trial(compiled)
@@ -179,7 +185,7 @@ class Search:
             raise DroppedError(f"asks for {compiled.shared} bytes of shared memory, more than the device's {self.most_shared}")
         if compiled.stack > STACK_MOST:
             raise DroppedError(f"spills {compiled.stack} bytes a thread")
-        program = program_of(self.kind, compiled.choice)
+        program, launches = self.program(compiled.choice)
         try:
             with _poisoned():
                 y = self.call(program)
@@ -187,7 +193,7 @@ class Search:
         except Exception as error:
             self._wait()  # a device that is lost for good says so here, and the search ends
             raise DroppedError(f"{type(error).__name__}: {str(error)[:200]}") from error
-        if any(prepared.first for prepared in program):
+        if any(launch.launcher.fell_back for launch in launches):
             raise DroppedError("asks for more than the device has")
         self.check(y)
         return self.timer.median(lambda: self.call(program), TOO_SLOW * self.best_seconds)
@@ -198,7 +204,7 @@ class Search:
         Raises:
             DroppedError: it does.
         """
-        dtype = torch.float16 if self.x.dtype == torch.float32 and self.kind.precision != "highest" else self.x.dtype
+        dtype = torch.float16 if self.x.dtype == torch.float32 and self.multiply.precision != "highest" else self.x.dtype
         bounds = tolerances(dtype, 2 * len(self.factors))  # multiplied out, a factor may be rounded once more
         error = y.sub_(self.expected)
         for order, bound, what in ((2, bounds[0], "RMS"), (float("inf"), bounds[1], "largest")):
@@ -211,7 +217,7 @@ class Search:
         """Search until the budget is spent or nothing near the best gets better."""
         self._tell()
         known = lookup(self.problem)
-        chained = devices.has_chained(self.kind.device, self.kind.dtype)
+        chained = devices.has_chained(self.multiply.device, self.multiply.dtype)
         self.try_all([*starting_points(self.problem, chained), *([] if known is None else [known])])
         expanded: set[Choice] = set()
         patience = PATIENCE
@@ -229,7 +235,7 @@ class Search:
     def _decide(self) -> TuningResult:
         """Time the fastest again, in turn with the closed form, now that nothing is compiled beside them."""
         best = sorted(self.times, key=self.times.__getitem__)[:FINALISTS]
-        contenders = {None: self.default} | {choice: program_of(self.kind, choice) for choice in best}
+        contenders = {None: self.default} | {choice: self.program(choice)[0] for choice in best}
         taken: dict[Choice | None, list[float]] = {choice: [] for choice in contenders}
         for program in contenders.values():
             self.call(program)
@@ -281,9 +287,4 @@ def search(
     if x.device.type != "cuda" and not knobs.runtime.interpret:
         raise RuntimeError("Triton was imported without TRITON_INTERPRET=1, so that it cannot run kernels on the CPU")
     with devices.on_device(x), torch.no_grad():
-        return Search(triton_backend.mergeable(x), factors, precision, budget, compiling, report).run()
-
-
-def use_new_choices() -> None:
-    """Let the next call of every kind of multiply look into the tables again."""
-    triton_backend.forget_programs()
+        return Search(x if is_mergeable(x) else x.contiguous(), factors, precision, budget, compiling, report).run()

@@ -1,4 +1,4 @@
-"""Which tuned choice a multiply takes: its kind told to the tables, once for each kind."""
+"""Which tuned choice a multiply takes: its problem told to the tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastkron_py.kron.tune.table import lookup
 from fastkron_py.runtime import device as devices
 
 if TYPE_CHECKING:
-    from fastkron_py.kron.forward_problem import Kind
+    from fastkron_py.kron.forward_problem import MultiplyProblem
 
 
 @lru_cache(maxsize=64)
@@ -22,31 +22,31 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER
 
 
-def problem_of(kind: Kind) -> Problem | None:
-    """The problem that a kind of multiply poses, or None for one that is not tuned: a part of the factors only."""
-    count = len(kind.factor_shapes)
-    dtype = str(kind.dtype).removeprefix("torch.")
-    if kind.start != 0 or kind.stop != count or count > FACTORS_MOST or dtype not in ITEMSIZE:
+def problem_of(multiply: MultiplyProblem) -> Problem | None:
+    """The problem that a multiply poses, or None for one that is not tuned: a part of the factors only."""
+    count = len(multiply.factor_shapes)
+    dtype = str(multiply.dtype).removeprefix("torch.")
+    if multiply.start != 0 or multiply.stop != count or count > FACTORS_MOST or dtype not in ITEMSIZE:
         return None
-    groups, rows, width, columns = kind.shape
+    groups, rows, width, columns = multiply.shape
     return Problem(
         operation="multiply",
-        device=device_name(kind.device),
+        device=device_name(multiply.device),
         triton=".".join(triton.__version__.split(".")[:2]),
         dtype=dtype,
-        precision="high" if kind.dtype == torch.float32 and kind.precision != "highest" else "highest",
-        factors=tuple((int(s[-2]), int(s[-1])) for s in kind.factor_shapes),
+        precision="high" if multiply.dtype == torch.float32 and multiply.precision != "highest" else "highest",
+        factors=tuple((int(s[-2]), int(s[-1])) for s in multiply.factor_shapes),
         rows=rows_bucket(groups * rows),
         columns=columns,
         batched=groups > 1,
-        contiguous=rows == 1 or kind.x.row == width * columns,
+        contiguous=rows == 1 or multiply.x.row == width * columns,
     )
 
 
-def tuned(kind: Kind) -> Choice | None:
-    """The tuned choice for a kind of multiply, or None for the closed form."""
-    problem = problem_of(kind)
+def tuned(multiply: MultiplyProblem) -> Choice | None:
+    """The tuned choice for a multiply, or None for the closed form."""
+    problem = problem_of(multiply)
     choice = None if problem is None else lookup(problem)
-    if choice is not None and choice.has_chained and not devices.has_chained(kind.device, kind.dtype):
+    if choice is not None and choice.has_chained and not devices.has_chained(multiply.device, multiply.dtype):
         return None  # a device of the same name with another chip
     return choice

@@ -7,6 +7,7 @@ it keeps in registers. The arithmetic is float32, or float64 for float64 tensors
 import triton
 import triton.language as tl
 
+from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _load_coefficients, _rational, _rational_slopes
 
 # Integers, of which a kernel compiled for special values would gain nothing: how vectors lie is spelled out.
@@ -151,10 +152,10 @@ def _rational_fwd_kernel(
     short: tl.int64,
     long_chunks: tl.int64,
     rows_per_period: tl.int64,
+    DENOMINATOR,  # jit functions: see `DeviceFunctions`
     GROUPS: tl.constexpr,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
-    VERSION: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,
@@ -164,8 +165,8 @@ def _rational_fwd_kernel(
 ):
     """``y = P(x) / Q(x)``."""
     group = (tl.program_id(0) % GROUPS).to(tl.int64)
-    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
-    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
+    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
+    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
     first, row, column_x, step, count = _begin(total, per_run, phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE)
     column_y = column_x
     offset_x = row * stride_x + (group * per_run + column_x) * VECTOR
@@ -173,7 +174,7 @@ def _rational_fwd_kernel(
     for _ in range(count):
         valid = first + tl.arange(0, BLOCK) < total
         x = _load(x_ptr, _elements(offset_x, VECTOR), valid, DTYPE, MASKED)
-        y = _rational(a, b, x, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
+        y = _rational(a, b, x, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         _store(y_ptr, _elements(offset_y, VECTOR), y, valid, MASKED)
         offset_x, column_x = _advance(offset_x, column_x, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
         offset_y, column_y = _advance(offset_y, column_y, step, rows_per_period, per_run, stride_y, BLOCK, VECTOR, MODE)
@@ -202,10 +203,11 @@ def _rational_bwd_kernel(
     short: tl.int64,
     long_chunks: tl.int64,
     rows_per_period: tl.int64,
+    DENOMINATOR,  # jit functions: see `DeviceFunctions`
     GROUPS: tl.constexpr,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
-    VERSION: tl.constexpr,
+    B_FIRST: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,
@@ -222,8 +224,8 @@ def _rational_bwd_kernel(
     The vector of a thread is summed first, then vectors, a warp's threads and, by the kernel below, warps.
     """
     group = (tl.program_id(0) % GROUPS).to(tl.int64)
-    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, A_COUNT, DTYPE, False)
-    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
+    a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
+    b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
     first, row, column, step, count = _begin(total, per_run, phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE)
     column_dy = column
     column_dx = column
@@ -237,11 +239,11 @@ def _rational_bwd_kernel(
         tile = _elements(offset, VECTOR)
         x = _load(x_ptr, tile, valid, DTYPE, MASKED)
         dy = _load(dy_ptr, tile if SAME_STRIDES else _elements(offset_dy, VECTOR), valid, DTYPE, MASKED)
-        dx, u, even, odd = _rational_slopes(a, b, x, dy, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
+        dx, u, even, odd = _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         if NEED_X:
             _store(dx_ptr, tile if SAME_STRIDES else _elements(offset_dx, VECTOR), dx, valid, MASKED)
         if NEED_COEFFICIENTS:
-            sum_a, sum_b = _add_coefficients(sum_a, sum_b, x, u, even, odd, A_COUNT, B_COUNT, VERSION, True)
+            sum_a, sum_b = _add_coefficients(sum_a, sum_b, x, u, even, odd, A_COUNT, B_COUNT, B_FIRST, True)
         offset, column = _advance(offset, column, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
         if not SAME_STRIDES:
             offset_dy, column_dy = _advance(offset_dy, column_dy, step, rows_per_period, per_run, stride_dy, BLOCK, VECTOR, MODE)
@@ -265,11 +267,11 @@ def _rational_coefficients_kernel(
     stride_bg: tl.int64,
     stride_bj: tl.int64,
     count: tl.int64,  # partial sums of each coefficient, over all groups
+    DENOMINATOR,
     A_GROUPS: tl.constexpr,
     B_GROUPS: tl.constexpr,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
-    VERSION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sums of the partial sums, in a fixed order and in float64: one program for each coefficient.
@@ -294,7 +296,6 @@ def _rational_coefficients_kernel(
     if is_a:
         tl.store(da_ptr + group * A_COUNT + coefficient, total.to(da_ptr.dtype.element_ty))
     else:
-        if VERSION == "A":
-            b = tl.load(b_ptr + group * stride_bg + coefficient * stride_bj)
-            total = tl.where(b == 0, 0.0, tl.where(b < 0, -total, total))
+        b = tl.load(b_ptr + group * stride_bg + coefficient * stride_bj).to(total.dtype)
+        total = DENOMINATOR.coefficient_slope(total, b)
         tl.store(db_ptr + group * B_COUNT + coefficient, total.to(db_ptr.dtype.element_ty))

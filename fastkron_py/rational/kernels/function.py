@@ -1,16 +1,19 @@
 """Device functions of the rational function ``P(x) / Q(x)`` and its derivatives, for any kernel that has x in registers.
 
-With ``S(x) = sum_j b_j x^j``, the denominators Q are, by version,
-
-    A  1 + sum_j |b_j x^j|,  j >= 1        B  1 + |S|,  j >= 1        C  0.1 + |S|,  j >= 0        N  1 + S,  j >= 1
-
-Coefficients are tuples of values that broadcast with x.
+DENOMINATOR is a tuple of jit functions (`DeviceFunctions` in `denominators/denominator.py`). Coefficients are tuples of values that
+broadcast with x. A kernel that gets DENOMINATOR inside of another tuple knows its functions by their places alone (Triton 3.6).
 """
 
 import triton
 import triton.language as tl
 
+from fastkron_py.rational.denominators.device import polynomial
 from fastkron_py.tiling.approximations import quick_reciprocal
+
+# Places in `DeviceFunctions`.
+COEFFICIENT = tl.constexpr(0)
+SUM = tl.constexpr(2)
+VALUE = tl.constexpr(3)
 
 
 @triton.jit
@@ -19,47 +22,12 @@ def _appended(values, value):
 
 
 @triton.jit
-def _load_coefficients(ptr, stride, COUNT: tl.constexpr, DTYPE: tl.constexpr, ABSOLUTE: tl.constexpr):
+def _load_coefficients(ptr, stride, KEPT, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """COUNT coefficients, each as the jit function KEPT makes it."""
     values = ()
     for i in tl.static_range(COUNT):
-        value = tl.load(ptr + i * stride).to(DTYPE)
-        if ABSOLUTE:
-            value = tl.abs(value)
-        values = _appended(values, value)
+        values = _appended(values, KEPT(tl.load(ptr + i * stride).to(DTYPE)))
     return values
-
-
-@triton.jit
-def _polynomial(c, x, COUNT: tl.constexpr):
-    """(value, derivative) of ``sum_i c_i x^i``, by Horner's rule for both at once."""
-    value = c[COUNT - 1]
-    slope = c[COUNT - 1] * 0
-    for i in tl.static_range(1, COUNT):
-        slope = value if i == 1 else slope * x + value
-        value = value * x + c[COUNT - 1 - i]
-    return value, slope
-
-
-@triton.jit
-def _denominator_sum(b, x, COUNT: tl.constexpr, VERSION: tl.constexpr):
-    """(S, its derivative); for version A of ``sum_j |b_j| |x|^j`` by |x|, b being absolute values."""
-    if VERSION == "A":
-        x = tl.abs(x)
-    value, slope = _polynomial(b, x, COUNT)
-    if VERSION != "C":  # b begins with b_1
-        slope = slope * x + value
-        value = value * x
-    return value, slope
-
-
-@triton.jit
-def _denominator(s, VERSION: tl.constexpr):
-    if VERSION == "B":
-        return tl.abs(s) + 1.0
-    elif VERSION == "C":
-        return tl.abs(s) + tl.full((1, 1), 0.1, s.dtype)
-    else:
-        return s + 1.0
 
 
 @triton.jit
@@ -72,38 +40,25 @@ def _reciprocal(q, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def _times_sign(value, x):
-    """``value * sign(x)``, zero where x is zero."""
-    value = tl.where(x < 0, -value, value)
-    return tl.where(x == 0, 0.0, value)
+def _rational(a, b, x, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """``P(x) / Q(x)``, of coefficients b as DENOMINATOR keeps them."""
+    p, _dp = polynomial(a, x, A_COUNT)
+    s, _ds = DENOMINATOR[SUM](b, x, B_COUNT)
+    return p * _reciprocal(DENOMINATOR[VALUE](s), APPROXIMATE)
 
 
 @triton.jit
-def _rational(a, b, x, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, VERSION: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """``P(x) / Q(x)``; of version A b are absolute values."""
-    p, _dp = _polynomial(a, x, A_COUNT)
-    s, _ds = _denominator_sum(b, x, B_COUNT, VERSION)
-    return p * _reciprocal(_denominator(s, VERSION), APPROXIMATE)
-
-
-@triton.jit
-def _rational_slopes(a, b, x, dy, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, VERSION: tl.constexpr, APPROXIMATE: tl.constexpr):
+def _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, APPROXIMATE: tl.constexpr):
     """(dx, u, even, odd): the cotangent of x; ``u x^i`` is that of a_i, and that of b_j is ``even x^j`` or ``odd x^j``, as j is.
 
-    Of version A, where b are absolute values, it is that of ``|b_j|``.
+    b are coefficients as DENOMINATOR keeps them.
     """
-    p, dp = _polynomial(a, x, A_COUNT)
-    s, ds = _denominator_sum(b, x, B_COUNT, VERSION)
-    inverse = _reciprocal(_denominator(s, VERSION), APPROXIMATE)
+    p, dp = polynomial(a, x, A_COUNT)
+    s, ds = DENOMINATOR.sum(b, x, B_COUNT)
+    inverse = _reciprocal(DENOMINATOR.value(s), APPROXIMATE)
     u = dy * inverse  # of P
     v = -u * (p * inverse)  # of Q
-    odd = v
-    even = v
-    if VERSION == "A":
-        odd = _times_sign(v, x)  # so that x^j may stand for |x|^j
-    elif VERSION != "N":
-        odd = _times_sign(v, s)
-        even = odd
+    even, odd = DENOMINATOR.slopes(v, x, s)
     return u * dp + odd * ds, u, even, odd
 
 
@@ -117,11 +72,10 @@ def _add_coefficients(
     odd,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
-    VERSION: tl.constexpr,
+    B_FIRST: tl.constexpr,
     ALONG: tl.constexpr,  # terms are summed along their last dimension first
 ):
     """(sum_a, sum_b) with one more term each: the coefficients' gradients, of what `_rational_slopes` gives."""
-    B_FIRST: tl.constexpr = 0 if VERSION == "C" else 1
     POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
     next_a = ()
     next_b = ()

@@ -1,9 +1,9 @@
 """The rational function of the sums of a linear layer's main loop (`tiling/gemm.py`).
 
-Tensors are (numerator, denominator), contiguous; PARAMS is
+Tensors are (numerator, denominator, denominator's jit functions), the first two contiguous; PARAMS is
 
-    (version, numerator's count, denominator's count, channels of a group, 1-instruction reciprocal?, stride of the numerator's
-    groups, stride of the denominator's groups)
+    (numerator's count, denominator's count, channels of a group, 1-instruction reciprocal?, stride of the numerator's groups,
+    stride of the denominator's groups)
 
 where the stride of shared coefficients is 0.
 """
@@ -11,7 +11,8 @@ where the stride of shared coefficients is 0.
 import triton
 import triton.language as tl
 
-from fastkron_py.rational.kernels.function import _load_coefficients, _rational
+from fastkron_py.rational.denominators.device import unchanged
+from fastkron_py.rational.kernels.function import COEFFICIENT, _load_coefficients, _rational
 from fastkron_py.tiling.gemm import store_tile
 
 
@@ -27,11 +28,10 @@ def _group(column, columns, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def value_rational(t, column, columns, tensors, PARAMS: tl.constexpr):
     """``P(t) / Q(t)``, with coefficients of each column's group."""
-    VERSION: tl.constexpr = PARAMS[0]
-    group = _group(column, columns, t.shape[1], PARAMS[3])
-    a = _load_coefficients(tensors[0] + group * PARAMS[5], 1, PARAMS[1], tl.float32, False)
-    b = _load_coefficients(tensors[1] + group * PARAMS[6], 1, PARAMS[2], tl.float32, VERSION == "A")
-    return _rational(a, b, t, PARAMS[1], PARAMS[2], VERSION, PARAMS[4])
+    group = _group(column, columns, t.shape[1], PARAMS[2])
+    a = _load_coefficients(tensors[0] + group * PARAMS[4], 1, unchanged, PARAMS[0], tl.float32)
+    b = _load_coefficients(tensors[1] + group * PARAMS[5], 1, tensors[2][COEFFICIENT], PARAMS[1], tl.float32)
+    return _rational(a, b, t, tensors[2], PARAMS[0], PARAMS[1], PARAMS[3])
 
 
 @triton.jit

@@ -8,19 +8,18 @@ second kernel, over programs, and by `_rational_coefficients_kernel`, over the c
 import triton
 import triton.language as tl
 
+from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _rational, _rational_slopes
 
 _NUMBERS = ("rows", "stride_ag", "stride_ai", "stride_bg", "stride_bj")
 
 
 @triton.jit
-def _coefficients_of_columns(ptr, group, inside, stride_group, stride, COUNT: tl.constexpr, DTYPE: tl.constexpr, ABSOLUTE: tl.constexpr):
-    """COUNT tensors ``[1, BLOCK]``."""
+def _coefficients_of_columns(ptr, group, inside, stride_group, stride, KEPT, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """COUNT tensors ``[1, BLOCK]``, each as the jit function KEPT makes it."""
     values = ()
     for i in tl.static_range(COUNT):
-        value = tl.load(ptr + group * stride_group + i * stride, mask=inside, other=0.0).to(DTYPE)
-        if ABSOLUTE:
-            value = tl.abs(value)
+        value = KEPT(tl.load(ptr + group * stride_group + i * stride, mask=inside, other=0.0).to(DTYPE))
         values = _appended(values, value[None, :])
     return values
 
@@ -48,12 +47,12 @@ def _layer_norm_rational_fwd_kernel(
     stride_ai: tl.int64,
     stride_bg: tl.int64,
     stride_bj: tl.int64,
+    DENOMINATOR,  # jit functions: see `DeviceFunctions`
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
     EPS: tl.constexpr,  # which an argument would round to float32
-    VERSION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -66,8 +65,8 @@ def _layer_norm_rational_fwd_kernel(
     group = column // WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
-    a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, A_COUNT, DTYPE, False)
-    b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
+    a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
+    b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):
@@ -79,7 +78,7 @@ def _layer_norm_rational_fwd_kernel(
         centred = tl.where(mask, x - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CHANNELS + EPS)
         h = centred * rstd[:, None] * weight + bias
-        y = _rational(a, b, h, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
+        y = _rational(a, b, h, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         tl.store(y_ptr + tile, y.to(y_ptr.dtype.element_ty), mask=mask)
         tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -102,11 +101,13 @@ def _layer_norm_rational_bwd_kernel(
     stride_ai: tl.int64,
     stride_bg: tl.int64,
     stride_bj: tl.int64,
+    DENOMINATOR,  # jit functions: see `DeviceFunctions`
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     A_COUNT: tl.constexpr,
     B_COUNT: tl.constexpr,
-    VERSION: tl.constexpr,
+    B_FIRST: tl.constexpr,
+    HAS_POLES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -119,8 +120,8 @@ def _layer_norm_rational_bwd_kernel(
     group = column // WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(DTYPE)[None, :]
-    a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, A_COUNT, DTYPE, False)
-    b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, B_COUNT, DTYPE, VERSION == "A")
+    a = _coefficients_of_columns(a_ptr, group, inside, stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
+    b = _coefficients_of_columns(b_ptr, group, inside, stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
     sum_norm = _zero_tiles(ROWS, BLOCK, 2, DTYPE)
     sum_a = _zero_tiles(ROWS, BLOCK, A_COUNT, DTYPE)
     sum_b = _zero_tiles(ROWS, BLOCK, B_COUNT, DTYPE)
@@ -136,11 +137,11 @@ def _layer_norm_rational_bwd_kernel(
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         normal = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
         h = normal * weight + bias
-        if VERSION == "N":
+        if HAS_POLES:
             h = tl.where(mask, h, 0.0)  # where S is zero: a pole in rows that are not there would make NaN of their zeros
-        dh, u, even, odd = _rational_slopes(a, b, h, dy, A_COUNT, B_COUNT, VERSION, APPROXIMATE)
+        dh, u, even, odd = _rational_slopes(a, b, h, dy, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         sum_norm = (sum_norm[0] + dh * normal, sum_norm[1] + dh)
-        sum_a, sum_b = _add_coefficients(sum_a, sum_b, h, u, even, odd, A_COUNT, B_COUNT, VERSION, False)
+        sum_a, sum_b = _add_coefficients(sum_a, sum_b, h, u, even, odd, A_COUNT, B_COUNT, B_FIRST, False)
         scaled = dh * weight
         along = tl.sum(scaled * normal, 1) / CHANNELS
         level = tl.sum(scaled, 1) / CHANNELS

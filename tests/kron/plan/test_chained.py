@@ -79,7 +79,7 @@ def carry_out(x: Tensor, plan: Fragments, factors: Sequence[Tensor], steps: Sequ
     return tile.reshape(block_s, -1)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(chain=chains(), seed=st.integers(0, 2**31))
 def test_the_assignment_multiplies(chain, seed):
     steps, config, itemsize, runs = chain
@@ -100,7 +100,7 @@ def test_negative_control():
     assert not torch.allclose(y, reference.kron_matmul(x, factors))
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(chain=chains())
 def test_every_element_has_one_place(chain):
     """Registers, lanes and warps together name each bit of the tile's index once."""
@@ -117,7 +117,7 @@ def test_every_element_has_one_place(chain):
         assert step.rows >= WARP_ROWS * config.num_warps
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(chain=chains())
 def test_x_is_loaded_into_operand_registers(chain):
     """The first product's operand, as m64k8 and m16n8k8 both have it: a lane's place is two bits of its column and three of its row."""

@@ -7,9 +7,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, entry, expected, kind, operands, problem, single
+from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, entry, expected, launches_by, operands, problem, single
 
 from fastkron_py.kron.plan.chained import ChainedConfig
 from fastkron_py.kron.plan.launch import ChainConfig, SingleConfig
@@ -28,7 +28,7 @@ PROBLEMS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(p=PROBLEMS)
 def test_candidates_are_valid_and_begin_with_the_closed_form(p):
     from fastkron_py.kron.plan.plan import Setting, plan
@@ -43,7 +43,7 @@ def test_candidates_are_valid_and_begin_with_the_closed_form(p):
     assert all(is_valid(c, p) for c in choices + near)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(p=PROBLEMS)
 def test_json_there_and_back(p):
     assert problem_from_json(json.loads(json.dumps(problem_to_json(p)))) == p
@@ -139,14 +139,12 @@ def anything(draw):
     return problem(factors, rows=draw(st.sampled_from([1, 8])), columns=columns), Choice(tuple(draw(st.permutations(launches))))
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=40)
 @given(case=anything().filter(lambda case: is_valid(case[1], case[0])))
 def test_whatever_is_valid_computes_the_product(case):
-    from fastkron_py.kron import triton_backend
-
     p, c = case
     x, factors = operands(p)
-    y = carry_out(triton_backend.program_of(kind(x, factors), c), x, factors)
+    y = carry_out(launches_by(c, x, factors), x, factors)
     assert_close(y, expected(x, factors), steps=len(factors))
 
 

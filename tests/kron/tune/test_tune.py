@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tuning_cases import DEVICE, UNMERGED, choice, kernels, kind, operands, problem, single
+from tuning_cases import DEVICE, UNMERGED, choice, kernels, noted_launches, problem, single
 
 import fastkron_py
 from fastkron_py import reference
@@ -34,14 +34,14 @@ def quick(monkeypatch):
 
 def preferring(search, monkeypatch, favourite: Choice) -> None:
     """Let the search find one choice ten times as fast as all others, whatever the clock says."""
-    real, program_of = search.Timer, search.program_of
+    real, program, call = search.Timer, search.Search.program, search.Search.call
     favourites: list[object] = []
 
-    def marking(kind, chosen):
-        program = program_of(kind, chosen)
+    def marking(self, chosen):
+        found = program(self, chosen)
         if chosen == favourite:
-            favourites.extend(program)
-        return program
+            favourites.append(found[0])
+        return found
 
     class Timer(real):
         def __call__(self, call):
@@ -50,15 +50,28 @@ def preferring(search, monkeypatch, favourite: Choice) -> None:
             return 0.001 if any(p in favourites for p in running) else 0.01
 
     running: list[object] = []
-    run = search.triton_backend.Prepared.run
 
-    def noting(self, *arguments):
-        running.append(self)
-        return run(self, *arguments)
+    def noting(self, program):
+        running.append(program)
+        return call(self, program)
 
-    monkeypatch.setattr(search, "program_of", marking)
+    monkeypatch.setattr(search.Search, "program", marking)
     monkeypatch.setattr(search, "Timer", Timer)
-    monkeypatch.setattr(search.triton_backend.Prepared, "run", noting)
+    monkeypatch.setattr(search.Search, "call", noting)
+
+
+def replacing(search, monkeypatch, launchers) -> None:
+    """Give a launch of some choices another kind of launcher; launchers: by choice, (number of the launch, kind)."""
+    real = search.launches_of
+
+    def launches_of(problem, chosen):
+        launches = real(problem, chosen)
+        if chosen in launchers:
+            number, kind = launchers[chosen]
+            launches[number] = launches[number]._replace(launcher=kind(launches[number].launcher.configs))
+        return launches
+
+    monkeypatch.setattr(search, "launches_of", launches_of)
 
 
 def product(left=False, dtype=torch.float32, rows=4):
@@ -89,11 +102,9 @@ def test_results_are_right_before_and_after(tables, quick, dtype, left):
 
 
 def test_a_faster_choice_is_saved_and_taken_at_once(tables, quick, monkeypatch):
-    from fastkron_py.kron import triton_backend
-
+    noted = noted_launches(monkeypatch)
     product()
-    one = kind(*operands(problem()))
-    assert len(triton_backend._program(one)) == 1
+    assert [len(launches) for launches in noted] == [1]
     favourite = choice(single(0, 2, single_config(block_s=32)))
     with monkeypatch.context() as patch:
         patch.setattr(quick, "starting_points", lambda *_: [UNMERGED, favourite])
@@ -102,9 +113,10 @@ def test_a_faster_choice_is_saved_and_taken_at_once(tables, quick, monkeypatch):
     assert result.choice == favourite
     assert result.gain == pytest.approx(10)
     assert cache.read(tables) == {problem(): result.entry}
-    assert kernels(triton_backend._program(one)) == [("single", 32)]
     y, expected = product()
     assert_close(y, expected)
+    assert kernels(noted[-1]) == [("single", 32)]
+    assert len(noted) == 2
 
 
 def single_config(**changes):
@@ -122,9 +134,12 @@ def test_another_process_takes_it(tables):
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tuning_cases import kernels, kind, operands, problem
-from fastkron_py.kron import triton_backend
-print(len(triton_backend._program(kind(*operands(problem())))), len(triton_backend._program(kind(*operands(problem(rows=64))))))
+from tuning_cases import operands, problem
+from fastkron_py.kron.forward import launches_of, multiply_problem
+from fastkron_py.kron.tune.tuned import tuned
+for x, factors in (operands(problem()), operands(problem(rows=64))):
+    one = multiply_problem(x, factors, x.device, "highest")
+    print(len(launches_of(one, tuned(one))))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, "-c", code, str(ROOT / "tests")]
@@ -143,19 +158,20 @@ def test_an_older_choice_is_tried_again(tables, quick, monkeypatch):
 
 
 def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkeypatch):
+    from fastkron_py.runtime.launch import Launcher
+
     raising, wrong = choice(single(0), single(1)), choice(single(1), single(0))
-    real = quick.program_of
 
-    def program_of(one, chosen):
-        program = real(one, chosen)
-        if chosen == raising:
-            monkeypatch.setattr(program[0], "run", lambda *_: 1 / 0)
-        if chosen == wrong:
-            run = program[1].run
-            monkeypatch.setattr(program[1], "run", lambda *a: run(*a).index_fill_(2, torch.tensor([3], device=DEVICE), 0.0))
-        return program
+    class Raising(Launcher):
+        def __call__(self, *given):
+            raise ZeroDivisionError
 
-    monkeypatch.setattr(quick, "program_of", program_of)
+    class Wrong(Launcher):
+        def __call__(self, x, factors, z, y, *scalars):
+            super().__call__(x, factors, z, y, *scalars)
+            y.index_fill_(2, torch.tensor([3], device=DEVICE), 0.0)
+
+    replacing(quick, monkeypatch, {raising: (0, Raising), wrong: (1, Wrong)})
     monkeypatch.setattr(quick, "starting_points", lambda *_: [raising, wrong])
     result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
     reasons = dict(result.dropped)
@@ -169,16 +185,15 @@ def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkey
 
 def test_a_result_that_nobody_wrote_is_seen(tables, quick, monkeypatch):
     """Fresh memory often holds an earlier, right result; the check must not take it for the candidate's."""
+    from fastkron_py.runtime.launch import Launcher
+
     lazy = choice(single(0, 2))
-    real = quick.program_of
 
-    def program_of(one, chosen):
-        program = real(one, chosen)
-        if chosen == lazy:
-            monkeypatch.setattr(program[0], "run", lambda x, *_: torch.empty(1, 4, 10, 1, device=DEVICE))
-        return program
+    class Lazy(Launcher):
+        def __call__(self, *given):
+            pass
 
-    monkeypatch.setattr(quick, "program_of", program_of)
+    replacing(quick, monkeypatch, {lazy: (0, Lazy)})
     monkeypatch.setattr(quick, "starting_points", lambda *_: [lazy])
     result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
     assert "wrong: RMS error nan" in dict(result.dropped)[str(lazy)]
@@ -295,6 +310,7 @@ def compiling(quick, monkeypatch, tmp_path):
     return quick
 
 
+@pytest.mark.full
 def test_candidates_are_compiled_before_they_are_tried(tables, compiling, tmp_path):
     result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=120, progress=False)
     assert result.trials == 4
@@ -303,7 +319,8 @@ def test_candidates_are_compiled_before_they_are_tried(tables, compiling, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "reason"), [("_most_shared", lambda _: 1, "shared memory"), ("STACK_MOST", -1, "spills 0 bytes")]
+    ("name", "value", "reason"),
+    [("_most_shared", lambda _: 1, "shared memory"), pytest.param("STACK_MOST", -1, "spills 0 bytes", marks=pytest.mark.full)],
 )
 def test_what_asks_for_too_much_is_not_run(tables, compiling, monkeypatch, name, value, reason):
     monkeypatch.setattr(compiling, name, value)

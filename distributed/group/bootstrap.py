@@ -1,0 +1,272 @@
+"""`init_process_group`: from however the job was started to a process group, with a device for each rank."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from fastkron_py.distributed.group.failures import PackedError, differing, pack_error, rank_text, stage, unpack_error
+from fastkron_py.distributed.group.grid import forget_groups
+from fastkron_py.distributed.group.launchers import Launch, find_launch
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+BACKENDS: Final = ("nccl", "gloo")
+TIMEOUT: Final = 600.0
+"""Seconds that a collective waits for its peers, unless told otherwise."""
+EXIT_PAUSE: Final = 0.05
+FAREWELL: Final = 10.0
+"""Seconds that rank 0, after an error, leaves at most for the other ranks to learn of it."""
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """What `init_process_group` found.
+
+    Attributes:
+        launcher: ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"single"``, or ``"existing"`` for a group that was there.
+        rank: this process among all.
+        world_size: number of processes.
+        local_rank: this process among those on its host.
+        local_world_size: number of processes on this host.
+        device: where this rank's tensors belong; a GPU is the current device, too.
+        backend: ``"nccl"`` (GPUs, with Gloo beside it for tensors in host memory) or ``"gloo"``.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+
+
+class Report(TypedDict):
+    """What one rank tells the others before the group is made."""
+
+    error: PackedError | None
+
+    host: str
+    backend: str
+    nccl: bool
+    gpus: int
+    uuid: str
+    timeout: float
+
+
+_made: tuple[Any, ProcessInfo] | None = None
+_launch: Launch | None = None
+"""Found once: a group that is made after another has been destroyed meets in the same store, whose server may be this process."""
+
+
+def init_process_group(backend: str | None = None, *, timeout: float | timedelta = TIMEOUT) -> ProcessInfo:
+    """Bring the ranks of a job together, however it was started, and give each its device.
+
+    Recognises torchrun, mpirun or mpiexec (through mpi4py; no address has to be set), Slurm's srun, and a process
+    that was started alone. A second call, or a call where torch's default group exists, returns what there is.
+    The group is destroyed when Python exits; once it is destroyed, all ranks may make another.
+
+    Args:
+        backend: ``"nccl"`` or ``"gloo"``; None takes NCCL if there are GPUs.
+        timeout: how long ranks wait for each other, here and in collectives, in seconds or as a timedelta.
+
+    Returns:
+        Rank, sizes, device and backend.
+
+    Raises:
+        TypeError: backend is no string, or timeout no duration.
+        ValueError: another backend than these or than the existing group's, a timeout that is not positive,
+            or arguments that differ between ranks.
+        RuntimeError: NCCL or a GPU is missing, there are more ranks than GPUs on a host, or a rank did not come.
+            These errors are raised on every rank alike.
+
+    Example:
+        >>> info = init_process_group("gloo")
+        >>> info.rank, info.world_size, info.device
+        (0, 1, device(type='cpu'))
+    """
+    global _made
+    if dist.is_initialized():
+        info = _made[1] if _made is not None and _made[0] is dist.group.WORLD else _existing()
+        if backend is not None and backend != info.backend:
+            raise value_error("backend", f"{info.backend!r}, the backend of the process group that exists", repr(backend))
+        return info
+    error, seconds = None, TIMEOUT
+    try:  # a wrong argument is told to the other ranks before it is raised, lest they wait
+        seconds = _check_timeout(timeout)
+        _check_backend(backend)
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    launch = _found_launch(seconds)
+    # What was told before stays in the store, torchrun's above all: addresses of ranks as they were, and the verdict on them.
+    generation = launch.store.add(f"fastkron_py/generation/{launch.rank}", 1)
+    store = dist.PrefixStore(f"fastkron_py/{generation}", launch.store)
+    reports = _exchange(store, launch, _report(backend, launch, seconds, error), seconds)
+    info = _info(launch, reports)
+    if info.device.type == "cuda":
+        torch.cuda.set_device(info.device)
+    with stage("init_process_group: connecting all ranks"):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if info.backend == "nccl" else "gloo",
+            store=dist.PrefixStore(f"torch/{generation}", launch.store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+    _made = (dist.group.WORLD, info)
+    atexit.register(_destroy)
+    return info
+
+
+def _found_launch(seconds: float) -> Launch:
+    global _launch
+    if _launch is None:
+        _launch = find_launch(seconds)
+    _launch.store.set_timeout(timedelta(seconds=seconds))
+    return _launch
+
+
+def _check_backend(backend: Any) -> None:
+    expected = f"None or one of {', '.join(BACKENDS)}"
+    if backend is not None and not isinstance(backend, str):
+        raise type_error("backend", expected, type_name(backend))
+    if backend not in (None, *BACKENDS):
+        raise value_error("backend", expected, repr(backend))
+
+
+def _check_timeout(timeout: Any) -> float:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise type_error("timeout", "seconds or a timedelta", type_name(timeout))
+    if not 0 < timeout < math.inf:
+        raise value_error("timeout", "a positive, finite duration", timeout)
+    return float(timeout)
+
+
+def _report(backend: str | None, launch: Launch, seconds: float, error: Exception | None) -> Report:
+    gpus = torch.cuda.device_count() if backend != "gloo" and error is None else 0
+    return Report(
+        error=None if error is None else pack_error(error),
+        host=socket.gethostname(),
+        backend=str(backend) if backend is not None else "nccl" if gpus else "gloo",
+        nccl=dist.is_nccl_available(),
+        gpus=gpus,
+        uuid=str(torch.cuda.get_device_properties(_gpu_index(launch, gpus)).uuid) if gpus else "",
+        timeout=seconds,
+    )
+
+
+def _gpu_index(launch: Launch, gpus: int) -> int:
+    """The local rank's GPU; where there are fewer, the launcher may show each rank its own as number 0 (if not, `judge` sees)."""
+    return launch.local_rank if 0 <= launch.local_rank < gpus else 0
+
+
+def _exchange(store: dist.Store, launch: Launch, own: Report, seconds: float) -> list[Report]:
+    """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does."""
+    keys = [f"report/{rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], json.dumps(own))
+    if launch.rank == 0:
+        missing = [rank for rank, key in enumerate(keys) if not _arrives(store, key, seconds)]
+        reports: list[Report] = [] if missing else [json.loads(value) for value in store.multi_get(keys)]
+        if missing:
+            error: Exception | None = RuntimeError(
+                f"init_process_group: {rank_text(missing)} of {len(keys)} did not come within {seconds:g} s"
+            )
+        else:
+            error = judge(reports)
+        store.set("verdict", json.dumps({"error": error and pack_error(error), "reports": reports}))
+    elif not _arrives(store, "verdict", 2 * seconds):  # rank 0 may itself wait for another one
+        raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {launch.rank} within {2 * seconds:g} s")
+    verdict = json.loads(store.get("verdict"))
+    if verdict["error"]:
+        store.set(f"seen/{launch.rank}", "")
+        if launch.rank == 0:  # the store may end with this process: not before the others have read the verdict
+            for rank in range(launch.world_size):
+                _arrives(store, f"seen/{rank}", FAREWELL / launch.world_size)
+        raise unpack_error(verdict["error"])
+    return list(verdict["reports"])
+
+
+def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistError:
+        return False
+    return True
+
+
+def judge(reports: Sequence[Report]) -> Exception | None:
+    """What keeps these ranks from working together, if anything does."""
+    for rank, report in enumerate(reports):
+        if report["error"] is not None:
+            alone = "" if all(r["error"] == report["error"] for r in reports) else f" (on rank {rank})"
+            return unpack_error({**report["error"], "message": report["error"]["message"] + alone})
+    for name, why in (("backend", " (None takes nccl where there is a GPU, else gloo)"), ("timeout", "")):
+        values = [repr(report[name]) for report in reports]  # type: ignore[literal-required]
+        if error := differing(name, values, range(len(reports)), "the same on every rank" + why):
+            return error
+    if reports[0]["backend"] == "nccl" and (problem := _judge_gpus(reports)):
+        return RuntimeError(f"init_process_group: {problem}")
+    return None
+
+
+def _judge_gpus(reports: Sequence[Report]) -> str:
+    without = [i for i, r in enumerate(reports) if not r["nccl"]]
+    if without:
+        return f"NCCL is missing from torch on {rank_text(without)}; install a CUDA build of torch, or use backend='gloo'"
+    blind = [i for i, r in enumerate(reports) if not r["gpus"]]
+    if blind:
+        return f"NCCL needs a GPU for each rank; {rank_text(blind)} of {len(reports)} found none; use backend='gloo'"
+    for host in dict.fromkeys(r["host"] for r in reports):
+        ranks = [i for i, r in enumerate(reports) if r["host"] == host]
+        gpus = {reports[i]["uuid"] for i in ranks}
+        if len(gpus) < len(ranks):
+            return f"NCCL needs a GPU for each rank; {len(ranks)} ranks on host {host} ({rank_text(ranks)}) share {len(gpus)} GPU(s)"
+    return ""
+
+
+def _info(launch: Launch, reports: Sequence[Report]) -> ProcessInfo:
+    own = reports[launch.rank]
+    neighbours = [i for i, r in enumerate(reports) if r["host"] == own["host"]]
+    local_rank = launch.local_rank if launch.local_rank >= 0 else neighbours.index(launch.rank)
+    cuda = own["backend"] == "nccl"
+    device = torch.device("cuda", _gpu_index(launch, own["gpus"])) if cuda else torch.device("cpu")
+    local_size = launch.local_world_size or len(neighbours)
+    return ProcessInfo(launch.launcher, launch.rank, launch.world_size, local_rank, local_size, device, own["backend"])
+
+
+def _existing() -> ProcessInfo:
+    """About a default group that somebody else has made."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = dist.get_backend()
+    cuda = "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    local_rank = dist.get_node_local_rank(fallback_rank=rank)
+    return ProcessInfo("existing", rank, size, local_rank, size, device, "nccl" if cuda else str(backend))
+
+
+def _destroy() -> None:
+    """At exit. After an exception peers may be gone, and the end of the process is all that is safe to wait for."""
+    global _made
+    made, _made = _made, None
+    failed = getattr(sys, "last_value", None) is not None
+    if failed or made is None or not dist.is_initialized() or made[0] is not dist.group.WORLD:
+        return
+    del made
+    forget_groups()
+    dist.destroy_process_group()
+    # Where a grid or a mesh of the user's keeps a group alive, a thread of Gloo's may still hold a tensor of its last
+    # collective, and taking the interpreter's lock after Python's end, to let go of it, would abort the process.
+    time.sleep(EXIT_PAUSE)

@@ -1,0 +1,136 @@
+"""Errors of collectives: which step failed, on which rank, for how long it had waited."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from types import TracebackType
+from typing import Final, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from fastkron_py.runtime.errors import value_error
+
+_after_failure: list[Callable[[CollectiveError], None]] = []
+
+
+def after_failure(function: Callable[[CollectiveError], None]) -> None:
+    """Have a function called whenever a collective has failed here, before the error is raised."""
+    _after_failure.append(function)
+
+
+_details: list[Callable[[], str]] = []
+
+
+def when_failing(function: Callable[[], str]) -> None:
+    """Have a function add to the message of every collective that fails."""
+    _details.append(function)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer has died, left, or not come in time.
+
+    The group that it failed in cannot be used any more; a job restarts from a checkpoint (torchrun's
+    ``--max-restarts``) or ends.
+
+    Attributes:
+        stage: what was being done, as the message names it.
+        rank: this process in the default group.
+        seconds: how long this rank had been in the stage.
+    """
+
+    def __init__(self, stage: str, rank: int, seconds: float, reason: str) -> None:
+        super().__init__(f"{stage}: failed on rank {rank} after {seconds:.2f} s: {reason}")
+        self.stage = stage
+        self.rank = rank
+        self.seconds = seconds
+
+
+class stage:  # noqa: N801  # used as a function is; a generator would take several times as long, for every exchange of every chunk
+    """Give what fails inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
+
+    Args:
+        name: what is being done, for example ``"kron_matmul: exchange 2 of 3"``.
+        group: the group it is done in, or its ranks, for the message.
+
+    Raises:
+        CollectiveError: from any RuntimeError but those of memory, which pass as they are.
+    """
+
+    __slots__ = ("_group", "_name", "_start")
+
+    def __init__(self, name: str, group: dist.ProcessGroup | Sequence[int] | None = None) -> None:
+        self._name, self._group = name, group
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, CollectiveError)):
+            return
+        seconds = time.perf_counter() - self._start
+        ranks = dist.get_process_group_ranks(self._group) if isinstance(self._group, dist.ProcessGroup) else self._group
+        peers = "" if ranks is None else f" among {rank_text(ranks)}"
+        reason = f"a peer{peers} has died, left, or not come in time ({_first_line(error)})"
+        reason += "".join([detail() for detail in _details])
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+        failure = CollectiveError(self._name, rank, seconds, reason)
+        for function in _after_failure:
+            function(failure)
+        try:
+            raise failure from error
+        finally:
+            del failure, error, trace  # else this frame and the error would keep each other, and through the stack the group
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Ranks in few words: ``rank 3``, ``ranks 0-2, 5``."""
+    listed = sorted(set(ranks))
+    runs = [[r for _, r in run] for _, run in groupby(enumerate(listed), lambda pair: pair[1] - pair[0])]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(listed) == 1 else f"ranks {text}"
+
+
+def differing(name: str, values: Sequence[str], ranks: Sequence[int], expected: str = "the same on every rank") -> Exception | None:
+    """The error that says who has what, if not all have the same."""
+    kinds = list(dict.fromkeys(values))
+    if len(kinds) < 2:
+        return None
+    shown = "; ".join(f"{kind} on {rank_text(r for r, v in zip(ranks, values, strict=True) if v == kind)}" for kind in kinds)
+    return value_error(name, expected, shown)
+
+
+class PackedError(TypedDict):
+    """An error on its way to other ranks, as JSON."""
+
+    kind: str
+    message: str
+
+
+REFUSALS: Final = (TypeError, ValueError, LinAlgError)
+"""What a rank may find wrong with its own arguments, and tells the others."""
+_KINDS: Final[dict[str, type[Exception]]] = {
+    k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError, LinAlgError)
+}
+
+
+def pack_error(error: Exception) -> PackedError:
+    """What other ranks need to raise the same error; of a kind they do not know, a RuntimeError that names it."""
+    kind = type(error).__name__
+    if kind in _KINDS:
+        return PackedError(kind=kind, message=str(error))
+    return PackedError(kind="RuntimeError", message=f"{kind}: {error}")
+
+
+def unpack_error(packed: PackedError) -> Exception:
+    """The error to raise, made anew from what another rank sent."""
+    return _KINDS.get(packed["kind"], RuntimeError)(packed["message"])

@@ -1,0 +1,357 @@
+"""`ProcessGrid`: ranks in rows and columns, and the groups that they communicate in."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fastkron_py.distributed.group.agreement import Control, agree, group_timeout, refuse
+from fastkron_py.distributed.group.failures import REFUSALS, rank_text, stage
+from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+DIMENSIONS: Final = ("rows", "cols")
+
+
+class ProcessGrid:
+    """GM x GK ranks; rank (r, c) holds block r of the rows and block c of the columns of a distributed matrix.
+
+    Ranks are numbered along the rows of the grid: rank ``r * GK + c``. Collectives of a product with a Kronecker
+    product run inside rows, among the GK ranks of `row_group`. Making a grid is a collective: every rank of it does,
+    with the same shape; ranks outside do not take part. Grids of the same ranks share their groups.
+
+    Args:
+        shape: ``(GM, GK)``, or a `DeviceMesh` of two dimensions, whose groups are used. None: ``(number of ranks, 1)``,
+            which needs no exchange and is best where a product has at least as many rows as there are ranks.
+        ranks: the ranks of the default group that make up the grid, ascending; None takes all. Not with a mesh.
+        device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a shape that does not fit the number of ranks, ranks that are not there, not ascending or differ from
+            rank to rank in their shape; a mesh without this rank or with rows or columns that do not ascend.
+        RuntimeError: torch's default process group does not exist; call `init_process_group` first.
+        CollectiveError: a rank did not come.
+
+    Example:
+        >>> init_process_group()
+        >>> grid = ProcessGrid((2, 4))
+        >>> grid.row, grid.col, grid.device
+        (0, 0, device(type='cuda', index=0))
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int] | DeviceMesh | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
+        mesh = shape if isinstance(shape, DeviceMesh) else None
+        self._ranks = _member_ranks(mesh, ranks)
+        self._control = _control(tuple(sorted(self._ranks)))
+        self._layout = ""  # while ranks agree on one
+        self._rank = self._ranks.index(dist.get_rank())
+        description: dict[str, Any] | Exception
+        try:
+            self._shape = _grid_shape(shape, ranks, self._ranks)
+            self._device = _grid_device(device, shape)
+            description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type}
+        except REFUSALS as error:
+            description = error
+        agree(self, description)
+        self._layout = _layout(self._shape, self._ranks, mesh is not None)
+        if mesh is None:
+            self._group, row_group, col_group = _groups(self, self._shape)
+            table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
+            self._mesh = DeviceMesh.from_group([col_group, row_group], self._device.type, mesh=table, mesh_dim_names=DIMENSIONS)
+        else:
+            self._group = _groups(self, None)[0]
+            self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid as a mesh of two dimensions, called "rows" and "cols" unless it was given."""
+        return self._mesh
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(GM, GK)``: how many blocks there are of rows, and of columns."""
+        return self._shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The grid's ranks in the default group, along its rows."""
+        return self._ranks
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the grid: ``row * GK + col``."""
+        return self._rank
+
+    @property
+    def row(self) -> int:
+        """Which block of rows this rank holds."""
+        return self._rank // self._shape[1]
+
+    @property
+    def col(self) -> int:
+        """Which block of columns this rank holds."""
+        return self._rank % self._shape[1]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the grid."""
+        return len(self._ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors lie."""
+        return self._device
+
+    @property
+    def row_group(self) -> dist.ProcessGroup:
+        """The GK ranks of this rank's row, by column: they hold the columns of the same rows, and exchange them."""
+        return self._mesh.get_group(1)
+
+    @property
+    def col_group(self) -> dist.ProcessGroup:
+        """The GM ranks of this rank's column, by row."""
+        return self._mesh.get_group(0)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the grid."""
+        return self._group
+
+    @property
+    def control(self) -> Control:
+        """What all ranks of the grid tell each other beside their data, on the host."""
+        return self._control
+
+    @property
+    def layout(self) -> str:
+        """Which ranks are in which row and column, and whose groups they use: what ranks compare before each call."""
+        return self._layout
+
+    def block(self, shape: Sequence[int]) -> tuple[slice, slice]:
+        """Which rows and columns of a matrix this rank holds: those that torch.chunk, and a DTensor's Shard, would give it.
+
+        Args:
+            shape: ``(rows, columns)`` of the whole matrix.
+
+        Example:
+            >>> rows, columns = grid.block((1000, 512))
+            >>> x = whole[rows, columns]
+        """
+        cuts = zip(shape, self._shape, (self.row, self.col), strict=True)
+        rows, columns = (slice(*chunk_offsets(size, parts)[place : place + 2]) for size, parts, place in cuts)
+        return rows, columns
+
+    def barrier(self) -> None:
+        """Wait, on the host, until every rank of the grid is here; one that makes another call instead is an error on all."""
+        agree(self, {"call": "ProcessGrid.barrier"})
+
+    def __repr__(self) -> str:
+        rows, cols = self._shape
+        return f"ProcessGrid({rows} x {cols}, {rank_text(self._ranks)}, this is ({self.row}, {self.col}) on {self._device})"
+
+
+# Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
+_controls: dict[tuple[int, ...], Control] = {}
+_grids: dict[tuple[tuple[int, ...], tuple[int, int] | None], tuple[dist.ProcessGroup, ...]] = {}
+_made_in: Any = None
+
+
+def forget_groups() -> None:
+    """Let go of the groups that are kept for later grids."""
+    global _made_in
+    _controls.clear()
+    _grids.clear()
+    _made_in = None
+
+
+def _control(ranks: tuple[int, ...]) -> Control:
+    """The ranks' control, made when they first ask for it; forgotten with the default group."""
+    global _made_in
+    if _made_in is not dist.group.WORLD:
+        forget_groups()
+        _made_in = dist.group.WORLD
+    if ranks not in _controls:
+        _controls[ranks] = Control(ranks)
+    return _controls[ranks]
+
+
+def refuse_without_grid(error: Exception) -> NoReturn:
+    """Raise an error about the grid itself, which leaves open whom to tell.
+
+    Told are the most ranks with which this one has made a grid: the same ones from each of them, where sets of ranks do not overlap
+    by halves. A rank without any grid raises by itself.
+    """
+    if _made_in is dist.group.WORLD and _controls:
+        refuse(_controls[max(_controls, key=len)], error)
+    raise error
+
+
+def _layout(shape: tuple[int, int], ranks: tuple[int, ...], of_mesh: bool) -> str:
+    order = "" if list(ranks) == sorted(ranks) else f" of ranks {', '.join(map(str, ranks))}"
+    return f"{shape[0]} x {shape[1]}{order}{' of a mesh' if of_mesh else ''}"
+
+
+def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of all ranks of a grid, of this rank's row and of its column; without a shape the first only."""
+    key = (grid.ranks, shape)
+    if key not in _grids:
+        row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
+        members = [grid.ranks]
+        if shape is not None:
+            members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
+        with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
+            _level(grid)
+            _grids[key] = tuple(_new_group(m) for m in members)
+    return _grids[key]
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group made by its members alone.
+
+    Its kernels go before others that wait: an exchange that is begun beside a multiply of many programs would else begin after it.
+    """
+    options = None
+    if "nccl" in dist.get_backend_config():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = group_timeout()
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=group_timeout(), use_local_synchronization=True, pg_options=options)
+    return group
+
+
+def _level(grid: ProcessGrid) -> None:
+    """Let all ranks of the grid know of equally many groups.
+
+    torch derives the name by which members find each other from the number of groups that each of them knows.
+    After other grids these numbers may differ, and members would wait for each other under different names. Groups
+    of one rank alone fill up what is missing; ranks of a grid then make groups in step.
+    """
+    known = len(dist.distributed_c10d._world.pg_names)
+    most = max(counts[0] for counts in agree(grid, {"call": "ProcessGrid, before its groups"}, local=(known,)))
+    for _ in range(most - known):
+        _new_group([dist.get_rank()])
+
+
+def _member_ranks(mesh: DeviceMesh | None, ranks: Any) -> tuple[int, ...]:
+    """Whom to agree with; a wrong argument is refused later, by all of them, where that can be."""
+    if mesh is not None:
+        members = mesh.mesh.flatten().tolist()
+        if dist.get_rank() not in members:
+            raise value_error("shape", f"a mesh that contains this rank, {dist.get_rank()}", f"ranks {members}")
+        return tuple(members) if len(set(members)) == len(members) else tuple(range(dist.get_world_size()))
+    if ranks is None:
+        return tuple(range(dist.get_world_size()))
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not all(isinstance(r, numbers.Integral) for r in ranks):
+        raise type_error("ranks", "a sequence of integers", type_name(ranks) if not isinstance(ranks, Sequence) else ranks)
+    listed = [int(r) for r in ranks]
+    size = dist.get_world_size()
+    if not listed or listed != sorted(set(listed)) or listed[0] < 0 or listed[-1] >= size:
+        raise value_error("ranks", f"ascending ranks from 0 to {size - 1}", listed)
+    if dist.get_rank() not in listed:
+        raise value_error("ranks", f"ranks with this one, {dist.get_rank()}, among them (others make no grid)", listed)
+    return tuple(listed)
+
+
+def _grid_shape(shape: Any, ranks: Any, members: tuple[int, ...]) -> tuple[int, int]:
+    if isinstance(shape, DeviceMesh):
+        if ranks is not None:
+            raise value_error("ranks", "None, since a mesh names its ranks", ranks)
+        table = shape.mesh
+        if table.ndim != 2:
+            raise value_error("shape", "a mesh of two dimensions, rows and columns", f"one of shape {tuple(table.shape)}")
+        if (table.diff(dim=0) <= 0).any() or (table.diff(dim=1) <= 0).any():
+            raise value_error("shape", "a mesh whose ranks ascend along rows and columns, as they do in its groups", table.tolist())
+        return int(table.shape[0]), int(table.shape[1])
+    if shape is None:
+        return len(members), 1
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or not all(isinstance(s, numbers.Integral) for s in shape):
+        raise type_error("shape", "(GM, GK), a DeviceMesh or None", type_name(shape) if not isinstance(shape, Sequence) else shape)
+    sizes = [int(s) for s in shape]
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise value_error("shape", "two positive numbers, GM and GK", tuple(sizes))
+    if math.prod(sizes) != len(members):
+        raise value_error("shape", f"GM * GK = {len(members)}, the number of ranks", f"{sizes[0]} * {sizes[1]} = {math.prod(sizes)}")
+    return sizes[0], sizes[1]
+
+
+def _grid_device(device: Any, shape: Any) -> torch.device:
+    if device is not None and not isinstance(device, str | torch.device):
+        raise type_error("device", "a torch device, its name or None", type_name(device))
+    try:
+        place = None if device is None else torch.device(device)
+    except RuntimeError:
+        raise value_error("device", "a torch device", repr(device)) from None
+    nccl = "nccl" in dist.get_backend_config()
+    if isinstance(shape, DeviceMesh):
+        if place is not None and place.type != shape.device_type:
+            raise value_error("device", f"the mesh's, {shape.device_type}", place)
+        place = place or torch.device(shape.device_type)
+    place = place or torch.device("cuda" if nccl else "cpu")
+    if place.type == "cuda" and not nccl:
+        raise value_error("device", "cpu, since the default group has no NCCL", place)
+    if place.type not in ("cuda", "cpu"):
+        raise value_error("device", "cuda or cpu", place)
+    if str(place) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+_of_meshes: dict[int, ProcessGrid] = {}
+
+
+def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
+    """The grid that a call is made over: the one it is given, or that of a DTensor's mesh.
+
+    Raises:
+        TypeError: grid is no ProcessGrid.
+        ValueError: there is none, or it is not the DTensor's. Raised on every rank, as far as the others can be told.
+    """
+    if grid is not None and not isinstance(grid, ProcessGrid):
+        refuse_without_grid(type_error("grid", "a ProcessGrid", type_name(grid)))
+    if not isinstance(x, DTensor):
+        if grid is None:
+            refuse_without_grid(value_error("grid", "a ProcessGrid, since x is a block", None))
+        return grid
+    mesh = x.device_mesh
+    if grid is None:
+        return grid_of(mesh)
+    if grid.mesh != mesh:
+        refuse(grid, value_error("grid", f"None, or the grid of x's mesh {mesh}", grid))
+    return grid
+
+
+def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
+    """The grid for an operator's operand: its own for a block; a DTensor brings one, which has to be of the same ranks.
+
+    Raises:
+        ValueError: it is of others. Raised on every rank.
+    """
+    if not isinstance(operand, DTensor):
+        return grid
+    mesh = grid.mesh
+    if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
+        refuse(grid, value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist()))
+    return grid_of(operand.device_mesh)
+
+
+def grid_of(mesh: DeviceMesh) -> ProcessGrid:
+    """The grid of a mesh, made when it is first seen. It keeps the mesh, so that no other gets its id."""
+    found = _of_meshes.get(id(mesh))
+    if found is None or found.mesh is not mesh:
+        found = _of_meshes[id(mesh)] = ProcessGrid(mesh)
+    return found

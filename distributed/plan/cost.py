@@ -1,0 +1,375 @@
+"""What a product costs the rank that has most to do: steps, memory, time; and what a plan asks of transports to know it.
+
+The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%), and to products on two and four
+of them: memory, copies, stores into peers' memory (with a guess at their barriers), rounds of messages, and what multiplies do beside an
+exchange. The processor's lie between two hosts, one of them twice as slow as the other. Those of links between hosts are a data
+sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
+docs/distributed.md has the table of what was modelled and measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from fastkron_py.distributed.plan.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
+from fastkron_py.distributed.problem import Problem
+from fastkron_py.kron.plan.plan import Setting, plans
+from fastkron_py.runtime.errors import value_error
+
+# The model of launches is asked for very many rows; what a launch costs by itself is added here.
+MANY_ROWS: Final = 1 << 20
+LAUNCH_SECONDS: Final = 4e-6
+# Seconds for each element of a copy that transposes, which torch makes element by element whatever their size (on an H200).
+TRANSPOSE_SECONDS: Final = 7.5e-12
+# Pairs of ranks looked at for the largest cost: all of 64 ranks, some senders of more. Of a uniform exchange one tells all.
+PAIRS: Final = 1 << 12
+# Buffers beside x and the result: an operand and what one launch leaves the next; the operand of the next chunk too, and the product of the
+# one before, where there are several.
+BUFFERS: Final = (2, 4, 5)
+
+BANDWIDTHS: Final = (
+    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth", "direct_pair_bandwidth"
+)  # fmt: skip
+CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange")
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidth in bytes a second, each way and for each GPU, and latency in seconds.
+
+    Attributes:
+        bandwidth: inside a host.
+        pair_bandwidth: of an exchange between two ranks of a host, which is slower than one among more (at most bandwidth).
+        latency: of a collective.
+        message: of each message in it, inside a host.
+        round: of each round of messages, one to every peer, where runs of memory are sent one by one.
+        host_bandwidth: between hosts.
+        host_message: of each message between hosts.
+        ranks_per_host: ranks ``i * ranks_per_host`` up to ``(i + 1) * ranks_per_host`` share host i.
+        memory: of a GPU's own memory, in multiplies.
+        copy_memory: of the same in copies of long runs, read and written together.
+        beside: how fast multiplies go on beside an exchange inside a host, as a share of their speed without one.
+        beside_packed: the same beside an all-to-all of packed parts, which leaves multiplies more than single messages do.
+        beside_direct: the same beside copies to and from the peers' memory.
+        direct_bandwidth: of copies to and from the peers' memory, inside a host, among more than two ranks.
+        direct_pair_bandwidth: of copies to and from the memory of one peer.
+        direct_latency: of the barriers before and after them, beside multiplies.
+        cpu_call: processor time of a product, before its first chunk.
+        cpu_chunk: of each chunk of rows, for its multiplies.
+        cpu_exchange: of each exchange of a chunk.
+        cpu_message: of each round of messages in it, one to every peer.
+        cpu_direct_exchange: in place of cpu_exchange, where ranks reach into each other's memory.
+    """
+
+    bandwidth: float = 330e9
+    pair_bandwidth: float = 307e9
+    latency: float = 26e-6
+    message: float = 1e-6
+    round: float = 10e-6
+    host_bandwidth: float = 45e9
+    host_message: float = 2e-6
+    ranks_per_host: int = 8
+    memory: float = 3.3e12
+    copy_memory: float = 4.1e12
+    beside: float = 0.3
+    beside_packed: float = 0.5
+    beside_direct: float = 0.75
+    direct_bandwidth: float = 219e9
+    direct_pair_bandwidth: float = 376e9
+    direct_latency: float = 0.1e-3
+    cpu_call: float = 0.15e-3
+    cpu_chunk: float = 0.15e-3
+    cpu_exchange: float = 0.17e-3
+    cpu_message: float = 40e-6
+    cpu_direct_exchange: float = 0.3e-3
+
+    def __post_init__(self) -> None:
+        for name in BANDWIDTHS:
+            if not getattr(self, name) > 0:
+                raise value_error(name, "a positive number", getattr(self, name))
+        for name in ("beside", "beside_packed", "beside_direct"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise value_error(name, "a share from 0 to 1", getattr(self, name))
+        for name in ("latency", "message", "round", "host_message", "direct_latency", *CPU):
+            if not getattr(self, name) >= 0:
+                raise value_error(name, "a number of seconds, not negative", getattr(self, name))
+
+    def exchange_seconds(self, near: float, far: float, near_messages: int, far_messages: int) -> float:
+        """Time of a rank's part in an exchange: bytes and messages to ranks of its own host, and to others."""
+        if near_messages + far_messages == 0:
+            return 0.0
+        bandwidth = min(self.bandwidth, self.pair_bandwidth) if near_messages + far_messages == 1 else self.bandwidth
+        moved = max(near / bandwidth, far / self.host_bandwidth)
+        return self.latency + near_messages * self.message + far_messages * self.host_message + moved
+
+
+NVLINK: Final = Links()
+
+
+class Site(NamedTuple):
+    """The row groups of a grid, the ranks that exchange with each other; with left these are its columns."""
+
+    groups: int
+    size: int  # ranks of each
+    stride: int  # from one of its ranks to the next
+    rows: int  # of x that a group holds, at most
+
+
+class TransportModel:
+    """What a plan asks of a transport: figures, without tensors. The defaults are those of runs of memory that are sent as they lie.
+
+    Attributes:
+        name: in plans, and for ``plan(transport=...)``.
+        label: how parts of an exchange go, in a printed plan.
+        option: the argument of `plan` besides transport that asks for it, or forbids it; empty without.
+        stages: it is for exchanges between stages too, not for products of whole rows alone.
+        multiplies: of whole rows it takes over the product as well, which may read and write columns in blocks.
+        slots: buffers on each rank beside a product's, each as large as what the exchange of a chunk brings a rank at most.
+    """
+
+    name: str
+    label: str
+    option: str = ""
+    stages: bool = True
+    multiplies: bool = False
+    slots: int = 0
+
+    def suits(self, problem: Problem, site: Site, whole_rows: bool, chunks: int, links: Links) -> bool:
+        """Whether a plan may choose it, unasked, for whole rows or for stages, in this number of chunks."""
+        return True
+
+    def carries(self, exchange: Exchange) -> bool:
+        """Whether it carries an exchange; the transport called `FALLBACK` carries all that others do not."""
+        return True
+
+    def links(self, links: Links, size: int) -> Links:
+        """The links as exchanges among this number of ranks find them: bandwidth, latency, `Links.beside`, `Links.cpu_exchange`."""
+        return links
+
+    def rounds(self, rows: int) -> int:
+        """Rounds of messages that the processor begins, where a rank has this number of rows."""
+        return 0
+
+    def copies(self, transposed: bool) -> tuple[int, int]:
+        """Numbers of copies beside the exchange: in long runs, and transposing (of blocks that a multiply has left transposed)."""
+        return 0, 0
+
+
+FALLBACK: Final = "packed"
+TRANSPORTS: Final[dict[str, TransportModel]] = {}
+"""Transports by name, in the order in which a plan prefers them where they cost the same. `fastkron_py.distributed.transport` fills it."""
+
+
+def transport_for(transport: TransportModel, exchange: Exchange) -> TransportModel:
+    """The transport that carries an exchange of a plan with this transport."""
+    return transport if transport.carries(exchange) else TRANSPORTS[FALLBACK]
+
+
+@lru_cache(maxsize=1024)
+def links_of(transport: TransportModel, links: Links, size: int) -> Links:
+    """`TransportModel.links`, kept."""
+    return transport.links(links, size)
+
+
+@lru_cache(maxsize=4096)
+def _launches(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int) -> tuple[float, int]:
+    """Modelled elements moved for each row, and the number of launches."""
+    cost, launches = plans(ps, qs, Setting(min(8, itemsize), MANY_ROWS, 1, itemsize <= 4))[0]
+    return cost, len(launches)
+
+
+def multiply_seconds(rows: int, ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, links: Links) -> float:
+    """Time of one rank's multiply of ``[rows, prod(ps)]`` on a GPU, by the model that chooses its launches."""
+    moved, launches = _launches(ps, qs, itemsize)
+    return rows * moved * itemsize / links.memory + launches * LAUNCH_SECONDS
+
+
+def copies_seconds(copies: tuple[int, int], size: float, itemsize: int, links: Links) -> float:
+    """Time of copies (in long runs, transposing) of some bytes on a GPU; each reads and writes them once."""
+    runs, transposes = copies
+    run = 2 * size / links.copy_memory
+    return runs * run + transposes * max(run, size / itemsize * TRANSPOSE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange with the multiply before it, of the rank that has most to do.
+
+    Attributes:
+        factors: first factor and one past the last, which are multiplied; None where blocks are only exchanged.
+        leg: the exchange that follows; None without.
+        links: as the exchange finds them.
+        multiply_seconds: modelled.
+        copy_seconds: modelled, of packing and unpacking, on the GPU that multiplies.
+        exchange_seconds: modelled, of the links, all rows in one chunk.
+        bytes_sent: to other ranks.
+        bytes_to_hosts: of these, to ranks of other hosts.
+        messages: to other ranks, of each chunk.
+        messages_to_hosts: of these, to ranks of other hosts.
+        calls: rounds of messages that the processor begins, of all rows; none where parts are packed or copied.
+    """
+
+    factors: tuple[int, int] | None
+    leg: Leg | None
+    links: Links
+    multiply_seconds: float
+    copy_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_to_hosts: int = 0
+    messages: int = 0
+    messages_to_hosts: int = 0
+    calls: int = 0
+
+
+def stage_steps(problem: Problem, way: Way, site: Site, transport: TransportModel, links: Links) -> Iterator[Step]:
+    """The steps of stages with exchanges between them."""
+    if way.first is not None:
+        yield _step(problem, None, Leg(way.first, site.rows), 0.0, site, transport, links)
+    for stage in way.stages:
+        p, q = problem.inner[stage.start : stage.stop], problem.outer[stage.start : stage.stop]
+        most = max(widths(stage.offsets)) // stage.p
+        seconds = multiply_seconds(site.rows * most, p, q, problem.dtype.itemsize, links)
+        leg = None if stage.exchange is None else Leg(stage.exchange, site.rows)
+        yield _step(problem, (stage.start, stage.stop), leg, seconds, site, transport, links)
+
+
+def row_steps(problem: Problem, site: Site, transport: TransportModel, links: Links) -> Iterator[Step]:
+    """The steps of a product by whole rows: an exchange to rows, the product, an exchange back."""
+    there, back = by_rows(site.rows, math.prod(problem.inner), math.prod(problem.outer), site.size)
+    most = max(widths(even_offsets(site.rows, site.size)))
+    seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
+    yield _step(problem, None, Leg(there, 1), 0.0, site, transport, links)
+    yield _step(problem, (0, len(problem.ps)), Leg(back, 1, back=True), seconds, site, transport, links)
+
+
+def _step(
+    problem: Problem, factors: tuple[int, int] | None, leg: Leg | None, multiply: float, site: Site, transport: TransportModel, links: Links
+) -> Step:
+    if leg is None:
+        return Step(factors, None, links, multiply)
+    transport = transport_for(transport, leg.exchange)
+    between_stages = leg.exchange.transposed
+    copies, calls = transport.copies(between_stages), transport.rounds(site.rows if between_stages else -(-site.rows // site.size))
+    parts, unit, paid = site.size, problem.dtype.itemsize, links_of(transport, links, site.size)
+    samples = max(2, PAIRS // parts)
+    sampled = range(1) if leg.exchange.uniform else sorted({parts * i // samples for i in range(samples)} | {parts - 1})
+    copy, move, sent, far, messages, far_messages = 0.0, 0.0, 0, 0, 0, 0
+    for r in sampled:
+        host = _host(r, parts, site.stride, links.ranks_per_host)
+        inside = sum(leg.size(r, peer) for peer in host if peer != r)
+        near_count, count = _messages(leg, r, host)
+        bytes_out = leg.sent(r) * unit
+        bytes_far = bytes_out - inside * unit
+        copy = max(copy, copies_seconds(copies, max(leg.held(r), leg.gets(r)) * unit, unit, links))
+        move = max(move, paid.exchange_seconds(bytes_out - bytes_far, bytes_far, near_count, count - near_count))
+        sent, far = max(sent, bytes_out), max(far, bytes_far)
+        messages, far_messages = max(messages, count), max(far_messages, count - near_count)
+    return Step(factors, leg, paid, multiply, copy, move + calls * paid.round, sent, far, messages, far_messages, calls)
+
+
+def _host(position: int, parts: int, stride: int, ranks_per_host: int) -> range:
+    """Positions in a row group that share this one's host, if groups begin where hosts do."""
+    near = max(1, ranks_per_host // stride)
+    low = position // near * near
+    return range(low, min(parts, low + near))
+
+
+def _messages(leg: Leg, sender: int, host: range) -> tuple[int, int]:
+    """(Receivers on a sender's host, all receivers) other than the sender itself."""
+    if leg.exchange.uniform:
+        return (len(host) - 1, leg.exchange.ranks - 1) if leg.held(sender) else (0, 0)
+    peers = [p for p in range(leg.exchange.ranks) if p != sender and leg.size(sender, p)]
+    return sum(p in host for p in peers), len(peers)
+
+
+@lru_cache(maxsize=4096)
+def best_cuts(
+    ps: tuple[int, ...], qs: tuple[int, ...], rows: int, parts: int, itemsize: int, transport: TransportModel, links: Links
+) -> tuple[int, ...]:
+    """Stages of least modelled time, by dynamic programming over how many of the first factors are left."""
+    count, paid = len(ps), links_of(transport, links, parts)
+    copies, near = transport.copies(transposed=True), min(links.ranks_per_host, parts)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
+    for left in range(count - 1, -1, -1):
+        found = []
+        for stop in range(left + 1, count + 1):
+            before, cuts = best[stop]
+            p, q = ps[left:stop], qs[left:stop]
+            slices = math.prod(ps[:left]) * math.prod(qs[stop:])
+            share = rows * -(-slices // parts)
+            sent = share * math.prod(q) * itemsize
+            cost = multiply_seconds(share, p, q, itemsize, links) + copies_seconds(copies, sent, itemsize, links)
+            cost += paid.exchange_seconds(sent * (near - 1) / parts, sent * (parts - near) / parts, near - 1, parts - near)
+            found.append((before + cost, (*cuts, stop - left)))
+        best[left] = min(found)
+    return best[0][1]
+
+
+def memory_needed(problem: Problem, way: Way | None, site: Site, chunks: int) -> int:
+    """Bytes: x, the result, and buffers for the chunks under way; with gradients also theirs, and saved operands.
+
+    Args:
+        problem: what is multiplied.
+        way: the stages; None by rows.
+        site: where.
+        chunks: of rows.
+    """
+    rows, parts = site.rows, site.size
+    inner, outer = math.prod(problem.inner), math.prod(problem.outer)
+    blocks = [max(widths(chunk_offsets(n, parts))) for n in (inner, outer)]
+    sizes = chunk_rows(rows, chunks, parts if way is None else 1)
+    chunk = max(sizes)
+    if way is None:
+        share = -(-chunk // parts)
+        buffer = max(max(blocks) * chunk, share * max(inner, outer))
+        saved = inner * -(-rows // parts)
+    else:
+        operands = [max(widths(s.offsets)) for s in way.stages]
+        products = [max(widths(s.offsets)) // s.p * s.q for s in way.stages]
+        buffer = chunk * max(*operands, *products)
+        saved = rows * sum(operands if way.first else operands[1:])
+    total = rows * sum(blocks) + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
+    if problem.gradients:
+        total += rows * sum(blocks) + saved
+    factors = sum(p * q for p, q in zip(problem.ps, problem.qs, strict=True)) * (2 if problem.gradients else 1)
+    return (total + factors) * problem.dtype.itemsize
+
+
+def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
+    """What the processor needs to begin all multiplies and exchanges. Arguments as in `seconds_needed`."""
+    exchanges = [s for s in steps if s.leg is not None]
+    chunks = chunks if exchanges else 1  # one column needs no chunks
+    each = links.cpu_chunk + sum(s.links.cpu_exchange for s in exchanges)
+    return links.cpu_call + chunks * each + sum(s.calls * s.links.cpu_message for s in exchanges)
+
+
+def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
+    """What GPU and links need, or what the processor needs to begin their work: the longer.
+
+    GPU and links: with one chunk the sum. With more the longer of the two, and the last chunk's share of the other; or all of the GPU's
+    work and what exchanges take of it, which move bytes through the same memory, and by kernels of their own: the longer.
+
+    Args:
+        steps: of all rows.
+        sizes: rows of each chunk.
+        links: between ranks.
+    """
+    multiply = sum(s.multiply_seconds + s.copy_seconds for s in steps)
+    exchange = sum(s.exchange_seconds for s in steps)
+    chunks, rows = len(sizes), sum(sizes)
+    begun = cpu_seconds(steps, chunks, links)
+    if chunks == 1 or rows == 0:
+        return max(begun, multiply + exchange)
+    again = sum(s.links.exchange_seconds(0, 0, s.messages - s.messages_to_hosts, s.messages_to_hosts) for s in steps)
+    exchange += (chunks - 1) * again
+    alone = max(sizes[0], sizes[-1]) / rows
+    beside = multiply
+    for s in steps:
+        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * s.links.round  # what goes to other hosts goes slowly
+        beside += taken * (1 - s.links.beside * (1 - alone))
+    return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)

@@ -1,0 +1,286 @@
+"""Peer memory: GPUs of one host push parts into slots of their peers, and pull products from there, in place of an all-to-all.
+
+*Push* is for any exchange: every part is stored in a slot of the rank that it is for, which copies it to where it belongs.
+
+*Pull* is for products by whole rows. A rank's part of the rows comes in columns: its own, which stay where they are in x, and those that
+peers push into a slot of its. The product goes to the result where it is this rank's, and to another slot where it is a peer's, who pulls
+it into its result. So every column crosses a link once each way and is copied nowhere else, where the product can read and write columns
+in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and what a rank keeps is copied too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.group.failures import stage
+from fastkron_py.distributed.group.grid import ProcessGrid
+from fastkron_py.distributed.group.watch import note
+from fastkron_py.distributed.local import multiply_into
+from fastkron_py.distributed.plan.cost import Links, Site
+from fastkron_py.distributed.plan.layout import Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.problem import Problem
+from fastkron_py.distributed.transport.copies import copy_runs
+from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
+from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, at_source, at_target
+
+FEWEST_CHUNKS: Final = 4
+"""From which on plans choose peer memory unasked: slots are as large as chunks."""
+
+
+class PeerMemory(Transport):
+    """Between GPUs of one host, through a few slots on each."""
+
+    name = "peer memory"
+    label = "through peer memory"
+    option = "direct"
+    multiplies = True
+    slots = SLOTS
+
+    def suits(self, problem: Problem, site: Site, whole_rows: bool, chunks: int, links: Links) -> bool:
+        """By rows, in row groups that have a row for each rank and lie on one host, and where nobody asks for gradients."""
+        reach, host = site.size * site.stride, links.ranks_per_host
+        together = reach <= host and (host % reach == 0 or site.groups * site.size <= host)
+        return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and not problem.gradients
+
+    def links(self, links: Links, size: int) -> Links:
+        """Copies follow each other at once, between barriers."""
+        bandwidth = links.direct_pair_bandwidth if size == 2 else links.direct_bandwidth
+        return replace(
+            links,
+            bandwidth=bandwidth,
+            pair_bandwidth=bandwidth,
+            latency=links.direct_latency,
+            beside=links.beside_direct,
+            cpu_exchange=links.cpu_direct_exchange,
+        )
+
+    def copies(self, transposed: bool) -> tuple[int, int]:
+        """Of whole rows none."""
+        return int(transposed), int(transposed)
+
+    def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
+        """Slots, made when they are first asked for; none in a graph."""
+        # Slots' events come from outside of a graph that is being captured, which could not wait for them.
+        if grid.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        slots = open_slots(grid, group, row_groups, size)
+        return None if slots is None else PeerChannel(slots)
+
+
+class PeerChannel(Channel):
+    """The slots of a row group's ranks."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def send(self, transfer: Transfer, local: Tensor) -> Pushed | None:
+        """Begin to push a block's parts into a slot of each rank; None where slots are too small, or taken."""
+        slots, ranks = self._slots, range(transfer.row_group.size)
+        taken = slots.take(max([transfer.size_of(rank) for rank in ranks]) * local.element_size())
+        if taken is None:
+            return None
+        (slot,) = taken
+
+        def copies() -> None:
+            blocks = [slots.block(slot, peer, transfer.size_of(peer), local.dtype) for peer in ranks]
+            for to, of in pushes(transfer, local, blocks):
+                copy_runs(to, of)
+
+        with transfer.stage(local):
+            done = slots.exchange(slot, local, copies)
+        return Pushed(slots, slot, done, local.dtype)
+
+    def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
+        """A chunk, ready to be sent; None where slots are too small, or taken."""
+        size, blocks = row_group.size, row_group.blocks
+        shares = even_offsets(rows.rows, size)
+        there = Layout(shares, chunk_offsets(rows.inner, size), blocks.reads)
+        back = Layout(shares, chunk_offsets(rows.outer, size), blocks.writes)
+        most = max([layout.elements(rank) for layout in (there, back) for rank in range(size)])
+        slots = self._slots.take(most * rows.itemsize, 2)
+        return None if slots is None else Chunk(row_group, self._slots, (there, back), slots, rows)
+
+
+class Pushed(NamedTuple):
+    """Parts under way into a slot of this rank, complete after an event."""
+
+    slots: Slots
+    slot: int
+    done: torch.cuda.Event
+    dtype: torch.dtype
+
+    def receive(self, transfer: Transfer, out: Tensor | None) -> Tensor:
+        """The block, copied from its slot."""
+        row_group = transfer.row_group
+        block = self.slots.block(self.slot, row_group.position, transfer.size, self.dtype)
+        self.done.wait()  # the current stream, not the host
+        note(transfer.stage_text(block), block.device, row_group.ranks)
+        out = transfer.into if out is None else out
+        out = torch.empty_like(block) if out is None else out
+        out.copy_(block)
+        self.slots.release(self.slot)
+        return out
+
+
+def pushes(transfer: Transfer, local: Tensor, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``."""
+    exchange, me, rows = transfer.exchange, transfer.row_group.position, transfer.rows
+    found = []
+    for peer in (*transfer.row_group.others, me):
+        block = blocks[peer]
+        if transfer.back:
+            pairs = [(r, at_source(exchange, block, rows, peer, r)) for r in exchange.rectangles(peer, me)]
+            found += [(to, at_target(exchange, local, rows, me, r)) for r, to in pairs]
+        else:
+            pairs = [(r, at_target(exchange, block, rows, peer, r)) for r in exchange.rectangles(me, peer)]
+            found += [(to, at_source(exchange, local, rows, me, r)) for r, to in pairs]
+    return found
+
+
+class Layout(NamedTuple):
+    """How a rank's rows lie in its slot: peers' columns in blocks, one after the other, without its own; or as whole rows.
+
+    Attributes:
+        rows: offsets of the ranks' rows.
+        columns: offsets of the ranks' columns.
+        in_blocks: not as whole rows.
+    """
+
+    rows: Offsets
+    columns: Offsets
+    in_blocks: bool
+
+    def height(self, rank: int) -> int:
+        """Rows of a rank."""
+        return self.rows[rank + 1] - self.rows[rank]
+
+    def elements(self, rank: int) -> int:
+        """Of a rank's slot."""
+        own = self.columns[rank + 1] - self.columns[rank] if self.in_blocks else 0
+        return self.height(rank) * (self.columns[-1] - own)
+
+    def block(self, slot: Tensor, rank: int, peer: int) -> Tensor:
+        """``[rows, columns]`` of a peer's columns in a rank's slot, which is given flat; in blocks there are none of its own."""
+        height = self.height(rank)
+        low, high = self.columns[peer], self.columns[peer + 1]
+        if not self.in_blocks:
+            return slot.view(height, self.columns[-1])[:, low:high]
+        own = self.columns[rank + 1] - self.columns[rank] if peer > rank else 0
+        return slot[height * (low - own) : height * (high - own)].view(height, high - low)
+
+
+class Chunk:
+    """Rows on their way: `send`, then `multiply`, which has the product pulled.
+
+    Attributes:
+        done: the event after which this rank has pulled everything.
+    """
+
+    done: torch.cuda.Event
+
+    def __init__(self, row_group: RowGroup, slots: Slots, layouts: tuple[Layout, Layout], taken: Sequence[int], rows: Rows) -> None:
+        """Rows with two slots, for what arrives and for the product, in these layouts."""
+        self._row_group, self._slots, self._rows = row_group, slots, rows
+        self._there, self._back = layouts
+        self._operand, self._product = taken
+
+    def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Push columns ``x [rows, columns]``, contiguous, to where peers multiply them.
+
+        Args:
+            x: this rank's.
+            ready: after which it can be read; None for all that the current stream has been given.
+        """
+        self._x = x
+
+        def push(peer: int) -> None:
+            to = self._there.block(self._slot(self._operand, self._there, peer), peer, self._row_group.position)
+            _copy(to, self._of(x, peer))
+
+        self._text = self._stage("columns to rows", x)
+        self._arrived = self._exchange(self._operand, self._there, x, push, self._text, False, ready)
+
+    def multiply(self, factors: Sequence[Tensor], alpha: float, precision: str | None, out: Tensor) -> None:
+        """Wait for this rank's rows, multiply them, and have every rank pull its columns of its peers' products.
+
+        Args:
+            factors: all of them.
+            alpha: scales the product.
+            precision: of the product.
+            out: this rank's columns of the product, ``[rows, columns]``, contiguous; complete after `done`.
+        """
+        me, there, back = self._row_group.position, self._there, self._back
+        self._arrived.wait()  # the current stream, not the host
+        note(self._text, out.device, self._row_group.ranks)
+        operand, product = self._slot(self._operand, there, me), self._slot(self._product, back, me)
+        self._slots.lend(self._product)
+        if there.height(me):
+            multiply_into(
+                self._blocks(there, operand, self._of(self._x, me)),
+                factors,
+                self._blocks(back, product, self._of(out, me)),
+                alpha,
+                precision,
+            )
+        self._slots.release(self._operand)
+
+        def pull(peer: int) -> None:
+            _copy(self._of(out, peer), back.block(self._slot(self._product, back, peer), peer, me))
+
+        text = self._stage("rows to columns", out)
+        self.done = self._exchange(self._product, back, out, pull, text, True, None)
+        note(text, out.device, self._row_group.ranks, self.done)
+        self._slots.release(self._product, self.done)
+
+    def _of(self, t: Tensor, rank: int) -> Tensor:
+        """A rank's rows."""
+        return t[self._there.rows[rank] : self._there.rows[rank + 1]]
+
+    def _slot(self, slot: int, layout: Layout, rank: int) -> Tensor:
+        return self._slots.block(slot, rank, layout.elements(rank), self._x.dtype)
+
+    def _blocks(self, layout: Layout, slot: Tensor, own: Tensor) -> list[Tensor]:
+        """This rank's rows: blocks of columns, its own from elsewhere, or one block that is all of the slot."""
+        me, size = self._row_group.position, self._row_group.size
+        if not layout.in_blocks:
+            return [slot.view(layout.height(me), layout.columns[-1])]
+        return [own if peer == me else layout.block(slot, me, peer) for peer in range(size)]
+
+    def _exchange(
+        self,
+        slot: int,
+        layout: Layout,
+        local: Tensor,
+        copy: Callable[[int], None],
+        text: str,
+        pulls: bool,
+        ready: torch.cuda.Event | None,
+    ) -> torch.cuda.Event:
+        """Copy to or from every peer; whole rows of this rank's own before."""
+        own = None if layout.in_blocks else partial(copy, self._row_group.position)
+
+        def copies() -> None:
+            for peer in self._row_group.others:
+                copy(peer)
+
+        with stage(text, self._row_group.group):
+            return self._slots.exchange(slot, local, copies, pulls=pulls, first=own, ready=ready)
+
+    def _stage(self, label: str, columns: Tensor) -> str:
+        size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()
+        return self._row_group.text(f"{self._rows.name}: {label}{self._rows.chunk}", size)
+
+
+def _copy(to: Tensor, of: Tensor) -> None:
+    """Copy ``[rows, columns]``."""
+    copy_runs(to.unsqueeze(1), of.unsqueeze(1))
+
+
+PEER_MEMORY = PeerMemory()

@@ -1,0 +1,162 @@
+"""Slots of memory that the GPUs of one host write to and read from, by torch's symmetric memory.
+
+Every rank of a row group keeps a few slots that its peers can write to and read from. An exchange takes one, and copies straight between
+it and where the parts come from or belong (packing, sending and unpacking in one copy), on the slot's stream, between two barriers: before
+the first the slot's last content has been used everywhere, after the second all parts are where they belong. Long runs are copied by the
+GPU's copy engines. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.group.agreement import agree, group_timeout
+from fastkron_py.distributed.group.grid import ProcessGrid
+
+SLOTS: Final = 6
+"""Of each rank: what a wave of chunks has under way at a time."""
+ALIGNMENT: Final = 256
+VIEWS: Final = 1024  # of slots, that are kept
+LATER: Final = 10.0
+"""Seconds by which barriers give up after the group's timeout, at which `watch` ends a process with better words."""
+
+
+class Slots:
+    """Slots of this rank, and views of the peers'.
+
+    Args:
+        group: the ranks of a row group, all on one host, each with its GPU.
+        device: this rank's GPU.
+        slot_bytes: of each slot; the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.slot_bytes = slot_bytes
+        self._buffer = symmetric.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric.rendezvous(self._buffer, group)
+        # Before multiplies of many programs, which a barrier would else wait for.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)]
+        self._free = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._timeout = int((group_timeout().total_seconds() + LATER) * 1000)
+        self._before = [torch.cuda.Event(), torch.cuda.Event()]  # the latest pushes, the latest pulls
+        self._taken = [False] * SLOTS
+        self._next = 0
+        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+
+    def take(self, size: int, count: int = 1) -> tuple[int, ...] | None:
+        """Slots for a transfer of at most this size a rank, in bytes; None if too few are free. The same answer on every rank."""
+        slots = tuple([(self._next + i) % SLOTS for i in range(count)])
+        if size > self.slot_bytes or any([self._taken[slot] for slot in slots]):
+            return None
+        self._next = (self._next + count) % SLOTS
+        for slot in slots:
+            self._taken[slot] = True
+        return slots
+
+    def block(self, slot: int, peer: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """The first elements of a peer's slot."""
+        key = slot, peer, elements, dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            found = self._handle.get_buffer(peer, (elements,), dtype, slot * self.slot_bytes // dtype.itemsize)
+            self._views[key] = found
+        return found
+
+    def exchange(
+        self,
+        slot: int,
+        local: Tensor,
+        copies: Callable[[], None],
+        *,
+        pulls: bool = False,
+        first: Callable[[], None] | None = None,
+        ready: torch.cuda.Event | None = None,
+    ) -> torch.cuda.Event:
+        """Have a function write to the peers' slots, or read what is in them, beside what the current stream does next.
+
+        Args:
+            slot: a taken one.
+            local: what this rank gives or gets besides slots.
+            copies: the function; it begins when all ranks have come so far, and those before it of its kind have been made: a GPU's
+                copy engines would else take them in any order, and a multiply wait for what came last.
+            pulls: it reads.
+            first: called before.
+            ready: after which local can be read; None for all that the current stream has been given.
+
+        Returns:
+            The event after which all is done.
+        """
+        stream = self._streams[slot]
+        if ready is None:
+            stream.wait_stream(torch.cuda.current_stream(local.device))
+        else:
+            stream.wait_event(ready)
+            stream.wait_event(self._free[slot])
+        with torch.cuda.stream(stream):
+            if first is not None:
+                first()
+            self._handle.barrier(channel=2 * slot, timeout_ms=self._timeout)
+            stream.wait_event(self._before[pulls])
+            copies()
+            self._before[pulls] = stream.record_event()
+            self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
+            done: torch.cuda.Event = stream.record_event()
+        local.record_stream(stream)
+        return done
+
+    def lend(self, slot: int) -> None:
+        """Make the current stream wait until a taken slot of this rank may be written."""
+        torch.cuda.current_stream(self._buffer.device).wait_event(self._free[slot])
+
+    def release(self, slot: int, done: torch.cuda.Event | None = None) -> None:
+        """All that reads the slot comes before an event, or has been given to the current stream."""
+        self._free[slot] = torch.cuda.current_stream(self._buffer.device).record_event() if done is None else done
+        self._taken[slot] = False
+
+
+_made: dict[tuple[str, torch.device], Slots | None] = {}
+_made_in: Any = None
+
+
+def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], slot_bytes: int) -> Slots | None:
+    """Slots for a row group of a grid; None, on every rank, where there can be none. Collective over the grid at its first call.
+
+    Args:
+        grid: all its ranks make this call.
+        group: of this rank's row group.
+        row_groups: of the grid, as ranks in it.
+        slot_bytes: the most that a transfer brings a rank; the same on every rank.
+    """
+    global _made_in
+    if grid.device.type != "cuda":
+        return None
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    key = (group.group_name, grid.device)
+    found = _made.get(key)
+    if key in _made and (found is None or found.slot_bytes >= slot_bytes):
+        return found
+    torch.cuda.synchronize(grid.device)  # nobody writes to slots that make room for larger ones
+    hosts = agree(grid, {"step": "peer memory"}, local=(crc32(socket.gethostname().encode()),))
+    made: Slots | None = None
+    if all(len({hosts[r] for r in ranks}) == 1 for ranks in row_groups):
+        try:
+            made = Slots(group, grid.device, -(-slot_bytes // ALIGNMENT) * ALIGNMENT)
+        except (RuntimeError, ImportError, AttributeError):  # no peer access, or a torch without symmetric memory
+            made = None
+        if not all(row[0] for row in agree(grid, {"step": "slots in peer memory"}, local=(int(made is not None),))):
+            made = None
+    _made[key] = made
+    return made

@@ -1,0 +1,332 @@
+"""Moving blocks between the ranks of a row group, so that autograd can follow and other work can go on meanwhile.
+
+A transfer is one exchange (`layout.Exchange`) of one chunk of rows, forwards or back. `start` begins it and `finish` waits for it. How its
+parts go is up to a `Transport`. Start and finish are linear, and each is the other's derivative with the exchange reversed, so
+gradients of every order are exchanges too. What is under way stays with the transfer; autograd sees an empty tensor in its place, a token,
+that ties the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.group.failures import rank_text, stage
+from fastkron_py.distributed.group.grid import ProcessGrid
+from fastkron_py.distributed.group.watch import note
+from fastkron_py.distributed.local import IN_WHOLE, InBlocks
+from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
+from fastkron_py.distributed.plan.layout import Exchange, Rectangle
+
+
+class Arrival(Protocol):
+    """Parts of a transfer that are under way to this rank."""
+
+    def receive(self, transfer: Transfer, out: Tensor | None) -> Tensor:
+        """Wait for the parts and put them in place, in out or, without it, where the channel has them.
+
+        Raises:
+            CollectiveError: the exchange failed; names the stage.
+        """
+
+
+class RowsUnderWay(Protocol):
+    """A chunk of a product by whole rows that a channel has taken over, from x to the result."""
+
+    done: torch.cuda.Event
+    """After which this rank's columns of the product are complete."""
+
+    def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Begin to send columns ``x [rows, columns]``, which can be read after an event (None: after all that is queued)."""
+
+    def multiply(self, factors: Sequence[Tensor], alpha: float, precision: str | None, out: Tensor) -> None:
+        """Multiply this rank's rows and begin to send the product back, to every rank's ``out [rows, columns]``."""
+
+
+class Channel:
+    """A transport between the ranks of one row group. Its answers are the same on every rank."""
+
+    def send(self, transfer: Transfer, local: Tensor) -> Arrival | None:
+        """Begin to send this rank's block, flat and contiguous; None where the channel cannot carry the transfer.
+
+        Raises:
+            CollectiveError: the exchange cannot begin; names the stage.
+        """
+        raise NotImplementedError
+
+    def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay | None:
+        """Take over a chunk of a product by whole rows; None to have it exchanged and multiplied.
+
+        Asked where the transport says `TransportModel.multiplies`, of products that autograd does not follow.
+        """
+        return None
+
+
+class Transport(TransportModel, Channel):
+    """One way for blocks to go from rank to rank: what it costs (`TransportModel`), and how it sends, as its own channel by default.
+
+    A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
+    """
+
+    def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
+        """What sends in one product. Collective over the grid.
+
+        Args:
+            grid: all its ranks make this call.
+            group: of this rank's row group.
+            row_groups: all of the grid, as ranks in it.
+            size: the most bytes that the exchange of a chunk brings a rank; the same on every rank.
+
+        Returns:
+            The channel, or None, on every rank alike, where there can be none: parts are packed then.
+        """
+        return self
+
+
+def transport_of(name: str) -> Transport:
+    """The transport that a plan names."""
+    return cast(Transport, TRANSPORTS[name])
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """The ranks that share rows of x and exchange its columns.
+
+    Attributes:
+        group: of these ranks.
+        size: their number.
+        position: of this rank.
+        channel: of the plan's transport; None where there is none, and parts are packed.
+        blocks: how products of whole rows read and write columns; the same on every rank.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    position: int
+    channel: Channel | None = None
+    blocks: InBlocks = IN_WHOLE
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Their ranks in the default group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """Positions of the other ranks, from the next one on: were all to begin with the same, they would share its link."""
+        return tuple([(self.position + step) % self.size for step in range(1, self.size)])
+
+    def text(self, label: str, size: int) -> str:
+        """How errors call an exchange of this size in bytes."""
+        return _stage_text(label, size, self.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _stage_text(label: str, size: int, ranks: tuple[int, ...]) -> str:
+    return f"{label}: exchange of {size / 1e6:.3g} MB with {rank_text(ranks)}"
+
+
+class Rows(NamedTuple):
+    """A chunk of a product by whole rows.
+
+    Attributes:
+        rows: of all ranks of a row group together.
+        inner: columns of x.
+        outer: columns of the product.
+        itemsize: bytes of an element.
+        name: of the product, in errors.
+        chunk: of the rows, in errors.
+    """
+
+    rows: int
+    inner: int
+    outer: int
+    itemsize: int
+    name: str
+    chunk: str
+
+
+@dataclass
+class Transfer:
+    """One exchange of some rows: what it moves, and what is under way. Blocks are flat and contiguous.
+
+    Attributes:
+        exchange: what goes where.
+        row_group: among whom.
+        rows: how often: the number of rows of x, or 1 by whole rows.
+        label: how errors call it.
+        back: it goes from the exchange's target to its source.
+        into: where the block shall be afterwards, if that is known when it is sent.
+    """
+
+    exchange: Exchange
+    row_group: RowGroup
+    rows: int
+    label: str
+    back: bool = False
+    into: Tensor | None = None
+    arrival: Arrival | None = None  # what is under way
+    derivative: Transfer | None = None  # the latest one
+    text: str = ""  # the stage in errors, once it is known
+
+    def reverse(self) -> Transfer:
+        """The same elements on their way back."""
+        self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back)
+        return self.derivative
+
+    @property
+    def size(self) -> int:
+        """Elements that this rank has afterwards."""
+        return self.size_of(self.row_group.position)
+
+    def size_of(self, position: int) -> int:
+        """Elements that a rank has afterwards."""
+        return self.rows * (self.exchange.source_size(position) if self.back else self.exchange.target_size(position))
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is sent at all; the same on every rank."""
+        return self.rows > 0 and not self.exchange.idle
+
+    def sizes(self, outgoing: bool) -> tuple[int, ...]:
+        """Elements to or from each peer, for each row of x."""
+        return self.exchange.sizes(self.row_group.position, outgoing != self.back)
+
+    def send(self, local: Tensor) -> None:
+        """Begin to send a block: by the row group's channel, or packed where it cannot."""
+        local = local.contiguous()
+        channel = self.row_group.channel
+        self.arrival = channel.send(self, local) if channel is not None and self.moves else None
+        if self.arrival is None:
+            self.arrival = transport_of(FALLBACK).send(self, local)
+
+    def receive(self, out: Tensor | None = None) -> Tensor:
+        """Wait for the parts and put them in place, in out or where they are."""
+        if self.arrival is None:
+            raise RuntimeError("a transfer is received once, after it was sent")
+        found = self.arrival.receive(self, out)
+        self.arrival = self.into = None
+        return found
+
+    def stage(self, like: Tensor) -> stage:
+        """Errors of what is done inside name this transfer; of elements like a tensor's."""
+        return stage(self.stage_text(like), self.row_group.group)
+
+    def stage_text(self, like: Tensor) -> str:
+        """How errors call this transfer."""
+        if not self.text:
+            sizes = self.sizes(outgoing=True)
+            size = self.rows * (sum(sizes) - sizes[self.row_group.position]) * like.element_size()
+            self.text = self.row_group.text(self.label, size)
+        return self.text
+
+    def wait(self, work: Any, arrived: Tensor) -> None:
+        """Wait for what brings parts to a buffer: on CPUs the host, on GPUs the current stream."""
+        with self.stage(arrived):
+            work.wait()
+        note(self.stage_text(arrived), arrived.device, self.row_group.ranks)
+
+
+def landed(arrived: Tensor, out: Tensor | None) -> Tensor:
+    """A block whose parts have arrived in order, in out where it is given."""
+    if out is None or out.data_ptr() == arrived.data_ptr():
+        return arrived if out is None else out
+    return out.copy_(arrived)
+
+
+def at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
+    """A rectangle in the block ``[rows, s, q]`` that a multiply has left, or in columns ``[rows, q, s]``."""
+    low, high = exchange.source[me], exchange.source[me + 1]
+    row, column = slice(r.row, r.row_stop), slice(r.column - low, r.column_stop - low)
+    if exchange.transposed:
+        return local.view(rows, high - low, exchange.rows)[:, column, row].mT
+    return local.view(rows, exchange.rows, high - low)[:, row, column]
+
+
+def at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
+    """A rectangle in a block of columns of ``[rows, q * s]``: parts of one row of q, or whole ones but for what others sent."""
+    width = exchange.target_size(me)
+    place = r.row * exchange.columns + r.column - exchange.target[me]
+    return local.as_strided((rows, *r.shape), (width, exchange.columns, 1), local.storage_offset() + place)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.send(local)
+        return local.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        return finish([ctx.transfer.derivative], [token]), None  # _Finish's backward has begun it
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Sequence[Transfer], Tensor | None], *tokens: Tensor) -> Tensor:
+        ctx.transfers, out = given
+        return _receive(ctx.transfers, tokens[0], out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        blocks = gradient.split([t.size for t in ctx.transfers])
+        # The last first: the backward pass waits for the chunks in that order.
+        tokens = [start(block, t.reverse()) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
+        return None, *reversed(tokens)
+
+
+def _receive(transfers: Sequence[Transfer], like: Tensor, out: Tensor | None) -> Tensor:
+    if len(transfers) == 1 and out is None:
+        return transfers[0].receive()
+    sizes = [t.size for t in transfers]
+    out = like.new_empty(sum(sizes)) if out is None else out
+    for transfer, part in zip(transfers, out.split(sizes), strict=True):
+        transfer.receive(part)
+    return out
+
+
+def start(local: Tensor, transfer: Transfer) -> Tensor:
+    """Begin a transfer, so that autograd can follow it.
+
+    Args:
+        local: this rank's block before, flat.
+        transfer: a new one.
+
+    Returns:
+        The token for `finish`.
+
+    Raises:
+        CollectiveError: the exchange cannot begin; names the stage.
+    """
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        transfer.send(local)
+        return local.new_empty(0)
+    token: Tensor = _Start.apply(local, transfer)  # type: ignore[no-untyped-call]
+    return token
+
+
+def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Complete transfers of consecutive rows.
+
+    Args:
+        transfers: as given to `start`.
+        tokens: what `start` returned for each.
+        out: where the blocks shall be, a new tensor; transfers may know their parts of it as `Transfer.into`.
+
+    Returns:
+        This rank's blocks after the transfers, flat, one after the other.
+
+    Raises:
+        CollectiveError: an exchange failed; names the stage.
+    """
+    if not (torch.is_grad_enabled() and any([t.requires_grad for t in tokens])):
+        return _receive(transfers, tokens[0], out)
+    block: Tensor = _Finish.apply((transfers, out), *tokens)  # type: ignore[no-untyped-call]
+    return block

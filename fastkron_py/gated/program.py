@@ -1,0 +1,244 @@
+"""The programs of gated linear layers: the product with its gate, and torch's products around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.gated import torch_backend
+from fastkron_py.runtime.backend import choose_backend, requested_backend
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import resolved, torch_products
+from fastkron_py.runtime.program import Program
+from fastkron_py.tiling.reductions import column_sums
+
+COUNT: Final = 6  # tensors of a layer
+
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""x ``[..., K]``, weight ``[2 H, K]`` or ``[2, H, K]``, bias of its rows' shape, down ``[O, H]``, down_bias ``[O]``; gate is None.
+
+Or weight ``[H, K]`` of up, gate ``[H, K]``, and bias ``[2, H]``."""
+
+Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""x ``[M, K]``, weight, gate and bias."""
+
+# Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off (see `kan/operator.py`).
+_LONGEST_SUM: Final = 512
+
+
+class Options(NamedTuple):
+    """The operators' options."""
+
+    activation: str
+    layout: str
+    precision: str | None
+    backend: str
+
+    def gated(self) -> Any:
+        """The options as launches take them."""
+        from fastkron_py.gated.launches import Gated
+
+        return Gated(self.activation, self.layout, resolved(self.precision))
+
+    def product(self, function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+        """A function with products of torch, in the precision asked for."""
+        if self.precision is None or dtype != torch.float32:
+            return function
+
+        def with_precision(*operands: Tensor) -> Tensor:
+            with torch_products(operands[0], self.precision):
+                return function(*operands)
+
+        return with_precision
+
+
+def sizes(x: Tensor, weight: Tensor, gate: Tensor | None, down: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
+    """(rows, H, shape of the result)."""
+    hidden = torch_backend.hidden_size(weight, gate)
+    # Not numel(), which makes an integer of a symbol.
+    return math.prod(x.shape[:-1]), hidden, (*x.shape[:-1], hidden if down is None else down.shape[0])
+
+
+def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
+    """Whether Triton is to multiply: not what is empty or float64, nor, unless it was asked for, float32 sums too long for it."""
+    chosen = choose_backend(options.backend, x)
+    if chosen == "torch" or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
+        return False
+    from fastkron_py.gated.activations import find_activation  # which imports Triton
+
+    if not find_activation(options.activation).has_device_functions:
+        return False
+    exact = x.is_cuda and x.dtype == torch.float32 and x.shape[-1] > _LONGEST_SUM and resolved(options.precision) == "highest"
+    return not (exact and (options.backend or requested_backend()) == "auto")
+
+
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = False) -> Program:
+    """Of `fastkron::gated_linear`; arguments as in its schema."""
+    chosen = Options(*options)
+    by_triton = is_by_triton(tensors[0], tensors[1], chosen)
+    build = Builder(tensors)
+    x, weight, gate, bias, down, down_bias = build.inputs
+    rows, hidden, shape = sizes(x, weight, gate, down)
+    y, pairs = _add_forward(build, (build.reshape(x, (rows, x.shape[-1])), weight, gate, bias), chosen, by_triton, saving)
+    if down is not None:
+        y = _add_linear(build, y, down, down_bias, chosen)
+    return build.program([y, pairs], [shape, (rows, 2 * hidden)]) if saving else build.program([y], [shape])
+
+
+def forward_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Of `fastkron::gated_linear_saving`."""
+    return forward(tensors, options, True)
+
+
+def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, saving: bool) -> tuple[Tensor, Any]:
+    """(y ``[M, H]``, pairs ``[M, 2 H]`` where they are saved or torch makes them)."""
+    if by_triton:
+        from fastkron_py.gated import launches
+
+        return launches.add_forward(build, wide, options.gated(), saving)
+    pairs = _add_pairs(build, wide, options)
+    return _add_gate(build, pairs, options), pairs
+
+
+def _add_linear(build: Builder, y: Tensor, down: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    operands = (y, down) if bias is None else (y, down, bias)
+    found: Tensor = build.call(
+        options.product(torch.nn.functional.linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype)
+    )
+    return found
+
+
+def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
+    """Both of every pair ``[M, 2 H]`` by torch."""
+    there = [t is not None for t in wide]
+
+    def pairs_of(*given: Tensor) -> Tensor:
+        rest = iter(given)
+        x, weight, gate, bias = (next(rest) if is_there else None for is_there in there)
+        return torch_backend.pairs_of(x, weight, gate, bias)  # type: ignore[arg-type]
+
+    x, weight, gate, _ = wide
+    like = describe((x.shape[0], 2 * torch_backend.hidden_size(weight, gate)), x.dtype)
+    pairs: Tensor = build.call(options.product(pairs_of, x.dtype), [t for t in wide if t is not None], like)
+    return pairs
+
+
+def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
+    """``y [M, H]`` by torch."""
+    activation, layout, *_ = options
+
+    def gate(pairs: Tensor) -> Tensor:
+        return torch_backend.gate(pairs, activation, layout)
+
+    y: Tensor = build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
+    return y
+
+
+# ---- backward ----------------------------------------------------------------------------------
+
+
+def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool = False) -> Program:
+    """Of `fastkron::gated_linear_backward`; in place: gradients of the pairs are written over them."""
+    _, x, weight, *_ = tensors
+    needs = [need and t is not None for need, t in zip(options, tensors[1 : COUNT + 1], strict=False)]
+    chosen = Options(*options[COUNT:])
+    rows = math.prod(x.shape[:-1])
+    build = Builder(tensors)
+    dy, *inputs, pairs = build.inputs
+    inputs[0] = build.reshape(inputs[0], (rows, x.shape[-1]))
+    backward = _Backward(build, tuple(inputs), pairs, chosen, is_by_triton(x, weight, chosen), in_place)
+    found = backward.gradients(build.reshape(dy, (rows, dy.shape[-1])), needs)
+    results = [(f, t.shape) for f, t in zip(found, tensors[1:], strict=False) if f is not None]
+    return build.program([f for f, _ in results], [shape for _, shape in results])
+
+
+def gradients_in_place(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Of `fastkron::gated_linear_backward_`."""
+    return gradients(tensors, options, True)
+
+
+class _Backward(NamedTuple):
+    """A backward pass of a layer on matrices."""
+
+    build: Builder
+    tensors: tuple[Any, ...]
+    pairs: Tensor | None
+    options: Options
+    by_triton: bool
+    in_place: bool
+
+    def gradients(self, dy: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """[dx, dW, dG, db, dD, dc], None for those that are not needed."""
+        x, weight, gate, _, down, _ = self.tensors
+        need_x, need_weight, need_gate, need_bias, need_down, need_down_bias = needs
+        dx = dweight = dgate = dbias = ddown = None
+        if any(needs[:4]):
+            # A projection's gradient of y is a fresh tensor, over which y may be written.
+            dgated = dy if down is None else self._product(_product, (dy, down), (len(dy), down.shape[1]))
+            d, y = self._pair_gradients(dgated, need_down)
+            if y is not None:
+                ddown = self._product(_transposed_product, (dy, y), down.shape)
+            first, second = (d, d) if gate is None else d.chunk(2, 1)
+            if need_x and gate is None:
+                dx = self._product(_product_of_rows, (first, weight), x.shape)
+            elif need_x:
+                dx = self._product(_sum_of_products, (first, weight, second, gate), x.shape)
+            shape = first.shape[1], x.shape[1]
+            dweight = self._product(_transposed_product, (first, x), shape) if need_weight else None
+            dgate = self._product(_transposed_product, (second, x), shape) if need_gate else None
+            dbias = self._column_sums(d) if need_bias else None
+        elif need_down:
+            y, _ = _add_forward(self.build, self.tensors[:4], self.options, self.by_triton, False)
+            ddown = self._product(_transposed_product, (dy, y), down.shape)
+        return [dx, dweight, dgate, dbias, ddown, self._column_sums(dy) if need_down_bias else None]
+
+    def _pair_gradients(self, dy: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
+        """(gradients of the pairs ``[M, 2 H]``, y ``[M, H]`` again, which may be written over dy)."""
+        build, wide, pairs, options = self.build, self.tensors[:4], self.pairs, self.options
+        if self.by_triton:
+            from fastkron_py.gated import launches
+
+            if pairs is None:
+                return launches.add_recomputed_gradients(build, dy, wide, options.gated(), again)
+            return launches.add_stored_gradients(build, dy, pairs, options.gated(), self.in_place, again)
+        pairs = _add_pairs(build, wide, options) if pairs is None else pairs
+        y = _add_gate(build, pairs, options) if again else None
+        activation, layout, *_ = options
+
+        def by_torch(dy: Tensor, pairs: Tensor) -> Tensor:
+            return torch_backend.pair_gradients(dy, pairs, activation, layout)
+
+        return build.call(by_torch, (dy, pairs), describe(pairs.shape, pairs.dtype)), y
+
+    def _product(self, function: Callable[..., Tensor], operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        dtype = operands[0].dtype
+        found: Tensor = self.build.call(self.options.product(function, dtype), operands, describe(shape, dtype))
+        return found
+
+    def _column_sums(self, t: Tensor) -> Tensor:
+        found: Tensor = self.build.call(column_sums, (t,), describe(t.shape[1:], t.dtype))
+        return found
+
+
+def _product(t: Tensor, u: Tensor) -> Tensor:
+    return t @ u
+
+
+def _transposed_product(t: Tensor, u: Tensor) -> Tensor:
+    return t.mT @ u
+
+
+def _product_of_rows(t: Tensor, weight: Tensor) -> Tensor:
+    """With a weight in either layout."""
+    return t @ weight.flatten(0, -2)
+
+
+def _sum_of_products(t: Tensor, weight: Tensor, u: Tensor, gate: Tensor) -> Tensor:
+    return (t @ weight).addmm_(u, gate)

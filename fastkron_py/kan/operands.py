@@ -1,0 +1,144 @@
+"""Steps that prepare the operands of a polynomial KAN layer's products, and degree 0 of a basis that begins with a constant.
+
+Degree 0 is taken out of large products: it is a bias, and its gradient is sums of dy's columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fastkron_py.kan.kernels.constant import _column_sums_kernel, _constant_kernel, _spread_sums_kernel
+from fastkron_py.kan.layer_config import wide
+from fastkron_py.kan.problem import whole_vectors
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.tiling.products import _low_halves_kernel, _transpose_kernel
+
+_TILE: Final = 64  # rows and columns of a tile that is transposed
+_LOW_BLOCK: Final = 1024
+# Few blocks one after the other: a program waits for each of them.
+_RUN: Final = 128  # rows that one program of the first stage adds up, in one block
+_COLUMNS: Final = 64  # of it
+_MOST: Final = 512  # rows that are added up in one stage
+_OUTPUTS, _INPUTS = 16, 256  # of a block of dC[0]
+_SUMMED: Final = 4  # rows of C[0] in a program
+_LONGEST: Final = 1024  # of their columns in a block
+
+
+def _launch(build: Builder, kernel: Any, programs: int, operands: tuple[Tensor, ...], **arguments: Any) -> None:
+    build.launch(Launcher([LaunchConfig(kernel, (programs,), arguments)]), operands)
+
+
+# ---- operands as they have to lie in memory ------------------------------------------------------
+
+
+def matrix(build: Builder, t: Tensor) -> Tensor:
+    """``[..., C]`` as a matrix whose rows are runs of memory, one after the other, and which begins on a boundary of 16 bytes."""
+    shape = (-1, t.shape[-1])
+    try:
+        t = t.view(shape)
+    except RuntimeError:  # its rows have no common stride
+        return build.contiguous(t).view(shape)
+    runs = (t.stride(1) == 1 or t.shape[1] == 1) and t.stride(0) >= t.shape[1]
+    return t if runs and build.is_aligned(t) else build.copy(t, describe(t.shape, t.dtype))
+
+
+def aligned(build: Builder, t: Tensor) -> Tensor:
+    """The same numbers on a boundary of 16 bytes, from which copies to shared memory start."""
+    return t if build.is_aligned(t) else build.copy(t, t)
+
+
+def low_halves(build: Builder, t: Tensor) -> Tensor:
+    """The part of every number of a contiguous tensor that TF32 leaves out."""
+    low = build.empty_like(t)
+    _launch(build, _low_halves_kernel, -(-t.numel() // _LOW_BLOCK), (t, low), size=t.numel(), BLOCK=_LOW_BLOCK, num_warps=4)
+    return low
+
+
+class Transposed(NamedTuple):
+    """Matrices transposed, for a tensor core that cuts off what TF32 does not hold; rows are runs of memory."""
+
+    itself: Tensor  # [..., N, M], or a few columns more
+    low: Tensor  # its low halves, where they were asked for, else the same
+    sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
+
+
+def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool) -> Transposed:
+    """Contiguous ``[B, M, N]`` in float32, transposed in one pass; rounds: numbers become such that cutting rounds them."""
+    batches, rows, columns = t.shape
+    out = build.empty((batches, columns, rows), t.dtype)
+    low = build.empty_like(out) if with_low else out
+    _transpose(build, t, (out, low, out), rows, {"LOW": with_low, "ROUND": rounds})
+    return Transposed(out, low, out)
+
+
+def transposed_gradient(build: Builder, dy: Tensor, with_low: bool, rounds: bool, with_sums: bool) -> Transposed:
+    """``[M, N]`` in float32, whose rows are runs, transposed to `whole_vectors` of columns, the last of which are not written."""
+    rows, columns = dy.shape
+    stride = whole_vectors(rows)
+    out = build.empty((columns, stride), dy.dtype)
+    low = build.empty_like(out) if with_low else out
+    sums = build.empty((-(-rows // _TILE), columns), dy.dtype) if with_sums else out
+    _transpose(build, dy[None], (out, low, sums), stride, {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums})
+    return Transposed(out, low, sums)
+
+
+def transposed_in_blocks(build: Builder, t: Tensor, first: int, width: int, batches: int, rounds: bool) -> Tensor:
+    """``[B, M, N]`` from matrix first on as ``[blocks * batches * width, M]``: blocks of width columns, of each all matrices.
+
+    Nothing is written where there is no column, or, from B - first up to batches, no matrix.
+    """
+    rows, columns = t.shape[1:]
+    out = build.empty((-(-columns // width) * batches * width, rows), t.dtype)
+    _transpose(build, t, (out, out, out), rows, {"FIRST": first, "ROUND": rounds, "WIDTH": width, "BATCHES": batches})
+    return out
+
+
+def _transpose(build: Builder, t: Tensor, results: tuple[Tensor, ...], stride: int, flags: dict[str, Any]) -> None:
+    batches, rows, columns = t.shape
+    flags = {"FIRST": 0, "LOW": False, "ROUND": False, "SUMS": False, "WIDTH": 0, "BATCHES": 0, **flags}
+    sizes = {"rows": rows, "columns": columns, "stride_b": t.stride(0), "stride_m": t.stride(1), "stride_n": stride}
+    programs = (batches - flags["FIRST"]) * -(-rows // _TILE) * -(-columns // _TILE)
+    _launch(build, _transpose_kernel, programs, (t, *results), **sizes, **flags, BLOCK=_TILE, num_warps=8)
+
+
+# ---- degree 0 ------------------------------------------------------------------------------------
+
+
+def constant(build: Builder, coefficients: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[O]`` that degree 0 and the bias add to every row of y, of contiguous coefficients ``[terms, O, I]``."""
+    _, num_out, num_in = coefficients.shape
+    out = build.empty((num_out,), dtype)
+    operands = (coefficients, coefficients if bias is None else bias, out)
+    blocks = {"BLOCK_N": _SUMMED, "BLOCK_K": min(_LONGEST, next_power_of_two(num_in)), "num_warps": 4}
+    sizes = {"num_out": num_out, "num_in": num_in}
+    _launch(build, _constant_kernel, -(-num_out // _SUMMED), operands, **sizes, HAS_BIAS=bias is not None, **blocks)
+    return out
+
+
+def store_column_sums(build: Builder, x: Tensor, out: Tensor) -> None:
+    """Store sums of the columns of ``x [M, O]``, whose rows are runs of memory, as ``out[0]`` of contiguous ``out [terms, O, I]``."""
+    rows, num_out = x.shape
+    if rows > _MOST:
+        runs = -(-rows // _RUN)
+        sums = build.empty((runs, num_out), wide(x.dtype))
+        first_blocks = {"RUN": _RUN, "BLOCK_M": _RUN, "BLOCK_N": _COLUMNS, "num_warps": 8}
+        programs = runs * -(-num_out // _COLUMNS)
+        _launch(build, _column_sums_kernel, programs, (x, sums), rows=rows, columns=num_out, stride=x.stride(0), **first_blocks)
+        x, rows = sums, runs
+    num_in = out.shape[2]
+    sizes = {"rows": rows, "num_out": num_out, "num_in": num_in, "stride": x.stride(0)}
+    blocks = {
+        "BLOCK_M": min(_RUN, next_power_of_two(rows)),
+        "BLOCK_N": _OUTPUTS,
+        "BLOCK_K": min(_INPUTS, next_power_of_two(num_in)),
+        "num_warps": 4,
+    }
+    accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+    programs = -(-num_out // _OUTPUTS) * -(-num_in // _INPUTS)
+    _launch(build, _spread_sums_kernel, programs, (x, out), **sizes, ACC=accumulator, **blocks)

@@ -1,0 +1,121 @@
+"""The programs of polynomial KAN layers: which kernels are launched on which buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kan import config as tuning
+from fastkron_py.kan import torch_backend
+from fastkron_py.runtime.backend import choose_backend
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import resolved, torch_products
+from fastkron_py.runtime.program import Program
+from fastkron_py.tiling.reductions import column_sums
+
+if TYPE_CHECKING:  # bases import Triton
+    from fastkron_py.kan.layer_config import LayerConfig
+
+_SHARED: Final = 1 << 20
+
+
+def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """The program of `fastkron::poly_kan`; arguments as in its schema."""
+    x, coefficients, _ = tensors
+    *described, precision, backend = options
+    layer = layer_of(coefficients, *described)
+    build = Builder(tensors, _most_shared(x, coefficients))
+    operands = tuple(build.inputs)
+    shape = (*x.shape[:-1], coefficients.shape[1])
+    if not x.numel() or not math.prod(shape) or backend_of(backend, x, layer) == "torch":
+        y = _add_forward_by_torch(build, operands, layer, precision)
+    else:
+        from fastkron_py.kan import triton_backend
+
+        y = triton_backend.add_forward(build, operands, layer, resolved(precision))
+    return build.program([y], [shape])
+
+
+def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """The program of `fastkron::poly_kan_backward`."""
+    dy, x, coefficients = tensors
+    need_x, need_coefficients, need_bias, *described, precision, backend = options
+    needs = (need_x, need_coefficients, need_bias)
+    layer = layer_of(coefficients, *described)
+    build = Builder(tensors, _most_shared(x, coefficients))
+    operands = tuple(build.inputs)
+    if not x.numel() or not dy.numel() or backend_of(backend, x, layer) == "torch":
+        found = _add_gradients_by_torch(build, operands, needs, layer, precision)
+    else:
+        from fastkron_py.kan import triton_backend
+
+        found = triton_backend.add_gradients(build, operands, needs, layer, resolved(precision))
+    return build.program(found, wanted((x.shape, coefficients.shape, dy.shape[-1:]), needs))
+
+
+def layer_of(coefficients: Tensor, basis: str, normalization: str, table_size: int) -> LayerConfig:
+    """The layer config of an operator's arguments."""
+    from fastkron_py.kan.layer_config import layer_config
+
+    return layer_config(basis, int(coefficients.shape[0]), normalization, table_size)
+
+
+def backend_of(backend: str, x: Tensor, layer: LayerConfig) -> str:
+    """The backend in force; torch's for a basis without device functions."""
+    return choose_backend(backend, x) if layer.has_prologue else "torch"
+
+
+def _most_shared(x: Tensor, coefficients: Tensor) -> int | None:
+    """Bytes of a buffer that stays for as long as all steps take: of large layers no more than the smallest, which cost more in turn."""
+    work = x.numel() * coefficients.shape[0] * coefficients.shape[1]
+    return None if work < tuning.LARGE_PRODUCTS else _SHARED
+
+
+def wanted(of_each: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    """Those that are needed."""
+    return [each for each, need in zip(of_each, needs, strict=True) if need]
+
+
+# ---- by torch ------------------------------------------------------------------------------------
+
+
+def _add_forward_by_torch(build: Builder, operands: tuple[Any, ...], layer: LayerConfig, precision: str | None) -> Tensor:
+    x, coefficients, bias = operands
+    shape = (*x.shape[:-1], coefficients.shape[1])
+
+    def by_torch(x: Tensor, c: Tensor, *given: Tensor) -> Tensor:
+        bias = given[0] if given else None
+        if x.numel() == 0:  # a sum over nothing
+            return x.new_zeros(shape) if bias is None else bias.expand(shape).clone(memory_format=torch.contiguous_format)
+        return torch_backend.evaluate(x, c, bias, layer, precision)
+
+    y: Tensor = build.call(by_torch, operands if bias is not None else operands[:2], describe(shape, x.dtype))
+    return y
+
+
+def _add_gradients_by_torch(
+    build: Builder, operands: tuple[Any, ...], needs: tuple[bool, bool, bool], layer: LayerConfig, precision: str | None
+) -> list[Tensor]:
+    dy, x, coefficients = operands
+    if not any(needs):
+        return []
+
+    def by_torch(dy: Tensor, x: Tensor, c: Tensor) -> list[Tensor]:
+        need_x, need_coefficients, need_bias = needs
+        is_empty = not dy.numel() or not x.numel()
+        dy2, x2 = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (dy, x))
+        found = []
+        with torch_products(x, precision):
+            if need_x:
+                found.append(x.new_zeros(x.shape) if is_empty else torch_backend.input_gradient(dy2, x2, c, layer).reshape(x.shape))
+            if need_coefficients:
+                found.append(c.new_zeros(c.shape) if is_empty else torch_backend.coefficient_gradient(dy2, x2, layer))
+        return [*found, column_sums(dy2)] if need_bias else found
+
+    results = (describe(x.shape, x.dtype), describe(coefficients.shape, coefficients.dtype), describe(dy.shape[-1:], dy.dtype))
+    made = build.call(by_torch, operands, *wanted(results, needs))
+    return [made] if isinstance(made, Tensor) else list(made)

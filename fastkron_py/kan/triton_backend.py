@@ -1,0 +1,153 @@
+"""Steps of a polynomial KAN layer by Triton's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kan import dx_gemm_launch, launches, operands
+from fastkron_py.kan.layer_config import LayerConfig, wide
+from fastkron_py.kan.problem import Problem, Product
+from fastkron_py.runtime.builder import Builder, describe
+
+
+def add_forward(build: Builder, given: tuple[Any, ...], layer: LayerConfig, precision: str) -> Tensor:
+    """``y [M, O]``.
+
+    Args:
+        build: of the program.
+        given: ``x [..., I]``, M rows; coefficients ``[terms, O, I]``; bias ``[O]`` or None; none of them empty.
+        layer: the other arguments.
+        precision: "highest" or "high".
+    """
+    x, coefficients, bias = given
+    x, coefficients = operands.matrix(build, x), build.contiguous(coefficients)
+    problem = _problem(build, x, coefficients, None, bias is not None, layer, precision)
+    product = launches.forward(problem)
+    if product.first:  # degree 0 is a bias
+        bias = operands.constant(build, coefficients, bias, problem.wide)
+    if product.pipelined:
+        coefficients = operands.aligned(build, coefficients)
+    low = operands.low_halves(build, coefficients) if product.with_low else coefficients
+    y = build.empty((problem.rows, problem.num_out), x.dtype)
+    table = _table(build, x, layer)
+    _add_product(build, product, (x, *_described(product, coefficients, low), table, x if bias is None else bias), (y,))
+    return y
+
+
+def add_gradients(
+    build: Builder, given: tuple[Any, ...], needs: tuple[bool, bool, bool], layer: LayerConfig, precision: str
+) -> list[Tensor]:
+    """[``dx [M, I]``] + [``dC [terms, O, I]``] + [``db [O]``], those that are needed; dx and dC of a small layer in one launch.
+
+    Args:
+        build: of the program.
+        given: ``dy [..., O]``, ``x [..., I]``, coefficients ``[terms, O, I]``.
+        needs: dx, dC and db.
+        layer: the other arguments.
+        precision: "highest" or "high".
+    """
+    dy, x, coefficients = given
+    dy = operands.matrix(build, dy)
+    found = []
+    if needs[0] or needs[1]:
+        x, coefficients = operands.matrix(build, x), build.contiguous(coefficients)
+        found = _add_gradients_of_product(build, dy, x, coefficients, needs[:2], layer, precision)
+    if needs[2]:
+        db = build.empty(dy.shape[1:], dy.dtype)
+        operands.store_column_sums(build, dy, db.view(1, -1, 1))  # as degree 0's coefficients of one input
+        found.append(db)
+    return found
+
+
+def _add_gradients_of_product(
+    build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool], layer: LayerConfig, precision: str
+) -> list[Tensor]:
+    given = (build, dy, x, coefficients, layer, precision)
+    if all(needs) and not _problem(build, x, coefficients, dy, False, layer, precision).is_large:
+        return _add_both_gradients(*given)
+    found = [_add_input_gradient(*given)] if needs[0] else []
+    return [*found, _add_coefficient_gradient(*given)] if needs[1] else found
+
+
+def _add_both_gradients(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> list[Tensor]:
+    product = launches.both_gradients(_problem(build, x, coefficients, dy, False, layer, precision))
+    coefficients = operands.aligned(build, coefficients)
+    dx, dcoef = build.empty(x.shape, x.dtype), build.empty(coefficients.shape, x.dtype)
+    _add_product(build, product, (dy, dy, x, coefficients, coefficients, _table(build, x, layer)), (dx, dcoef))
+    return [dx, dcoef]
+
+
+def _add_input_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> Tensor:
+    if dy.dtype == torch.float32:
+        dy = build.contiguous(dy)  # as its low halves are
+    problem = _problem(build, x, coefficients, dy, False, layer, precision)
+    table = _table(build, x, layer)
+    by_gemm = dx_gemm_launch.choose(problem)
+    if by_gemm is not None:
+        return dx_gemm_launch.add(build, problem, by_gemm, dy, x, coefficients, table)
+    product = launches.input_gradient(problem)
+    if product.transposed:
+        coefficients, low, _ = operands.transposed(build, coefficients, product.with_low, product.rounds)
+    else:
+        coefficients = low = operands.aligned(build, coefficients)
+    dx = build.empty(x.shape, x.dtype)
+    if product.pipelined:
+        low_dy = operands.low_halves(build, dy) if product.with_low else dy
+        _add_product(build, product, (dy, low_dy, x, coefficients, low, table), (dx,))
+    else:
+        _add_product(build, product, (dy, dy, x, coefficients, low, table), (dx, None))
+    return dx
+
+
+def _add_coefficient_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> Tensor:
+    product = launches.coefficient_gradient(_problem(build, x, coefficients, dy, False, layer, precision))
+    dcoef = build.empty(coefficients.shape, x.dtype)
+    given, low, parts = dy, dy, dy
+    if product.transposed:
+        given, low, parts = operands.transposed_gradient(build, dy, product.with_low, product.rounds, product.first == 1)
+    table = _table(build, x, layer)
+    if product.pipelined:
+        _add_product(build, product, (*_described(product, given, low), x, table), (dcoef,))
+    else:
+        _add_product(build, product, (given, low, x, x, x, table), (None, dcoef))
+    if product.first:
+        operands.store_column_sums(build, parts, dcoef)
+    return dcoef
+
+
+def _problem(
+    build: Builder, x: Tensor, coefficients: Tensor, dy: Tensor | None, has_bias: bool, layer: LayerConfig, precision: str
+) -> Problem:
+    rows, num_in = x.shape
+    stride_g = 0 if dy is None else dy.stride(0)
+    return Problem(rows, num_in, coefficients.shape[1], x.stride(0), stride_g, has_bias, layer, precision, x.dtype, build.device)
+
+
+def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
+    """The samples that the kernels' basis reads; of the recurrence none, for which x stands in."""
+    if not layer.table_size:
+        return x
+    dtype, device = x.dtype, build.device
+    table: Tensor = build.call(lambda: layer.table(dtype, device), (), describe((layer.terms, layer.table_size), wide(dtype)))
+    return table
+
+
+def _described(product: Product, operand: Tensor, low: Tensor) -> tuple[Any, Any]:
+    """An operand and its low halves as the kernel gets them."""
+    return (operand, low) if product.boxes is None else (product.boxes.describe(operand), product.boxes.describe(low))
+
+
+def _add_product(build: Builder, product: Product, operands: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> None:
+    """Launch a product, and the second stage of each of its results that has one; None for a result that the kernel leaves alone."""
+    made = [out for out in results if out is not None]
+    targets = []
+    for stored, out in zip(product.results, made, strict=True):
+        targets.append(out if stored.partial is None else build.empty(stored.partial, wide(out.dtype)))
+    given = iter(targets)
+    build.launch(product.launcher, (*operands, *[operands[0] if out is None else next(given) for out in results]))
+    for stored, target, out in zip(product.results, targets, made, strict=True):
+        if stored.launcher is not None:
+            build.launch(stored.launcher, (target, out), stored.scalars)

@@ -1,0 +1,343 @@
+"""The launches of the backward pass: gradients of a Kronecker multiply in canonical form.
+
+For each group of factors (`tuning.gradient`), first factors first: its input u, which is x with the later factors applied,
+and its incoming gradient g, which is dy with the earlier ones applied backwards, give the group's factor gradients and the
+next group's g. The next g takes u's place in memory where u was made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
+from fastkron_py.kron.forward import PLAIN, Part, Scale, add_multiply, mergeable, rows_of
+from fastkron_py.kron.hopper.launch_config import chained_launch
+from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
+from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
+from fastkron_py.kron.kernels.partials import _split_gradient_kernel
+from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
+from fastkron_py.kron.plan.steps import padded
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.device import multiprocessor_count
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.program import Scalar
+from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.tiling.arithmetic import arithmetic
+from fastkron_py.tiling.partials import _sum_partials_kernel
+
+# Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
+_KEPT: Final = 2
+
+
+class _Partials:
+    """A step's partial sums ``[B, programs, P, Q]`` (in these strides), and how they become gradients of its factors."""
+
+    def __init__(self, problem: GradientProblem, start: int, stop: int, programs: int, programs_first: bool) -> None:
+        self.start, self.stop = start, stop  # within the group
+        self.groups = problem.around[0]
+        self.shapes = problem.factor_shapes[start:stop]
+        self.p, self.q = (math.prod(s[i] for s in self.shapes) for i in (0, 1))
+        self.needs = problem.need_factors[start:stop]
+        self.dtype = problem.dtype
+        self.wide = torch.promote_types(problem.dtype, torch.float32)
+        size = self.p * self.q
+        self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
+        block = min(next_power_of_two(size), 32)
+        arguments = {
+            "stride_b": size if programs_first else programs * size,
+            "stride_r": self.groups * size if programs_first else size,
+            "programs": programs,
+            "SIZE": size,
+            "BLOCK_R": min(128, next_power_of_two(programs)),
+            "BLOCK": block,
+            "num_warps": 4,
+        }
+        self.sum = Launcher([LaunchConfig(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
+        self.split = self._split(problem) if stop - start > 1 else None
+
+    def _split(self, problem: GradientProblem) -> Launcher:
+        """The launch that takes the factors' gradients from that of the step's product."""
+        wanted = []
+        for i, (p, q) in enumerate(self.shapes):
+            inner = [math.prod(s[j] for s in self.shapes[i + 1 :]) for j in (0, 1)]
+            outer = (self.p // p, self.q // q)
+            if self.needs[i]:
+                wanted.append((i, p, q, *inner, *outer, next_power_of_two(p * q), next_power_of_two(outer[0] * outer[1])))
+        arguments = {
+            "factor_strides": tuple(shared_strides(s, self.groups) for s in problem.factor_strides[self.start : self.stop]),
+            "SHAPES": self.shapes,
+            "WANTED": tuple(wanted),
+            "num_warps": 8,
+        }
+        return Launcher([LaunchConfig(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
+
+    def empty(self, build: Builder) -> Tensor:
+        """Room for the partial sums."""
+        return build.empty(self.shape, self.wide)
+
+    def add(self, build: Builder, partial: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
+        """Each factor's gradient ``[B, P_i, Q_i]``, or None."""
+        if self.split is None:
+            total = build.empty((self.groups, self.p, self.q), self.dtype)
+            build.launch(self.sum, (partial, total), (alpha,))
+            return [total]
+        total = build.empty((self.groups, self.p, self.q), self.wide)
+        build.launch(self.sum, (partial, total), (alpha,))
+        pairs = zip(self.needs, self.shapes, strict=True)
+        found = [build.empty((self.groups, *shape), self.dtype) if need else None for need, shape in pairs]
+        build.launch(self.split, (total, tuple(factors), tuple([t for t in found if t is not None])))
+        return found
+
+
+class _Fused:
+    """A group in one launch, and its second stage."""
+
+    def __init__(self, problem: GradientProblem) -> None:
+        group, (groups, rows, before, after) = problem.group, problem.around
+        num_slices = rows * before * after
+        shapes = problem.factor_shapes
+        local = Group(0, group.split - group.start, group.stop - group.start)
+        configs = fused_configs(local, shapes, problem.dtype.itemsize, num_slices, after, groups, multiprocessor_count(problem.device))
+        chained = chained_launch(problem)
+        # A program of the plain kernel leaves one partial sum.
+        programs = configs[0].programs if chained is None else chained.partials
+        steps = ((0, local.split), (local.split, local.stop))
+        self.steps = [_Partials(problem, *s, programs, False) if any(problem.need_factors[slice(*s)]) else None for s in steps]
+        sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
+        pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
+        # Nothing between two steps may overflow, as in the multiply.
+        compute, acc, precision = arithmetic(problem.dtype, problem.precision, local.split == 0 and len(shapes) == 1)
+        addresses = problem.addresses
+        common = {
+            **addresses,
+            "dx_strides": problem.dx_strides,
+            "factor_strides": tuple(shared_strides(s, groups) for s in problem.factor_strides),
+            "programs": programs,
+            "SHAPES": shapes,
+            "SPLIT": local.split,
+            "P_SIZES": sizes[0],
+            "P_PADS": pads[0],
+            "P_TOTAL": math.prod(pads[0]),
+            "Q_SIZES": sizes[1],
+            "Q_PADS": pads[1],
+            "Q_TOTAL": math.prod(pads[1]),
+            "NEED_X": problem.need_x,
+            "NEED_A": self.steps[0] is not None,
+            "NEED_B": self.steps[1] is not None,
+            "SCALE": problem.scaled,
+            "COMPUTE": compute,
+            "ACC": acc,
+            "PRECISION": precision,
+        }
+        launch_configs = [self._launch_config(config, common, groups) for config in configs]
+        if chained is not None:
+            launch_configs.insert(0, chained.config)
+        self.launch = Launcher(launch_configs)
+
+    @staticmethod
+    def _launch_config(config: FusedConfig, common: dict[str, Any], groups: int) -> LaunchConfig:
+        num_slices, fastest = common["num_slices"], common["after"] if common["TAIL"] else common["before"]
+        arguments = {
+            **common,
+            "num_tiles": math.ceil(num_slices / config.block_s),
+            "BLOCK_S": config.block_s,
+            "PARTS_A": config.parts[0],
+            "PARTS_B": config.parts[1],
+            "ALIGNED": fastest % config.block_s == 0,
+            "EVEN": num_slices % config.block_s == 0,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        return LaunchConfig(_fused_multiply_bwd_kernel, (groups * common["programs"],), arguments)
+
+    def add(
+        self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: Scalar | int
+    ) -> list[Tensor | None]:
+        """Gradients of the group's factors; dx, if there is one, is written."""
+        partials = tuple([None if step is None else step.empty(build) for step in self.steps])
+        unused = u  # where a kernel writes nothing
+        targets = tuple([unused if t is None else t for t in partials])
+        build.launch(self.launch, (u, g, tuple(factors), unused if dx is None else dx, targets), (alpha,))
+        found: list[Tensor | None] = []
+        for step, partial in zip(self.steps, partials, strict=True):
+            if step is not None and partial is not None:
+                found += [None] * (step.start - len(found)) + step.add(build, partial, factors[step.start : step.stop], alpha)
+        return found + [None] * (len(factors) - len(found))
+
+
+class _Wide:
+    """The gradient of one factor too wide for a fused kernel."""
+
+    def __init__(self, problem: GradientProblem) -> None:
+        groups = problem.around[0]
+        ((p, q),) = problem.factor_shapes
+        chained = chained_launch(problem)
+        if chained is not None:
+            self.partials = _Partials(problem, 0, 1, chained.partials, False)
+            self.launch = Launcher([chained.config])
+            self.whole = True
+            return
+        self.whole = False
+        addresses = problem.addresses
+        config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, multiprocessor_count(problem.device))
+        self.partials = _Partials(problem, 0, 1, config.splits, True)
+        compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
+        common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}
+        blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
+        grid = (blocks * groups * config.splits,)
+        self.launch = Launcher([self._launch_config(config, common, grid, groups, stages) for stages in (config.num_stages, 1)])
+
+    @staticmethod
+    def _launch_config(config: GradientConfig, common: dict[str, Any], grid: tuple[int], groups: int, num_stages: int) -> LaunchConfig:
+        arguments = {
+            **common,
+            "slices_per_split": config.slices_per_split,
+            "num_batches": groups,
+            "BLOCK_S": config.block_s,
+            "BLOCK_P": config.block_p,
+            "BLOCK_Q": config.block_q,
+            "ALIGNED": common["after"] % config.block_s == 0,
+            "EVEN": common["num_slices"] % config.slices_per_split == 0,
+            "num_warps": config.num_warps,
+            "num_stages": num_stages,
+        }
+        return LaunchConfig(_factor_gradient_kernel, grid, arguments)
+
+    def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
+        """``[dF]``."""
+        partial = self.partials.empty(build)
+        if self.whole:
+            build.launch(self.launch, (u, g, tuple(factors), u, (partial, partial)), (alpha,))
+        else:
+            build.launch(self.launch, (u, g, partial))
+        return self.partials.add(build, partial, factors, alpha)
+
+
+class _Pass:
+    """One backward pass: the tensors that are alive, and how far they have come."""
+
+    def __init__(self, build: Builder, dy: Tensor, x: Tensor, factors: Sequence[Tensor], precision: str) -> None:
+        self.build, self.x, self.factors, self.precision = build, x, factors, precision
+        self.transposed = [f.mT for f in factors]
+        self.ps, self.qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
+        self.g = dy
+        self.done = 0  # modes of g before this one have been multiplied back
+        self.kept: dict[int, Tensor] = {len(factors): x}  # x with the factors from this one on applied
+
+    def input_of(self, stop: int, later: Sequence[int]) -> tuple[Tensor, bool]:
+        """Compute x with the factors from stop on applied; also returned is whether it was made here, and is not x itself.
+
+        On the way the inputs of some groups that come later are kept, as many as memory is meant for.
+
+        Args:
+            stop: where the factors begin.
+            later: the same of each later group whose input will be wanted, ascending.
+        """
+        ancestor = min(i for i in self.kept if i >= stop)
+        room = _KEPT - 1 - (self.done > 0) - sum(i < len(self.factors) for i in self.kept)
+        stations = [stop, *[i for i in later if i < ancestor][: max(0, room)]]
+        u = self.kept[ancestor]
+        for to, since in reversed(list(pairwise([*stations, ancestor]))):
+            if to < since:
+                part = Part(to, since, self.ps[:since] + self.qs[since:])
+                u = add_multiply(self.build, u, self.factors, self.precision, part=part)
+            if to != stop:
+                self.kept[to] = u
+        made = stop < len(self.factors)
+        if made:
+            self.kept.pop(stop, None)
+        return u, made
+
+    def carry_back(self, to: int, scale: Scale = PLAIN) -> None:
+        """Multiply g's modes up to this one back."""
+        if to > self.done or not scale.is_one:
+            part = Part(self.done, to, self.ps[: self.done] + self.qs[self.done :])
+            self.g = add_multiply(self.build, self.g, self.transposed, self.precision, scale, part=part)
+            self.done = to
+
+    def problem(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> GradientProblem:
+        """The group's problem."""
+        groups, rows, _, columns = self.x.shape
+        mine = self.factors[group.start : group.stop]
+        return GradientProblem(
+            group,
+            (groups, rows, math.prod(self.ps[: group.start]), math.prod(self.qs[group.stop :]) * columns),
+            rows_of(u),
+            rows_of(self.g),
+            tuple(zip(self.ps[group.start : group.stop], self.qs[group.start : group.stop], strict=True)),
+            tuple([f.stride() for f in mine]),
+            need_x,
+            tuple(need_factors[group.start : group.stop]),
+            scaled,
+            self.precision,
+            u.dtype,
+            self.build.device,
+        )
+
+
+def _groups(ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], itemsize: int, rows: int, columns: int) -> list[Group]:
+    """The groups that hold a wanted factor; what lies outside of the first and the last one is multiplied only."""
+    wanted = [i for i, need in enumerate(need_factors) if need]
+    first, stop = wanted[0], wanted[-1] + 1
+    shapes = tuple(zip(ps[first:stop], qs[first:stop], strict=True))
+    plan = gradient_plan(shapes, itemsize, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns)
+    moved = [Group(g.start + first, g.split + first, g.stop + first, g.fused) for g in plan]
+    return [g for g in moved if any(need_factors[g.start : g.stop])]
+
+
+def add_backward(
+    build: Builder,
+    dy: Tensor,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    needs: Sequence[bool],
+    precision: str,
+    scale: Scale,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of ``alpha * x (F1 (x) ... (x) FN)`` by Triton.
+
+    Args:
+        build: of the program.
+        dy: ``[B, L, N, R]``.
+        x: ``[B, L, K, R]``.
+        factors: ``[B, P_i, Q_i]``.
+        needs: whether dx, and which factor gradients are needed.
+        precision: as in `add_multiply`.
+        scale: alpha.
+
+    Returns:
+        dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
+    """
+    need_x, *need_factors = needs
+    count = len(factors)
+    gradients: list[Tensor | None] = [None] * count
+    if not any(need_factors):
+        return (add_multiply(build, dy, [f.mT for f in factors], precision, scale) if need_x else None), gradients
+    state = _Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision)
+    groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
+    for i, group in enumerate(groups):
+        state.carry_back(group.start)
+        u, made = state.input_of(group.stop, [later.stop for later in groups[i + 1 :]])
+        mine = slice(group.start, group.stop)
+        go_on = need_x or i + 1 < len(groups)
+        if not group.fused:
+            wide = _Wide(state.problem(group, u, False, need_factors, False))
+            gradients[mine] = wide.add(build, u, state.g, factors[mine], scale.alpha)
+            continue
+        final = need_x and group.stop == count
+        fused = _Fused(state.problem(group, u, go_on, need_factors, final and not scale.is_one))
+        dx = (u if made else build.empty(u.shape, u.dtype)) if go_on else None
+        gradients[mine] = fused.add(build, u, state.g, factors[mine], dx, scale.alpha)
+        if dx is not None:
+            state.g, state.done = dx, group.stop
+    if not need_x:
+        return None, gradients
+    if state.done < count:
+        state.carry_back(count, scale)
+    return state.g, gradients

@@ -1,0 +1,206 @@
+"""The launches of a multiply on canonical operands: those of the plan, or those that were tuned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.forward_problem import MultiplyProblem
+from fastkron_py.kron.launches import Case, Rows, launch_configs
+from fastkron_py.kron.plan.plan import Launch, Setting, places, plan, turns
+from fastkron_py.kron.tune.choice import Choice
+from fastkron_py.kron.tune.tuned import tuned
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.launch import Launcher
+from fastkron_py.runtime.program import Scalar, bits
+
+
+def is_mergeable(t: Tensor) -> bool:
+    """Whether (n, R) of ``[B, L, n, R]`` is one run of memory."""
+    _, _, n, columns = t.shape
+    inner = columns == 1 or t.stride(3) == 1
+    outer = n == 1 or t.stride(2) == columns
+    return inner and outer
+
+
+def mergeable(build: Builder, t: Tensor) -> Tensor:
+    """Return t ``[B, L, n, R]`` itself if it is mergeable, else a copy."""
+    return t if is_mergeable(t) else build.contiguous(t)
+
+
+def rows_of(t: Tensor) -> Rows:
+    """Strides of a tensor ``[B, L, n, R]`` of which (n, R) is one run of memory."""
+    return Rows(t.stride(0), t.stride(1), 1)
+
+
+def _addend(build: Builder, z: Tensor) -> tuple[Tensor, Rows]:
+    """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride."""
+    _, _, n, columns = z.shape
+    if columns == 1:
+        return z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0)
+    if n == 1 or z.stride(2) == columns * z.stride(3):
+        return z, Rows(z.stride(0), z.stride(1), z.stride(3))
+    z = build.contiguous(z)
+    return z, rows_of(z)
+
+
+class MultiplyLaunch(NamedTuple):
+    """One launch of a multiply.
+
+    Attributes:
+        start: its factors are start to stop.
+        stop: see start.
+        shape: of its result.
+        launcher: on x, its factors, z (the result where there is none) and the result, alpha and beta.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, int, int, int]
+    launcher: Launcher
+
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
+        """Add it to a program, from x to y."""
+        build.launch(self.launcher, (x, tuple(factors[self.start : self.stop]), y if z is None else z, y), (scale.alpha, scale.beta))
+
+
+class Scale(NamedTuple):
+    """What the last launch multiplies with: numbers of the run, or those that change nothing, as bit patterns."""
+
+    alpha: Scalar | int = bits(1.0)
+    beta: Scalar | int = bits(0.0)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether alpha changes nothing."""
+        return isinstance(self.alpha, int)
+
+
+PLAIN: Final = Scale()
+
+
+def setting_of(problem: MultiplyProblem) -> Setting:
+    """What a plan for this problem depends on besides the factors."""
+    groups, rows, _, columns = problem.shape
+    before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
+    return Setting(problem.dtype.itemsize, groups * rows * before, after, devices.has_chained(problem.device, problem.dtype), before)
+
+
+def case_of(
+    problem: MultiplyProblem, launch: Launch, shape: tuple[int, int, int, int], turn: bool, apart: int, x: Rows, y: Rows, final: bool
+) -> Case:
+    """A launch of a multiply, from x to y; the final one scales, and adds z. Shape and apart as of `Case`, turn of the whole program."""
+    z = problem.z if final else None
+    groups, span = shape[0], slice(launch.start, launch.stop)
+    return Case(
+        launch,
+        problem.dtype,
+        problem.precision,
+        "axpby" if z is not None else "scale" if final and problem.scaled else "plain",
+        shape,
+        turn and apart > 1,
+        apart,
+        problem.shape[3] == 1,
+        x,
+        y,
+        y if z is None else z,
+        tuple([(s[-2], s[-1]) for s in problem.factor_shapes[span]]),
+        tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
+        devices.multiprocessor_count(problem.device),
+    )
+
+
+def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[MultiplyLaunch]:
+    """The launches of a multiply by this choice, or by the closed form.
+
+    A run over all modes from last to first turns each launch's modes to the front, which reads whole runs of
+    memory and leaves them in order at the end; other runs multiply in place.
+    """
+    groups, rows, _, columns = problem.shape
+    shapes = [(s[-2], s[-1]) for s in problem.factor_shapes]
+    configs: Sequence[Any]
+    if choice is None:
+        mine = shapes[problem.start : problem.stop]
+        planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), setting_of(problem))
+        launches = [launch.shifted(problem.start) for launch in planned]
+        configs = [None] * len(launches)
+    else:
+        launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
+    turn = turns(launches, len(shapes), columns)
+    x, found = problem.x, []
+    for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, turn), strict=True)):
+        width = before * launch.q * after
+        y = Rows(rows * width, width, 1)
+        final = i == len(launches) - 1
+        case = case_of(problem, launch, (groups, rows, before, after), turn, before, x, y, final)
+        shape = (groups, rows, width // columns, columns)
+        found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(case, configs[i]))))
+        x = y
+    return found
+
+
+def multiply_problem(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    device: torch.device,
+    precision: str,
+    scaled: bool = False,
+    z: Rows | None = None,
+    part: Part | None = None,
+) -> MultiplyProblem:
+    """The problem of a multiply of x ``[B, L, K, R]``, of which (K, R) is one run of memory, with some of the factors."""
+    shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
+    start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
+    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device)
+
+
+class Part(NamedTuple):
+    """Factors start to stop, where the modes of x have these sizes."""
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+
+
+def add_multiply(
+    build: Builder,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    precision: str,
+    scale: Scale = PLAIN,
+    z: Tensor | None = None,
+    out: Tensor | None = None,
+    part: Part | None = None,
+) -> Tensor:
+    """``alpha * x (F1 (x) ... (x) FN) + beta * z`` by Triton.
+
+    Args:
+        build: of the program.
+        x: ``[B, L, K, R]``, not empty.
+        factors: ``[B, P_i, Q_i]``, any strides.
+        precision: "highest", "high" or "medium".
+        scale: alpha and beta.
+        z: ``[B, L, N, R]``, any strides, or None.
+        out: where the result shall be, ``[B, L, N, R]``, contiguous; a new buffer if None.
+        part: the factors to multiply with; all if None.
+
+    Returns:
+        ``[B, L, N, R]``, contiguous.
+    """
+    x = mergeable(build, x)
+    rows = None
+    if z is not None:
+        z, rows = _addend(build, z)
+    problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part)
+    launches = launches_of(problem, tuned(problem))
+    for launch in launches:
+        is_last = launch is launches[-1]
+        y = out if is_last and out is not None else build.empty(launch.shape, x.dtype)
+        launch.add(build, x, factors, z if is_last else None, y, scale)
+        x = y
+    return x

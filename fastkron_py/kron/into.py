@@ -1,0 +1,91 @@
+"""Kronecker products of operands in blocks, written where they shall be: the pieces of a distributed product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import torch_backend
+from fastkron_py.kron.canonical import canonical
+from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
+from fastkron_py.runtime.backend import choose_backend
+from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.precision import resolved, torch_products
+from fastkron_py.runtime.program import Program, Scalar, bits
+
+_ALPHA = Scalar(0)
+
+
+def block_ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> InBlocks:
+    """What `multiply_into` can do with columns in so many equal blocks.
+
+    Args:
+        ps: rows of the factors.
+        qs: columns of the factors.
+        parts: how many blocks.
+        x: of the dtype and on the device.
+    """
+    if parts == 1 or 0 in ps or 0 in qs or choose_backend("", x) != "triton":
+        return IN_WHOLE
+    from fastkron_py.kron.blocks import ways
+
+    return ways(ps, qs, parts, x.dtype, x.device)
+
+
+def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Sequence[Tensor], alpha: float, precision: str | None) -> None:
+    """``alpha * x @ K``, written where it shall be; nothing that autograd follows.
+
+    Args:
+        blocks: of x ``[rows, K]``, contiguous: all of it, or blocks of columns where `block_ways` allows it.
+        factors: ``[P_i, Q_i]``.
+        outs: of the result ``[rows, N]``: all of it, or blocks, contiguous.
+        alpha: scales the product.
+        precision: of float32 products.
+    """
+    tensors = (*blocks, *factors, *outs)
+    unaligned = 0
+    for t in tensors:
+        unaligned |= t.data_ptr()
+    options = len(blocks), len(outs), alpha == 1, precision
+    key = "multiply_into", *options, *[(t.shape, t.stride()) for t in tensors], blocks[0].dtype, blocks[0].device, unaligned & 15 == 0
+    with torch.no_grad():
+        CACHE.program(key, lambda: _program(tensors, options))(tensors, (alpha,))
+
+
+def _program(tensors: Sequence[Tensor], options: tuple[int, int, bool, str | None]) -> Program:
+    """Of ``alpha * x @ K``, written where it shall be: the blocks of x, the factors, and those of the result.
+
+    Args:
+        tensors: blocks of x ``[rows, K]``, factors ``[P_i, Q_i]``, blocks of the result ``[rows, N]``.
+        options: how many blocks of each, whether alpha is 1, and the precision.
+    """
+    parts, outs, is_one, precision = options
+    build = Builder(tensors)
+    blocks, factors = build.inputs[:parts], build.inputs[parts : len(tensors) - outs]
+    targets = build.inputs[len(tensors) - outs :]
+    triton = choose_backend("", tensors[0]) == "triton"
+    if not triton:
+
+        def by_torch(x: Tensor, *given: Any) -> None:
+            *factors, out, alpha = given
+            problem = canonical(x, factors, False)
+            with torch_products(x, precision):
+                out.copy_(problem.unpack(torch_backend.multiply(problem.x, problem.factors, None, alpha, 0.0)))
+
+        build.call(by_torch, (blocks[0], *factors, targets[0]), scalars=(_ALPHA,))
+        return build.program([])
+    from fastkron_py.kron.blocks import add_multiply_blocks
+    from fastkron_py.kron.forward import Scale, add_multiply
+
+    scale = Scale(bits(1.0) if is_one else _ALPHA)
+    if parts > 1 or outs > 1:
+        add_multiply_blocks(build, blocks, factors, targets, resolved(precision), scale)
+    else:
+        problem = canonical(blocks[0], factors, False, build.reshape)
+        out = targets[0].unsqueeze(0).unsqueeze(3)
+        add_multiply(build, problem.x, problem.factors, resolved(precision), scale, out=out)
+    return build.program([])

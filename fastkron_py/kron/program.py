@@ -1,0 +1,119 @@
+"""The programs of Kronecker products: canonical form, backend, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from fastkron_py.kron import torch_backend
+from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron.shapes import result_shape
+from fastkron_py.runtime.backend import choose_backend
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import resolved, torch_products
+from fastkron_py.runtime.program import Program, Scalar, bits
+
+_ALPHA, _BETA = Scalar(0), Scalar(1)
+_ONE: Final = bits(1.0)
+
+
+def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left."""
+    alpha, beta, precision, backend, left = options
+    build = Builder(tensors)
+    x, *factors, z = build.inputs
+    z = None if beta == 0 else z
+    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
+    result = describe(shape, x.dtype)
+    if x.numel() == 0 or math.prod(shape) == 0:  # a sum over nothing
+        operands = (x,) if z is None else (x, z)
+
+        def of_nothing(x: Tensor, *z: Tensor, beta: float = 0.0) -> Tensor:
+            return (beta * z[0]).expand(shape).contiguous() if z else x.new_zeros(shape)
+
+        return build.program([build.call(lambda *given: of_nothing(*given[:-1], beta=given[-1]), operands, result, scalars=(_BETA,))])
+    if choose_backend(backend, tensors[0]) == "torch":
+        count = len(factors)
+
+        def by_torch(x: Tensor, *given: Any) -> Tensor:
+            factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+            problem = canonical(x, factors, left)
+            z4 = problem.pack(z[0].expand(shape)) if z else None
+            with torch_products(x, precision):
+                return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
+
+        operands = (x, *factors) if z is None else (x, *factors, z)
+        return build.program([build.call(by_torch, operands, result, scalars=(_ALPHA, _BETA))])
+    from fastkron_py.kron.forward import Scale, add_multiply
+
+    problem = canonical(x, factors, left, build.reshape)
+    z4 = None if z is None else problem.pack(z.expand(shape))
+    scale = Scale(_ONE if alpha == 1 else _ALPHA, bits(0.0) if z is None else _BETA)
+    y4 = add_multiply(build, problem.x, problem.factors, resolved(precision), scale, z4)
+    return build.program([y4], [shape])
+
+
+def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:
+    """The arguments whose gradients are needed, in the order of `gradients`' results."""
+    return ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
+
+
+def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """Of `fastkron::kron_matmul_backward`: dy, x and the factors; what is needed, alpha, precision, backend and left."""
+    need_x, need_factors, alpha, precision, backend, left = options
+    build = Builder(tensors)
+    dy, x, *factors = build.inputs
+    results = [describe(t.shape, t.dtype) for t in wanted(x, factors, need_x, need_factors)]
+    if not results:
+        return build.program([])
+    if dy.numel() == 0 or x.numel() == 0:
+        made = build.call(lambda x: [x.new_zeros(r.shape) for r in results], (x,), *results)
+        return build.program([made] if len(results) == 1 else made)
+    if choose_backend(backend, tensors[1]) == "torch":
+
+        def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
+            *factors, alpha = given
+            problem = canonical(x, factors, left)
+            with torch_products(x, precision):
+                dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)
+            return [_fit(f, t) for f, t in zip(_unpacked(problem, dx4, dfs), wanted(x, factors, need_x, need_factors), strict=True)]
+
+        made = build.call(by_torch, (dy, x, *factors), *results, scalars=(_ALPHA,))
+        return build.program([made] if len(results) == 1 else made)
+    from fastkron_py.kron.backward import add_backward
+    from fastkron_py.kron.forward import Scale
+
+    problem = canonical(x, factors, left, build.reshape)
+    scale = Scale(_ONE if alpha == 1 else _ALPHA)
+    needs = (need_x, *need_factors)
+    dx4, dfs = add_backward(build, problem.pack(dy), problem.x, problem.factors, needs, resolved(precision), scale)
+    found = [_fitted(build, f, r) for f, r in zip(_unpacked(problem, dx4, dfs), results, strict=True)]
+    return build.program(found, [r.shape for r in results])
+
+
+def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | None]) -> list[Tensor]:
+    """A backend's gradients, those that there are, as matrices with the result's batch dimensions; of one batch without."""
+    results = [] if dx4 is None else [problem.unpack(dx4)]
+    for df in dfs:
+        if df is not None:
+            df = df.mT if problem.left else df
+            batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
+            results.append(df.unflatten(0, problem.batch) if batched else df[0])
+    return results
+
+
+def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
+    """Sum over dimensions that were broadcast; a contiguous tensor of the argument's shape."""
+    few = gradient.numel() == argument.numel()  # none was
+    return (gradient.reshape(argument.shape) if few else gradient.sum_to_size(argument.shape)).contiguous()
+
+
+def _fitted(build: Builder, gradient: Tensor, result: Tensor) -> Tensor:
+    """The same as a step of a program, where there is something to do."""
+    if gradient.is_contiguous() and gradient.numel() == result.numel():
+        return gradient
+    made: Tensor = build.call(lambda t: _fit(t, result), (gradient,), result)
+    return made

@@ -1,0 +1,45 @@
+"""Polynomials by Horner's rule, and signs, on the device: parts that denominators are made of.
+
+Coefficients are tuples of values that broadcast with x.
+"""
+
+from fastkron_py.runtime.optional_triton import tl, triton
+
+
+@triton.jit
+def polynomial(c, x, COUNT: tl.constexpr):
+    """(value, derivative) of ``sum_i c_i x^i``, by Horner's rule for both at once."""
+    value = c[COUNT - 1]
+    slope = c[COUNT - 1] * 0
+    for i in tl.static_range(1, COUNT):
+        slope = value if i == 1 else slope * x + value
+        value = value * x + c[COUNT - 1 - i]
+    return value, slope
+
+
+@triton.jit
+def polynomial_from_one(c, x, COUNT: tl.constexpr):
+    """(value, derivative) of ``sum_i c_i x^(i + 1)``."""
+    value, slope = polynomial(c, x, COUNT)
+    slope = slope * x + value
+    value = value * x
+    return value, slope
+
+
+@triton.jit
+def times_sign(value, x):
+    """``value * sign(x)``, zero where x is zero."""
+    value = tl.where(x < 0, -value, value)
+    return tl.where(x == 0, 0.0, value)
+
+
+@triton.jit
+def unchanged(value):
+    """The value itself."""
+    return value
+
+
+@triton.jit
+def unchanged_slope(cotangent, b):
+    """The cotangent itself: the chain rule of `unchanged`."""
+    return cotangent

@@ -1,0 +1,399 @@
+"""Plans on paper: what is chosen, what is counted, what is refused. No processes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastkron_py.distributed import Links, Plan, Problem, plan
+from fastkron_py.distributed.plan.cost import NVLINK, multiply_seconds
+
+GIB = 1 << 30
+SIXTY_FOURS = Problem(128, (64,) * 4, (64,) * 4)
+
+
+def test_enough_rows_need_no_exchange() -> None:
+    found = plan(SIXTY_FOURS, world_size=8)
+    assert (found.grid, found.cuts, found.chunks, found.bytes_total) == ((8, 1), (4,), 1, 0)
+    assert found.steps[0].leg is None
+
+
+def test_fewer_rows_than_ranks_spread_columns() -> None:
+    found = plan(Problem(1, (64,) * 5, (64,) * 5), world_size=8)
+    assert found.grid == (1, 8)
+    assert len(found.cuts) == 2
+    small = plan(replace(SIXTY_FOURS, m=1), world_size=8)
+    assert small.grid == (8, 1)  # exchanges would keep the processor busy for longer than one GPU needs for all
+
+
+@pytest.mark.parametrize("stages", [None, "rows", (2, 2)])
+def test_a_grid_of_columns_exchanges_twice(stages: object) -> None:
+    """64^4 over 8: the fewest exchanges there can be, of all but an eighth of what a rank has."""
+    found = plan(SIXTY_FOURS, (1, 8), stages=stages)  # type: ignore[arg-type]
+    block = 128 * 64**4 // 8 * 4
+    assert [s.bytes_sent for s in found.steps] == [block * 7 // 8] * 2
+    assert found.bytes_total == 2 * 8 * block * 7 // 8
+    assert [s.messages for s in found.steps] == [7, 7]
+    assert [s.bytes_to_hosts for s in found.steps] == [0, 0]
+    assert found.chunks > 1  # large enough to hide one part behind another
+
+
+def test_rows_are_an_other_way_where_each_rank_gets_one() -> None:
+    """As many bytes as two stages; no copies where runs of memory are sent as they lie, else less than half."""
+    rows, stages = (plan(SIXTY_FOURS, (4, 2), stages=how) for how in ("rows", (2, 2)))  # type: ignore[arg-type]
+    assert rows.bytes_total == stages.bytes_total
+    assert sum(s.copy_seconds for s in rows.steps) == 0
+    rows, stages = (plan(Problem(128, (128,) * 3, (128,) * 3), (1, 8), stages=how) for how in ("rows", (2, 1)))  # type: ignore[arg-type]
+    assert 0 < 2 * sum(s.copy_seconds for s in rows.steps) < sum(s.copy_seconds for s in stages.steps)
+    assert plan(Problem(128, (128,) * 3, (128,) * 3), (1, 8)).by_rows
+    assert not plan(Problem(7, (128,) * 3, (128,) * 3), (1, 8)).by_rows  # one of eight would have none
+
+
+def test_who_reaches_into_its_peers_memory() -> None:
+    """Pairs of one host, unless they are told not to; not for gradients, nor for chunks so large that slots take several times x."""
+    found = plan(SIXTY_FOURS, (2, 2))
+    assert found.direct
+    assert found.chunks >= 4
+    assert plan(SIXTY_FOURS, (4, 2)).direct
+    assert not plan(SIXTY_FOURS, (1, 4)).direct  # slower among more, as far as was measured
+    assert not plan(replace(SIXTY_FOURS, gradients=True), (2, 2)).direct
+    assert not plan(SIXTY_FOURS, (2, 2), chunks=2).direct
+    assert not plan(SIXTY_FOURS, (1, 2), links=Links(ranks_per_host=1)).direct
+    assert not plan(Problem(128, (64,) * 4, (64,) * 4, left=True), (2, 4), links=Links(ranks_per_host=4)).direct  # neighbours are 4 apart
+    assert not plan(SIXTY_FOURS, (2, 2), stages=(2, 2)).direct
+    assert not plan(SIXTY_FOURS, (2, 2), messages=True).direct
+    with pytest.raises(TypeError, match="direct: expected True, False or None; got str"):
+        plan(SIXTY_FOURS, (2, 2), direct="yes")  # type: ignore[arg-type]
+
+
+def test_direct_stores_take_slots_and_other_links() -> None:
+    plain, direct = (plan(SIXTY_FOURS, (2, 2), stages="rows", chunks=8, direct=d) for d in (False, True))
+    assert direct.peak_memory == plain.peak_memory + 6 * 4 * plain.most_elements
+    assert direct.seconds < plain.seconds  # 376 GB/s against 330
+    assert direct.links == plain.links
+    slow = Links(direct_pair_bandwidth=NVLINK.bandwidth / 2)
+    assert plan(SIXTY_FOURS, (2, 2), stages="rows", chunks=8, direct=True, links=slow).seconds > plain.seconds
+
+
+def test_forced_stages_and_chunks() -> None:
+    found = plan(SIXTY_FOURS, (2, 4), stages=[1, 1, 1, 1], chunks=3)
+    assert (found.cuts, found.chunks, len(found.legs(0)), len(found.legs(0)[0])) == ((1, 1, 1, 1), 3, 4, 3)
+    best = plan(SIXTY_FOURS, (2, 4))
+    assert best.seconds < found.seconds
+
+
+def test_at_most_as_many_chunks_as_there_are_rows() -> None:
+    eight = replace(SIXTY_FOURS, m=8)
+    for grid, stages, chunks in (((1, 2), (2, 2), 8), ((1, 2), "rows", 4), ((2, 2), (2, 2), 4), ((2, 1), None, 1)):
+        found = plan(eight, grid, stages=stages, chunks=10**9)  # type: ignore[arg-type]
+        assert found.chunks == chunks == plan(eight, grid, stages=stages, chunks=chunks).chunks  # type: ignore[arg-type]
+
+
+def test_one_stage_is_for_grids_without_exchange() -> None:
+    assert plan(SIXTY_FOURS, (2, 1), stages=(4,)).cuts == (4,)
+    assert plan(SIXTY_FOURS, world_size=4, stages=(4,)).grid == (4, 1)
+    for m in (1, 3, 20):  # small products, in which one stage is modelled to take as long
+        assert plan(Problem(m, (4, 4, 4), (4, 4, 4)), (1, 4)).by_rows
+
+
+@pytest.mark.parametrize(
+    ("m", "ps", "qs", "grid"),
+    [
+        (7, (31,) * 3, (31,) * 3, (1, 4)),
+        (3, (2,) * 10, (2,) * 10, (2, 4)),
+        (5, (4, 9, 3), (7, 2, 5), (1, 6)),
+        (4, (16,) * 4, (16,) * 4, (2, 32)),
+    ],
+)
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("stages", [None, "rows"])
+def test_totals_are_sums_over_pairs(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool, stages: str | None) -> None:
+    problem = Problem(m, qs if left else ps, ps if left else qs, left=left)
+    links = Links(ranks_per_host=4)
+    found = plan(problem, grid[::-1] if left else grid, links=links, stages=stages, chunks=1)  # type: ignore[arg-type]
+    ranks = range(found.world_size)
+    for i, step in enumerate(s for s in found.steps if s.leg is not None):
+        matrix = [[found.bytes_between(i, a, b) for b in ranks] for a in ranks]
+        assert [sum(row) for row in matrix] == [found.bytes_sent(i, r) for r in ranks]
+        far = [sum(v for b, v in enumerate(row) if a // 4 != b // 4) for a, row in enumerate(matrix)]
+        assert step.bytes_sent == max(map(sum, matrix))
+        assert step.messages == max(sum(v > 0 for v in row) for row in matrix)
+        if not left:
+            assert step.bytes_to_hosts == max(far)
+        for a in ranks:
+            for b in ranks:
+                assert matrix[a][b] == 0 or found.place(a)[0] == found.place(b)[0]
+                assert found.rank(*found.place(a)) == a
+    assert found.bytes_total == sum(found.bytes_sent(i, r) for i in range(len(found.legs(0))) for r in ranks)
+
+
+def test_a_left_product_is_the_mirror_image() -> None:
+    right = plan(Problem(64, (8, 16), (4, 32)), (2, 4))
+    left = plan(Problem(64, (4, 32), (8, 16), left=True), (4, 2))
+    assert (left.cuts, left.chunks, left.bytes_total, left.peak_memory) == (right.cuts, right.chunks, right.bytes_total, right.peak_memory)
+    assert left.problem.flops == right.problem.flops
+
+
+def test_memory_is_counted_and_obeyed() -> None:
+    problem = Problem(64, (128,) * 4, (128,) * 4)  # x and the result are 64 GiB each
+    free = plan(problem, (1, 8), chunks=1)
+    assert free.peak_memory == pytest.approx(32 * GIB, rel=0.01)  # x, the result, two buffers, each an eighth
+    tight = plan(problem, (1, 8), memory=20 * GIB)
+    assert tight.chunks > 4
+    assert tight.peak_memory <= 20 * GIB
+    with pytest.raises(
+        ValueError, match=r"memory: expected at least 19,\d+,\d+,\d+ bytes, as a 1 x 8 grid with 32 chunks needs"
+    ) as refused:
+        plan(problem, (1, 8), memory=10 * GIB)
+    assert "got 10,737,418,240" in str(refused.value)
+    training = plan(replace(problem, gradients=True), (1, 8), chunks=1)
+    assert training.peak_memory == pytest.approx(56 * GIB, rel=0.01)  # and their gradients, and the second stage's operand
+
+
+def test_more_ranks_take_less_time_until_latency_rules() -> None:
+    times = [plan(SIXTY_FOURS, world_size=n).seconds for n in (1, 2, 4, 8, 16)]
+    assert times == sorted(times, reverse=True)
+    assert plan(SIXTY_FOURS, world_size=8).efficiency > 0.95
+
+
+def test_slow_links_between_hosts_keep_exchanges_inside_them() -> None:
+    found = plan(replace(SIXTY_FOURS, m=64), world_size=64)
+    assert found.grid[1] <= 8
+    across = plan(replace(SIXTY_FOURS, m=64), (1, 64))
+    assert across.steps[0].bytes_to_hosts == across.steps[0].bytes_sent * 56 // 63
+    assert across.seconds > 3 * found.seconds
+    equal = Links(host_bandwidth=NVLINK.bandwidth, host_message=NVLINK.message)
+    assert plan(replace(SIXTY_FOURS, m=64), (1, 64), links=equal).seconds < across.seconds
+
+
+@pytest.mark.parametrize("world_size", [64, 512, 4096])
+@pytest.mark.parametrize("m", [1, 16, 4096])
+def test_thousands_of_ranks(world_size: int, m: int) -> None:
+    found = plan(replace(SIXTY_FOURS, m=m), world_size=world_size)
+    assert found.world_size == world_size
+    block = m * 64**4 * 4 / world_size
+    for i in range(len(found.legs(0))):
+        assert found.bytes_sent(i, world_size - 1) <= block
+    assert found.peak_memory >= 2 * block
+
+
+def test_the_model_of_exchanges_agrees_with_what_was_measured() -> None:
+    """NCCL's all-to-all on eight H200: microseconds by bytes a rank, an eighth of which stays."""
+    for size, seconds in ((1 << 20, 36e-6), (16 << 20, 73e-6), (256 << 20, 765e-6), (1 << 30, 2873e-6)):
+        assert NVLINK.exchange_seconds(size * 7 / 8, 0, 7, 0) == pytest.approx(seconds, rel=0.07)
+    assert NVLINK.exchange_seconds(0, 0, 0, 0) == 0
+
+
+HUNDREDS = Problem(128, (128,) * 3, (128,) * 3)
+
+
+HALVES = replace(SIXTY_FOURS, dtype=torch.bfloat16)
+
+
+FIVES = replace(SIXTY_FOURS, m=512)
+HALF_FIVES = replace(FIVES, dtype=torch.bfloat16)
+WIDE = Problem(32, (128,) * 4, (128,) * 4)
+HALF_WIDE = replace(WIDE, dtype=torch.bfloat16)
+
+# Milliseconds on four H200, on two for 1 x 2, in another number of chunks each; the same runs as docs/distributed.md's tables.
+MEASURED = [
+    (SIXTY_FOURS, (1, 2), {"direct": (8, 14.01), "messages": (8, 22.40), "packed": (8, 22.01), "stages": (8, 34.53)}),
+    (replace(SIXTY_FOURS, m=256), (1, 2), {"direct": (16, 28.42), "messages": (8, 45.05), "packed": (8, 44.74)}),
+    (Problem(16, (128,) * 4, (128,) * 4), (1, 2), {"direct": (8, 36.14), "messages": (8, 48.09), "packed": (8, 54.49)}),
+    (replace(SIXTY_FOURS, m=256, dtype=torch.bfloat16), (1, 2), {"direct": (8, 15.47)}),
+    (HUNDREDS, (2, 2), {"packed": (2, 1.81)}),
+    (HUNDREDS, (1, 4), {"packed": (2, 2.12)}),
+    (SIXTY_FOURS, (2, 2), {"messages": (8, 11.07), "packed": (8, 11.71), "stages": (8, 17.30)}),
+    (SIXTY_FOURS, (1, 4), {"messages": (8, 12.57), "packed": (8, 12.83), "stages": (8, 17.78)}),
+    (FIVES, (2, 2), {"messages": (8, 44.78), "packed": (8, 45.70)}),
+    (FIVES, (1, 4), {"messages": (16, 49.52), "packed": (8, 49.72)}),
+    (WIDE, (2, 2), {"messages": (8, 48.60), "packed": (8, 55.81)}),
+    (WIDE, (1, 4), {"messages": (8, 56.03), "packed": (8, 63.10)}),
+    (HALVES, (2, 2), {"messages": (2, 6.18), "packed": (8, 6.03), "stages": (8, 11.96)}),
+    (HALVES, (1, 4), {"messages": (4, 7.08), "packed": (8, 6.63), "stages": (8, 11.71)}),
+    (HALF_FIVES, (2, 2), {"messages": (8, 24.33), "packed": (8, 22.29)}),
+    (HALF_FIVES, (1, 4), {"messages": (8, 28.14), "packed": (8, 24.14)}),
+    (HALF_WIDE, (2, 2), {"messages": (8, 24.06), "packed": (8, 26.87)}),
+    (HALF_WIDE, (1, 4), {"messages": (8, 27.67), "packed": (8, 28.70)}),
+]
+
+
+@pytest.mark.parametrize(("problem", "grid", "ways"), MEASURED)
+def test_the_model_agrees_with_what_was_measured(problem: Problem, grid: tuple[int, int], ways: dict[str, tuple[int, float]]) -> None:
+    """Every way within 15%, and of those that are the plan's choice it chooses one within 5% of the fastest."""
+    for how, (chunks, milliseconds) in ways.items():
+        stages = (2, 2) if how == "stages" else "rows"
+        found = plan(problem, grid, stages=stages, chunks=chunks, direct=how == "direct", messages=how == "messages")
+        assert found.seconds * 1e3 == pytest.approx(milliseconds, rel=0.15), how
+    chosen = plan(problem, grid, direct=False)
+    assert chosen.by_rows
+    own = {how: ms for how, (_, ms) in ways.items() if how in ("messages", "packed")}
+    assert not own or own["messages" if chosen.messages else "packed"] < 1.05 * min(own.values())
+    assert "direct" not in ways or plan(problem, grid).direct
+
+
+@pytest.mark.parametrize(
+    ("problem", "grid", "chunks", "how", "fast", "slow"),
+    [
+        (HUNDREDS, (1, 4), 4, "packed", 1.66, 3.21),
+        (HALVES, (1, 4), 8, "messages", 5.25, 10.98),
+    ],
+)
+def test_the_model_of_the_processor_lies_between_two_hosts(
+    problem: Problem, grid: tuple[int, int], chunks: int, how: str, fast: float, slow: float
+) -> None:
+    """What it took to begin a product, in milliseconds, on two hosts with four H200."""
+    found = plan(problem, grid, stages="rows", chunks=chunks, direct=how == "direct", messages=how == "messages")
+    assert 1.15 * fast < found.cpu_seconds * 1e3 < slow / 1.15
+
+
+def test_what_exchanges_take_of_multiplies() -> None:
+    """Between a sum of both, where multiplies stand still beside exchanges, and the longer one."""
+    options = {"stages": "rows", "chunks": 32, "messages": True}
+    quick = Links(cpu_message=0, round=0)
+    problem = replace(SIXTY_FOURS, m=512)
+    still, half, free = (plan(problem, (2, 2), links=replace(quick, beside=b), **options).seconds for b in (0, 0.5, 1))  # type: ignore[arg-type]
+    steps = plan(problem, (2, 2), links=quick, **options).steps  # type: ignore[arg-type]
+    multiply, exchange = sum(s.multiply_seconds for s in steps), sum(s.exchange_seconds for s in steps)
+    assert still == pytest.approx(multiply + exchange, rel=0.01)
+    assert half == pytest.approx(multiply + exchange / 2, rel=0.03)
+    assert free == pytest.approx(max(multiply, exchange), rel=0.1)  # latencies, and the first chunk's multiply
+
+
+def test_runs_are_sent_or_packed_by_what_waits_for_what() -> None:
+    """Messages spare the GPU two copies, and cost the processor a round for each row of a rank."""
+    found = plan(SIXTY_FOURS, (2, 2), direct=False)
+    assert (found.messages, found.chunks) == (True, 8)  # what rules is the GPU
+    assert not plan(HUNDREDS, (1, 4)).messages  # the rounds
+    slow = Links(cpu_message=1e-3)
+    assert not plan(SIXTY_FOURS, (2, 2), direct=False, links=slow).messages
+    assert not plan(SIXTY_FOURS, (2, 2), direct=False, links=Links(round=1e-4)).messages
+    assert plan(HUNDREDS, (1, 4), links=Links(cpu_message=0, round=0)).messages
+    both = {m: plan(SIXTY_FOURS, (2, 2), messages=m, direct=False) for m in (True, False)}
+    assert found.seconds == both[True].seconds < both[False].seconds
+    assert [sum(s.copy_seconds > 0 for s in both[m].steps) for m in (True, False)] == [0, 2]
+    assert [sum(s.calls for s in both[m].steps) for m in (True, False)] == [64, 0]
+    assert plan(SIXTY_FOURS, (1, 4), stages="rows", chunks=8, links=slow, messages=True).cpu_seconds == pytest.approx(64e-3, rel=0.1)
+    assert not plan(HALVES, (1, 4), stages=(2, 2)).messages
+    assert not plan(HALVES, (4, 1), messages=True).messages  # nothing is exchanged
+    assert not plan(HALVES, (1, 4), direct=True).messages  # what is used where direct stores cannot be had
+
+
+def test_copies_that_turn_take_as_long_for_each_element() -> None:
+    """Packing between stages: of half the size, elements are as many."""
+
+    def copied(problem: Problem, stages: Any) -> float:
+        return sum(s.copy_seconds for s in plan(problem, (2, 2), stages=stages, chunks=8, messages=False, direct=False).steps)
+
+    assert copied(HALVES, (2, 2)) > 0.85 * copied(SIXTY_FOURS, (2, 2))
+    assert copied(HALVES, "rows") == copied(SIXTY_FOURS, "rows") / 2
+    free = plan(SIXTY_FOURS, (2, 2), messages=False, direct=False, links=Links(beside_packed=1.0))
+    assert free.seconds < plan(SIXTY_FOURS, (2, 2), messages=False, direct=False).seconds
+
+
+def test_a_small_product_is_cut_in_few_chunks() -> None:
+    assert plan(HUNDREDS, (2, 2)).chunks == 2
+    large = plan(SIXTY_FOURS, (2, 2), direct=False)
+    assert (large.chunks, large.messages) == (8, True)
+    assert large.cpu_seconds < large.seconds
+
+
+def test_an_exchange_of_two_ranks_has_its_own_bandwidth() -> None:
+    """28 ms for 8.59 GB between two of four H200."""
+    assert 2 * NVLINK.exchange_seconds(8.59e9 / 2, 0, 1, 0) == pytest.approx(28e-3, rel=0.02)
+    assert Links(bandwidth=1e9).exchange_seconds(1e9, 0, 1, 0) > 1
+
+
+def test_the_model_of_multiplies_follows_the_local_plan() -> None:
+    one = multiply_seconds(1 << 20, (64,), (64,), 4, NVLINK)
+    assert one == pytest.approx(1.1 * 2 * 64 * 4 * (1 << 20) / NVLINK.memory, rel=0.1)
+    assert multiply_seconds(1 << 14, (128,) * 2, (128,) * 2, 4, NVLINK) > 8 * one  # four times as many elements, in two launches
+
+
+def test_the_table() -> None:
+    text = str(plan(Problem(7, (31,) * 3, (31,) * 3, torch.bfloat16), (1, 4), stages=(2, 1), chunks=2))
+    lines = text.splitlines()
+    assert lines[0] == "x @ K, M = 7, 31^3, bfloat16: 1 x 4 grid, 2 chunks of rows, packed"
+    for way, options in (("sent in runs", {"messages": True}), ("through peer memory", {"direct": True})):
+        assert str(plan(SIXTY_FOURS, (2, 2), chunks=1, **options)).splitlines()[0].endswith(f"2 x 2 grid, one chunk of rows, {way}")
+    assert str(plan(SIXTY_FOURS, (4, 1))).splitlines()[0].endswith("one chunk of rows")
+    assert [line.split()[0] for line in lines[2:5]] == ["align", "stage", "stage"]
+    assert "31^2" in lines[3]
+    assert "sent by all ranks" in lines[5]
+    assert "efficiency" in lines[6]
+    assert max(map(len, lines)) < 120
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    plan(Problem(7, (31,) * 3, (31,) * 3), (1, 4), stages=(2, 1)).picture(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    axes = Figure().add_subplot()
+    plan(Problem(1, (4, 4), (4, 4)), (1, 4), stages=(1, 1)).picture(axes)
+    # Two exchanges, before and after: a part for each pair of ranks, a frame for each rank.
+    assert len(axes.patches) == 2 * 2 * (16 + 4)
+    assert axes.texts[-1].get_text().endswith("Parts are packed.")
+    with pytest.raises(ValueError, match="plan: expected at most 16 ranks that exchange, for a picture; got 64"):
+        plan(SIXTY_FOURS, (1, 64)).picture(axes)
+
+
+def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object) -> Plan:
+    return plan(problem, grid, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: call(grid=None), ValueError, "world_size: expected a positive number of ranks, since no grid is given; got None"),
+        (lambda: call(grid=None, world_size=0), ValueError, "world_size: expected a positive number"),
+        (lambda: call(grid=(2, 3), world_size=8), ValueError, r"grid: expected GM \* GK = 8, the world_size; got 2 \* 3"),
+        (lambda: call(grid=(8,)), ValueError, r"grid: expected two positive numbers, GM and GK; got \(8,\)"),
+        (lambda: call(grid=(0, 8)), ValueError, "grid: expected one positive size"),
+        (lambda: call(grid="8x1"), TypeError, "grid: expected a sequence of integers; got 8x1"),
+        (lambda: call(stages=(1, 2)), ValueError, r"stages: expected numbers that add up to 4, the number of factors; got \(1, 2\)"),
+        (lambda: call(stages=(4, 0)), ValueError, "stages: expected one positive size"),
+        (
+            lambda: call(stages=(4,)),
+            ValueError,
+            r'stages: expected two stages or more, or "rows", .* 1 x 8 grid exchange columns; got \(4,\)',
+        ),
+        (
+            lambda: call(stages=(4,), problem=replace(SIXTY_FOURS, left=True), grid=(2, 1)),
+            ValueError,
+            "stages: expected two stages or more",
+        ),
+        (lambda: call(stages="columns"), ValueError, "stages: expected numbers of factors, or \"rows\"; got 'columns'"),
+        (lambda: call(chunks=0), ValueError, "chunks: expected a positive number; got 0"),
+        (lambda: call(chunks=1.5), TypeError, "chunks: expected an integer; got float"),
+        (lambda: call(messages=1), TypeError, "messages: expected True, False or None; got int"),
+        (
+            lambda: call(messages=True, stages=(2, 2)),
+            ValueError,
+            r'messages: expected False or None with stages \(2, 2\), or stages="rows"',
+        ),
+        (lambda: call(memory="8 GB"), TypeError, "memory: expected a number of bytes or None; got str"),
+        (lambda: call(links=None), TypeError, "links: expected Links; got None"),
+        (lambda: Problem(1, (4,), (4,), torch.int32), TypeError, "dtype: expected a dtype among float16, bfloat16, .*; got torch.int32"),
+        (lambda: Problem(1, (4,), (4,), "float32"), TypeError, "dtype: expected a dtype among .*; got str"),
+        (lambda: Problem(1, (4,), (4,), left=1), TypeError, "left: expected True or False; got int"),
+        (lambda: call(problem="64^4"), TypeError, "problem: expected a Problem; got str"),
+        (lambda: Problem(-1, (4,), (4,)), ValueError, "m: expected a number of rows; got -1"),
+        (lambda: Problem(1, (4, 4), (4,)), ValueError, "qs: expected 2 sizes, as ps has; got 1"),
+        (lambda: Problem(1, (), ()), ValueError, "ps: expected one positive size for each factor"),
+        (lambda: Problem(1, (4, 0), (4, 1)), ValueError, "ps: expected one positive size for each factor"),
+        (lambda: Links(bandwidth=0), ValueError, "bandwidth: expected a positive number; got 0"),
+        (lambda: Links(beside=1.5), ValueError, "beside: expected a share from 0 to 1; got 1.5"),
+        (lambda: Links(beside_packed=-1.0), ValueError, "beside_packed: expected a share from 0 to 1; got -1"),
+        (lambda: Links(latency=math.nan), ValueError, "latency: expected a number of seconds"),
+        (lambda: Links(cpu_message=-1.0), ValueError, "cpu_message: expected a number of seconds, not negative; got -1"),
+    ],
+)
+def test_refusals(make: object, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,241 @@
+"""Copies, barriers and multiplies of several ranks in any order that their streams and events allow: the result is always the same.
+
+No GPU and no processes: streams are queues of what is to be done, ranks give theirs one after the other, and then everything is
+done in an order that is drawn at random, as GPUs that are faster or slower than others might do it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastkron_py.distributed.pipeline import _wave
+from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.transport import peer_memory
+from fastkron_py.distributed.transport.peer_memory import PeerChannel
+from fastkron_py.distributed.transport.slots import SLOTS, Slots
+from fastkron_py.distributed.transport.transfer import RowGroup, Rows
+from fastkron_py.kron.plan.plan import InBlocks
+
+
+class Stream:
+    """A queue of steps; each may wait for others, and is done when those are."""
+
+    def __init__(self, world: World, *_: Any, **__: Any) -> None:
+        self.world, self.rank = world, world.rank
+        self.steps: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self.done = 0
+        world.streams.append(self)
+
+    def add(self, work: Callable[[], None], may_begin: Callable[[], bool] = lambda: True) -> None:
+        self.steps.append((may_begin, work))
+
+    def record_event(self) -> Event:
+        event = Event(self.world)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        stream, count = event.stream, event.count
+        if stream is not None:  # one that was never recorded is waited for by nobody
+            self.add(lambda: None, lambda: stream.done >= count)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    @property
+    def is_ready(self) -> bool:
+        return self.done < len(self.steps) and self.steps[self.done][0]()
+
+    def step(self) -> None:
+        self.steps[self.done][1]()
+        self.done += 1
+
+
+class Event:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.stream: Stream | None = None
+        self.count = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or self.world.current
+        self.count = len(self.stream.steps)
+
+    def wait(self) -> None:
+        self.world.current.wait_event(self)
+
+
+class World:
+    """Ranks that have one host thread, one after the other, and the streams of all."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.streams: list[Stream] = []
+        self.mains: list[Stream] = []
+        self.slots: list[Slots] = []
+        self.buffers: list[Tensor] = []
+        self.entered: dict[tuple[int, int], set[int]] = {}
+        self.current: Stream
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.buffers.append(torch.full((count,), 255, dtype=dtype))  # NaN
+        return self.buffers[-1]
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def run(self, draw: random.Random) -> None:
+        """Do everything, in an order in which some streams are ahead of others as far as they may be, for a while."""
+        while True:
+            order = draw.sample(self.streams, len(self.streams))
+            for _ in range(draw.randrange(1, 40)):
+                ready = next((s for s in order if s.is_ready), None)
+                if ready is None:
+                    assert all(s.done == len(s.steps) for s in self.streams), "ranks wait for each other"
+                    return
+                ready.step()
+
+    def multiply(self, blocks: list[Tensor], factors: Any, outs: list[Tensor], alpha: float, precision: Any) -> None:
+        """Stands for one that turns every number into another one."""
+
+        def work() -> None:
+            y = 3 * torch.cat(blocks, 1) + 1
+            for out, part in zip(outs, y.split([out.shape[1] for out in outs], 1), strict=True):
+                out.copy_(part)
+
+        self.current.add(work)
+
+    def copy(self, to: Tensor, of: Tensor) -> None:
+        self.current.add(lambda: to.copy_(of))
+
+
+class Handle:
+    """Of symmetric memory."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rank = world, world.rank
+        self.rounds: dict[int, int] = {}
+
+    def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        return self.world.buffers[peer].view(dtype)[offset : offset + shape[0]]
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        world, rank = self.world, self.rank
+        number = self.rounds[channel] = self.rounds.get(channel, 0) + 1
+        entered = world.entered.setdefault((channel, number), set())
+        world.current.add(lambda: entered.add(rank))
+        world.current.add(lambda: None, lambda: len(entered) == len(world.mains))
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextmanager
+def world_of(size: int, slot_elements: int) -> Iterator[World]:
+    world = World()
+    symmetric = mock.Mock(empty=world.empty, rendezvous=lambda *_: Handle(world))
+    cuda = {"Stream": partial(Stream, world), "Event": partial(Event, world), "current_stream": world.current_stream, "stream": world.on}
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch("torch.distributed._symmetric_memory", symmetric),
+        mock.patch.object(Tensor, "record_stream", nothing),
+        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy),
+    ):
+        for world.rank in range(size):
+            world.mains.append(Stream(world))
+            world.current = world.mains[-1]
+            world.slots.append(Slots(mock.Mock(), torch.device("cpu"), 8 * slot_elements))
+        yield world
+
+
+def products(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], blocks: InBlocks, columns: int) -> None:
+    """Two products one after the other on every rank, as a pipeline begins them."""
+    for world.rank, of_rank in enumerate(xs):
+        world.current = world.mains[world.rank]
+        me, own = world.rank, world.slots[world.rank]
+        channel = PeerChannel(own)
+        row_group = RowGroup(mock.Mock(), len(xs), me, channel, blocks)
+        row_group.__dict__["ranks"] = tuple(range(len(xs)))  # which torch would be asked for
+        for x, out in zip(of_rank, outs[me], strict=True):
+            ready, done = world.current.record_event(), []
+
+            def work(
+                x: Tensor, out: Tensor, row_group: RowGroup = row_group, ready: Event = ready, done: list[Event] = done
+            ) -> Iterator[None]:
+                chunk = row_group.channel.rows(row_group, Rows(len(x), columns, columns, 8, "product", ""))  # type: ignore[union-attr]
+                assert chunk is not None
+                chunk.send(x, ready)  # type: ignore[arg-type]
+                yield
+                chunk.multiply([], 1.0, None, out)
+                done.append(chunk.done)  # type: ignore[arg-type]
+
+            _wave([work(*rows) for rows in zip(x.split(sizes), out.split(sizes), strict=True)])
+            for event in done:
+                event.wait()
+            # What follows may free x, or write to it.
+            world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
+        assert not any(own._taken)
+
+
+def results(size: int, chunks: int, blocks: InBlocks, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of all ranks' columns."""
+    draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, columns = chunks * (2 * size + 1), 2 * size + (0 if blocks.reads or blocks.writes else 1)
+    sizes = [2 * size + 1] * chunks
+    wholes = [torch.randn(rows, columns, generator=g, dtype=torch.float64) for _ in range(2)]
+    with world_of(size, 3 * columns) as world:
+        offsets = chunk_offsets(columns, size)
+        own = [slice(*pair) for pair in pairwise(offsets)]
+        xs = [[whole[:, columns_of].clone() for whole in wholes] for columns_of in own]
+        outs = [[torch.full_like(x, torch.nan) for x in of_rank] for of_rank in xs]
+        products(world, xs, outs, sizes, blocks, columns)
+        world.run(draw)
+    return [
+        (found, 3 * whole[:, c] + 1) for c, of_rank in zip(own, outs, strict=True) for whole, found in zip(wholes, of_rank, strict=True)
+    ]
+
+
+WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False)]
+
+
+@pytest.mark.parametrize("blocks", WAYS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_in_any_order(size: int, blocks: InBlocks) -> None:
+    """More chunks than slots, and a second product behind the first."""
+    for seed in range(40):
+        for found, expected in results(size, SLOTS + 1, blocks, seed):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("lend", nothing),  # a product is written before peers have pulled the one before
+        ("release", lambda own, slot, done=None: own._taken.__setitem__(slot, False)),  # a slot is used again too early
+    ],
+)
+def test_what_would_be_wrong_is_found(name: str, instead: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slots, name, instead)
+    assert any(not torch.equal(a, b) for seed in range(40) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed))
+
+
+def test_without_barriers_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handle, "barrier", nothing)
+    assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed))

@@ -1,0 +1,132 @@
+"""The launches of a multiply in canonical form: every kind of launch, address and epilogue, on data poisoned beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from canonical_cases import CASES, DTYPES, dense, multiply, multiply_program, problem, rounding_steps
+
+import fastkron_py
+from fastkron_py.kron import forward
+from fastkron_py.kron.plan import plan as planning
+from fastkron_py.testing import assert_close
+
+
+def has_calls(program):
+    """Whether a program calls torch, which only copies do."""
+    return any(step.results is not None for step in program._steps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_multiply(device, case, dtype):
+    x, factors = problem(dtype, device, *case)
+    y = multiply(x, factors)
+    assert y.is_contiguous()
+    assert_close(y, dense(x, factors), steps=rounding_steps(dtype, len(factors)))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.1])
+@pytest.mark.parametrize("kind", ["full", "row", "column", "scalar", "transposed"])
+@pytest.mark.parametrize("columns", [1, 4])
+def test_the_last_launch_reads_z_in_place(device, kind, columns, alpha):
+    x, factors = problem(torch.float64, device, 1, 3, (4, 5), (5, 4), columns)
+    shapes = {"full": (1, 3, 20, columns), "row": (1, 1, 20, columns), "column": (1, 3, 1, 1), "scalar": (1, 1, 1, 1)}
+    if kind == "transposed":
+        z = torch.randn(1, columns, 20, 3, dtype=torch.float64, device=device).permute(0, 3, 2, 1)
+    else:
+        z = torch.randn(shapes[kind], dtype=torch.float64, device=device).expand(1, 3, 20, columns)
+    assert has_calls(multiply_program(x, factors, z)) == (kind == "transposed" and columns > 1)
+    y = multiply(x, factors, z, alpha, -0.7)
+    # 0.1 and -0.7 are no float32 numbers: a scalar passed as one would err by 1e-9.
+    assert_close(y, alpha * dense(x, factors) - 0.7 * z, steps=2)
+
+
+def test_rows_with_a_stride_are_read_in_place(device):
+    wide = torch.randn(6, 40, dtype=torch.float64, device=device)
+    x = wide[::2, :30][None, :, :, None]
+    factors = [torch.randn(1, p, q, dtype=torch.float64, device=device) for p, q in ((2, 3), (5, 2), (3, 4))]
+    assert not has_calls(multiply_program(x, factors))
+    assert_close(multiply(x, factors), dense(x, factors), steps=3)
+    row = wide[:1, :30].expand(4, 30)[None, :, :, None]
+    assert not has_calls(multiply_program(row, factors))
+    assert_close(multiply(row, factors), dense(row, factors), steps=3)
+
+
+def test_plans_in_other_orders_agree(device, monkeypatch):
+    """In place in any order, turned from the last: the same numbers."""
+    ps = (4, 5, 3)
+    x, factors = problem(torch.float64, device, 1, 6, ps, ps, 1)
+    steps = [planning.Launch((planning.Step(i, i + 1, p, p),)) for i, p in enumerate(ps)]
+    expected = dense(x, factors)
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]):
+        monkeypatch.setattr(forward, "plan", lambda *_, order=order: tuple(steps[i] for i in order))
+        assert len(multiply_program(x, factors)._steps) == 3
+        assert_close(multiply(x, factors), expected, steps=3)
+
+
+def test_too_little_shared_memory_takes_the_next_configuration(device, monkeypatch):
+    """As on a smaller GPU: the first configuration does not fit, the next one is taken and remembered."""
+    from triton.runtime.errors import OutOfResources
+
+    tried = []
+
+    class TooLarge:
+        def __init__(self, kernel):
+            self.arg_names = kernel.arg_names
+
+        def __getitem__(self, grid):
+            def launch(**arguments):
+                tried.append(arguments["BLOCK_S"])
+                raise OutOfResources(300_000, 100_000, "shared memory")
+
+            return launch
+
+    def changed(case, config):
+        first, *others = real(case, config)
+        return [first._replace(kernel=TooLarge(first.kernel)), *others]
+
+    real = forward.launch_configs
+    monkeypatch.setattr(forward, "launch_configs", changed)
+    x, factors = problem(torch.float64, device, 1, 40, (12,), (12,), 1)
+    program = multiply_program(x, factors)
+    for _ in range(2):
+        assert_close(program([x, *factors])[0], dense(x, factors))
+    assert len(tried) == 1
+
+    monkeypatch.setattr(forward, "launch_configs", lambda case, config: changed(case, config)[:1])
+    with pytest.raises(OutOfResources):
+        multiply(x, factors)
+
+
+def test_float16_chain_does_not_overflow_between_its_factors(device):
+    """200 * 200 * 300 is beyond float16, the result is not: nothing on chip may be held in float16."""
+    with fastkron_py.backend("triton"):
+        x = torch.full((1, 4), 200.0, dtype=torch.float16, device=device)
+        large = torch.full((2, 2), 300.0, dtype=torch.float16, device=device)
+        small = torch.full((2, 2), 2.0**-14, dtype=torch.float16, device=device)
+        y = fastkron_py.kron_matmul(x, [small, large])
+    expected = 200.0 * 4 * 300 * 2.0**-14
+    assert_close(y, torch.full((1, 4), expected, dtype=torch.float64, device=device), steps=2)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_lower_precision_is_asked_for_by_name(device, precision):
+    """TF32 where it is allowed: still within ten bits; and float64 takes no notice."""
+    x, factors = problem(torch.float32, device, 1, 20, (16, 16), (16, 16), 1)
+    y = multiply(x, factors, precision=precision)
+    expected = dense(x, factors)
+    assert (y.double() - expected).norm() <= 1e-3 * expected.norm()
+    from fastkron_py.tiling.arithmetic import arithmetic
+
+    compiled = torch.cuda.is_available()
+    assert arithmetic(torch.float32, precision, True).precision == ("tf32" if compiled else "ieee")
+    assert arithmetic(torch.float32, "highest", True).precision == ("tf32x3" if compiled else "ieee")
+    assert arithmetic(torch.float64, precision, True).precision == "ieee"
+
+
+def test_negative_control(device):
+    """The comparison notices factors in the wrong order."""
+    x, factors = problem(torch.float64, device, 1, 5, (6, 6), (6, 6), 1)
+    with pytest.raises(AssertionError):
+        assert_close(multiply(x, factors[::-1]), dense(x, factors), steps=2)

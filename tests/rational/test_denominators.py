@@ -1,0 +1,247 @@
+"""Denominators as objects: one of a user's own runs everywhere; those of the library are documented, each by its formula."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+from rational_cases import Problem, problem, step
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import rational
+from fastkron_py.nn import GRKAN, Denominator, DeviceFunctions, GroupRational, rational_fit, register_denominator
+from fastkron_py.rational import program_linear_rational
+from fastkron_py.rational.denominators import device as parts
+from fastkron_py.rational.denominators import host
+from fastkron_py.rational.denominators.registry import denominator_names, find_denominator, unregister_denominator
+from fastkron_py.rational.operator_layer_norm import layer_norm_rational, layer_norm_rational_backward
+from fastkron_py.reference_rational import FORMULAS
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- a denominator of a user's own: 1 + S(x)^2 -------------------------------------------------
+
+
+@triton.jit
+def _value(s):
+    return s * s + 1.0
+
+
+@triton.jit
+def _slopes(v, x, s):
+    slope = 2 * v * s
+    return slope, slope
+
+
+@triton.jit
+def _wrong_slopes(v, x, s):
+    return v * s, v * s
+
+
+def _host_value(b: Sequence[Tensor], x: Tensor) -> Tensor:
+    s = host.host_polynomial(host.from_one(b), x)
+    return 1 + s * s
+
+
+def _host_derivatives(b: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    s, ds = host.host_polynomial_slope(host.from_one(b), x)
+    return 1 + s * s, 2 * s * ds, [2 * s * power for power in host.host_powers(x, len(b) + 1)[1:]]
+
+
+FUNCTIONS = DeviceFunctions(parts.unchanged, parts.unchanged_slope, parts.polynomial_from_one, _value, _slopes)
+SQUARE = Denominator("square", "1 + S(x)^2", _host_value, _host_derivatives, FUNCTIONS)
+
+
+@pytest.fixture
+def square(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The denominator's name. Fits take fewer steps: no table has any for it."""
+    for constant, value in (("POINTS", 101), ("STEPS", 40), ("ROUNDS", 2)):
+        monkeypatch.setattr(rational_fit, constant, value)
+    yield register_denominator(SQUARE).name
+    unregister_denominator("square")
+
+
+def by_formula(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Written out, by powers; differentiable."""
+    groups = max(len(a), len(b))
+    x = x.unflatten(-1, (groups, -1))
+    p = sum(a[:, i, None] * x**i for i in range(a.shape[1]))
+    s = sum(b[:, j, None] * x ** (j + 1) for j in range(b.shape[1]))
+    return (p / (1 + s**2)).flatten(-2)
+
+
+def expected(p: Problem) -> list[Tensor]:
+    return step(by_formula, *(t.double() for t in p))
+
+
+def relative(found: Tensor, want: Tensor) -> float:
+    return float((found.double() - want).norm() / want.norm())
+
+
+# Horner's rule and the sums round some dozen times; float32 sums of terms of both signs lose some more.
+TOLERANCES = {torch.float32: 3e-6, torch.float64: 1e-14, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize("groups", [3, (1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_own_denominator(dtype: torch.dtype, groups: Any, square: str, backend_name: str, device: torch.device) -> None:
+    p = problem((4, 7, 24), groups, dtype=dtype, device=device)
+    for found, want in zip(step(lambda *t: rational(*t, version=square), *p), expected(p), strict=True):
+        assert relative(found, want) < TOLERANCES[dtype]
+
+
+def test_the_comparison_can_fail(device: torch.device) -> None:
+    """Slopes that lack a factor of two."""
+    register_denominator(replace(SQUARE, name="wrong", device=FUNCTIONS._replace(slopes=_wrong_slopes)))
+    try:
+        p = problem((4, 7, 24), 3, device=device)
+        with fastkron_py.backend("triton"):
+            y, dx, da, db = step(lambda *t: rational(*t, version="wrong"), *p)
+        want = expected(p)
+        assert max(relative(y, want[0]), relative(da, want[2])) < TOLERANCES[torch.float32]
+        assert min(relative(dx, want[1]), relative(db, want[3])) > 0.01
+    finally:
+        unregister_denominator("wrong")
+
+
+def test_derivatives_of_every_order(square: str, backend_name: str, device: torch.device) -> None:
+    given = tuple(t.requires_grad_() for t in problem((3, 4), 2, (3, 2), dtype=torch.float64, device=device)[:3])
+
+    def function(*t: Tensor) -> Tensor:
+        return rational(*t, version=square)
+
+    assert torch.autograd.gradcheck(function, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+def test_kernels_of_other_operators(square: str, device: torch.device) -> None:
+    """The epilogue of a linear layer, and the pass that normalises too."""
+    x, a, b, dy = problem((70, 48), (1, 4), device=device)
+    weight, bias = torch.randn(2, 48, device=device)
+    y, mean, rstd = layer_norm_rational.registered(x, weight, bias, a, b, 1e-5, square, x.dtype, "triton")
+    gradients = layer_norm_rational_backward(dy, x, mean, rstd, weight, bias, a, b, 1e-5, square, "triton")
+    wide = [t.double().requires_grad_() for t in (x, weight, bias, a, b)]
+    want = by_formula(torch.nn.functional.layer_norm(wide[0], (48,), *wide[1:3], 1e-5), *wide[3:])
+    for found, e in zip((y, *gradients), (want.detach(), *torch.autograd.grad(want, wide, dy.double())), strict=True):
+        assert relative(found, e) < 2 * TOLERANCES[torch.float32]
+    x, weight, bias = torch.randn(18, 20, device=device), torch.randn(48, 20, device=device) / 20**0.5, bias
+    tensors = (x, weight, bias, a, b)
+    (y,) = program_linear_rational.forward(tensors, (square,))(tensors)
+    product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert relative(y, by_formula(product, a.double(), b.double())) < 2 * TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("init", ["swish", "identity"])
+def test_group_rational(init: str, square: str, backend_name: str, device: torch.device) -> None:
+    act = GroupRational(8, 2, version=square, init=init, device=device)
+    x = torch.randn(50, 8, device=device).clamp(-3, 3)
+    y = act(x)
+    want = x if init == "identity" else torch.nn.functional.silu(x)
+    assert float((y - want).detach().abs().max()) < 2e-3  # fitted: not in the table
+    y.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in act.parameters())
+    assert repr(act) == f"GroupRational(8, num_groups=2, degrees=(5, 4), version='square', init='{init}')"
+
+
+def test_grkan(square: str, device: torch.device) -> None:
+    assert bool(GRKAN(16, 32, version=square, num_groups=4, device=device)(torch.randn(3, 16, device=device)).isfinite().all())
+
+
+def test_with_noise(square: str, device: torch.device) -> None:
+    noisy = register_denominator(SQUARE.with_noise("noisy square"))
+    try:
+        p = problem((4, 24), 3, device=device)
+        assert noisy.is_noisy
+        assert torch.equal(rational(*p[:3], version=noisy.name), rational(*p[:3], version=square))
+        assert not torch.equal(rational(*p[:3], version=noisy.name, training=True), rational(*p[:3], version=square, training=True))
+    finally:
+        unregister_denominator(noisy.name)
+
+
+@pytest.mark.parametrize(
+    ("denominator", "error", "message"),
+    [
+        ("square", TypeError, "denominator: expected a Denominator; got str"),
+        (replace(SQUARE, name="B"), ValueError, "denominator: expected a name that is not taken; got 'B'"),
+        (replace(SQUARE, name=""), ValueError, "denominator: expected a name that is not taken; got ''"),
+        (replace(SQUARE, first=2), ValueError, "denominator: expected a first power of 0 or 1; got 2"),
+    ],
+    ids=["another kind", "taken", "empty", "first power"],
+)
+def test_denominators_that_cannot_be_registered(denominator: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        register_denominator(denominator)
+    assert str(caught.value) == message
+    assert "square" not in denominator_names()
+
+
+def test_unknown_names_are_refused_with_all_that_are_known(square: str) -> None:
+    with pytest.raises(ValueError, match="version: expected one of A, B, C, D, N, square; got 'E'"):
+        GroupRational(8, version="E")
+
+
+# ---- the library's own -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", denominator_names())
+def test_host_functions_are_derivatives_of_each_other(name: str) -> None:
+    found = find_denominator(name)
+    x = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    b = [torch.randn((), dtype=torch.float64, requires_grad=True) for _ in range(found.count(4))]
+    q = found.host_value(b, x)
+    value, slope, slopes = found.host_derivatives(b, x)
+    assert torch.equal(q, value)
+    torch.testing.assert_close(slope, torch.autograd.grad(q.sum(), x, retain_graph=True)[0])
+    for found_slope, want in zip(slopes, torch.autograd.grad(q.sum(), b), strict=True):
+        torch.testing.assert_close(found_slope.sum(), want)
+
+
+@pytest.mark.parametrize("name", denominator_names())
+def test_smooth_forms_are_equal_where_s_is_positive(name: str) -> None:
+    found = find_denominator(name)
+    x = torch.linspace(-2, 2, 41, dtype=torch.float64)
+    for other, takes in found.smooth_forms:
+        b = [torch.tensor(0.3 if takes(j) and j % 2 == 0 else 0.0, dtype=torch.float64) for j in range(found.first, 5)]
+        assert any(b)
+        torch.testing.assert_close(found.host_value(b, x), find_denominator(other).host_value(b, x))
+
+
+def test_the_reference_has_them_all() -> None:
+    assert set(FORMULAS) == set(denominator_names())
+    for name, formula in FORMULAS.items():
+        assert (formula.first, formula.constant) == (find_denominator(name).first, find_denominator(name).constant)
+
+
+def rows_of(text: str, pattern: str) -> list[tuple[str, str]]:
+    return re.findall(pattern, text, flags=re.MULTILINE)
+
+
+def _in_the_docstring() -> list[tuple[str, str]]:
+    assert rational.__doc__ is not None
+    return rows_of(rational.__doc__, r'^ +``"(\w+)"`` +(?:``)?(.*?)(?:``)?  +')
+
+
+def _in_the_page() -> list[tuple[str, str]]:
+    text = (ROOT / "docs" / "rational.md").read_text(encoding="utf-8")
+    table = text.split("## Versions")[1].split("\n\n")[2]
+    return [(name, formula.replace("`", "")) for name, formula in rows_of(table, r"^\| (\w) \| (.*?) \|")]
+
+
+@pytest.mark.parametrize("table", [_in_the_docstring, _in_the_page])
+def test_documented_formulas(table: Callable[[], list[tuple[str, str]]]) -> None:
+    """Each version has a row, in the registry's order, with the record's formula, or the name of the one that it adds noise to."""
+
+    def formula(found: Denominator) -> str:
+        return f"as {found.without_noise.name}" if found.is_noisy else found.formula
+
+    written = [(name, re.sub(r"abs\((\w+\(x\)|[^)]*)\)", r"|\1|", text)) for name, text in table()]
+    assert written == [(name, formula(find_denominator(name))) for name in denominator_names()]

@@ -1,0 +1,404 @@
+"""Programs: steps on other operands, the memory they are given, and whom they let see their launches.
+
+The kernels here are made up: sums of vectors of float64, by addresses as a compiled kernel would, or on tensors. Sums of a few numbers
+near one are right to 1e-12. Memory that nobody wrote is NaN (`poison` in conftest).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastkron_py.runtime.builder import Builder, Spanning, _places, describe
+from fastkron_py.runtime.program import Program, Scalar
+
+COUNT = 1000
+F64 = torch.float64
+RUNS = pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "not compiled"])
+
+
+def near(address: int, count: int) -> Tensor:
+    """The memory at an address."""
+    return torch.frombuffer((ctypes.c_double * count).from_address(address), dtype=F64)
+
+
+class Add:
+    """``out = a + scale * b`` with scale a float64's bits, on (a, (b, out)): a launcher as `runtime/launch.py` has it."""
+
+    def __init__(self, is_compiled: bool, count: int = COUNT) -> None:
+        self.count, self.is_compiled = count, is_compiled
+        self.launched: list[str] = []
+
+    def __call__(self, *given: Any) -> None:
+        a, (b, out), scale = given
+        self.launched.append("tensors")
+        spans = [t.as_strided((self.count,), (1,), t.storage_offset()) for t in (a, b, out)]
+        self._add(spans, scale)
+
+    def ready(self) -> Any:
+        from fastkron_py.runtime.launch import Ready
+
+        def run(x: int, y: int, z: int, stream: int, function: str, *arguments: Any) -> None:
+            assert (x, y, z, function) == (7, 1, 1, "function")
+            a, (b, out), between, scale, after = arguments
+            assert (between, after) == ("between", "after")
+            self.launched.append("addresses")
+            self._add([near(address, self.count) for address in (a, b, out)], scale)
+
+        return Ready(7, ("between",), ("after",), run, ("function",)) if self.is_compiled else None
+
+    def _add(self, tensors: Sequence[Tensor], scale: int) -> None:
+        a, b, out = tensors
+        out.copy_(a + torch.tensor(scale).view(F64) * b)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (COUNT,)), dtype=F64)
+
+
+def chain(add: Add, shared: int | None = None) -> Program:
+    """x + 3 s y, and that plus s x as two rows, by way of buffers that come and go."""
+    build = Builder((drawn(), drawn()), shared)
+    x, y = build.inputs
+    source = x
+    for shape in ((COUNT,), (COUNT,), (10, COUNT // 10)):
+        target = build.empty(shape, F64)
+        build.launch(add, (source, (y, target)), (Scalar(0),))
+        source = target
+    out = build.empty((COUNT,), F64)
+    build.launch(add, (source.view(-1), (x, out)), (Scalar(0),))
+    return build.program([source, out], [(COUNT,), (2, COUNT // 2)])
+
+
+def assert_chain(found: Sequence[Tensor], x: Tensor, y: Tensor, scale: float) -> None:
+    w, out = found
+    assert w.shape == (COUNT,)
+    assert out.shape == (2, COUNT // 2)
+    wanted = x + 3 * scale * y
+    torch.testing.assert_close(w, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.flatten(), wanted + scale * x, rtol=1e-12, atol=1e-12)
+
+
+@RUNS
+@pytest.mark.parametrize("shared", [0, None], ids=["one by one", "pooled"])
+def test_on_other_operands(shared: int | None, is_compiled: bool) -> None:
+    add = Add(is_compiled)
+    program = chain(add, shared)
+    assert (program._pool.nbytes > 0) == (shared is None)
+    for scale in (0.5, 0.5, -2.0, 1.0, 0.0):
+        add.launched.clear()
+        x, y = drawn(), drawn()
+        before = x.clone(), y.clone()
+        assert_chain(program((x, y), (scale,)), x, y, scale)
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
+        assert add.launched == ["addresses" if is_compiled else "tensors"] * 4
+
+
+def test_threads_at_once() -> None:
+    """A program is shared by autograd's threads; each run has its own buffers, results and scalars."""
+    program = chain(Add(True))
+    wrong: list[BaseException] = []
+
+    def work(scale: float) -> None:
+        try:
+            for _ in range(100):
+                x, y = drawn(), drawn()
+                assert_chain(program((x, y), (scale,)), x, y, scale)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in (0.5, 1.0, -3.0, 4.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_unaligned_operands_go_through_the_launchers() -> None:
+    add = Add(True)
+    program = chain(add)
+    x, y = drawn(COUNT + 1)[1:], drawn()
+    assert x.data_ptr() % 16 == 8
+    assert program.takes((x, y))
+    assert_chain(program((x, y), (0.5,)), x, y, 0.5)
+    assert add.launched == ["tensors"] * 4
+
+
+def test_a_profiler_sees_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches past Triton's front door tell no hook, so with one there are none."""
+    from triton import knobs
+
+    add = Add(True)
+    program = chain(add)
+    x, y = drawn(), drawn()
+    for hook, way in ((lambda metadata: None, "tensors"), (None, "addresses")):
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+        add.launched.clear()
+        assert_chain(program((x, y), (0.5,)), x, y, 0.5)
+        assert add.launched == [way] * 4
+
+
+def test_a_hook_of_hooks_counts_when_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    from fastkron_py.runtime.launch import is_hooked
+
+    for calls in ([], [print]):
+        monkeypatch.setattr(knobs.runtime, "launch_exit_hook", SimpleNamespace(calls=calls))
+        assert is_hooked() == bool(calls)
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Weak references to what is allocated inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if "new_empty" in str(func):
+            self.made.append(weakref.ref(found))
+            self.sizes.append(found.numel() * found.element_size())
+        return found
+
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.made)
+
+
+@RUNS
+def test_buffers_live_from_their_first_use_to_their_last(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    inner = Add._add
+
+    def noted(add: Add, *given: Any) -> None:
+        seen.append(mode.alive())
+        inner(add, *given)
+
+    program = chain(Add(is_compiled), shared=0)
+    x, y = drawn(), drawn()
+    with Allocations() as mode:
+        monkeypatch.setattr(Add, "_add", noted)
+        found = program((x, y), (0.5,))
+    assert_chain(found, x, y, 0.5)
+    assert seen == [1, 2, 2, 2]
+    assert mode.sizes == [COUNT * 8] * 4
+
+
+def test_small_buffers_are_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = chain(Add(True))
+    with Allocations() as mode:
+        program((drawn(), drawn()), (0.5,))
+    assert mode.sizes == [8192 + COUNT * 8, COUNT * 8, COUNT * 8]  # u and v, which are alive together, and two results
+
+
+def test_buffers_alive_together_are_apart() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(1, high, (), generator=generator))
+
+    for _ in range(30):
+        buffers = [(draw(3000), (first, first + draw(4))) for first in (draw(12) for _ in range(12))]
+        offsets, size = _places(buffers)
+        assert all(offset % 512 == 0 for offset in offsets)
+        assert size <= sum(-(-n // 512) * 512 for n, _ in buffers)
+        for (at, (n, span)), (other, (m, other_span)) in itertools.combinations(zip(offsets, buffers, strict=True), 2):
+            assert at + n <= size
+            if span[0] <= other_span[1] and other_span[0] <= span[1]:
+                assert at + n <= other or other + m <= at
+    offsets, size = _places([(1000, (0, 1)), (1000, (1, 2)), (1000, (2, 3))])
+    assert offsets == [0, 1024, 0]  # the first one's memory is used again
+
+
+@RUNS
+def test_what_no_step_writes_is_poisoned(is_compiled: bool) -> None:
+    """The control: a launch that writes half of a result, and reads a pooled buffer that nobody wrote."""
+    build = Builder((drawn(),))
+    half, unwritten, out = Add(is_compiled, COUNT // 2), build.empty((COUNT,), F64), build.empty((COUNT,), F64)
+    other = build.empty((COUNT,), F64)
+    build.launch(half, (build.inputs[0], (build.inputs[0], out)), (Scalar(0),))
+    build.launch(Add(is_compiled), (unwritten, (build.inputs[0], other)), (Scalar(0),))
+    program = build.program([out, other])
+    assert program._pool.nbytes == COUNT * 8
+    out, other = program((drawn(),), (1.0,))
+    assert out[: COUNT // 2].isfinite().all()
+    assert out[COUNT // 2 :].isnan().all()
+    assert other.isnan().all()
+
+
+# ---- operands --------------------------------------------------------------------------------
+
+
+@RUNS
+@pytest.mark.parametrize("first", [2, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("shared", [0, None], ids=["one by one", "pooled"])
+def test_places_inside_of_values(shared: int | None, first: int, is_compiled: bool) -> None:
+    """Views of inputs and of buffers, and a result whose halves are written by two launches; compiled kernels take aligned places."""
+    size = COUNT // 4
+    add = Add(is_compiled, size)
+    given = drawn(4, size), drawn(COUNT)
+    build = Builder(given, shared)
+    x, y = build.inputs
+    buffer, out = build.empty((2, size), F64), build.empty((2, size), F64)
+    build.launch(add, (x[2], (y[size : 2 * size], buffer[0])), (Scalar(0),))
+    build.launch(add, (x[3], (y[first : first + size], buffer[1])), (Scalar(0),))
+    build.launch(add, (buffer[1], (buffer[0], out[0])), (Scalar(0),))
+    build.launch(add, (buffer[0], (x.mT[0].expand(size, 4)[:, 0], out[1])), (Scalar(0),))  # a view that begins at the beginning
+    program = build.program([out])
+    for _ in range(2):
+        x, y = drawn(4, size), drawn(COUNT)
+        (found,) = program((x, y), (2.0,))
+        low, high = x[2] + 2 * y[size : 2 * size], x[3] + 2 * y[first : first + size]
+        torch.testing.assert_close(found, torch.stack([high + 2 * low, low + 2 * x[0]]), rtol=1e-12, atol=1e-12)
+    assert set(add.launched) == {"addresses" if is_compiled and first == 2 else "tensors"}
+
+
+@RUNS
+def test_absent_and_strided_operands_and_results(is_compiled: bool) -> None:
+    """Calls of torch and launches see inputs as they lie; a result lies as it was asked for."""
+    given = drawn(20, 50).mT, None, drawn(3, 7, 5).movedim(0, -1)
+    build = Builder(given)
+    x, none, images = build.inputs
+    assert none is None
+    assert (x.stride(), images.stride(), x.device.type) == ((1, 50), (5, 1, 35), "meta")
+    assert build.contiguous(images[0, 0]).stride() == (1,)
+    out = build.empty((50, 20), F64, (1, 50))
+    build.launch(Add(is_compiled), (x, (x, out)), (Scalar(0),))
+    like = build.copy(images, describe((7, 5, 3), F64, (15, 3, 1)))
+    program = build.program([out, like])
+    present = [given[0], given[2]]
+    found, copied = program(present, (3.0,))
+    assert (found.stride(), copied.stride()) == ((1, 50), (15, 3, 1))
+    torch.testing.assert_close(found, 4 * given[0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(copied, given[2])
+
+
+@RUNS
+@pytest.mark.parametrize("shared", [0, None], ids=["one by one", "pooled"])
+def test_calls_of_torch_between_launches(shared: int | None, is_compiled: bool) -> None:
+    """Of one result and of several, of views, with scalars, and one that writes to a buffer; autograd sees none of them."""
+    add = Add(is_compiled)
+    given = drawn().requires_grad_(), drawn()
+    build = Builder(given, shared)
+    x, y = build.inputs
+    early = build.empty((COUNT,), F64)
+    build.launch(add, (x, (y, early)), (Scalar(0),))
+    scaled = build.call(lambda t, s: t * s, (early.view(2, -1)[1],), describe((COUNT // 2,), F64), scalars=(Scalar(1),))
+    low, high = build.call(torch.aminmax, (y,), describe((), F64), describe((), F64))
+    late = build.empty((COUNT,), F64)
+
+    def write(t: Tensor, low: Tensor, high: Tensor, target: Tensor) -> None:
+        target.copy_(t.repeat(2) + low * high)
+
+    build.call(write, (scaled, low, high, late))
+    out = build.empty((COUNT,), F64)
+    build.launch(add, (late, (early, out)), (Scalar(0),))
+    program = build.program([scaled, out], [(2, COUNT // 4), (COUNT,)])
+    for x, y in (given, (drawn(), drawn())):
+        with torch.autocast("cpu", torch.bfloat16):
+            scaled, out = program((x, y), (0.5, 3.0))
+        first = (x + 0.5 * y).detach()
+        wanted = 3 * first[COUNT // 2 :]
+        torch.testing.assert_close(scaled, wanted.view(2, -1), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, wanted.repeat(2) + y.min() * y.max() + 0.5 * first, rtol=1e-12, atol=1e-12)
+        assert not scaled.requires_grad
+        scaled.mul_(2.0)
+
+
+def test_a_result_is_what_a_step_makes() -> None:
+    assert Builder((drawn(),)).program([])((drawn(),)) == []
+    build = Builder((drawn(),))
+    for wrong in (build.inputs[0], build.empty((3,), F64)):
+        with pytest.raises(ValueError, match="results: expected"):
+            build.program([wrong])
+
+
+# ---- descriptors -----------------------------------------------------------------------------
+
+ROWS, COLUMNS = 6, 8
+
+
+class Sum:
+    """``out = the sum of a described matrix's blocks of rows``: what a launch is told of descriptors is all that it reads by."""
+
+    def __init__(self, is_compiled: bool) -> None:
+        self.is_compiled = is_compiled
+        self.seen: list[tuple[bool, list[int], list[int]]] = []
+
+    def __call__(self, descriptor: Any, out: Tensor) -> None:
+        self._sum(descriptor, out.data_ptr())
+
+    def ready(self) -> Any:
+        from fastkron_py.runtime.launch import Ready
+
+        return Ready(1, (), (), lambda x, y, z, stream, *given: self._sum(*given), ()) if self.is_compiled else None
+
+    def _sum(self, descriptor: Any, out: int) -> None:
+        self.seen.append((isinstance(descriptor.base, Tensor), list(descriptor.shape), list(descriptor.strides)))
+        reach = 1 + sum((n - 1) * s for n, s in zip(descriptor.shape, descriptor.strides, strict=True))
+        blocks = near(descriptor.base.data_ptr(), reach).as_strided(descriptor.shape, descriptor.strides)
+        near(out, 1).copy_(blocks.sum())
+
+
+def described(t: Tensor) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1] * (t.ndim - 1) + [8])
+
+
+@RUNS
+def test_descriptors(is_compiled: bool) -> None:
+    """Of an input's part and of a buffer."""
+    total = Sum(is_compiled)
+    build = Builder((drawn(ROWS, COLUMNS), drawn(COUNT)))
+    x, y = build.inputs
+    buffer, first, second = build.empty((2, COUNT // 2), F64), build.empty((1,), F64), build.empty((1,), F64)
+    build.launch(Add(is_compiled), (y, (y, buffer)), (Scalar(0),))
+    build.launch(total, (described(x[2:]), first))
+    build.launch(total, (described(buffer), second))
+    program = build.program([first, second], [(), ()])
+    for _ in range(2):
+        x, y = drawn(ROWS, COLUMNS), drawn(COUNT)
+        assert program.takes((x, y))
+        first, second = program((x, y), (1.0,))
+        torch.testing.assert_close(torch.stack([first, second]), torch.stack([x[2:].sum(), 2 * y.sum()]), rtol=1e-12, atol=1e-11)
+    assert total.seen[:2] == [(not is_compiled, [4, 8], [8, 1]), (not is_compiled, [2, 500], [500, 1])]
+    assert not program.takes((drawn(ROWS * COLUMNS + 1)[1:].view(ROWS, COLUMNS), y))
+    assert program.takes((x, drawn(COUNT + 1)[1:]))  # of which no descriptor is made
+
+
+@RUNS
+def test_descriptors_that_go_on_at_another_tensor(is_compiled: bool) -> None:
+    """Two matrices under one descriptor, wherever the second lies behind the first."""
+    total = Sum(is_compiled)
+    base = drawn(40, COLUMNS)
+    given = base[:ROWS], base[10 : 10 + ROWS]
+    build = Builder(given)
+    low, high = build.inputs
+    assert build.order(low, high) == 1
+    out = build.empty((1,), F64)
+    build.launch(total, (Spanning(described(low.expand(2, ROWS, COLUMNS)), high), out))
+    program = build.program([out])
+    for start in (10, 6, 32):
+        given = base[:ROWS], base[start : start + ROWS]
+        assert program.takes(given)
+        (found,) = program(given)
+        torch.testing.assert_close(found[0], given[0].sum() + given[1].sum(), rtol=1e-12, atol=1e-12)
+        assert total.seen[-1][2] == [start * COLUMNS, COLUMNS, 1]
+    assert not program.takes(given[::-1])

@@ -1,0 +1,313 @@
+"""Private names of torch, broken one by one: results stay right, nothing is cached, and the library says why.
+
+A name is broken for the library alone, by something that stands for the module it is read from: torch itself goes on with the name. Where
+a name is gone, takes other arguments, or gives another answer, every verb gives what it gave before: in float64 torch's own operations
+are repeated, but for the order of sums, and 1e-10 is far above rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import fastkron_py
+from fastkron_py import gated_linear, kron_matmul, poly_kan, rational
+from fastkron_py.cli.app import app
+from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.runtime import precision, torch_internals
+from fastkron_py.runtime.call_cache import CACHE, Entry
+
+# torch's own, of its vmap that does without a rule, and of what it scripts when forward mode is first used
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+
+F64 = torch.float64
+COEFFICIENTS = [(2, 4), (2, 2)]
+VERBS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "kron_matmul": (lambda x, a, b: kron_matmul(x, [a, b], alpha=0.5), [(3, 4), (2, 3), (2, 2)]),
+    "rational": (rational, [(3, 4), *COEFFICIENTS]),
+    "layer_norm_rational": (layer_norm_rational, [(3, 4), (4,), (4,), *COEFFICIENTS]),
+    "rational_linear": (rational_linear, [(3, 4), *COEFFICIENTS, (3, 4), (3,)]),
+    "gated_linear": (lambda x, w, b: gated_linear(x, w, bias=b, layout="stacked"), [(3, 4), (2, 3, 4), (2, 3)]),
+    "poly_kan": (poly_kan, [(3, 4), (3, 2, 4)]),
+}
+
+
+def results(verb: str, tensors: list[Tensor]) -> list[Tensor]:
+    """Values, first and second derivatives, batches of both kinds, and forward mode; twice, so that calls could be cached."""
+    function = VERBS[verb][0]
+    found = []
+    for _ in range(2):
+        y = function(*tensors)
+        first = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+        found += [y.detach(), *[g.detach() for g in first], *second]
+    with torch.no_grad():
+        found += [function(*tensors), function(*tensors)]
+    with fastkron_py.backend("triton"):
+        y = function(*tensors)
+        found += [y.detach(), *torch.autograd.grad(y.sum(), tensors)]
+    return found
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Tensors and results of each verb while all names are whole."""
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for verb, (_, shapes) in VERBS.items():
+        tensors = [torch.randn(shape, dtype=F64, generator=generator).requires_grad_() for shape in shapes]
+        found[verb] = tensors, results(verb, tensors)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """Nothing is cached at first, and the names are tried again afterwards."""
+
+    def forget() -> None:
+        CACHE.forget()
+        torch_internals.forget()
+        precision._getter = None
+
+    forget()
+    yield
+    forget()
+
+
+# ---- breaking names ----------------------------------------------------------------------------
+
+GONE = object()
+
+
+class Broken:
+    """Stands for a module in which some names are changed, or gone."""
+
+    def __init__(self, module: Any, **changed: Any) -> None:
+        self._module, self._changed = module, changed
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._changed[name] if name in self._changed else getattr(self._module, name)
+        if found is GONE:
+            raise AttributeError(f"module has no attribute {name!r}")
+        return found
+
+
+def with_other_arguments(*, unheard_of: Any) -> None:
+    """What a name is in a version that wants other arguments."""
+
+
+class Keys(SimpleNamespace):
+    """Dispatch keys that are always the same."""
+
+    def raw_repr(self) -> int:
+        return 1
+
+    def has(self, key: Any) -> bool:
+        return True
+
+
+class Guards:
+    """Guards that anything passes."""
+
+    def __init__(self, *tensors: Tensor, **options: Any) -> None:
+        self.check = lambda *given: True
+
+
+# Where the library reads each name, and what it answers in the version where it answers something else.
+NAMES: dict[str, tuple[str, Any]] = {
+    "_dispatch_tls_local_include_set": ("torch._C", Keys),
+    "_dispatch_keys": ("torch._C", lambda t: Keys()),
+    "_are_functorch_transforms_active": ("torch._C", lambda: True),
+    "_len_torch_function_stack": ("torch._C", lambda: 0),
+    "_ExcludeDispatchKeyGuard": ("torch._C", lambda keys: contextlib.nullcontext()),
+    "DispatchKeySet": ("torch._C", lambda key: torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)),
+    "_dispatch_tls_is_dispatch_key_included": ("torch._C", lambda key: True),
+    "_parse_dispatch_key": ("torch._C", lambda name: torch._C.DispatchKey.CPU),
+    "_will_engine_execute_node": ("torch._C", lambda node: False),
+    "_get_current_graph_task_keep_graph": ("torch._C._autograd", lambda: False),
+    "_get_fp32_precision_getter": ("torch._C", lambda backend, operation: "tf32"),
+    "_autograd": ("torch._C", SimpleNamespace(_get_current_graph_task_keep_graph=lambda: False)),
+    "_remove_batch_dim": ("torch", lambda t, level, size, dim: t),
+    "_add_batch_dim": ("torch", lambda t, dim, level: t),
+    "_current_level": ("forward_ad", 0),
+    "TensorGuards": ("guards", Guards),
+}
+GROUPS = {
+    "_dispatch_tls_local_include_set": "dispatch keys",
+    "_dispatch_keys": "dispatch keys",
+    "_are_functorch_transforms_active": "transforms",
+    "_len_torch_function_stack": "modes",
+    "_ExcludeDispatchKeyGuard": "views",
+    "DispatchKeySet": "views",
+    "_dispatch_tls_is_dispatch_key_included": "batches of gradients",
+    "_parse_dispatch_key": "batches of gradients",
+    "_will_engine_execute_node": "nodes of a backward pass",
+    "_get_current_graph_task_keep_graph": "graphs that are kept",
+    "_get_fp32_precision_getter": "precision",
+    "_autograd": "graphs that are kept",
+    "_remove_batch_dim": "batches of gradients",
+    "_add_batch_dim": "batches of gradients",
+    "_current_level": "transforms",
+    "TensorGuards": "guards",
+}
+FAULTS = ("gone", "other arguments", "another answer")
+
+
+def break_name(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, other = NAMES[name]
+    change = {"gone": GONE, "other arguments": with_other_arguments, "another answer": other}[fault]
+    if place == "guards":
+        import torch._C._dynamo.guards as module
+
+        if fault == "gone":
+            monkeypatch.delattr(module, name)
+        else:
+            monkeypatch.setattr(module, name, change)
+    elif place == "torch._C":
+        monkeypatch.setattr(torch_internals, "torch", Broken(torch, _C=Broken(torch._C, **{name: change})))
+    elif place == "torch._C._autograd":
+        inner = Broken(torch._C, _autograd=Broken(torch._C._autograd, **{name: change}))
+        monkeypatch.setattr(torch_internals, "torch", Broken(torch, _C=inner))
+    else:
+        inner = torch if place == "torch" else torch_internals.forward_ad
+        monkeypatch.setattr(torch_internals, place, Broken(inner, **{name: change}))
+
+
+def test_all_names_are_whole() -> None:
+    assert torch_internals.obstacle() is None
+    assert all(torch_internals.works(names) for names in torch_internals._TRIALS)
+    assert set(GROUPS) == set(NAMES)
+    assert set(GROUPS.values()) == set(torch_internals._TRIALS)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_broken_name(name: str, fault: str, wanted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    break_name(name, fault, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="fastkron_py"):
+        for verb, (tensors, right) in wanted.items():
+            assert_same(results(verb, tensors), right)
+        obstacle = torch_internals.obstacle()
+    assert obstacle is not None
+    assert not torch_internals.works(GROUPS[name])
+    assert any(GROUPS[name] in reason for reason in torch_internals._tried().values())
+    assert not CACHE._calls
+    warned = [r.message for r in caplog.records if r.message.startswith("calls are not cached")]
+    assert len(warned) == len(torch_internals._tried())  # once for each reason, not for each call
+    assert f"call cache: off: {obstacle}" in CliRunner().invoke(app, ["info"], env={"COLUMNS": "200"}).output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_and_transforms_with_a_broken_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right; but for batches of gradients, which torch refuses where the library does not know of them."""
+    x, a, b = (torch.randn(s, dtype=F64, generator=torch.Generator().manual_seed(2)).requires_grad_() for s in VERBS["rational"][1])
+    plain = tuple([t.detach() for t in (x, a, b)])
+    rows = torch.ones(2, 3, 4, dtype=F64)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "batches of gradients": lambda: torch.autograd.grad(rational(x, a, b), x, rows, is_grads_batched=True)[0],
+        "vmap": lambda: torch.func.vmap(rational, (0, None, None))(*plain),
+        "grad": lambda: torch.func.grad(lambda t: rational(t, *plain[1:]).sum())(plain[0]),
+        "jvp": lambda: torch.func.jvp(lambda t: rational(t, *plain[1:]), plain[:1], (rows[0],))[1],
+    }
+    assert all(call().any() for call in ways.values())
+    right = {way: call() for way, call in ways.items()}
+    torch_internals.forget()
+    CACHE.forget()
+    precision._getter = None
+    break_name(name, "gone", monkeypatch)
+    for way, call in ways.items():
+        if way == "batches of gradients" and not torch_internals.works(way):
+            with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+                call()
+        else:
+            torch.testing.assert_close(call(), right[way], rtol=1e-10, atol=1e-10)
+
+
+def test_precision_is_read_without_its_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_name("_get_fp32_precision_getter", "another answer", monkeypatch)
+    setting = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for value, resolved in (("ieee", "highest"), ("tf32", "high")):
+            torch.backends.cuda.matmul.fp32_precision = value
+            assert precision.resolved(None) == resolved
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = setting
+
+
+def test_a_default_dtype_or_device_breaks_nothing() -> None:
+    """The trials have tensors of their own dtype on the CPU."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(F64)
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert torch_internals.obstacle() is None
+        torch_internals.forget()
+        with torch.autograd.forward_ad.dual_level():
+            assert torch_internals.obstacle() is None
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---- a first import inside of a mode -------------------------------------------------------------
+
+MODES = {
+    "inference mode": "torch.inference_mode()",
+    "fake tensors": "torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)",
+    "no gradients": "torch.no_grad()",
+    "a device": "torch.device('meta')",
+    "forward mode": "torch.autograd.forward_ad.dual_level()",
+}
+SCRIPT = """
+import json, torch, torch._subclasses.fake_tensor
+with {mode}:
+    import fastkron_py
+    {verb}
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.call_cache import Entry
+inner, found = Entry.__call__, []
+Entry.__call__ = lambda *given: (found.append(1), inner(*given))[1]
+x, a, b = torch.randn(3, 4), torch.randn(2, 4), torch.randn(2, 2)
+right = fastkron_py.rational(x, a, b), fastkron_py.rational(x, a, b)
+print(json.dumps([len(found), torch.equal(*right), torch_internals.obstacle()]))
+"""
+
+
+@pytest.mark.parametrize(
+    "verb", ["pass", "fastkron_py.rational(torch.randn(3, 4), torch.randn(2, 4), torch.randn(2, 2))"], ids=["import", "call"]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_import_inside_of_a_mode(mode: str, verb: str) -> None:
+    """Calls outside of it are cached."""
+    script = SCRIPT.format(mode=MODES[mode], verb=verb)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    inside = mode == "no gradients" and verb != "pass"  # where a call is cached as well
+    assert json.loads(done.stdout.splitlines()[-1]) == [1 + inside, True, None]
+
+
+def test_the_check_can_fail(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with all names whole calls are cached, and one that runs on other numbers is seen."""
+    inner = Entry.__call__
+    monkeypatch.setattr(Entry, "__call__", lambda entry, tensors, *rest: inner(entry, [t + 1 for t in tensors], *rest))
+    tensors, right = wanted["rational"]
+    with pytest.raises(AssertionError):
+        assert_same(results("rational", tensors), right)
