@@ -171,7 +171,12 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
         return f.sum((-2, -1)) if size else torch.linalg.det(f)
     v = torch.arange(1, size + 1, device=f.device).sqrt().to(f.dtype)
     turn = torch.eye(size, dtype=f.dtype, device=f.device) - 2 * v[:, None] * v / (v * v).sum()  # a reflection, so twice
-    found: Tensor = torch.linalg.det(torch.where(is_singular[..., None, None], turn @ f @ turn, f))
+    turned = turn @ f @ turn
+    if f.numel():  # the turned matrix, too, may be decomposed without rounding: then it is moved by some units in the last place
+        least = 64 * torch.finfo(f.dtype).eps * f.detach().abs().amax((-2, -1))
+        missed = torch.linalg.det(turned.detach()) == 0
+        turned = turned + torch.where(missed, least, 0.0)[..., None, None] * (v.cos()[:, None] * v.sin())
+    found: Tensor = torch.linalg.det(torch.where(is_singular[..., None, None], turned, f))
     return found - torch.where(is_singular, found.detach(), 0.0)  # which rounding made of 0
 
 

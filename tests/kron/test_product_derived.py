@@ -93,6 +93,16 @@ def test_gradients_of_det_at_singular_factors(name, dtype):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_gradient_of_det_at_many_singular_factors():
+    """Some of these an LU decomposition takes without rounding even where they are turned, and which ones is up to the processor."""
+    numbers = torch.cartesian_prod(*[torch.arange(-3.0, 4.0, dtype=torch.float64)] * 3)
+    f = torch.stack((numbers[:, :2], numbers[:, :2] * numbers[:, 2:]), 1).requires_grad_()
+    scalar = torch.tensor([[3.0]], dtype=torch.float64)
+    (got,) = torch.autograd.grad(KroneckerProduct([f, scalar]).det().sum(), f)
+    a, b, c, d = f.detach().flatten(1).unbind(1)
+    torch.testing.assert_close(got, 9 * torch.stack((d, -c, -b, a), 1).view(-1, 2, 2), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["cholesky", "eigvalsh", "eigh"])
 def test_gradients_of_hermitian_functions(name, dtype):
     factors = [f.requires_grad_() for f in random_factors([(2, 2), (3, 3)], dtype, "cpu", dominant=False)]
