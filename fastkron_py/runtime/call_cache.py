@@ -55,6 +55,8 @@ class Entry(NamedTuple):
 class CallCache:
     """Calls and programs of all operators, the least recently used first."""
 
+    __slots__ = ("_calls", "_programs")  # so that a test that patches a method has to patch the class: pytest leaves an instance's behind
+
     def __init__(self) -> None:
         self._calls: OrderedDict[Hashable, list[Entry]] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()

@@ -130,9 +130,9 @@ def test_changed_scalars_do_not_recompile_for_ever(device: torch.device, generat
 
 def test_backend_is_chosen_when_the_graph_runs(monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator) -> None:
     from fastkron_py.kron import program as module
-    from fastkron_py.runtime.call_cache import CACHE
+    from fastkron_py.runtime.call_cache import CallCache
 
-    monkeypatch.setattr(CACHE, "program", lambda _, build: build())  # each call chooses, none finds an earlier one's choice
+    monkeypatch.setattr(CallCache, "program", lambda _cache, _key, build: build())  # each call chooses, none finds an earlier one's choice
     chosen: list[str] = []
     choose = module.choose_backend
 

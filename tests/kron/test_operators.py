@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastkron_py
 from fastkron_py import kron_matmul
 from fastkron_py.runtime import backend as backends
-from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.call_cache import CallCache
 
 MULTIPLY = torch.ops.fastkron.kron_matmul.default
 BACKWARD = torch.ops.fastkron.kron_matmul_backward.default
@@ -155,8 +155,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The backends chosen from now on, in order: for each program that is built, and every one is built anew."""
     from fastkron_py.kron import program as module
 
-    monkeypatch.setattr(CACHE, "find", lambda *_: None)
-    monkeypatch.setattr(CACHE, "program", lambda _, build: build())
+    monkeypatch.setattr(CallCache, "find", lambda *_: None)
+    monkeypatch.setattr(CallCache, "program", lambda _cache, _key, build: build())
     chosen: list[str] = []
     choose = module.choose_backend
 

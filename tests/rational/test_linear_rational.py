@@ -17,7 +17,6 @@ from fastkron_py import reference
 from fastkron_py.nn import GRKAN
 from fastkron_py.rational import operator_linear_rational as operator
 from fastkron_py.rational.api import linear_rational
-from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.call_cache import CACHE, CallCache
 from fastkron_py.runtime.program import Program
 
@@ -55,7 +54,6 @@ class Spy:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
     CACHE.forget()
-    torch_internals.forget()  # whatever an earlier test of this process has found out
     with fastkron_py.backend("triton"):
         yield Spy(monkeypatch)
     CACHE.forget()
