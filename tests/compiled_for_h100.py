@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SHARED_MEMORY = 232_448  # bytes that a program can have on an H100
+from fastkron_py.runtime.gpu import HOPPER
+
+SHARED_MEMORY = HOPPER.shared_memory
 LIMIT = 1800  # seconds, of a script that takes minutes on a machine that does nothing else
 
 

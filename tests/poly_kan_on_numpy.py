@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from gluon_on_numpy import launch
 
 from fastkron_py.kan import config as tuning
-from fastkron_py.kan import problem as kan_problem
+from fastkron_py.kan.hopper import kernels
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.descriptors import remade, template_of
+from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.runtime.launch import Launcher
 
 
@@ -19,8 +21,9 @@ def pipelined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every product is large, on a device with Hopper's kernels and few multiprocessors; the names of those that are launched."""
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
-    monkeypatch.setattr(kan_problem, "multiprocessor_count", lambda device: 3)
-    monkeypatch.setattr(devices, "has_pipelined", lambda device, dtype: dtype != torch.float64)
+    gpu = replace(INTERPRETER, multiprocessors=3)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(kernels, "has_pipelined", lambda device, dtype: dtype != torch.float64)
     plain = Launcher.__call__
 
     def call(self: Launcher, *given: Any) -> None:

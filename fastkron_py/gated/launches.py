@@ -16,8 +16,8 @@ from fastkron_py.gated.kernels.epilogues import (
     epilogue_gradients_and_gate,
 )
 from fastkron_py.gated.torch_backend import hidden_size
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.device import has_approximations
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.gemm_config import GemmTile
@@ -40,7 +40,7 @@ class Gated(NamedTuple):
 
     def gemm(self, epilogue: Any, dtype: torch.dtype, device: torch.device) -> Gemm:
         """The main loop's parameters with one of the epilogues, for results of this dtype."""
-        value, slope = find_activation(self.activation).device_functions(dtype.itemsize == 2 and has_approximations(device))
+        value, slope = find_activation(self.activation).device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.gemm_config import GemmTile
 
@@ -12,8 +13,7 @@ LARGE_PRODUCTS: Final = 1 << 31  # multiplications from which on preparing opera
 LARGE_ROWS: Final = 1024  # of x; with fewer, coefficients are read about as often as they would be prepared
 MOST_SPLITS: Final = 64
 _MOST_SPLITS_OF_LARGE: Final = 32
-_RATES: Final = {2: 6e14, 4: 3e14, 8: 4e13}  # operations a second that a kernel reaches on an H100, by an operand's bytes
-_BANDWIDTH: Final = 3e12  # bytes a second
+_REACHED: Final = 6 / 7  # of a GPU's rate, by these kernels
 _FEWEST_STEPS: Final = 8  # of a split's loop
 _WARPS_AT_ONCE: Final = 8  # on a multiprocessor, by the registers that a thread takes here
 _FEWEST_DEGREES: Final = 3  # of a group of them in the forward pass
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     terms: int  # degrees in the sum
     itemsize: int  # bytes of an operand of the products
     passes: int  # over the tensor cores: 3 for float32-class
-    multiprocessors: int
+    gpu: GPU
 
 
 class Tile(NamedTuple):
@@ -119,7 +119,7 @@ def _chosen(tiles: Sequence[Tile], few: Sequence[Tile], shape: tuple[int, int, i
         if tile.block_m <= height and tile.block_n <= width:
             return _fitted(tile, *shape)
     small = _fitted(tiles[-1], *shape)
-    if _tiles(small, height, width) * _groups(small, degrees) >= sizes.multiprocessors:
+    if _tiles(small, height, width) * _groups(small, degrees) >= sizes.gpu.multiprocessors:
         return small
     if sizes.itemsize != 4:
         return small._replace(block_n=min(small.block_n, 32), block_m=min(small.block_m, 32))
@@ -143,7 +143,7 @@ def _split(tile: Tile, programs: int, depth: int, inner: int, sizes: Sizes, each
         fewest: blocks of a split.
     """
     blocks = -(-depth // tile.block_k)
-    wanted = each * sizes.multiprocessors // programs if programs < sizes.multiprocessors else 1
+    wanted = each * sizes.gpu.multiprocessors // programs if programs < sizes.gpu.multiprocessors else 1
     splits = max(1, min(wanted, blocks // max(fewest, -(-_FEWEST_STEPS // inner)), MOST_SPLITS))
     share = -(-blocks // splits)
     return Split(-(-blocks // share), share)
@@ -157,12 +157,12 @@ def _at_once(tile: Tile) -> int:
 def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Split:
     """Splits of a large product, whose programs come in waves of which the last may be nearly empty: its cost against the partial sums'."""
     blocks = -(-depth // tile.block_k)
-    slots = sizes.multiprocessors * _at_once(tile)
-    work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / _RATES[sizes.itemsize]
+    slots = sizes.gpu.multiprocessors * _at_once(tile)
+    work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / (_REACHED * sizes.gpu.rate(sizes.itemsize))
 
     def seconds(splits: int) -> float:
         waves = -(-programs * splits // slots)
-        partial = 2 * splits * results * max(4, sizes.itemsize) / _BANDWIDTH if splits > 1 else 0.0
+        partial = 2 * splits * results * max(4, sizes.itemsize) / sizes.gpu.bandwidth if splits > 1 else 0.0
         return work * waves * slots / (programs * splits) + partial
 
     splits = min(range(1, 1 + min(_MOST_SPLITS_OF_LARGE, blocks)), key=seconds)
@@ -183,7 +183,7 @@ def forward(sizes: Sizes) -> tuple[Tile, Split]:
     if is_large(sizes):
         return tile, _shared_out(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
     split = _split(tile, programs, sizes.num_in, sizes.terms, sizes, _at_once(tile))
-    most = _at_once(tile) * sizes.multiprocessors // (programs * split.splits)
+    most = _at_once(tile) * sizes.gpu.multiprocessors // (programs * split.splits)
     groups = [g for g in range(1, sizes.terms // _FEWEST_DEGREES + 1) if sizes.terms % g == 0 and g * split.splits <= MOST_SPLITS]
     return tile, split._replace(groups=max([g for g in groups if g <= most], default=1))
 
@@ -216,7 +216,7 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
         return None
     tile = _INPUT_GEMM[sizes.itemsize]
     tiles = -(-sizes.rows // tile.block_m) * -(-sizes.num_in * degrees // tile.block_n)
-    done = -(-tiles // sizes.multiprocessors) * sizes.multiprocessors * tile.block_m * tile.block_n
+    done = -(-tiles // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors * tile.block_m * tile.block_n
     return (tile, degrees) if sizes.rows * sizes.num_in * sizes.terms >= _LEAST_FILLED * done else None
 
 

@@ -11,8 +11,6 @@ from fastkron_py.kan.config import Sizes
 BLOCK_M: Final = 128  # two warpgroups' rows
 WIDEST: Final = 256  # of a product; half of that where sums are kept twice, for three passes
 FLUSH_TERMS: Final = 64  # of a float32-class sum that tensor cores, which cut sums off, may add up by themselves
-_PEAK: Final = {2: 7e14, 4: 3.5e14}  # operations a second, by an operand's bytes
-_BANDWIDTH: Final = 3e12
 _MOST_SEGMENTS: Final = 16
 _RING: Final = 196_608  # bytes of a ring of operands
 _NARROW: Final = 0.72  # speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8, on an H100)
@@ -49,7 +47,7 @@ def _tiles(height: int, width: int, block_n: int) -> int:
 
 def _work(sizes: Sizes) -> float:
     """Seconds at the peak."""
-    return 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / _PEAK[sizes.itemsize]
+    return 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / sizes.gpu.rate(sizes.itemsize)
 
 
 def _widths(sizes: Sizes) -> tuple[int, ...]:
@@ -71,8 +69,8 @@ def forward(sizes: Sizes) -> Pipelined:
             tiles = _tiles(sizes.rows, sizes.num_out, width)
             filled = sizes.rows * sizes.num_out / (tiles * BLOCK_M * width) * (1.0 if width == WIDEST else _NARROW)
             for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1):
-                waves = -(-tiles * splits // sizes.multiprocessors) * sizes.multiprocessors / (tiles * splits)
-                partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / _BANDWIDTH if splits > 1 else 0.0
+                waves = -(-tiles * splits // sizes.gpu.multiprocessors) * sizes.gpu.multiprocessors / (tiles * splits)
+                partial = (2 * splits + 1) * sizes.rows * sizes.num_out * 4 / sizes.gpu.bandwidth if splits > 1 else 0.0
                 yield _work(sizes) * waves / filled + partial, width, splits
 
     _, width, splits = min(candidates())
@@ -80,7 +78,7 @@ def forward(sizes: Sizes) -> Pipelined:
     splits = -(-blocks // each)
     items = _tiles(sizes.rows, sizes.num_out, width) * splits
     flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(items, sizes.multiprocessors)
+    programs = min(items, sizes.gpu.multiprocessors)
     return Pipelined(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, items, _REGISTERS)
 
 
@@ -105,11 +103,11 @@ def input_gradient(sizes: Sizes) -> Pipelined | None:
     degrees = _side_by_side(sizes)
     width = _widths(sizes)[0] // degrees
     tiles = _tiles(sizes.rows, sizes.num_in, width)
-    if 2 * tiles < sizes.multiprocessors:
+    if 2 * tiles < sizes.gpu.multiprocessors:
         return None
     block_k = 128 // sizes.itemsize
     stages, flush = (3, FLUSH_TERMS // block_k) if sizes.passes == 3 else (4, 0)
-    return Pipelined(width, block_k, stages, flush, degrees, min(tiles, sizes.multiprocessors))
+    return Pipelined(width, block_k, stages, flush, degrees, min(tiles, sizes.gpu.multiprocessors))
 
 
 def segments_of(tiles: int, blocks: int, parts: int) -> int:
@@ -132,16 +130,16 @@ def coefficient_gradient(sizes: Sizes) -> Pipelined:
     results = sizes.terms * sizes.num_in * sizes.num_out * 4
 
     def seconds(parts: int, segments: int) -> float:
-        busiest = -(-tiles * blocks // parts) * -(-parts // sizes.multiprocessors)
-        partial = (2 * segments + 1) * results / _BANDWIDTH if segments > 1 else 0.0
-        return _work(sizes) * busiest * sizes.multiprocessors / (tiles * blocks) + partial
+        busiest = -(-tiles * blocks // parts) * -(-parts // sizes.gpu.multiprocessors)
+        partial = (2 * segments + 1) * results / sizes.gpu.bandwidth if segments > 1 else 0.0
+        return _work(sizes) * busiest * sizes.gpu.multiprocessors / (tiles * blocks) + partial
 
     # Whole tiles; tiles in equal parts, which run through the same rows together; or, of many tiles, a share for each multiprocessor.
     choices = [(tiles * splits, splits) for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1)]
-    if tiles > sizes.multiprocessors:
-        choices.append((sizes.multiprocessors, 2))
+    if tiles > sizes.gpu.multiprocessors:
+        choices.append((sizes.gpu.multiprocessors, 2))
     parts, _ = min(choices, key=lambda choice: seconds(*choice))
     flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(parts, sizes.multiprocessors)
+    programs = min(parts, sizes.gpu.multiprocessors)
     stages = _stages(degrees * width, block_k, sizes)
     return Pipelined(width, block_k, stages, flush, degrees, programs, items=parts, registers=_REGISTERS)

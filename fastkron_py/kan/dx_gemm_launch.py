@@ -48,6 +48,6 @@ def add(
 
 def _can_copy(problem: Problem) -> bool:
     """Whether the device's copy engine takes every operand."""
-    vector = 16 // problem.dtype.itemsize
+    itemsize = problem.dtype.itemsize
     sizes = (problem.num_in, problem.num_out, problem.stride_x, problem.stride_g)
-    return devices.has_chained(problem.device, problem.dtype) and all([size % vector == 0 for size in sizes])
+    return itemsize < 8 and devices.gpu_of(problem.device).has_wgmma and all([size * itemsize % 16 == 0 for size in sizes])

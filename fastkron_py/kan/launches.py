@@ -13,7 +13,7 @@ from fastkron_py.kan.hopper import launch as hopper
 from fastkron_py.kan.kernels.forward import _poly_kan_fwd_kernel
 from fastkron_py.kan.kernels.gradients import _poly_kan_gradients_kernel
 from fastkron_py.kan.problem import ALIGNED, Problem, Product, Stored, stored, whole_vectors
-from fastkron_py.runtime.device import has_approximations
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.arithmetic import arithmetic
 
@@ -41,7 +41,7 @@ def _blocks(problem: Problem, choose: Any, derivative: bool) -> _Blocks:
 
 def _normalizer(problem: Problem) -> tuple[Any, Any]:
     """Value and derivative, of float32 sums by the device's own exponential and reciprocal."""
-    return problem.layer.normalizer.device_functions(problem.wide == torch.float32 and has_approximations(problem.device))
+    return problem.layer.normalizer.device_functions(problem.wide == torch.float32 and devices.gpu_of(problem.device).has_approximations)
 
 
 def _constants(problem: Problem) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan.config import Sizes
 from fastkron_py.kan.layer_config import LayerConfig, wide
-from fastkron_py.runtime.device import multiprocessor_count
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import bits
 from fastkron_py.tiling.partials import _sum_partials_kernel
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
     def sizes(self) -> Sizes:
         """The sizes that the closed form chooses by."""
         passes = 3 if self.is_split else 1
-        return Sizes(self.rows, self.num_in, self.num_out, self.layer.terms, self.dtype.itemsize, passes, multiprocessor_count(self.device))
+        return Sizes(self.rows, self.num_in, self.num_out, self.layer.terms, self.dtype.itemsize, passes, devices.gpu_of(self.device))
 
 
 class Stored(NamedTuple):

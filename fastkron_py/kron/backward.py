@@ -23,8 +23,8 @@ from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
 from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.kron.plan.steps import padded
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.device import multiprocessor_count
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
@@ -103,7 +103,8 @@ class _Fused:
         num_slices = rows * before * after
         shapes = problem.factor_shapes
         local = Group(0, group.split - group.start, group.stop - group.start)
-        configs = fused_configs(local, shapes, problem.dtype.itemsize, num_slices, after, groups, multiprocessor_count(problem.device))
+        multiprocessors = devices.gpu_of(problem.device).multiprocessors
+        configs = fused_configs(local, shapes, problem.dtype.itemsize, num_slices, after, groups, multiprocessors)
         chained = chained_launch(problem)
         # A program of the plain kernel leaves one partial sum.
         programs = configs[0].programs if chained is None else chained.partials
@@ -185,7 +186,8 @@ class _Wide:
             return
         self.whole = False
         addresses = problem.addresses
-        config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, multiprocessor_count(problem.device))
+        multiprocessors = devices.gpu_of(problem.device).multiprocessors
+        config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, multiprocessors)
         self.partials = _Partials(problem, 0, 1, config.splits, True)
         compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
         common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.forward_problem import MultiplyProblem
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import Case, Rows, launch_configs
 from fastkron_py.kron.plan.plan import Launch, Setting, places, plan, turns
 from fastkron_py.kron.tune.choice import Choice
@@ -88,7 +89,7 @@ def setting_of(problem: MultiplyProblem) -> Setting:
     """What a plan for this problem depends on besides the factors."""
     groups, rows, _, columns = problem.shape
     before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
-    return Setting(problem.dtype.itemsize, groups * rows * before, after, devices.has_chained(problem.device, problem.dtype), before)
+    return Setting(problem.dtype.itemsize, groups * rows * before, after, kernels.has_chained(problem.device, problem.dtype), before)
 
 
 def case_of(
@@ -111,7 +112,7 @@ def case_of(
         y if z is None else z,
         tuple([(s[-2], s[-1]) for s in problem.factor_shapes[span]]),
         tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
-        devices.multiprocessor_count(problem.device),
+        devices.gpu_of(problem.device).multiprocessors,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -18,7 +19,6 @@ from fastkron_py.kron.kernels.sliced_multiply import (
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig
 from fastkron_py.tiling.arithmetic import arithmetic
 
@@ -185,7 +185,7 @@ def _chained(case: Case, common: dict[str, Any], num_slices: int, config: Chaine
     grid = (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
     ahead = loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded
     return tuple(
-        LaunchConfig(devices.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))
+        LaunchConfig(kernels.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))
     )
 
 

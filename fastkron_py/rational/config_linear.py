@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile, gemm_tile
 
-# Of one H100. What is not known of other GPUs is hoped to be in proportion.
-_BANDWIDTH: Final = 3.0e12  # bytes a second
-_PRODUCTS: Final = {2: 6.8e14, 4: 4.6e13}  # torch's floating-point operations a second, by bytes of an operand; of float32 without TF32
-_OURS: Final = {2: 0.85 * 6.8e14, 4: 7e13}  # in the fused kernel's main loop; of float32 in three passes of TF32
-_VALUES: Final = 132 * 128 * 1.7e9 / 22  # values of P / Q a second: about 22 instructions for degrees (5, 4)
+# Shares of a GPU's rates and bandwidth.
+_HALF: Final = 0.97  # torch's products of half types
+_FUSED_HALF: Final = 0.85 * _HALF  # the fused kernel's main loop
+_FUSED_TF32: Final = 0.6  # the same in three passes of TF32
+_INSTRUCTIONS: Final = 22  # for a value of P / Q of degrees (5, 4)
 _EXPOSED: Final = 0.6  # of their time, what the other program's products do not hide
 _SEPARATE: Final = 0.96  # share of the bandwidth that the function's own kernel reaches
 _CALLS: Final = 4e-5  # of torch's linear and of a recognised `rational`, in Python and the driver
@@ -30,20 +31,23 @@ def linear_tile(sizes: GemmSizes, described: bool) -> GemmTile:
     return _OVERLAPPING if described and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
 
 
-def seconds_apart(rows: int, columns: int, depth: int, itemsize: int) -> float:
+def seconds_apart(rows: int, columns: int, depth: int, itemsize: int, gpu: GPU) -> float:
     """Torch's product, and the function's own kernel, which reads and writes the result once more."""
     result = rows * columns * itemsize
-    product = max(2 * rows * columns * depth / _PRODUCTS[itemsize], (rows * depth * itemsize + result) / _BANDWIDTH)
-    return max(_CALLS, product + 2 * result / (_SEPARATE * _BANDWIDTH))
+    rate = _HALF * gpu.half_rate if itemsize == 2 else gpu.float32_rate
+    product = max(2 * rows * columns * depth / rate, (rows * depth * itemsize + result) / gpu.bandwidth)
+    return max(_CALLS, product + 2 * result / (_SEPARATE * gpu.bandwidth))
 
 
-def seconds_fused(rows: int, columns: int, depth: int, itemsize: int, keep: bool) -> float:
+def seconds_fused(rows: int, columns: int, depth: int, itemsize: int, keep: bool, gpu: GPU) -> float:
     """One kernel, which stores the product too if it is kept for the backward pass."""
     moved = (rows * depth + (2 if keep else 1) * rows * columns) * itemsize
-    busy = 2 * rows * columns * depth / _OURS[itemsize] + _EXPOSED * rows * columns / _VALUES
-    return max(_CALL, busy, moved / _BANDWIDTH)
+    rate = _FUSED_HALF * gpu.half_rate if itemsize == 2 else _FUSED_TF32 * gpu.tf32_rate / 3
+    values = gpu.multiprocessors * gpu.instruction_rate / _INSTRUCTIONS
+    busy = 2 * rows * columns * depth / rate + _EXPOSED * rows * columns / values
+    return max(_CALL, busy, moved / gpu.bandwidth)
 
 
-def fuses(rows: int, columns: int, depth: int, itemsize: int, keep: bool) -> bool:
+def fuses(rows: int, columns: int, depth: int, itemsize: int, keep: bool, gpu: GPU) -> bool:
     """Whether one kernel is the faster way."""
-    return seconds_fused(rows, columns, depth, itemsize, keep) < _GAIN * seconds_apart(rows, columns, depth, itemsize)
+    return seconds_fused(rows, columns, depth, itemsize, keep, gpu) < _GAIN * seconds_apart(rows, columns, depth, itemsize, gpu)

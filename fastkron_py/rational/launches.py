@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.rational.config import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
 from fastkron_py.rational.denominators.registry import Denominator, find_denominator
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
-from fastkron_py.runtime.device import has_approximations, multiprocessor_count
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
 SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads at once: few waits for memory
@@ -20,7 +20,7 @@ SUM_BLOCK: Final = 4096  # partial sums that a program of the second stage loads
 
 def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU's one-instruction reciprocal does, whose error is one unit in the last place of float32."""
-    return dtype != torch.float64 and has_approximations(device)
+    return dtype != torch.float64 and devices.gpu_of(device).has_approximations
 
 
 class Coefficients(NamedTuple):
@@ -110,7 +110,7 @@ def common_arguments(problem: Problem, chosen: Walk) -> dict[str, Any]:
 
 def _chosen(problem: Problem, preference: Preference) -> Walk:
     itemsize = max(d.itemsize for d in problem.dtypes[: len(problem.runs.row_strides)])
-    return walk(problem.runs, itemsize, multiprocessor_count(problem.function.device), preference)
+    return walk(problem.runs, itemsize, devices.gpu_of(problem.function.device).multiprocessors, preference)
 
 
 def forward_launcher(problem: Problem, preference: Preference = FORWARD) -> Launcher:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastkron_py.rational.config_layer_norm import RowWalk, walk
 from fastkron_py.rational.kernels.layer_norm import _columns_kernel, _layer_norm_rational_bwd_kernel, _layer_norm_rational_fwd_kernel
 from fastkron_py.rational.launches import Coefficients, coefficients
-from fastkron_py.runtime.device import multiprocessor_count
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
 COLUMN_BLOCK: Final = 64
@@ -51,7 +51,7 @@ def _arguments(problem: Problem, chosen: RowWalk) -> dict[str, Any]:
 
 def forward_launcher(problem: Problem) -> Launcher:
     """The launch of a forward pass, on (x, weight, bias, a, b, y, mean, reciprocal deviation)."""
-    chosen = walk(problem.rows, problem.channels, multiprocessor_count(problem.function.device), backward=False)
+    chosen = walk(problem.rows, problem.channels, devices.gpu_of(problem.function.device).multiprocessors, backward=False)
     arguments = {"EPS": problem.eps, **_arguments(problem, chosen)}
     return Launcher([LaunchConfig(_layer_norm_rational_fwd_kernel, (chosen.programs,), arguments)])
 
@@ -76,7 +76,7 @@ class BackwardLaunchers(NamedTuple):
 
 def backward_launchers(problem: Problem) -> BackwardLaunchers:
     """The launches of a backward pass."""
-    chosen = walk(problem.rows, problem.channels, multiprocessor_count(problem.function.device), backward=True)
+    chosen = walk(problem.rows, problem.channels, devices.gpu_of(problem.function.device).multiprocessors, backward=True)
     programs, channels, terms = chosen.programs, problem.channels, problem.function.terms
     denominator = problem.function.denominator
     arguments = {**_arguments(problem, chosen), "B_FIRST": denominator.first, "HAS_POLES": denominator.has_poles}

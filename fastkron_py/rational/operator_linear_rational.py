@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from fastkron_py.rational import operator as rational_operator
 from fastkron_py.rational.config_linear import fuses
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.batching import each, stacked
 from fastkron_py.runtime.eager import is_ordinary, transforms_active, wants_gradient, without_autocast
@@ -46,9 +47,9 @@ def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
         or len(weight) == 0
     ):
         return False
-    dtype, columns = autocast or x.dtype, weight.shape[0]
+    dtype, columns, gpu = autocast or x.dtype, weight.shape[0], devices.gpu_of(x.device)
     # Before all else, since it is what most often says no.
-    if dtype not in _DTYPES or not fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors)):
+    if dtype not in _DTYPES or not fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors), gpu):
         return False
     if transforms_active() or not is_ordinary(tensors):
         return False
@@ -62,12 +63,7 @@ def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
         return False
     if dtype == torch.float32 and resolved(None) != "highest":  # torch's own product is in TF32 then, at its full rate
         return False
-    return choose_backend("", x) == "triton" and _is_hopper(x.device)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """What the fused kernel's times were estimated for; the interpreter, which is slow in every way, plays one."""
-    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9)
+    return choose_backend("", x) == "triton" and gpu.is_measured
 
 
 def _program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:

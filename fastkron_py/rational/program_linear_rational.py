@@ -13,8 +13,8 @@ from fastkron_py.rational.config_linear import linear_tile
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.rational.kernels.gemm_epilogue import epilogue_rational, value_rational
 from fastkron_py.rational.launches import is_approximate
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
-from fastkron_py.runtime.device import multiprocessor_count
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
@@ -34,7 +34,7 @@ def _tile(build: Builder, x: Tensor, weight: Tensor, keep: bool) -> GemmTile:
     passes = 3 if x.dtype == torch.float32 else 1
     stored = 2 * size if keep else size
     described = is_describable(build, x) and is_describable(build, weight)
-    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, multiprocessor_count(build.device), described)
+    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, devices.gpu_of(build.device), described)
     return linear_tile(sizes, described)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import next_power_of_two
 
-SHARED_MEMORY: Final = 232_448  # bytes that a program can have on a Hopper GPU
 _BARRIERS: Final = 2048  # bytes, at most, beside tiles
 _MOST_SUMS: Final = 128  # of a thread: half of its registers
 _NARROWEST: Final = 16  # that a tensor core takes
@@ -22,7 +22,7 @@ class GemmSizes(NamedTuple):
     passes: int  # over the tensor cores: 3 for float32-class
     stored: int  # bytes that a column of the product has stored, and read beside it, when it is finished
     paired: bool
-    multiprocessors: int
+    gpu: GPU
     described: bool  # operands have descriptors, as on Hopper GPUs
     beside: bool = False  # two launches overlap, and registers have room for programs of both
 
@@ -63,7 +63,7 @@ def is_valid(tile: GemmTile, sizes: GemmSizes) -> bool:
         return False
     if tile.block_m * tile.block_n > _MOST_SUMS * 32 * tile.warps:
         return False
-    return shared_memory(tile, sizes) * tile.programs <= SHARED_MEMORY
+    return shared_memory(tile, sizes) * tile.programs <= sizes.gpu.shared_memory
 
 
 _Known = tuple[tuple[GemmTile, float], ...]
@@ -145,7 +145,7 @@ def _known(sizes: GemmSizes) -> _Known:
 def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:
     """Time of a launch: its waves of programs, in sums for each multiprocessor."""
     tile, rate = known
-    return _ceil(tiles(tile, sizes), sizes.multiprocessors) * tile.block_m * tile.block_n / rate
+    return _ceil(tiles(tile, sizes), sizes.gpu.multiprocessors) * tile.block_m * tile.block_n / rate
 
 
 def _is_short(sizes: GemmSizes) -> bool:
@@ -164,7 +164,7 @@ def _fits_beside(tile: GemmTile, first: GemmSizes, last: GemmSizes) -> bool:
     """Whether a program of what is left can run beside one of the tile that this was measured with; fewer rows wait for the weight."""
     if not first.beside or tile is not _HALF[0][0] or first.rows <= tile.block_m:
         return False
-    return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(_BESIDE[0], last), last) <= SHARED_MEMORY
+    return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(_BESIDE[0], last), last) <= first.gpu.shared_memory
 
 
 def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
@@ -180,8 +180,8 @@ def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
     found: tuple[GemmSpan, ...] = ()
     for each in known:
         tile = each[0]
-        waves = tiles(tile, sizes) // sizes.multiprocessors
-        cut = waves * sizes.multiprocessors // _ceil(sizes.rows, tile.block_m) * tile.block_n
+        waves = tiles(tile, sizes) // sizes.gpu.multiprocessors
+        cut = waves * sizes.gpu.multiprocessors // _ceil(sizes.rows, tile.block_m) * tile.block_n
         if not 0 < cut < sizes.columns:
             continue
         first, last = sizes._replace(columns=cut), sizes._replace(columns=sizes.columns - cut)

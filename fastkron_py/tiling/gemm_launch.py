@@ -90,7 +90,7 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     }
     if overlap.last:
         arguments["launch_pdl"] = True
-    grid = (min(tuning.tiles(tile, sizes), sizes.multiprocessors * tile.programs),)
+    grid = (min(tuning.tiles(tile, sizes), sizes.gpu.multiprocessors * tile.programs),)
     stages = range(tile.stages, 0, -1)
     return Launcher([LaunchConfig(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 

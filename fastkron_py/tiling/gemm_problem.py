@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.descriptors import FARTHEST
-from fastkron_py.runtime.device import has_overlap, multiprocessor_count
 from fastkron_py.tiling.gemm import begin_nothing, prologue_plain, value_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 
@@ -66,7 +65,7 @@ class Problem(NamedTuple):
 
     def overlaps(self) -> bool:
         """Whether one of several launches may begin while the one ahead ends."""
-        return self.gemm.divisible and has_overlap(self.device)
+        return self.gemm.divisible and devices.gpu_of(self.device).has_overlap
 
     def sizes(self) -> GemmSizes:
         """What the closed form chooses by."""
@@ -86,18 +85,10 @@ class Problem(NamedTuple):
             passes,
             stored,
             self.gemm.pairs != "",
-            multiprocessor_count(self.device),
+            devices.gpu_of(self.device),
             described,
             beside,
         )
-
-
-@lru_cache(maxsize=64)
-def has_descriptors(device: torch.device) -> bool:
-    """Whether a device's copy engine takes tensor descriptors; the interpreter plays one."""
-    if device.type != "cuda":
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _layout(build: Builder, t: Tensor) -> tuple[int, bool]:
@@ -107,7 +98,7 @@ def _layout(build: Builder, t: Tensor) -> tuple[int, bool]:
     stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
     step = stride * size
     described = (
-        has_descriptors(build.device)
+        devices.gpu_of(build.device).has_descriptors
         and build.is_aligned(t)
         and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
         and stride >= columns

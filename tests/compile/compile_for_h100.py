@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,10 @@ def main() -> None:
 
     jit.JITFunction.run = compile_only
     from fastkron_py.runtime import device as devices
+    from fastkron_py.runtime.gpu import HOPPER
 
-    devices.has_chained = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
+    gpu = replace(HOPPER, multiprocessors=2)
+    devices.gpu_of = lambda device: gpu  # type: ignore[assignment]
     for problem, (dtype, groups, rows, shapes, columns) in PROBLEMS.items():
         k, n = (math.prod(s[i] for s in shapes) for i in (0, 1))
         x = torch.empty(groups, rows, k, columns, dtype=dtype)

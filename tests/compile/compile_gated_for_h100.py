@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ def main() -> None:
 
     jit.JITFunction.run = compile_only
     from fastkron_py.gated import launches as triton_gated
+    from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.builder import Builder
-    from fastkron_py.tiling import gemm_problem
+    from fastkron_py.runtime.gpu import HOPPER
     from fastkron_py.tiling.gemm import epilogue_plain
     from fastkron_py.tiling.gemm_launch import add_gemm
     from fastkron_py.tiling.gemm_problem import Gemm
@@ -74,12 +76,10 @@ def main() -> None:
     def recomputed(build: Builder, dy: Any, *wide: Any, **options: Any) -> None:
         triton_gated.add_recomputed_gradients(build, dy, wide, **options)
 
-    gemm_problem.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
-    gemm_problem.has_overlap = lambda device: True  # type: ignore[assignment]
-    triton_gated.has_approximations = lambda device: True
     for name, (rows, hidden, depth, activation, layout, dtype, precision, descriptors) in PROBLEMS.items():
         current = name
-        gemm_problem.has_descriptors = lambda device, answer=descriptors: answer  # type: ignore[assignment, misc]
+        gpu = replace(HOPPER, has_descriptors=descriptors)
+        devices.gpu_of = lambda device, gpu=gpu: gpu  # type: ignore[assignment, misc]
         x, dy = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
         weight = torch.empty(2 * hidden, depth, dtype=dtype)
         weight = weight if layout == "interleaved" else weight.view(2, hidden, depth)
@@ -89,7 +89,7 @@ def main() -> None:
         run(recomputed, dy, x, weight, None, None, gated=gated)
         run(recomputed, dy, x, weight, None, None, gated=gated, again=True)
         run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated=gated, in_place=True, again=True)
-    gemm_problem.has_descriptors = lambda device: True  # type: ignore[assignment]
+    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
     for activation in sorted(triton_gated.LIGHT):
         current = f"beside, {activation}"

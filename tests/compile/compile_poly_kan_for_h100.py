@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,17 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
     jit.JITFunction.run = compile_only
-    from fastkron_py.kan import problem as kan_problem
     from fastkron_py.kan import triton_backend
     from fastkron_py.kan.bases.registry import find_basis
     from fastkron_py.kan.layer_config import LayerConfig
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.builder import Builder
-    from fastkron_py.tiling import gemm_problem
+    from fastkron_py.runtime.gpu import HOPPER
 
-    kan_problem.multiprocessor_count = gemm_problem.multiprocessor_count = lambda device: 132  # type: ignore[assignment]
     for name, (rows, num_in, num_out, degree, basis, dtype, precision, table) in PROBLEMS.items():
         current = name
-        has_hopper = not name.endswith("in plain Triton")
-        devices.has_chained = lambda device, dtype, has=has_hopper: has and dtype != torch.float64  # type: ignore[assignment]
+        gpu = replace(HOPPER, has_wgmma=not name.endswith("in plain Triton"))
+        devices.gpu_of = lambda device, gpu=gpu: gpu  # type: ignore[assignment, misc]
         layer = LayerConfig(basis, tuple(find_basis(basis).parameters.values()), degree + 1, "tanh", table)
         x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
         coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)

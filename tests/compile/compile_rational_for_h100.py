@@ -44,10 +44,8 @@ def loads_and_stores(cubin: bytes) -> dict[str, int]:
 def fused(current: dict[str, str]) -> None:
     """KAT's first linear layers with the function on their result, the result's argument kept and not."""
     from fastkron_py.rational import program_linear_rational
-    from fastkron_py.tiling import gemm_problem
 
     program_linear_rational.is_approximate = lambda dtype, device: True
-    gemm_problem.multiprocessor_count = program_linear_rational.multiprocessor_count = lambda device: 132
     for name, width in (("KAT-T", 192), ("KAT-B", 768)):
         x, weight, bias = (torch.empty(s, dtype=torch.bfloat16) for s in ((2048, width), (4 * width, width), (4 * width,)))
         a, b = torch.empty(1, 6), torch.empty(8, 4)
@@ -70,8 +68,10 @@ def main() -> None:
 
     jit.JITFunction.run = compile_only
     from fastkron_py.rational import launches as triton_rational
+    from fastkron_py.runtime import device as devices
+    from fastkron_py.runtime.gpu import HOPPER
 
-    triton_rational.multiprocessor_count = lambda device: 132
+    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     triton_rational.is_approximate = lambda dtype, device: dtype != torch.float64
     fused(current)
     for problem, (dtype, shape, groups, (m, n), version) in PROBLEMS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.runtime.program import Program
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import gemm_config as tuning
@@ -131,10 +134,8 @@ def test_two_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values and gradients, with a bias; 77: without descriptors of results. The third call is cached, and divided like the first."""
-    from fastkron_py.tiling import gemm_problem
-
     if not described:
-        monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
     x, up, gate, dy = problem(37, hidden, 24, torch.float32, device, generator)
     biases = torch.randn(2, hidden, generator=generator).to(device)
     bias = pack(*biases, layout)
@@ -201,9 +202,7 @@ def test_pointers(
     layout: str, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What GPUs before Hopper run: nothing has a descriptor."""
-    from fastkron_py.tiling import gemm_problem
-
-    monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
     given = problem(70, 72, 40, torch.float32, device, generator)
     with fastkron_py.backend("triton"):
         for backward in BACKWARDS:
@@ -216,10 +215,8 @@ def test_a_whole_mlp(
     described: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gated result, which the gradient of the down projection takes, is made again in backward."""
-    from fastkron_py.tiling import gemm_problem
-
     if not described:
-        monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
     x, up, gate, _ = problem(70, 72, 40, torch.float32, device, generator)
     down, dy = torch.randn(24, 72, device=device) / 8, torch.randn(70, 24, device=device)
     wide = [t.double().requires_grad_() for t in (x, up, gate, down)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from torch import Tensor
 from fastkron_py import backend, gated_linear
 from fastkron_py.gated.activations import find_activation
 from fastkron_py.nn import GatedMLP
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling import gemm_config as tuning
-from fastkron_py.tiling import gemm_problem
 from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +132,8 @@ def test_what_stands_around_two_launches(layout: str) -> None:
     x, weight = inputs[0].clone(), kept.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "gemm_spans", lambda sizes: spans)
-        patch.setattr(gemm_problem, "has_overlap", lambda device: False)
+        gpu = replace(devices.gpu_of(CUDA), has_overlap=False)
+        patch.setattr(devices, "gpu_of", lambda device: gpu)
         CACHE.forget()
         apart = [gated_linear(each, kept, layout=layout) for each in inputs]
         for y, each in zip(apart, inputs, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from fastkron_py.kan import program as kan_program
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.runtime.program import Program
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import gemm_problem
 from fastkron_py.tiling.gemm_config import GemmTile
 
 # tests/gpu has the same, compiled.
@@ -42,8 +43,8 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         tile = GemmTile(32, 256, 32, 4, 2, group=2)
         monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
         monkeypatch.setattr(tuning, "_LEAST_FILLED", 0.0)
-        monkeypatch.setattr(gemm_problem, "multiprocessor_count", lambda device: 3)
-        monkeypatch.setattr(devices, "has_chained", lambda device, dtype: dtype != torch.float64)
+        gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
+        monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
     CACHE.forget()

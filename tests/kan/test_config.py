@@ -8,6 +8,7 @@ import pytest
 
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan.config import Sizes
+from fastkron_py.runtime.gpu import HOPPER, INTERPRETER
 
 SHAPES = [
     (1, 1, 1, 1),
@@ -18,7 +19,8 @@ SHAPES = [
     (100000, 7, 300, 64),
     (5, 5000, 3, 2),
 ]
-CASES = [Sizes(*shape, itemsize, passes, m) for shape in SHAPES for itemsize, passes in ((2, 1), (4, 3), (4, 1), (8, 1)) for m in (2, 132)]
+PASSES = ((2, 1), (4, 3), (4, 1), (8, 1))
+CASES = [Sizes(*shape, itemsize, passes, gpu) for shape in SHAPES for itemsize, passes in PASSES for gpu in (INTERPRETER, HOPPER)]
 PRODUCTS = {
     "forward": (tuning.forward, lambda s: s.num_in),
     "input_gradient": (tuning.input_gradient, lambda s: s.num_out),
@@ -52,7 +54,7 @@ def test_registers_hold_the_sums() -> None:
 
 def test_small_results_fill_the_device() -> None:
     for choose, _ in PRODUCTS.values():
-        tile, split = choose(Sizes(32, 512, 1024, 24, 4, 3, 132))
+        tile, split = choose(Sizes(32, 512, 1024, 24, 4, 3, HOPPER))
         assert split.splits > 1 or tile.block_m <= 64
 
 
@@ -64,6 +66,6 @@ def test_both_gradients_in_one_launch() -> None:
 
 
 def test_large_products_are_told_from_small_ones() -> None:
-    assert tuning.is_large(Sizes(8192, 768, 768, 8, 4, 1, 132))
-    assert not tuning.is_large(Sizes(32, 512, 1024, 24, 4, 1, 132))
-    assert not tuning.is_large(Sizes(512, 4096, 4096, 8, 4, 1, 132))
+    assert tuning.is_large(Sizes(8192, 768, 768, 8, 4, 1, HOPPER))
+    assert not tuning.is_large(Sizes(32, 512, 1024, 24, 4, 1, HOPPER))
+    assert not tuning.is_large(Sizes(512, 4096, 4096, 8, 4, 1, HOPPER))

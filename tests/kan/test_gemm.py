@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan import dx_gemm_launch, operands
-from fastkron_py.kan import problem as kan_problem
+from fastkron_py.kan.hopper import kernels
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.kan.problem import Problem
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.gpu import HOPPER, INTERPRETER
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import gemm_problem
 from fastkron_py.tiling.gemm_config import GemmTile
 
 # Where there is a GPU, tests/gpu runs the compiled kernel on it.
@@ -41,10 +42,9 @@ def by_gemm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(tuning, "_LEAST_FILLED", 0.0)
     tile = GemmTile(32, 256, 32, 4, 2, group=2)
     monkeypatch.setattr(tuning, "_INPUT_GEMM", {2: tile, 4: tile})
-    for module in (kan_problem, gemm_problem):
-        monkeypatch.setattr(module, "multiprocessor_count", lambda device: 3)
-    monkeypatch.setattr(devices, "has_chained", lambda device, dtype: dtype != torch.float64)
-    monkeypatch.setattr(devices, "has_pipelined", lambda device, dtype: False)
+    gpu = replace(INTERPRETER, multiprocessors=3, has_wgmma=True)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(kernels, "has_pipelined", lambda device, dtype: False)
     return chosen
 
 
@@ -144,14 +144,14 @@ def test_what_other_kernels_keep(by_gemm: list[Any], generator: torch.Generator,
     assert not is_taken(width=44, dtype=torch.bfloat16)
     assert not is_taken(degree=2)
     assert not is_taken(degree=33)
-    monkeypatch.setattr(devices, "has_chained", lambda device, dtype: False)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: INTERPRETER)
     assert not is_taken()
 
 
 def test_tiles_that_are_mostly_empty_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for terms, taken in ((8, True), (6, True), (5, False), (9, False), (15, True), (24, True), (33, False), (2, False)):
-        assert (tuning.input_gradient_gemm(tuning.Sizes(16384, 1024, 1024, terms, 2, 1, 132)) is not None) == taken
+        assert (tuning.input_gradient_gemm(tuning.Sizes(16384, 1024, 1024, terms, 2, 1, HOPPER)) is not None) == taken
     # As many tiles as one wave has, half of that, and little more than it.
     for rows, taken in ((16896, True), (8448, False), (17024, False)):
-        assert (tuning.input_gradient_gemm(tuning.Sizes(rows, 32, 4096, 8, 4, 1, 132)) is not None) == taken
+        assert (tuning.input_gradient_gemm(tuning.Sizes(rows, 32, 4096, 8, 4, 1, HOPPER)) is not None) == taken

@@ -17,6 +17,7 @@ from fastkron_py.kan import config_hopper as poly_kan_hopper
 from fastkron_py.kan.hopper import launch as hopper_launch
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.kan.problem import Problem
+from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 
 # The kernels around them are interpreted; where there is a GPU, tests/gpu runs all of them on it.
@@ -160,7 +161,7 @@ def test_what_plain_triton_keeps(launched: list[str], generator: torch.Generator
 def test_choices_cover_every_tile() -> None:
     for rows, num_in, num_out, terms in ((8192, 768, 768, 8), (65536, 256, 256, 8), (16384, 1024, 1024, 8), (5000, 264, 1000, 15)):
         for itemsize, passes in ((2, 1), (4, 3), (4, 1)):
-            sizes = tuning.Sizes(rows, num_in, num_out, terms, itemsize, passes, 132)
+            sizes = tuning.Sizes(rows, num_in, num_out, terms, itemsize, passes, HOPPER)
             forward, dx, dc = (
                 poly_kan_hopper.forward(sizes),
                 poly_kan_hopper.input_gradient(sizes),

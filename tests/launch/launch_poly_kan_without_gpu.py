@@ -20,11 +20,10 @@ from triton.runtime import driver
 
 import fastkron_py
 from fastkron_py.kan import operator
-from fastkron_py.kan import problem as kan_problem
 from fastkron_py.runtime import backend, builder
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.tiling import gemm_problem
+from fastkron_py.runtime.gpu import HOPPER
 
 KEPT: list[torch.Tensor] = []
 _ADDRESS = 1 << 32  # integers from here on are places in memory, but for one
@@ -114,10 +113,7 @@ CASES = {
 
 def main() -> None:
     driver.set_active(H100())  # type: ignore[no-untyped-call]
-    for module in (gemm_problem, kan_problem):
-        module.multiprocessor_count = lambda device: 132  # type: ignore[attr-defined]
-    devices.has_chained = lambda device, dtype: dtype != torch.float64  # type: ignore[assignment]
-    devices.has_approximations = lambda device: True  # type: ignore[assignment]
+    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     builder._places = apart  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     for declared in (operator.poly_kan, operator.poly_kan_backward):

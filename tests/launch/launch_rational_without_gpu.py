@@ -26,12 +26,13 @@ def main() -> None:
     from launch_without_gpu import H100, launched
 
     import fastkron_py
-    from fastkron_py.rational import launches as triton_rational
     from fastkron_py.runtime import backend, launch
+    from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.call_cache import CACHE
+    from fastkron_py.runtime.gpu import HOPPER
 
     driver.set_active(H100())
-    triton_rational.multiprocessor_count = lambda device: 132
+    devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     x, dy = torch.randn(4, 33, 192, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 33, 192, dtype=torch.bfloat16)
     act = fastkron_py.nn.GroupRational(192)

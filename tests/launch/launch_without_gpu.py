@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastkron_py.kron import operator
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.gpu import HOPPER
 
 LAUNCHES: list[dict[str, Any]] = []
 BUILT: list[str] = []  # operators of which a program was built
@@ -107,7 +109,7 @@ def main() -> None:
     torch.cuda.device = Entered  # type: ignore[assignment, misc]
     for declared in (operator.kron_matmul, operator.kron_matmul_backward):
         note_programs(declared)
-    devices.multiprocessor_count = lambda device: 132
+    devices.gpu_of = lambda device: replace(HOPPER, has_wgmma=False)
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     x, factors = torch.randn(1, 32**4), [torch.randn(32, 32) for _ in range(4)]
     operands = [x.data_ptr(), *(f.data_ptr() for f in factors)]

@@ -48,7 +48,6 @@ class Spy:
         monkeypatch.setattr(Program, "__call__", counted)
         monkeypatch.setattr(CallCache, "find", found)
         monkeypatch.setattr(operator, "fuses", lambda *sizes: True)
-        monkeypatch.setattr(operator, "_is_hopper", lambda device: True)
 
 
 @pytest.fixture

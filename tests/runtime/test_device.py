@@ -1,4 +1,4 @@
-"""Where the register-chained kernel is used."""
+"""The record of a device's GPU, and the kernels that are used by it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ import logging
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from fastkron_py.kan.hopper import kernels as kan_kernels
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.runtime import device as devices
+from fastkron_py.runtime import gpu as gpus
+from fastkron_py.runtime.device import gpu_of
+from fastkron_py.runtime.gpu import HOPPER, INTERPRETER, nvidia
 
-HOPPER = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Answers of this test's own: they are kept for the life of a process."""
-    for answer in (devices._gluon_kernel, devices.has_chained):
+    for answer in (devices.gluon_kernel, devices.gpu_of):
         answer.cache_clear()
     yield
-    for answer in (devices._gluon_kernel, devices.has_chained):
+    for answer in (devices.gluon_kernel, devices.gpu_of):
         answer.cache_clear()
+
+
+def running(interpreted: bool) -> Any:
+    """In place of Triton's settings."""
+    return SimpleNamespace(runtime=SimpleNamespace(interpret=interpreted))
 
 
 @pytest.fixture
@@ -30,26 +41,32 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The major number that every GPU says it has; kernels are compiled."""
     major = [9]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major[0], 0))
-    monkeypatch.setattr(devices, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=78))
+    monkeypatch.setattr(devices, "_driver_version", lambda: 13000)
+    monkeypatch.setattr(devices, "knobs", running(interpreted=False))
     return major
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_hopper_takes_it(capability: list[int], dtype: torch.dtype) -> None:
-    assert devices.has_chained(HOPPER, dtype)
+def test_hopper_takes_its_kernels(capability: list[int], dtype: torch.dtype) -> None:
+    assert kernels.has_chained(GPU, dtype)
+    assert kernels.has_chained_gradients(GPU, dtype) is (dtype == torch.float32)
+    assert kan_kernels.has_pipelined(GPU, dtype)
 
 
 @pytest.mark.parametrize("major", [8, 10, 12])
 def test_other_chips_do_not(capability: list[int], major: int) -> None:
     capability[0] = major
-    assert not devices.has_chained(HOPPER, torch.float32)
+    assert not kernels.has_chained(GPU, torch.float32)
+    assert not kan_kernels.has_pipelined(GPU, torch.float32)
 
 
 def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not devices.has_chained(HOPPER, torch.float64)
-    assert not devices.has_chained(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(devices, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
-    assert not devices.has_chained(HOPPER, torch.float32)
+    assert not kernels.has_chained(GPU, torch.float64)
+    assert not kernels.has_chained(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(devices, "knobs", running(interpreted=True))
+    devices.gpu_of.cache_clear()
+    assert not kernels.has_chained(GPU, torch.float32)
 
 
 def test_a_triton_without_gluon_gets_the_plain_kernels(
@@ -58,9 +75,9 @@ def test_a_triton_without_gluon_gets_the_plain_kernels(
     monkeypatch.delitem(sys.modules, "fastkron_py.kron.hopper.multiply", raising=False)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     with caplog.at_level(logging.WARNING, "fastkron_py"):
-        assert not devices.has_chained(HOPPER, torch.float32)
+        assert not kernels.has_chained(GPU, torch.float32)
     assert "no Gluon" in caplog.text
-    assert devices.chained_kernel() is None
+    assert kernels.chained_kernel() is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +88,46 @@ def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(
 ) -> None:
     capability[0] = major
     monkeypatch.setattr(devices, "_driver_version", lambda: version)
-    assert devices.has_overlap.__wrapped__(HOPPER) is overlaps
-    monkeypatch.setattr(devices, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
-    assert not devices.has_overlap.__wrapped__(HOPPER)
-    assert not devices.has_overlap(torch.device("cpu"))
+    assert gpu_of(GPU).has_overlap is overlaps
+    monkeypatch.setattr(devices, "knobs", running(interpreted=True))
+    devices.gpu_of.cache_clear()
+    assert not gpu_of(GPU).has_overlap
+    assert not gpu_of(torch.device("cpu")).has_overlap
+
+
+def test_what_a_device_has(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own number of multiprocessors, and the features of its architecture; those of AMD are unknown."""
+    assert gpu_of(torch.device("cpu")) is INTERPRETER
+    found = gpu_of(GPU)
+    assert (found.name, found.multiprocessors, found.is_measured) == ("Hopper", 78, True)
+    features = {}
+    for major in (8, 9, 10, 12):
+        capability[0] = major
+        devices.gpu_of.cache_clear()
+        found = gpu_of(GPU)
+        features[major] = (found.has_wgmma, found.has_descriptors, found.has_approximations, found.is_measured)
+    assert features == {
+        8: (False, False, True, False),
+        9: (True, True, True, True),
+        10: (False, True, True, False),
+        12: (False, True, True, False),
+    }
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    devices.gpu_of.cache_clear()
+    other = gpu_of(GPU)
+    assert (other.has_wgmma, other.has_descriptors, other.has_approximations, other.multiprocessors) == (False, False, False, 78)
+
+
+def test_a_new_gpu_is_one_record(monkeypatch: pytest.MonkeyPatch, capability: list[int]) -> None:
+    """Until there is one, the newest record before it serves."""
+    capability[0] = 13
+    assert gpu_of(GPU).name == "Blackwell RTX"
+    rubin = gpus.replace(HOPPER, name="Rubin", major=13, bandwidth=1.2e13, has_wgmma=False)
+    monkeypatch.setattr(gpus, "_NVIDIA", (*gpus._NVIDIA, rubin))
+    devices.gpu_of.cache_clear()
+    assert gpu_of(GPU) == gpus.replace(rubin, multiprocessors=78)
+    assert nvidia(7).name == "before Ampere"
+
+
+def test_rates_by_operands() -> None:
+    assert [HOPPER.rate(itemsize) for itemsize in (2, 4, 8)] == [HOPPER.half_rate, HOPPER.tf32_rate, HOPPER.float64_rate]

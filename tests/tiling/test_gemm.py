@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor
 from fastkron_py.gated.activations import Activation, find_activation, register_activation, unregister_activation
 from fastkron_py.gated.kernels.epilogues import epilogue_gate, epilogue_gate_and_pair
 from fastkron_py.gated.launches import Gated
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.gpu import INTERPRETER
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import gemm_problem
 from fastkron_py.tiling.gemm import epilogue_plain, prologue_plain
@@ -28,7 +31,7 @@ TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2
 def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways to reach memory, as far as the device has them."""
     if not request.param:
-        monkeypatch.setattr(gemm_problem, "has_descriptors", lambda device: False)
+        monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
     return bool(request.param)
 
 
@@ -126,7 +129,7 @@ def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device
 )
 def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, hidden = other.get("dtype", torch.bfloat16), other.get("hidden", 48)
-    monkeypatch.setattr(gemm_problem, "has_overlap", lambda device: other.get("overlap", True))
+    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_overlap=other.get("overlap", True)))
     register_activation(Activation("my own", torch.relu, torch.relu, prologue_plain, prologue_plain))
     try:
         epilogue = epilogue_gate_and_pair if other.get("saving") else epilogue_gate

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.tiling.gemm_config import (
-    SHARED_MEMORY,
     GemmSizes,
     GemmSpan,
     GemmTile,
@@ -19,7 +19,7 @@ from fastkron_py.tiling.gemm_config import (
 )
 
 SIZES = [
-    GemmSizes(rows, columns, depth, itemsize, passes, stored, paired, 132, described)
+    GemmSizes(rows, columns, depth, itemsize, passes, stored, paired, HOPPER, described)
     for rows, columns, depth, itemsize, passes, stored, paired, described in itertools.product(
         (1, 17, 100, 512, 5000, 1 << 20), (2, 246, 4096, 106496), (1, 40, 16384), (2, 4), (1, 3), (1, 3, 5), (False, True), (False, True)
     )
@@ -31,7 +31,7 @@ LARGE, SMALL, BESIDE = GemmTile(128, 256, 64, 8, 3, 2, 16), GemmTile(128, 128, 6
 
 def llama(model: str, rows: int, beside: bool = False) -> GemmSizes:
     depth, hidden = LLAMAS[model]
-    return GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, 132, True, beside)
+    return GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, HOPPER, True, beside)
 
 
 def test_every_choice_is_valid() -> None:
@@ -86,7 +86,7 @@ def test_the_second_launch_beside_the_first(model: str, rows: int, cut: int | No
     else:
         assert gemm_spans(sizes) == (GemmSpan(0, cut, LARGE), GemmSpan(cut, sizes.columns, BESIDE))
         assert all(span.tile != BESIDE for span in apart)
-        assert shared_memory(LARGE, sizes) + shared_memory(BESIDE, sizes) <= SHARED_MEMORY
+        assert shared_memory(LARGE, sizes) + shared_memory(BESIDE, sizes) <= HOPPER.shared_memory
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_llama(rows: int, model: str) -> None:
 
 def test_few_tiles_become_smaller() -> None:
     """A product that large tiles would leave most multiprocessors without."""
-    sizes = GemmSizes(1000, 1024, 1024, 2, 1, 1, True, 132, True)
+    sizes = GemmSizes(1000, 1024, 1024, 2, 1, 1, True, HOPPER, True)
     assert tiles(gemm_tile(sizes), sizes) >= 100
 
 
@@ -132,4 +132,4 @@ def test_few_tiles_become_smaller() -> None:
     ids=str,
 )
 def test_what_is_not_valid(tile: GemmTile) -> None:
-    assert not is_valid(tile, GemmSizes(4096, 4096, 4096, 2, 1, 1, True, 132, True))
+    assert not is_valid(tile, GemmSizes(4096, 4096, 4096, 2, 1, 1, True, HOPPER, True))

@@ -10,8 +10,8 @@ import torch
 from fastkron_py.kan import config_hopper as tuning
 from fastkron_py.kan.config import GROUP, Sizes
 from fastkron_py.kan.config_hopper import Pipelined
+from fastkron_py.kan.hopper import kernels
 from fastkron_py.kan.problem import ALIGNED, Boxes, Problem, Product, Stored, stored
-from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.products import _sum_segments_kernel
 
@@ -20,7 +20,7 @@ _SUM_ROWS: Final = 32
 
 def takes(problem: Problem) -> bool:
     """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
-    if not problem.layer.found.any_dialect or not devices.has_pipelined(problem.device, problem.dtype):
+    if not problem.layer.found.any_dialect or not kernels.has_pipelined(problem.device, problem.dtype):
         return False
     vector = 16 // problem.dtype.itemsize
     return problem.stride_x % vector == 0 and problem.stride_g % vector == 0 and tuning.takes(problem.sizes())
@@ -79,7 +79,7 @@ def _boxes(shape: list[int], columns: int, dtype: torch.dtype) -> Boxes:
 def forward(problem: Problem) -> Product:
     """The launch of y, on (x, C, its low halves, table, bias)."""
     choice = tuning.forward(_sizes(problem))
-    kernel, _, _ = devices.pipelined_kernels()
+    kernel, _, _ = kernels.pipelined_kernels()
     arguments = {
         **_constants(problem, choice, False),
         "blocks_per_split": choice.blocks,
@@ -100,7 +100,7 @@ def input_gradient(problem: Problem) -> Product | None:
     choice = tuning.input_gradient(_sizes(problem))
     if choice is None:
         return None
-    _, kernel, _ = devices.pipelined_kernels()
+    _, kernel, _ = kernels.pipelined_kernels()
     transposed = problem.dtype == torch.float32
     arguments = {
         **_constants(problem, choice, True),
@@ -123,7 +123,7 @@ def coefficient_gradient(problem: Problem) -> Product:
     """The launch of dC, on (dy, its low halves, x, table)."""
     sizes = _sizes(problem)
     choice = tuning.coefficient_gradient(sizes)
-    _, _, kernel = devices.pipelined_kernels()
+    _, _, kernel = kernels.pipelined_kernels()
     transposed = problem.dtype == torch.float32
     blocks = -(-problem.rows // choice.block_k)
     arguments = {

@@ -7,6 +7,7 @@ from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan.chained import TileLayout
 from fastkron_py.kron.plan.chained_gradient import (
     NARROW,
@@ -19,7 +20,6 @@ from fastkron_py.kron.plan.chained_gradient import (
 )
 from fastkron_py.kron.plan.chained_pair import Constant, PairGradientConfig, Turn, pair_gradient, pair_gradient_config
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.device import multiprocessor_count
 from fastkron_py.runtime.launch import LaunchConfig
 
 _VECTOR: Final = 4  # elements that are copied at once
@@ -38,12 +38,12 @@ def chained_launch(kind: GradientProblem) -> ChainedLaunch | None:
     chain = kind.group.split > kind.group.start
     if not chain and kind.sizes == (NARROW, NARROW) and kind.around[2] % NEIGHBOURS == 0:
         kind = kind.with_neighbours(NEIGHBOURS)
-    if not devices.has_chained_gradients(kind.device, kind.dtype) or not _copies_whole_vectors(kind):
+    if not kernels.has_chained_gradients(kind.device, kind.dtype) or not _copies_whole_vectors(kind):
         return None
     groups, rows, before, after = kind.around
     addresses = kind.addresses
     fastest = after if addresses["TAIL"] else before if addresses["HEAD"] else rows * before
-    around = (rows * before * after, after, fastest, groups, multiprocessor_count(kind.device))
+    around = (rows * before * after, after, fastest, groups, devices.gpu_of(kind.device).multiprocessors)
     config: StepGradientConfig | PairGradientConfig | None
     if chain:
         config = pair_gradient_config(*_step_sizes(kind), *around)
@@ -132,7 +132,7 @@ def _step_launch(kind: GradientProblem, config: StepGradientConfig) -> LaunchCon
         "WARPS": config.warps,
         "NEED_F": any(kind.need_factors),
     }
-    kernel, _ = devices.gradient_kernels()
+    kernel, _ = kernels.gradient_kernels()
     return LaunchConfig(kernel, (kind.around[0] * config.programs,), arguments)
 
 
@@ -159,5 +159,5 @@ def _pair_launch(kind: GradientProblem, config: PairGradientConfig) -> LaunchCon
         "NEED_A": any(kind.need_factors[:split]),
         "NEED_B": any(kind.need_factors[split:]),
     }
-    _, kernel = devices.gradient_kernels()
+    _, kernel = kernels.gradient_kernels()
     return LaunchConfig(kernel, (kind.around[0] * config.programs,), arguments)

@@ -14,6 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from fastkron_py.kron.forward import MultiplyLaunch, Scale, is_mergeable, launches_of, multiply_problem
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.compilers import Compiled, Compilers
@@ -217,7 +218,7 @@ class Search:
         """Search until the budget is spent or nothing near the best gets better."""
         self._tell()
         known = lookup(self.problem)
-        chained = devices.has_chained(self.multiply.device, self.multiply.dtype)
+        chained = kernels.has_chained(self.multiply.device, self.multiply.dtype)
         self.try_all([*starting_points(self.problem, chained), *([] if known is None else [known])])
         expanded: set[Choice] = set()
         patience = PATIENCE

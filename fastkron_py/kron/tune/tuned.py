@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.tune.choice import FACTORS_MOST, INTERPRETER, ITEMSIZE, Choice, Problem, rows_bucket
 from fastkron_py.kron.tune.table import lookup
-from fastkron_py.runtime import device as devices
 
 if TYPE_CHECKING:
     from fastkron_py.kron.forward_problem import MultiplyProblem
@@ -47,6 +47,6 @@ def tuned(multiply: MultiplyProblem) -> Choice | None:
     """The tuned choice for a multiply, or None for the closed form."""
     problem = problem_of(multiply)
     choice = None if problem is None else lookup(problem)
-    if choice is not None and choice.has_chained and not devices.has_chained(multiply.device, multiply.dtype):
+    if choice is not None and choice.has_chained and not kernels.has_chained(multiply.device, multiply.dtype):
         return None  # a device of the same name with another chip
     return choice

@@ -1,0 +1,31 @@
+"""The kernels for Hopper's tensor cores, and where they run. They are imported where they are first asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkron_py.runtime import device as devices
+
+
+def chained_kernel() -> Any:
+    """The register-chained kernel, or None where this Triton cannot compile it."""
+    return devices.gluon_kernel("kron.hopper.multiply", "_chained_multiply_fwd_kernel")
+
+
+def gradient_kernels() -> Any:
+    """(for one step, for a chain of two) of the backward pass, or None where this Triton cannot compile them."""
+    step = devices.gluon_kernel("kron.hopper.backward", "_chained_step_bwd_kernel")
+    pair = devices.gluon_kernel("kron.hopper.pair_backward", "_chained_pair_bwd_kernel")
+    return None if step is None or pair is None else (step, pair)
+
+
+def has_chained(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the register-chained kernel can multiply here."""
+    return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and chained_kernel() is not None
+
+
+def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the register-chained kernels of the backward pass can run here."""
+    return dtype == torch.float32 and has_chained(device, dtype) and gradient_kernels() is not None
