@@ -149,6 +149,7 @@ NAMES: dict[str, tuple[str, Any]] = {
     "_remove_batch_dim": ("torch", lambda t, level, size, dim: t),
     "_add_batch_dim": ("torch", lambda t, dim, level: t),
     "_current_level": ("forward_ad", 0),
+    "_make_dual": ("torch", lambda t, tangent, level: t),
     "TensorGuards": ("guards", Guards),
 }
 GROUPS = {
@@ -167,6 +168,7 @@ GROUPS = {
     "_remove_batch_dim": "batches of gradients",
     "_add_batch_dim": "batches of gradients",
     "_current_level": "transforms",
+    "_make_dual": "transforms",
     "TensorGuards": "guards",
 }
 FAULTS = ("gone", "other arguments", "another answer")
