@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from triton import knobs
 
+from fastkron_py.runtime.backend import is_interpreting
 from fastkron_py.runtime.gpu import GPU, INTERPRETER, OTHER, nvidia
 
 logger = logging.getLogger("fastkron_py")
@@ -31,7 +31,7 @@ def gpu_of(device: torch.device) -> GPU:
     if torch.version.hip is not None:
         return replace(OTHER, multiprocessors=count)
     found = nvidia(torch.cuda.get_device_capability(device)[0])
-    if knobs.runtime.interpret:
+    if is_interpreting():
         return replace(found, multiprocessors=count, has_wgmma=False, has_overlap=False, has_approximations=False)
     return replace(found, multiprocessors=count, has_overlap=found.has_overlap and _driver_version() >= _GRAPHS_OVERLAP)
 

@@ -91,16 +91,19 @@ def test_opcheck(needs: tuple[bool, bool, bool], backend_name: str, device: torc
     torch.library.opcheck(BACKWARD, (dy, x, c, *needs, *described))
 
 
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize("basis", ["legendre", "rbf"])
 @pytest.mark.parametrize("normalization", ["tanh", "minmax"])
-def test_compiles_in_one_graph(basis: str, normalization: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+def test_compiles_in_one_graph(
+    basis: str, normalization: str, compiler: str, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
     torch.compiler.reset()
     x, c, bias, dy = sample(device, generator)
 
     def call(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
         return poly_kan(x, c, basis=basis, bias=bias, normalization=normalization)
 
-    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True, backend=compiler)
     wanted = (x, c, bias)
     y = compiled(*wanted)
     assert_close(y, call(*wanted).detach())

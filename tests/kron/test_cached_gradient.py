@@ -380,7 +380,7 @@ def test_second_derivatives_through_a_checkpoint(spy: Spy, device: torch.device)
     assert spy.take_both()[1] >= 1
 
 
-@SIDES
+@pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.full)], ids=["right", "left"])
 def test_gradcheck(left: bool, spy: Spy, device: torch.device) -> None:
     warm(device, spy, left=left, dtype=torch.float64)
     tensors = draw(device, left=left, dtype=torch.float64)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from shapes_list import Case, assert_near, assert_same, backend_pairs, call, expected, power, problem
+from sampling import in_full
+from shapes_list import Case, assert_near, assert_same, call, expected, power, problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -54,7 +55,13 @@ def sample(
     return x, factors, z, alpha, beta, None, backend, left
 
 
-@backend_pairs("name", SAMPLES, ["one_factor", "z_only", "rectangular", "sum_over_nothing"])
+OF_TORCH, OF_TRITON = ("no_grad", "left_batches", "sum_over_nothing"), ("rectangular",)
+CHECKED = [*(("torch", name) for name in OF_TORCH), *(("triton", name) for name in OF_TRITON)]
+CHECKED += in_full([("torch", name) for name in SAMPLES if name not in OF_TORCH])
+CHECKED += in_full([("triton", name) for name in ("one_factor", "z_only", "sum_over_nothing")])
+
+
+@pytest.mark.parametrize(("backend_name", "name"), CHECKED, indirect=["backend_name"])
 def test_opcheck(name: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """Schema, autograd registration, fake and AOT dispatch with dynamic shapes, of both operators."""
     arguments = sample(name, device, generator, backend_name)

@@ -17,9 +17,9 @@ from fastkron_py.runtime.backend import is_interpreting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-MANY = settings(max_examples=400)
-SOME = settings(max_examples=100)
-FEW = settings(max_examples=12)
+MANY = settings(max_examples=200)
+SOME = settings(max_examples=60)
+FEW = settings(max_examples=8)
 COMPILED = settings(max_examples=60)  # each compiles kernels of its own, in about a second
 
 

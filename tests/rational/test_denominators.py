@@ -114,13 +114,14 @@ def test_the_comparison_can_fail(device: torch.device) -> None:
 
 
 def test_derivatives_of_every_order(square: str, backend_name: str, device: torch.device) -> None:
-    given = tuple(t.requires_grad_() for t in problem((3, 4), 2, (3, 2), dtype=torch.float64, device=device)[:3])
+    given = tuple(t.requires_grad_() for t in problem((2, 4), 2, (2, 2), dtype=torch.float64, device=device)[:3])
 
     def function(*t: Tensor) -> Tensor:
         return rational(*t, version=square)
 
-    assert torch.autograd.gradcheck(function, given, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(function, given)
+    fast = backend_name == "triton"  # interpreted kernels are compared along random directions
+    assert torch.autograd.gradcheck(function, given, check_forward_ad=True, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(function, given, fast_mode=fast)
 
 
 def test_kernels_of_other_operators(square: str, device: torch.device) -> None:

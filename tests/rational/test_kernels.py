@@ -15,7 +15,7 @@ from fastkron_py.rational import launches, program
 from fastkron_py.rational import torch_backend as torch_rational
 from fastkron_py.rational.config import Preference
 
-# name: (shape, groups, warps, vectors, iterations, mode, masked)
+# name: (shape, groups, warps, vectors, iterations, mode, masked). Those that are masked do all that the others of their mode do.
 WALKS = {
     "rows": ((192, 48), 2, 1, 1, 4, "rows", False),
     "rows, masked": ((197, 48), 2, 1, 1, 3, "rows", True),
@@ -37,7 +37,7 @@ def gradients(p: Problem, need_x: bool = True, need_coefficients: bool = True) -
     return by(program.gradients, (p.dy, p.x, p.a, p.b), need_x, need_coefficients, "B")
 
 
-@pytest.fixture(params=WALKS)
+@pytest.fixture(params=[pytest.param(name, marks=() if about[-1] else pytest.mark.full) for name, about in WALKS.items()])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Problem, dict[str, object]]:
     """A problem whose walk is that of the name, for both passes."""
     shape, groups, warps, vectors, iterations, mode, masked = WALKS[request.param]

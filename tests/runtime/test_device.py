@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,11 +30,6 @@ def fresh() -> Iterator[None]:
         answer.cache_clear()
 
 
-def running(interpreted: bool) -> Any:
-    """In place of Triton's settings."""
-    return SimpleNamespace(runtime=SimpleNamespace(interpret=interpreted))
-
-
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The major number that every GPU says it has; kernels are compiled."""
@@ -43,7 +37,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major[0], 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=78))
     monkeypatch.setattr(devices, "_driver_version", lambda: 13000)
-    monkeypatch.setattr(devices, "knobs", running(interpreted=False))
+    monkeypatch.setattr(devices, "is_interpreting", lambda: False)
     return major
 
 
@@ -64,7 +58,7 @@ def test_other_chips_do_not(capability: list[int], major: int) -> None:
 def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernels.has_chained(GPU, torch.float64)
     assert not kernels.has_chained(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(devices, "knobs", running(interpreted=True))
+    monkeypatch.setattr(devices, "is_interpreting", lambda: True)
     devices.gpu_of.cache_clear()
     assert not kernels.has_chained(GPU, torch.float32)
 
@@ -89,7 +83,7 @@ def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(
     capability[0] = major
     monkeypatch.setattr(devices, "_driver_version", lambda: version)
     assert gpu_of(GPU).has_overlap is overlaps
-    monkeypatch.setattr(devices, "knobs", running(interpreted=True))
+    monkeypatch.setattr(devices, "is_interpreting", lambda: True)
     devices.gpu_of.cache_clear()
     assert not gpu_of(GPU).has_overlap
     assert not gpu_of(torch.device("cpu")).has_overlap

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import in_full
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -293,10 +294,12 @@ print(json.dumps([len(found), torch.equal(*right), torch_internals.obstacle()]))
 """
 
 
-@pytest.mark.parametrize(
-    "verb", ["pass", "fastkron_py.rational(torch.randn(3, 4), torch.randn(2, 4), torch.randn(2, 2))"], ids=["import", "call"]
-)
-@pytest.mark.parametrize("mode", MODES)
+CALL = "fastkron_py.rational(torch.randn(3, 4), torch.randn(2, 4), torch.randn(2, 2))"
+FIRST = [("inference mode", CALL), ("fake tensors", CALL)]
+FIRST += in_full([(mode, verb) for mode in MODES for verb in (CALL, "pass") if (mode, verb) not in FIRST])
+
+
+@pytest.mark.parametrize(("mode", "verb"), FIRST)
 def test_a_first_import_inside_of_a_mode(mode: str, verb: str) -> None:
     """Calls outside of it are cached."""
     script = SCRIPT.format(mode=MODES[mode], verb=verb)

@@ -15,7 +15,7 @@ from rank_pool import RankPool
 
 from fastkron_py.distributed import CollectiveError, ProcessGrid, kron_matmul
 
-STALL = 3  # seconds, of the group whose timeout is waited for
+STALL = 2  # seconds, of the group whose timeout is waited for
 
 
 def multiply_and_lose(shape, times, folder=None):
