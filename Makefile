@@ -24,7 +24,8 @@ else
   KAN_READY := $(VENV)/.ready-kan
   KAT_READY := $(VENV)/.ready-kat
 endif
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what it imports: compiling all of torch here would take a minute.
+PIP = $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # Small tensors in many test processes: one thread each is fastest.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")

@@ -55,10 +55,10 @@ def sample(
     return x, factors, z, alpha, beta, None, backend, left
 
 
-OF_TORCH, OF_TRITON = ("no_grad", "left_batches", "sum_over_nothing"), ("rectangular",)
+OF_TORCH, OF_TRITON = ("no_grad", "left_batches", "sum_over_nothing"), ("no_grad",)
 CHECKED = [*(("torch", name) for name in OF_TORCH), *(("triton", name) for name in OF_TRITON)]
 CHECKED += in_full([("torch", name) for name in SAMPLES if name not in OF_TORCH])
-CHECKED += in_full([("triton", name) for name in ("one_factor", "z_only", "sum_over_nothing")])
+CHECKED += in_full([("triton", name) for name in ("one_factor", "z_only", "rectangular", "sum_over_nothing")])
 
 
 @pytest.mark.parametrize(("backend_name", "name"), CHECKED, indirect=["backend_name"])

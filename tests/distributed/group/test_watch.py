@@ -104,6 +104,7 @@ def ends() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.xdist_group("ends")  # one worker runs the job for both tests
 @pytest.mark.parametrize("case", ["never", "never_behind_others", "asked 3"])
 def test_a_process_is_ended_after_the_timeout(ends: dict[str, dict[str, Any]], case: str) -> None:
     end = ends[case]
@@ -116,6 +117,7 @@ def test_a_process_is_ended_after_the_timeout(ends: dict[str, dict[str, Any]], c
     assert end["out"] == "not flushed yet\n"
 
 
+@pytest.mark.xdist_group("ends")
 @pytest.mark.parametrize(
     ("case", "lines"),
     [("late", 1), ("many", 4), ("another_grid", 0), ("gpu_error", 0), ("caught", 0), ("asked 0", 1), ("asked 2", 1)],
