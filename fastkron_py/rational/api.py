@@ -84,16 +84,28 @@ def rational(
 
 
 class Prepared(NamedTuple):
-    """What the operator takes, from checked arguments."""
+    """What the operator takes, from checked arguments.
+
+    Attributes:
+        numerator: with noise, where there is some.
+        version: of the denominator, the one without noise.
+        dtype: of the result.
+        is_autocast: whether that is autocast's.
+        backend: that was asked for.
+        key: of the call, to be kept by; None for a noisy one, whose operands are made anew each time.
+    """
 
     numerator: Tensor
     version: str
     dtype: torch.dtype
     is_autocast: bool
     backend: str
+    key: Hashable
 
 
-def prepare(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Prepared:
+def prepare(
+    x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float, key: Hashable = None
+) -> Prepared:
     """Check, apply autocast to the result's dtype and a noisy version's noise to the numerator, and ask for the backend."""
     found = find_denominator(version)
     check_noise(noise)
@@ -101,20 +113,15 @@ def prepare(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, tra
     _check_shapes(x, numerator, denominator, found)
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
     if found.is_noisy and training and noise:
-        numerator = numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
+        key, numerator = None, numerator * (1 + noise * (2 * torch.rand_like(numerator) - 1))
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    return Prepared(numerator, found.without_noise.name, x.dtype if autocast is None else autocast, autocast is not None, backend)
+    return Prepared(numerator, found.without_noise.name, x.dtype if autocast is None else autocast, autocast is not None, backend, key)
 
 
 def call_key(verb: str, x: Tensor, version: str, training: bool, noise: float, *more: Any) -> Hashable:
-    """What a call is looked up by in the call cache, beside its tensors; None for one that is compiled, or noisy."""
-    if torch.compiler.is_compiling():
-        return None
-    check_noise(noise)
-    if find_denominator(version).is_noisy and training and noise != 0:
-        return None
-    return verb, version, autocast_dtype(x), *more
+    """What a call is looked up by in the call cache, beside its tensors; None for one that is compiled. Nothing has been checked yet."""
+    return None if torch.compiler.is_compiling() else (verb, version, training, noise, type(noise), autocast_dtype(x), *more)
 
 
 def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, training: bool, noise: float) -> Tensor:
@@ -123,8 +130,8 @@ def _apply(x: Tensor, numerator: Tensor, denominator: Tensor, version: str, trai
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
         return entry(tensors)  # type: ignore[no-any-return]
-    made = prepare(x, numerator, denominator, version, training, noise)
-    y: Tensor = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=key)
+    made = prepare(x, numerator, denominator, version, training, noise, key)
+    y: Tensor = operator.rational(x, made.numerator, denominator, made.version, made.dtype, made.backend, key=made.key)
     return y
 
 

@@ -60,7 +60,7 @@ def layer_norm_rational(
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
         return entry(tensors)  # type: ignore[no-any-return]
-    made = prepare(x, numerator, denominator, version, training, noise)
+    made = prepare(x, numerator, denominator, version, training, noise, key)
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise type_error("eps", "a number", type_name(eps))
     for name, t in (("weight", weight), ("bias", bias)):
@@ -76,5 +76,5 @@ def layer_norm_rational(
     weight, bias = weight.contiguous(), bias.contiguous()
     is_same = weight is tensors[1] and bias is tensors[2]  # else the operator looks up its own tensors
     given = x, weight, bias, made.numerator, denominator
-    y: Tensor = operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=key if is_same else None)
+    y: Tensor = operator.layer_norm_rational(*given, float(eps), made.version, made.dtype, made.backend, key=made.key if is_same else None)
     return y

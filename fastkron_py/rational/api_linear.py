@@ -75,7 +75,8 @@ def rational_linear(
     entry = None if key is None else CACHE.find(key, tensors)
     if entry is not None:
         return entry(tensors)  # type: ignore[no-any-return]
-    made: Prepared = prepare(x, numerator, denominator, version, training, noise)
+    made: Prepared = prepare(x, numerator, denominator, version, training, noise, key)
+    key = made.key
     _check(weight, bias, x, made.dtype, made.is_autocast)
     if made.is_autocast:  # the operator looks up its own tensors
         key, weight, bias = None, weight.to(made.dtype), None if bias is None else bias.to(made.dtype)

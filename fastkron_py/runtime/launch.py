@@ -83,8 +83,12 @@ class Driver(NamedTuple):
 
 def is_hooked() -> bool:
     """Whether somebody wants to be told of launches: a profiler."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any([hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks])
+    settings = knobs.runtime
+    return _has_calls(settings.launch_enter_hook) or _has_calls(settings.launch_exit_hook)
+
+
+def _has_calls(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 @lru_cache(maxsize=1)

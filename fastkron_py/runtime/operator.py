@@ -244,7 +244,8 @@ class Operator:
 
     # ---- the rules, for the operator and for its function ------------------------------------------
 
-    def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> None:
+    def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> tuple[Any, ...]:
+        """Save what the derivatives read; the tensors among it."""
         ctx.options, ctx.shapes, ctx.alone = options, None, alone
         ctx.absent = [i for i, t in enumerate(tensors) if t is None]
         values = tensors
@@ -259,8 +260,7 @@ class Operator:
             ctx.save_for_backward(*values, *kept)
         else:
             ctx.save_for_backward(*values)
-        if self._jvp is not None:
-            ctx.save_for_forward(*values)
+        return values
 
     def _saved(self, ctx: Any, needs: tuple[bool, ...]) -> Saved:
         found = ctx.saved_tensors
@@ -337,7 +337,9 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            operator._save(ctx, inputs[2:], inputs[1], output, True)
+            values = operator._save(ctx, inputs[2:], inputs[1], output, True)
+            if inputs[0] is None and operator._jvp is not None:  # with a program there is no forward mode
+                ctx.save_for_forward(*values)
 
         @staticmethod
         @over
