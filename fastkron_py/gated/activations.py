@@ -53,7 +53,10 @@ class Activation:
         return self.quick_value or self.value, self.quick_derivative or self.derivative
 
 
-_activations: Final = Registry("activation", Activation, "an Activation")
+ACTIVATIONS: Final = Registry("activation", Activation, "an Activation")
+find_activation = ACTIVATIONS.find
+activation_names = ACTIVATIONS.names
+unregister_activation = ACTIVATIONS.unregister
 
 
 def register_activation(activation: Activation) -> Activation:
@@ -63,31 +66,10 @@ def register_activation(activation: Activation) -> Activation:
         TypeError: not an `Activation`.
         ValueError: the name is taken or empty, or only one of value and derivative is there.
     """
-    _activations.check(activation)
-    _activations.check_name(activation)
+    ACTIVATIONS.check(activation)
     if (activation.value is None) != (activation.derivative is None):
         raise value_error("activation", "both value and derivative, or neither", f"one of them, for {activation.name!r}")
-    return _activations.add(activation)
-
-
-def unregister_activation(name: str) -> None:
-    """Remove an activation."""
-    _activations.remove(name)
-
-
-def find_activation(name: Any) -> Activation:
-    """The activation of this name.
-
-    Raises:
-        TypeError: the name is not a string.
-        ValueError: there is none.
-    """
-    return _activations.find(name)
-
-
-def activation_names() -> list[str]:
-    """Names of all activations."""
-    return _activations.names()
+    return ACTIVATIONS.register(activation)
 
 
 _ROOT_HALF: Final = tl.constexpr(math.sqrt(0.5))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastkron_py.rational import operator
 from fastkron_py.rational import operator_linear_rational as fused
-from fastkron_py.rational.denominators.registry import Denominator, find_denominator
+from fastkron_py.rational.denominators.denominator import Denominator
+from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, autocasted
 from fastkron_py.runtime.backend import requested_backend

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.rational.config import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
-from fastkron_py.rational.denominators.registry import Denominator, find_denominator
+from fastkron_py.rational.denominators.denominator import Denominator
+from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher

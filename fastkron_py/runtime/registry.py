@@ -1,8 +1,10 @@
-"""Things that users know by names and can add to."""
+"""Records that users know by name and can add to: bases, activations, denominators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Generic, Protocol, TypeVar
 
 from fastkron_py.runtime.call_cache import CACHE
@@ -10,68 +12,75 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
 class Named(Protocol):
-    """What a registry holds."""
+    """A record of a registry."""
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The name by which users ask for it."""
 
 
 N = TypeVar("N", bound=Named)
 
 
 class Registry(Generic[N]):
-    """Things of one class, by name. Programs know them by it, and are forgotten where a name gets another meaning.
+    """Records of one class by name. Programs know a record by its name, so they are forgotten where a name gets another meaning.
 
     Args:
-        argument: how errors of a look-up call them.
-        kind: their class.
-        expected: that, with its article.
-        built_in: makes those that are there from the start. It is called when one is first asked for, since it may import Triton.
+        argument: the name of a look-up's argument in errors.
+        kind: the records' class.
+        expected: the class with its article, in errors.
+        built_in: gives the library's own records. The first look-up calls it, since their modules may import Triton.
     """
 
-    def __init__(self, argument: str, kind: type[N], expected: str, built_in: Callable[[], Iterable[N]] = tuple) -> None:
+    def __init__(self, argument: str, kind: type[N], expected: str, built_in: Callable[[], list[N]] = list) -> None:
         self._argument, self._kind, self._expected = argument, kind, expected
-        self._registered = kind.__name__.lower()  # the argument of the public function that adds one
+        self._registered = kind.__name__.lower()  # the argument of the public function that adds a record
         self._found: dict[str, N] = {}
-        self._built_in: Callable[[], Iterable[N]] | None = built_in
+        self._built_in: Callable[[], list[N]] | None = built_in
 
     def _all(self) -> dict[str, N]:
-        """By name, with the built-in ones ahead of all others."""
+        """Every record by name, the built-in ones first."""
         if self._built_in is not None:
-            # In this order, since another thread may be here as well: then both add the same things.
-            self._found.update({thing.name: thing for thing in self._built_in()})
+            # In this order, since another thread may be here as well: then both add the same records.
+            self._found.update({record.name: record for record in self._built_in()})
             self._built_in = None
         return self._found
 
-    def check(self, thing: Any) -> None:
-        """Raise TypeError for anything of another class."""
-        if not isinstance(thing, self._kind):
-            raise type_error(self._registered, self._expected, type_name(thing))
-
-    def check_name(self, thing: N) -> None:
-        """Raise ValueError for a name that is taken or empty."""
-        if not thing.name or thing.name in self._all():
-            raise value_error(self._registered, "a name that is not taken", repr(thing.name))
-
-    def add(self, thing: N) -> N:
-        """Add one, of the right class.
+    def check(self, record: Any) -> None:
+        """Check a record that is to be added.
 
         Raises:
+            TypeError: it is of another class.
             ValueError: its name is taken or empty.
         """
-        self.check_name(thing)
-        self._found[thing.name] = thing
-        CACHE.forget()
-        return thing
+        if not isinstance(record, self._kind):
+            raise type_error(self._registered, self._expected, type_name(record))
+        if not record.name or record.name in self._all():
+            raise value_error(self._registered, "a name that is not taken", repr(record.name))
 
-    def remove(self, name: str) -> None:
-        """Remove one, and forget programs that were built with it: another one may take its name."""
+    def register(self, record: N) -> N:
+        """Add a record.
+
+        Raises:
+            TypeError: it is of another class.
+            ValueError: its name is taken or empty.
+        """
+        self.check(record)
+        self._found[record.name] = record
+        CACHE.forget()
+        return record
+
+    def unregister(self, name: str) -> None:
+        """Remove the record of this name, and forget programs that were built with it.
+
+        Raises:
+            KeyError: there is none.
+        """
         del self._all()[name]
         CACHE.forget()
 
     def find(self, name: Any) -> N:
-        """The one of this name.
+        """Return the record of this name.
 
         Raises:
             TypeError: the name is not a string.
@@ -85,10 +94,18 @@ class Registry(Generic[N]):
             raise type_error(self._argument, expected, type_name(name))
         raise value_error(self._argument, expected, repr(name))
 
-    def get(self, name: str) -> N | None:
-        """The one of this name, None if there is none."""
-        return self._all().get(name)
-
     def names(self) -> list[str]:
-        """Of all."""
+        """Return all names: the built-in records' in alphabetical order, then the others' as they were added."""
         return list(self._all())
+
+
+def records(package: str, kind: type[N]) -> list[N]:
+    """Return the records that a package's modules hold, in alphabetical order of their names.
+
+    Args:
+        package: its modules are imported, all of them.
+        kind: the records' class. A record is the constant of a module that is called like the class: `BASIS` for a `Basis`.
+    """
+    modules = [import_module(f"{package}.{module.name}") for module in iter_modules(import_module(package).__path__)]
+    found: list[N] = [record for module in modules if (record := vars(module).get(kind.__name__.upper())) is not None]
+    return sorted(found, key=lambda record: record.name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 import torch
 
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.program import Program
-from fastkron_py.runtime.registry import Registry
+from fastkron_py.runtime.registry import Registry, records
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,49 @@ def test_programs_are_forgotten() -> None:
     """Where something is added or removed, and only there."""
     things = Registry("thing", Thing, "a Thing")
     first = program()
-    things.add(Thing("a"))
+    thing = things.register(Thing("a"))
     second = program()
     assert second is not first
-    assert things.find("a") is things.get("a")
+    assert things.find("a") is thing
     assert things.names() == ["a"]
     assert program() is second
-    things.remove("a")
+    things.unregister("a")
     assert program() is not second
+    assert things.names() == []
     CACHE.forget()
+
+
+def test_built_in_records_are_found_when_one_is_looked_up() -> None:
+    """They come first, and their names are taken."""
+    calls = []
+
+    def built_in() -> list[Thing]:
+        calls.append(1)
+        return [Thing("b"), Thing("c")]
+
+    things = Registry("thing", Thing, "a Thing", built_in)
+    assert not calls
+    with pytest.raises(ValueError, match="thing: expected a name that is not taken; got 'b'"):
+        things.register(Thing("b"))
+    things.register(Thing("a"))
+    assert things.names() == ["b", "c", "a"]
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="thing: expected one of b, c, a; got 'd'"):
+        things.find("d")
+    with pytest.raises(TypeError, match="thing: expected one of b, c, a; got int"):
+        things.find(4)
+
+
+def test_a_module_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One new file is enough; modules without a record are left alone, and files' names have no meaning."""
+    package = tmp_path / "some_things"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text(f"from {__name__} import Thing\n", encoding="utf-8")
+    for file, name in (("one", "z"), ("two", "a")):
+        (package / f"{file}.py").write_text(f"from some_things.helper import Thing\nTHING = Thing({name!r})\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = records("some_things", Thing)
+    assert [thing.name for thing in found] == ["a", "z"]
+    for name in [name for name in sys.modules if name.split(".")[0] == "some_things"]:
+        monkeypatch.delitem(sys.modules, name)

@@ -64,7 +64,10 @@ class Basis:
     any_dialect: bool = False
 
 
-_bases: Final = Registry("basis", Basis, "a Basis")
+BASES: Final = Registry("basis", Basis, "a Basis")
+find_basis = BASES.find
+basis_names = BASES.names
+unregister_basis = BASES.unregister
 
 __all__ = [
     "MOST_DEGREE",
@@ -77,6 +80,7 @@ __all__ = [
     "constant",
     "find_basis",
     "register_basis",
+    "unregister_basis",
 ]
 
 
@@ -87,35 +91,10 @@ def register_basis(basis: Basis) -> Basis:
         TypeError: not a `Basis`.
         ValueError: the name is taken, empty, or has a colon in it.
     """
-    _bases.check(basis)
-    if not basis.name or ":" in basis.name:
+    BASES.check(basis)
+    if ":" in basis.name:
         raise value_error("basis", "a name without colons", repr(basis.name))
-    return _bases.add(basis)
-
-
-def unregister_basis(name: str) -> None:
-    """Remove a basis."""
-    _bases.remove(name)
-
-
-def find_basis(name: Any) -> Basis:
-    """The basis of this name.
-
-    Raises:
-        TypeError: the name is not a string.
-        ValueError: there is none.
-    """
-    return _bases.find(name)
-
-
-def basis_names() -> list[str]:
-    """Names of all bases."""
-    return _bases.names()
-
-
-def known_basis(basis: Basis) -> bool:
-    """Whether a basis is registered as it is."""
-    return _bases.get(basis.name) is basis
+    return BASES.register(basis)
 
 
 @triton.jit

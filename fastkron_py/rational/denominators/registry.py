@@ -1,37 +1,31 @@
-"""Denominators by name. Triton is imported with the library's own, when one is first asked for."""
+"""Denominators by name. Triton is imported with the library's own, when a name is first looked up."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from fastkron_py.rational.denominators.denominator import Denominator, DeviceFunctions
+from fastkron_py.rational.denominators.denominator import Denominator
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.registry import Registry
 
-__all__ = [
-    "Denominator",
-    "DeviceFunctions",
-    "denominator_names",
-    "find_denominator",
-    "register_denominator",
-    "unregister_denominator",
-]
-
 
 def _built_in() -> list[Denominator]:
-    from fastkron_py.rational.denominators.versions import DENOMINATORS
+    from fastkron_py.rational.denominators.built_in import BUILT_IN  # a statement, which torch.compile runs and does not trace
 
-    return DENOMINATORS
+    return BUILT_IN
 
 
-_denominators: Final = Registry("version", Denominator, "a Denominator", _built_in)
+DENOMINATORS: Final = Registry("version", Denominator, "a Denominator", _built_in)
+find_denominator = DENOMINATORS.find
+denominator_names = DENOMINATORS.names
+unregister_denominator = DENOMINATORS.unregister
 
 
 def register_denominator(denominator: Denominator) -> Denominator:
     """Add a denominator Q of the rational function ``P(x) / Q(x)``, which `rational` and the layers then know by its name.
 
     Its device functions work on tiles of elements in registers, on one program's coefficients. Its host functions work on tensors
-    x ``[..., G, C / G]`` and b_j ``[G, 1]``, or of any shapes that broadcast. docs/rational.md has an example with all of them.
+    x ``[..., G, C / G]`` and b_j ``[G, 1]``, or of any shapes that broadcast. docs/extending.md has an example with all of them.
 
     Args:
         denominator: the record of its functions.
@@ -52,27 +46,7 @@ def register_denominator(denominator: Denominator) -> Denominator:
         >>> rational(torch.randn(3, 8), torch.randn(2, 6), torch.randn(2, 4), version="same as B").shape
         torch.Size([3, 8])
     """
-    _denominators.check(denominator)
+    DENOMINATORS.check(denominator)
     if denominator.first not in (0, 1):
         raise value_error("denominator", "a first power of 0 or 1", denominator.first)
-    return _denominators.add(denominator)
-
-
-def unregister_denominator(name: str) -> None:
-    """Remove a denominator."""
-    _denominators.remove(name)
-
-
-def find_denominator(name: Any) -> Denominator:
-    """The denominator of this name.
-
-    Raises:
-        TypeError: the name is not a string.
-        ValueError: there is none.
-    """
-    return _denominators.find(name)
-
-
-def denominator_names() -> list[str]:
-    """Names of all denominators."""
-    return _denominators.names()
+    return DENOMINATORS.register(denominator)
