@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kan import operator
+from fastkron_py.kan.bases.basis import MOST_DEGREE
+from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
@@ -122,7 +124,6 @@ class _Checked:
 
 
 def _checked(basis: Any, parameters: Any, normalization: Any, bounds: Any, evaluation: Any, lut_size: Any) -> _Checked:
-    from fastkron_py.kan.bases.registry import find_basis
     from fastkron_py.kan.layer_config import describe
 
     found = find_basis(basis)
@@ -166,8 +167,6 @@ def check_arguments(basis: Any, parameters: Any, normalization: Any, evaluation:
 
 
 def _check_terms(terms: int, checked: _Checked) -> None:
-    from fastkron_py.kan.bases.registry import MOST_DEGREE
-
     if not 2 <= terms <= MOST_DEGREE + 1:
         raise value_error("degree", f"1 to {MOST_DEGREE}", terms - 1)
     checked.basis.check(terms, checked.parameters)

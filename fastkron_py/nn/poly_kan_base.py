@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
+from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.kan.running_range import Calls, is_set
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.runtime.checks import check_integer, check_precision
@@ -58,8 +59,6 @@ class EdgeFunctions(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        from fastkron_py.kan.bases.registry import find_basis
-
         super().__init__()
         degree = check_integer("degree", degree)
         if not 0 < check_real("momentum", momentum, "a number above 0, up to 1") <= 1:
@@ -97,7 +96,7 @@ class EdgeFunctions(nn.Module):
 
     def _mean_square(self) -> float:
         """The sum over the basis of the mean square of each function, for standard normal x (uniform ones in a range)."""
-        from fastkron_py.kan.bases.registry import NORMALIZERS, find_basis
+        from fastkron_py.kan.normalizers import NORMALIZERS
 
         uniform = (torch.arange(_SAMPLES, dtype=torch.float64, device="cpu") + 0.5) / _SAMPLES
         if self.normalization in ("minmax", "none"):

@@ -41,8 +41,9 @@ class Registry(Generic[N]):
     def _all(self) -> dict[str, N]:
         """Every record by name, the built-in ones first."""
         if self._built_in is not None:
-            # In this order, since another thread may be here as well: then both add the same records.
-            self._found.update({record.name: record for record in self._built_in()})
+            # A new dictionary: torch.compile may trace the first look-up, and refuses mapping proxies once a dictionary has changed.
+            # In this order, since another thread may be here as well: then both find the same records.
+            self._found = {record.name: record for record in self._built_in()} | self._found
             self._built_in = None
         return self._found
 

@@ -9,9 +9,10 @@ import torch
 from refusals import Refusal, assert_refused
 
 from fastkron_py import poly_kan
+from fastkron_py.kan.bases.registry import basis_names
 
 X, C = torch.randn(5, 3), torch.randn(4, 2, 3)
-BASIS_NAMES = "fourier, bspline, rbf, chebyshev, chebyshev_u, legendre, hermite, jacobi, gegenbauer"
+BASIS_NAMES = ", ".join(basis_names())
 BAD: dict[str, Refusal] = {
     "degree 0": (lambda: poly_kan(X, C[:1]), ValueError, "degree: expected 1 to 64; got 0"),
     "degree 65": (lambda: poly_kan(X, torch.randn(66, 2, 3)), ValueError, "degree: expected 1 to 64; got 65"),

@@ -14,8 +14,10 @@ from poly_kan_cases import BASES, by_scipy, parameters_of
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kan.bases.registry import NORMALIZERS, Basis, basis_names, find_basis, register_basis, unregister_basis
+from fastkron_py.kan.bases.basis import Basis
+from fastkron_py.kan.bases.registry import basis_names, find_basis, register_basis, unregister_basis
 from fastkron_py.kan.bases.table import basis_table, table_derivatives, table_error_bound, table_values
+from fastkron_py.kan.normalizers import NORMALIZERS
 
 TERMS = 25
 # Largest error over degrees 0 to 24, relative to each function's largest value: a float32 recurrence carries every rounding on. Measured

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import poly_kan
-from fastkron_py.kan.bases.registry import Basis, find_basis, register_basis, unregister_basis
+from fastkron_py.kan.bases.basis import Basis
+from fastkron_py.kan.bases.registry import find_basis, register_basis, unregister_basis
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.call_cache import CACHE, Entry
 from fastkron_py.testing import assert_close

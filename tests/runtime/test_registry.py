@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ class Thing:
     """Something with a name."""
 
     name: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def program() -> Program:
@@ -62,6 +65,21 @@ def test_built_in_records_are_found_when_one_is_looked_up() -> None:
         things.find("d")
     with pytest.raises(TypeError, match="thing: expected one of b, c, a; got int"):
         things.find(4)
+
+
+def test_the_first_look_up_may_be_compiled() -> None:
+    """With a record that has a mapping proxy, which torch.compile reads no more once it has seen a dictionary change."""
+    thing = Thing("a", MappingProxyType({"factor": 3.0}))
+    things = Registry("thing", Thing, "a Thing", lambda: [thing])
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * sum(things.find("a").numbers.values())
+
+    x = torch.randn(3)
+    for _ in range(2):
+        torch.testing.assert_close(scaled(x), 3 * x)
+    assert things.names() == ["a"]
 
 
 def test_a_module_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Families of functions that a layer is a sum of: values and derivatives, on the device and in torch."""
+"""Bases of polynomial KAN layers, by name: values and derivatives, on the device and in torch; their tables."""

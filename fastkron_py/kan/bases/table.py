@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastkron_py.kan.bases.basis import Basis, Parameters, find_basis
+from fastkron_py.kan.bases.basis import Basis, Parameters
+from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.runtime.optional_triton import tl, triton
 
 _SAMPLES = 4097  # where the second derivative is looked at
