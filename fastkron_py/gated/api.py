@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.gated import operator
+from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
@@ -216,8 +217,6 @@ def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, T
 
 def check_activation(name: Any) -> str:
     """Accept the name of an activation."""
-    from fastkron_py.gated.activations import find_activation
-
     return find_activation(name).name
 
 

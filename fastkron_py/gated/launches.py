@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.gated.activations import find_activation
+from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.gated.kernels.epilogues import (
     _gate_gradients_kernel,
     epilogue_gate,

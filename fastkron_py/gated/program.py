@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.gated import torch_backend
+from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.backend import choose_backend, requested_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import resolved, torch_products
@@ -68,8 +69,6 @@ def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
     chosen = choose_backend(options.backend, x)
     if chosen == "torch" or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
         return False
-    from fastkron_py.gated.activations import find_activation  # which imports Triton
-
     if not find_activation(options.activation).has_device_functions:
         return False
     exact = x.is_cuda and x.dtype == torch.float32 and x.shape[-1] > _LONGEST_SUM and resolved(options.precision) == "highest"

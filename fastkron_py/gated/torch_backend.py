@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastkron_py.gated.activations.registry import find_activation
+
 
 def wide(t: Tensor) -> Tensor:
     """Half types as float32, in which gates are computed."""
@@ -49,8 +51,6 @@ def pairs_of(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None
 
 def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
     """``up * act(gate)``, of pairs' dtype."""
-    from fastkron_py.gated.activations import find_activation  # which imports Triton
-
     up, gated = split(pairs, layout)
     return (wide(up) * find_activation(activation).host(wide(gated))).to(pairs.dtype)
 
@@ -68,8 +68,6 @@ def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
 
 def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> Tensor:
     """Gradients of pairs ``[M, 2 H]``, from ``dy [M, H]``."""
-    from fastkron_py.gated.activations import find_activation  # which imports Triton
-
     found = find_activation(activation)
     up, gated = (wide(t) for t in split(pairs, layout))
     wide_dy = wide(dy)

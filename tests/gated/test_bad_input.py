@@ -71,12 +71,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "activation": (
         lambda: gated_linear(X, W, activation="swish"),
         ValueError,
-        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got 'swish'",
+        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got 'swish'",
     ),
     "activation of another kind": (
         lambda: gated_linear(X, W, activation=torch.nn.functional.silu),
         TypeError,
-        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got function",
+        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got function",
     ),
     "layout": (lambda: gated_linear(X, W, layout="packed"), ValueError, "layout: expected one of interleaved, stacked; got 'packed'"),
     "layout of another kind": (lambda: gated_linear(X, W, layout=2), TypeError, "layout: expected one of interleaved, stacked; got int"),

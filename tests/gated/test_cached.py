@@ -16,7 +16,7 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
-from fastkron_py.gated import activations
+from fastkron_py.gated.activations.registry import find_activation, register_activation, unregister_activation
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.tiling import gemm_config as tuning
@@ -258,11 +258,11 @@ def test_errors_are_raised_as_before(spy: Spy, given: tuple[Tensor, Tensor]) -> 
 def test_another_activation_of_the_same_name(spy: Spy, given: tuple[Tensor, Tensor]) -> None:
     results = []
     for like in ("relu", "silu"):
-        activations.register_activation(dataclasses.replace(activations.find_activation(like), name="tried"))
+        register_activation(dataclasses.replace(find_activation(like), name="tried"))
         try:
             results += [stacked(*given, activation="tried") for _ in range(2)]
         finally:
-            activations.unregister_activation("tried")
+            unregister_activation("tried")
     assert spy.take() == 2
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[2], results[3])

@@ -16,7 +16,8 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
-from fastkron_py.gated.activations import Activation, activation_names, register_activation, unregister_activation
+from fastkron_py.gated.activations.activation import Activation
+from fastkron_py.gated.activations.registry import activation_names, register_activation, unregister_activation
 from fastkron_py.testing import assert_close
 
 # Torch's own, in forward mode and where it first compiles.

@@ -15,7 +15,7 @@ from graphs import graphed
 from torch import Tensor
 
 from fastkron_py import backend, gated_linear
-from fastkron_py.gated.activations import find_activation
+from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.nn import GatedMLP
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.call_cache import CACHE

@@ -232,12 +232,12 @@ BAD: dict[str, Refusal] = {
     "activation": (
         lambda: GatedMLP(2, 2, activation="swoosh"),
         ValueError,
-        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got 'swoosh'",
+        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got 'swoosh'",
     ),
     "activation of another kind": (
         lambda: GatedMLP(2, 2, activation=None),  # type: ignore[arg-type]
         TypeError,
-        "activation: expected one of silu, gelu, gelu_tanh, relu, sigmoid, identity; got None",
+        "activation: expected one of gelu, gelu_tanh, identity, relu, sigmoid, silu; got None",
     ),
     "layout": (lambda: GatedMLP(2, 2, layout="x"), ValueError, "layout: expected one of interleaved, stacked; got 'x'"),
     "backward": (lambda: GatedMLP(2, 2, backward="x"), ValueError, "backward: expected one of save, recompute; got 'x'"),

@@ -12,7 +12,8 @@ import triton.language as tl
 from gemm_cases import gemm
 from torch import Tensor
 
-from fastkron_py.gated.activations import Activation, find_activation, register_activation, unregister_activation
+from fastkron_py.gated.activations.activation import Activation
+from fastkron_py.gated.activations.registry import find_activation, register_activation, unregister_activation
 from fastkron_py.gated.kernels.epilogues import epilogue_gate, epilogue_gate_and_pair
 from fastkron_py.gated.launches import Gated
 from fastkron_py.runtime import device as devices

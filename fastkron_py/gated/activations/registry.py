@@ -1,0 +1,34 @@
+"""Activations by name. Triton is imported with the library's own, when a name is first looked up."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastkron_py.gated.activations.activation import Activation
+from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.registry import Registry
+
+
+def _built_in() -> list[Activation]:
+    from fastkron_py.gated.activations.built_in import BUILT_IN  # a statement, which torch.compile runs and does not trace
+
+    return BUILT_IN
+
+
+ACTIVATIONS: Final = Registry("activation", Activation, "an Activation", _built_in)
+find_activation = ACTIVATIONS.find
+activation_names = ACTIVATIONS.names
+unregister_activation = ACTIVATIONS.unregister
+
+
+def register_activation(activation: Activation) -> Activation:
+    """Add an activation, which `gated_linear` and `nn.GatedMLP` then know by its name.
+
+    Raises:
+        TypeError: not an `Activation`.
+        ValueError: the name is taken or empty, or only one of value and derivative is there.
+    """
+    ACTIVATIONS.check(activation)
+    if (activation.value is None) != (activation.derivative is None):
+        raise value_error("activation", "both value and derivative, or neither", f"one of them, for {activation.name!r}")
+    return ACTIVATIONS.register(activation)
