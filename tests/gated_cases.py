@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastkron_py.gated.activations.registry import activation_names
 from fastkron_py.runtime.call_cache import CallCache
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity")
+ACTIVATIONS = tuple(activation_names())
 LAYOUTS = ("interleaved", "stacked")
 
 
 def act(name: str, x: Tensor) -> Tensor:
     """An activation by its formula; differentiable."""
-    if name == "silu":
-        return x / (1 + torch.exp(-x))
-    if name == "gelu":
-        return x * torch.special.ndtr(x)
-    if name == "gelu_tanh":
-        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    if name == "relu":
-        return x * (x > 0)
-    return {"sigmoid": 1 / (1 + torch.exp(-x)), "identity": x}[name]
+    formulas: dict[str, Callable[[], Tensor]] = {
+        "silu": lambda: x / (1 + torch.exp(-x)),
+        "gelu": lambda: x * torch.special.ndtr(x),
+        "gelu_tanh": lambda: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "relu": lambda: x * (x > 0),
+        "sigmoid": lambda: 1 / (1 + torch.exp(-x)),
+        "identity": lambda: x,
+    }
+    return formulas[name]()
 
 
 def pack(up: Tensor, gate: Tensor, layout: str) -> Tensor:

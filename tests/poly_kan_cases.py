@@ -12,13 +12,13 @@ from scipy import special
 from scipy.interpolate import BSpline
 from torch import Tensor
 
-from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.kan.bases.registry import basis_names, find_basis
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.runtime.builder import Builder
 
 # Parameters away from special values; of other bases, the defaults.
 PARAMETERS: dict[str, dict[str, float]] = {"jacobi": {"a": 0.5, "b": -0.3}, "gegenbauer": {"alpha": 0.7}}
-BASES = ("chebyshev", "chebyshev_u", "legendre", "hermite", "jacobi", "gegenbauer", "fourier", "bspline", "rbf")
+BASES = tuple(basis_names())  # `by_scipy` has them all
 
 
 def parameters_of(basis: str) -> tuple[float, ...]:

@@ -134,7 +134,7 @@ def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: An
     check_precision(precision)
     check_choice("layout", layout, LAYOUTS)
     check_choice("backward", backward, BACKWARDS)
-    options = (check_activation(activation), layout, precision)
+    options = (find_activation(activation).name, layout, precision)
     if isinstance(x, Tensor):
         return _gated_linear(tensors, labels, backward, options, key)
     arrays = {label: a for label, a in zip(labels, tensors, strict=True) if a is not None or label == "x"}
@@ -213,11 +213,6 @@ def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, T
     if packed.ndim not in (2, 3) or packed.shape[0] != 2:
         raise value_error("packed", "[2, hidden, in] or [2, hidden], since layout is 'stacked'", f"shape {tuple(packed.shape)}")
     return packed[0], packed[1]
-
-
-def check_activation(name: Any) -> str:
-    """Accept the name of an activation."""
-    return find_activation(name).name
 
 
 def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options: tuple[str, str, str | None], key: Any) -> Tensor:

@@ -25,8 +25,6 @@ from fastkron_py.tiling.gemm_launch import add_gemm, add_rowwise
 from fastkron_py.tiling.gemm_problem import Gemm, is_describable
 
 _ELEMENTWISE_BLOCK: Final = (16, 128)
-# Activations with which programs of two launches fit a multiprocessor's registers together, as tests see by compiling for an H100.
-LIGHT: Final = frozenset({"silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity"})
 
 
 class Gated(NamedTuple):
@@ -40,11 +38,12 @@ class Gated(NamedTuple):
 
     def gemm(self, epilogue: Any, dtype: torch.dtype, device: torch.device) -> Gemm:
         """The main loop's parameters with one of the epilogues, for results of this dtype."""
-        value, slope = find_activation(self.activation).device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
+        found = find_activation(self.activation)
+        value, slope = found.device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
         interleaved = self.layout == "interleaved"
         # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
         pairs = "stacked" if self.as_halves else self.layout
-        light = epilogue is epilogue_gate and pairs == "stacked" and self.activation in LIGHT
+        light = epilogue is epilogue_gate and pairs == "stacked" and found.is_light
         return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)
 
     def operands(self, build: Builder, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> tuple[Any, Any, Any]:

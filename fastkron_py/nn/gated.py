@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.gated.api import BACKWARDS, LAYOUTS, check_activation, gated_linear, gated_mlp, pack_gated, unpack_gated
+from fastkron_py.gated.activations.registry import find_gate
+from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
 from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.hooks import is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-# What papers call the whole layer, by its gate's activation.
-ALIASES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "swish": "silu",
-        "swiglu": "silu",
-        "geglu": "gelu",
-        "geglu_tanh": "gelu_tanh",
-        "reglu": "relu",
-        "glu": "sigmoid",
-        "bilinear": "identity",
-    }
-)
 # Names of (gate, up, down) in checkpoints of others: Hugging Face's, and Llama's own.
 _UNPACKED: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _PACKED: Final = MappingProxyType({"weight": "up_gate_weight", "bias": "up_gate_bias"})
 _EXTRA: Final = "_extra_state"
-
-
-def _activation_name(given: Any) -> str:
-    return check_activation(ALIASES.get(given, given) if isinstance(given, str) else given)
 
 
 class GatedMLP(nn.Module):
@@ -49,7 +33,7 @@ class GatedMLP(nn.Module):
         in_features: of x.
         hidden_features: of each wide projection.
         out_features: of the result; None is in_features.
-        activation: as in `gated_linear`, or "swiglu", "geglu", "geglu_tanh", "reglu", "glu", "bilinear".
+        activation: as in `gated_linear`, or an alias such as "swiglu", "geglu" or "bilinear" (docs/gated_mlp.md lists them).
         bias: of all three projections.
         layout: "interleaved" or "stacked".
         backward: "save" or "recompute", as in `gated_linear`: with "save" x and both wide projections are kept for the backward
@@ -103,7 +87,7 @@ class GatedMLP(nn.Module):
         check_choice("backward", backward, BACKWARDS)
         check_precision(precision)
         self.in_features, self.hidden_features, self.out_features = int(in_features), int(hidden_features), int(out_features)
-        self.activation = _activation_name(activation)
+        self.activation = find_gate(activation).name
         self.layout, self.backward, self.precision = layout, backward, precision
         rows = (2 * self.hidden_features,) if layout == "interleaved" else (2, self.hidden_features)
         self.up_gate_weight = nn.Parameter(torch.empty(*rows, self.in_features, device=device, dtype=dtype))

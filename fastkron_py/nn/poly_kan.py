@@ -29,7 +29,7 @@ class PolyKANLinear(EdgeFunctions):
         basis: as in `poly_kan`.
         bias: add a learned ``[out_features]``. Most bases hold a constant, which is one already.
         basis_parameters: as in `poly_kan`.
-        normalization: as in `poly_kan`; None is "minmax" for B-splines and radial functions, else "tanh". "minmax" follows the range of
+        normalization: as in `poly_kan`; None is the basis's own (`Basis.normalization`). "minmax" follows the range of
             what comes by in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left
             out, and the second run of a batch by `torch.utils.checkpoint` has the range of the first and moves nothing, if the batch is
             among the layer's latest 64 to 4,096 (those that 1 MiB holds).

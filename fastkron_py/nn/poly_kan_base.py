@@ -18,7 +18,6 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean square is taken
 _UNSET: Final = (math.inf, -math.inf)
-DEFAULT_NORMALIZATION: Final = {"bspline": "minmax", "rbf": "minmax"}  # others: tanh
 
 
 class EdgeFunctions(nn.Module):
@@ -68,8 +67,7 @@ class EdgeFunctions(nn.Module):
         if dtype is not None and dtype not in DTYPES:
             raise type_error("dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), dtype)
         if normalization is None:
-            find_basis(basis)
-            normalization = DEFAULT_NORMALIZATION.get(basis, "tanh")
+            normalization = find_basis(basis).normalization
         check_arguments(basis, basis_parameters, normalization, evaluation, lut_size, degree + 1)
         self.degree, self.basis, self.normalization = degree, basis, normalization
         self.basis_parameters = dict(basis_parameters or {})

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.kan.api import poly_kan
+from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.nn.poly_kan import PolyKANLinear
 from fastkron_py.runtime.backend import backend
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _SAMPLES: Final = 4096
-_LOCAL: Final = ("bspline", "rbf")  # bases whose functions differ in place, not in how fast they vary
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
 
     Outputs keep variance 1, as after `PolyKANLinear.reset_parameters`, where all degrees weigh the same (power 0): there a layer of a high
     degree begins as a rough function, and what few examples do not say stays rough. Degree 0 weighs as much as degree 1, and of a
-    Fourier basis d is the frequency. Biases become 0.
+    Fourier basis d is the frequency (`Basis.frequency`). Biases become 0.
 
     Args:
         model: a layer, or a module with layers in it.
@@ -35,7 +35,7 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
 
     Raises:
         TypeError: power is not a number.
-        ValueError: a power below 0, no such layer, or one of B-splines or radial functions, which have no degrees.
+        ValueError: a power below 0, no such layer, or one over a basis without degrees, such as B-splines.
 
     Example:
         >>> kan = smooth_init_(KAN([2, 16, 1], degree=8))
@@ -48,11 +48,9 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
     layers = [m for m in model.modules() if isinstance(m, PolyKANLinear)]
     if not layers:
         raise value_error("model", "one with PolyKANLinear layers", type_name(model))
-    for layer in layers:
-        if layer.basis in _LOCAL:
-            raise value_error("model", "layers over bases with degrees", f"one with basis {layer.basis!r}")
-    for layer in layers:
-        shares = _frequencies(layer).clamp(min=1) ** -power
+    frequencies = [_frequencies(layer) for layer in layers]  # refused before any layer is drawn
+    for layer, each in zip(layers, frequencies, strict=True):
+        shares = each.clamp(min=1) ** -power
         scale = 1 / torch.sqrt(layer.in_features * (shares.square() * _mean_squares(layer)).sum())
         layer.coefficients.normal_().mul_((shares * scale).to(layer.coefficients)[:, None, None])
         if layer.bias is not None:
@@ -62,8 +60,10 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
 
 def _frequencies(layer: PolyKANLinear) -> Tensor:
     """How fast each function of the basis varies: ``[degree + 1]``."""
-    d = torch.arange(layer.degree + 1, dtype=torch.float64)
-    return torch.ceil(d / 2) if layer.basis == "fourier" else d
+    frequency = find_basis(layer.basis).frequency
+    if frequency is None:
+        raise value_error("model", "layers over bases with degrees", f"one with basis {layer.basis!r}")
+    return torch.tensor([frequency(d) for d in range(layer.degree + 1)], dtype=torch.float64)
 
 
 def _mean_squares(layer: PolyKANLinear) -> Tensor:

@@ -57,6 +57,7 @@ def main() -> None:
 
     jit.JITFunction.run = compile_only
     from fastkron_py.gated import launches as triton_gated
+    from fastkron_py.gated.activations.registry import activation_names, find_activation
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.builder import Builder
     from fastkron_py.runtime.gpu import HOPPER
@@ -91,7 +92,7 @@ def main() -> None:
         run(triton_gated.add_stored_gradients, dy, torch.empty(rows, 2 * hidden, dtype=dtype), gated=gated, in_place=True, again=True)
     devices.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
     x, weight = torch.empty(512, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
-    for activation in sorted(triton_gated.LIGHT):
+    for activation in (name for name in activation_names() if find_activation(name).is_light):
         current = f"beside, {activation}"
         run(forward, x, weight, None, None, gated=triton_gated.Gated(activation, "interleaved", "highest"))
     current = "a linear layer"

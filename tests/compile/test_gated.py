@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from compiled_for_h100 import LIMIT, SHARED_MEMORY, compiled
 
-from fastkron_py.gated.launches import LIGHT
+from fastkron_py.gated.activations.registry import activation_names, find_activation
 
 # One worker: what is compiled serves all tests here.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_gated_for_h100")]
@@ -42,7 +42,7 @@ def test_the_second_launch_waits_for_the_end_of_the_first(kernels: list[dict[str
     assert all(k["wait"] == -1 for k in kernels if not k["early"])
 
 
-@pytest.mark.parametrize("activation", sorted(LIGHT))
+@pytest.mark.parametrize("activation", [name for name in activation_names() if find_activation(name).is_light])
 def test_programs_of_two_launches_fit_a_multiprocessor(kernels: list[dict[str, Any]], activation: str) -> None:
     """The second launch would else wait for the first one's end, and be slow: each of its programs has little in flight."""
     first, second = (k for k in kernels if k["problem"] == f"beside, {activation}")

@@ -12,6 +12,7 @@ from refusals import Refusal, assert_refused
 from torch import Tensor, nn
 
 import fastkron_py
+from fastkron_py.gated.activations.registry import activation_names, find_activation
 from fastkron_py.nn import GatedMLP, pack_gated, unpack_gated
 from fastkron_py.testing import assert_close
 
@@ -113,9 +114,9 @@ def test_what_replaces_the_down_projection_is_called(device: torch.device) -> No
 
 @pytest.mark.parametrize(
     ("name", "activation"),
-    [("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu"), ("glu", "sigmoid"), ("bilinear", "identity")],
+    [(alias, name) for name in activation_names() for alias in find_activation(name).aliases],
 )
-def test_names(name: str, activation: str) -> None:
+def test_aliases(name: str, activation: str) -> None:
     layer = GatedMLP(6, 8, 3, name, dtype=torch.float64)
     assert layer.activation == activation
     x = torch.randn(4, 6, dtype=torch.float64)

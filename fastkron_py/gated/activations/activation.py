@@ -23,6 +23,11 @@ class Activation:
         derivative: the second as a jit function of a tile.
         quick_value: the first with an error of some 1e-7, in few instructions, for NVIDIA GPUs and results that are rounded to half types.
         quick_derivative: the second, in the same way.
+        formula: in a line of text.
+        aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
+            earlier activation's alias before a later one's.
+        is_light: programs of two launches fit a multiprocessor's registers together with it, so that the second launch may begin early. For
+            built-in ones only: tests see it by compiling for an H100.
     """
 
     name: str
@@ -32,6 +37,9 @@ class Activation:
     derivative: Any = None
     quick_value: Any = None
     quick_derivative: Any = None
+    formula: str = ""
+    aliases: tuple[str, ...] = ()
+    is_light: bool = False
 
     @property
     def has_device_functions(self) -> bool:

@@ -27,4 +27,13 @@ def _host_derivative(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
 
 
-ACTIVATION: Final = Activation("gelu", torch.nn.functional.gelu, _host_derivative, _value, _derivative)
+ACTIVATION: Final = Activation(
+    "gelu",
+    torch.nn.functional.gelu,
+    _host_derivative,
+    _value,
+    _derivative,
+    formula="x (1 + erf(x / sqrt(2))) / 2",
+    aliases=("geglu",),
+    is_light=True,
+)

@@ -57,4 +57,15 @@ def _host_derivative(x: Tensor) -> Tensor:
     return s + s * (1 - s) * (scale * (x + 3 * 0.044715 * x**3))
 
 
-ACTIVATION: Final = Activation("gelu_tanh", _host, _host_derivative, _value, _derivative, _quick_value, _quick_derivative)
+ACTIVATION: Final = Activation(
+    "gelu_tanh",
+    _host,
+    _host_derivative,
+    _value,
+    _derivative,
+    _quick_value,
+    _quick_derivative,
+    formula="x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2",
+    aliases=("geglu_tanh",),
+    is_light=True,
+)

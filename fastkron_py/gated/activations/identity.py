@@ -23,4 +23,13 @@ def _host(x: Tensor) -> Tensor:
     return x
 
 
-ACTIVATION: Final = Activation("identity", _host, torch.ones_like, _value, _derivative)
+ACTIVATION: Final = Activation(
+    "identity",
+    _host,
+    torch.ones_like,
+    _value,
+    _derivative,
+    formula="x",
+    aliases=("bilinear",),
+    is_light=True,
+)

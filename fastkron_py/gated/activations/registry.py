@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from fastkron_py.gated.activations.activation import Activation
 from fastkron_py.runtime.errors import value_error
@@ -32,3 +32,17 @@ def register_activation(activation: Activation) -> Activation:
     if (activation.value is None) != (activation.derivative is None):
         raise value_error("activation", "both value and derivative, or neither", f"one of them, for {activation.name!r}")
     return ACTIVATIONS.register(activation)
+
+
+def find_gate(name: Any) -> Activation:
+    """Return the activation of this name, or else the first with this alias.
+
+    Raises:
+        TypeError: the name is not a string.
+        ValueError: there is none.
+    """
+    if isinstance(name, str) and name not in activation_names():
+        for known in map(find_activation, activation_names()):
+            if name in known.aliases:
+                return known
+    return find_activation(name)

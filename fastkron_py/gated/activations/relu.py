@@ -24,4 +24,13 @@ def _host_derivative(x: Tensor) -> Tensor:
     return (x > 0).to(x.dtype)
 
 
-ACTIVATION: Final = Activation("relu", torch.nn.functional.relu, _host_derivative, _value, _derivative)
+ACTIVATION: Final = Activation(
+    "relu",
+    torch.nn.functional.relu,
+    _host_derivative,
+    _value,
+    _derivative,
+    formula="max(x, 0)",
+    aliases=("reglu",),
+    is_light=True,
+)

@@ -30,4 +30,15 @@ def _host_derivative(x: Tensor) -> Tensor:
     return s * (1 - s)
 
 
-ACTIVATION: Final = Activation("sigmoid", torch.sigmoid, _host_derivative, sigmoid, _derivative, quick_sigmoid, _quick_derivative)
+ACTIVATION: Final = Activation(
+    "sigmoid",
+    torch.sigmoid,
+    _host_derivative,
+    sigmoid,
+    _derivative,
+    quick_sigmoid,
+    _quick_derivative,
+    formula="1 / (1 + exp(-x))",
+    aliases=("glu",),
+    is_light=True,
+)

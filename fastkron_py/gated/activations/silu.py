@@ -40,4 +40,15 @@ def _host_derivative(x: Tensor) -> Tensor:
     return s + s * (x * (1 - s))
 
 
-ACTIVATION: Final = Activation("silu", torch.nn.functional.silu, _host_derivative, _value, _derivative, _quick_value, _quick_derivative)
+ACTIVATION: Final = Activation(
+    "silu",
+    torch.nn.functional.silu,
+    _host_derivative,
+    _value,
+    _derivative,
+    _quick_value,
+    _quick_derivative,
+    formula="x sigmoid(x)",
+    aliases=("swish", "swiglu"),
+    is_light=True,
+)

@@ -45,6 +45,10 @@ class Basis:
         has_constant: B_0 is 1 everywhere, so that degree 0 is a bias.
         any_dialect: the prologues use nothing of Triton that Gluon lacks (no `tl.zeros_like`: see `device.constant`), so that Hopper's
             kernels take them.
+        formula: B_d(t) in a line of text.
+        normalization: that of layers that are given none.
+        frequency: how fast B_d varies, by its d, to which `nn.smooth_init_` scales coefficients; None where functions differ in
+            place instead, as B-splines do.
     """
 
     name: str
@@ -56,3 +60,6 @@ class Basis:
     check: Callable[[int, Parameters], None] = lambda terms, parameters: None
     has_constant: bool = False
     any_dialect: bool = False
+    formula: str = ""
+    normalization: str = "tanh"
+    frequency: Callable[[int], float] | None = float

@@ -110,4 +110,7 @@ BASIS: Final = Basis(
     MappingProxyType({"order": 3.0}),
     _check,
     any_dialect=True,
+    formula="bumps of one order on a uniform grid over [-1, 1] with degree + 1 - order intervals",
+    normalization="minmax",
+    frequency=None,
 )

@@ -45,4 +45,5 @@ BASIS: Final = Basis(
     (_derivative_start, chebyshev_step, _derivative),
     has_constant=True,
     any_dialect=True,
+    formula="T_d",
 )

@@ -52,4 +52,5 @@ BASIS: Final = Basis(
     (from_zero, _derivative_step, _derivative),
     has_constant=True,
     any_dialect=True,
+    formula="U_d",
 )

@@ -95,4 +95,6 @@ BASIS: Final = Basis(
     (_start, _step, _derivative),
     has_constant=True,
     any_dialect=True,
+    formula="1, sin pi t, cos pi t, sin 2 pi t, cos 2 pi t, ...",
+    frequency=lambda d: (d + 1) // 2,
 )

@@ -77,4 +77,5 @@ BASIS: Final = Basis(
     _check,
     has_constant=True,
     any_dialect=True,
+    formula="C_d^(alpha)",
 )

@@ -53,4 +53,5 @@ BASIS: Final = Basis(
     (from_zero, _derivative_step, _derivative),
     has_constant=True,
     any_dialect=True,
+    formula="H_d / sqrt(2^d d!)",
 )

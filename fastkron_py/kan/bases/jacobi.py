@@ -91,4 +91,5 @@ BASIS: Final = Basis(
     _check,
     has_constant=True,
     any_dialect=True,
+    formula="P_d^(a, b)",
 )

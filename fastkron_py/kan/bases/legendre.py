@@ -28,4 +28,5 @@ BASIS: Final = Basis(
     (from_zero, _derivative_step, current_value),
     has_constant=True,
     any_dialect=True,
+    formula="P_d",
 )

@@ -60,4 +60,7 @@ BASIS: Final = Basis(
     MappingProxyType({"width": 1.0}),
     _check,
     any_dialect=True,
+    formula="exp(-((t - c_d) / (width h))^2)",
+    normalization="minmax",
+    frequency=None,
 )
