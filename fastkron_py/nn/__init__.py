@@ -1,6 +1,10 @@
 """Layers (`torch.nn.Module`) over the functional room."""
 
+from fastkron_py.gated.activations.activation import Activation
+from fastkron_py.gated.activations.registry import register_activation
 from fastkron_py.gated.api import pack_gated, unpack_gated
+from fastkron_py.kan.bases.basis import Basis
+from fastkron_py.kan.bases.registry import register_basis
 from fastkron_py.nn.gated import GatedMLP
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
 from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
@@ -13,6 +17,8 @@ from fastkron_py.rational.denominators.registry import register_denominator
 __all__ = [
     "GRKAN",
     "KAN",
+    "Activation",
+    "Basis",
     "Denominator",
     "DeviceFunctions",
     "GatedMLP",
@@ -24,6 +30,8 @@ __all__ = [
     "from_chebykan",
     "from_efficient_kan",
     "pack_gated",
+    "register_activation",
+    "register_basis",
     "register_denominator",
     "smooth_init_",
     "unpack_gated",

@@ -1,23 +1,18 @@
-"""What torch asks of the gated operators: derivatives of every order, fakes, compilation, vmap, autocast; and a user's own activation."""
+"""What torch asks of the gated operators: derivatives of every order, fakes, compilation, vmap, autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from gated_cases import ACTIVATIONS, LAYOUTS, expected, pack, problem, relative
+from gated_cases import ACTIVATIONS, LAYOUTS, expected, pack, problem
 from sampling import in_full
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
-from fastkron_py.gated.activations.activation import Activation
-from fastkron_py.gated.activations.registry import activation_names, register_activation, unregister_activation
 from fastkron_py.testing import assert_close
 
 # Torch's own, in forward mode and where it first compiles.
@@ -236,72 +231,6 @@ def test_checkpointed_and_hooked(device: torch.device, generator: torch.Generato
         y = gated_linear(x, weight)
     for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
         assert torch.equal(a, e)
-
-
-@triton.jit
-def _square(x):  # type: ignore[no-untyped-def]
-    return x * x
-
-
-@triton.jit
-def _square_derivative(x):  # type: ignore[no-untyped-def]
-    return 2 * x
-
-
-@triton.jit
-def _softsign(x):  # type: ignore[no-untyped-def]
-    return x / (1 + tl.abs(x))
-
-
-@pytest.fixture
-def square() -> Iterator[str]:
-    """A user's own activation, with device functions."""
-    register_activation(Activation("square", torch.square, lambda x: 2 * x, _square, _square_derivative))
-    yield "square"
-    unregister_activation("square")
-
-
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_own_activation(square: str, backward: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, up, gate, dy = problem(7, 8, 8, torch.float32, device, generator)
-    weight = pack(up, gate, "stacked").requires_grad_()
-    y = gated_linear(x, weight, layout="stacked", activation=square, backward=backward, precision="highest")
-    (dw,) = torch.autograd.grad(y, weight, dy)
-    x, up, gate, dy = (t.double() for t in (x, up, gate, dy))
-    assert_close(y.detach(), (x @ up.mT) * (x @ gate.mT) ** 2)
-    expected_dw = torch.stack([(dy * (x @ gate.mT) ** 2).mT @ x, (dy * 2 * (x @ up.mT) * (x @ gate.mT)).mT @ x])
-    assert_close(dw, expected_dw, rms_tol=2e-6, max_tol=1e-5)
-    assert square in activation_names()
-
-
-def test_own_activation_without_device_functions(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    register_activation(Activation("softplus", torch.nn.functional.softplus, torch.sigmoid))
-    try:
-        x, up, gate, _ = problem(7, 8, 8, torch.float32, device, generator)
-        y = gated_linear(x, pack(up, gate, "interleaved"), activation="softplus")
-        assert relative(y, (x.double() @ up.double().mT) * torch.nn.functional.softplus(x.double() @ gate.double().mT)) < 1e-6
-    finally:
-        unregister_activation("softplus")
-
-
-@pytest.mark.parametrize(
-    ("activation", "error", "message"),
-    [
-        ("silu", TypeError, "activation: expected an Activation; got str"),
-        (Activation("silu", torch.sigmoid, torch.sigmoid), ValueError, "activation: expected a name that is not taken; got 'silu'"),
-        (Activation("", torch.sigmoid, torch.sigmoid), ValueError, "activation: expected a name that is not taken; got ''"),
-        (
-            Activation("softsign", torch.nn.functional.softsign, torch.sign, _softsign),
-            ValueError,
-            "activation: expected both value and derivative, or neither; got one of them, for 'softsign'",
-        ),
-    ],
-    ids=["another kind", "taken", "empty", "one function"],
-)
-def test_activations_that_cannot_be_registered(activation: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
-        register_activation(activation)
-    assert str(caught.value) == message
 
 
 def test_triton_is_refused_where_it_cannot_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

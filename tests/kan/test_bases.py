@@ -1,9 +1,10 @@
-"""Every basis against scipy: values and derivatives, on the host and by a kernel; tables; bases of the user's own."""
+"""Every basis against scipy: values and derivatives, on the host and by a kernel; tables; documentation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from poly_kan_cases import BASES, by_scipy, parameters_of
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py.kan.bases.basis import Basis
-from fastkron_py.kan.bases.registry import find_basis, register_basis, unregister_basis
+from fastkron_py.kan.bases.registry import basis_names, find_basis
 from fastkron_py.kan.bases.table import basis_table, table_derivatives, table_error_bound, table_values
 from fastkron_py.kan.normalizers import NORMALIZERS
 
@@ -172,63 +172,21 @@ def test_table_slopes_are_those_of_its_lines() -> None:
         torch.testing.assert_close(slope, by_autograd)
 
 
-# ---- a basis of the user's own: powers -----------------------------------------------------------
+# ---- documentation -------------------------------------------------------------------------------
 
 
-@triton.jit
-def _power_start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return t, tl.zeros_like(t) + 1, tl.zeros_like(t)
+def test_the_page_has_them_all() -> None:
+    """Each basis has a row with the record's formula, its parameters and their defaults, and what its layers do to x."""
+    text = (Path(__file__).parents[2] / "docs" / "poly_kan.md").read_text(encoding="utf-8")
+    table = text.split("## Bases")[1].split("\n\n")[1]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()[2:]]
+    assert sorted(name.strip("`") for name, *_ in rows) == sorted(basis_names())
+    for name, formula, parameters, normalization in rows:
+        found = find_basis(name.strip("`"))
+        assert (formula, normalization) == (found.formula, f"`{found.normalization}`")
+        assert re.findall(r"`(\w+)`", parameters) == list(found.parameters)
+        assert all(f"{default:g}" in parameters for default in found.parameters.values())
 
 
-@triton.jit
-def _power_step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return state[0], state[1] * state[0], state[1]
-
-
-@triton.jit
-def _power_value(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return state[1]
-
-
-@triton.jit
-def _power_derivative(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return d.to(state[0].dtype) * state[2]
-
-
-def _powers(t: Tensor, terms: int, parameters: tuple[float, ...]) -> Iterator[Tensor]:
-    return (t**d for d in range(terms))
-
-
-def _power_derivatives(t: Tensor, terms: int, parameters: tuple[float, ...]) -> Iterator[Tensor]:
-    return (d * t ** max(0, d - 1) for d in range(terms))
-
-
-@pytest.fixture(params=["with device functions", "on the host alone"])
-def powers(request: pytest.FixtureRequest) -> Iterator[str]:
-    prologues = ((_power_start, _power_step, _power_value), (_power_start, _power_step, _power_derivative))
-    if request.param == "on the host alone":
-        register_basis(Basis("powers", _powers, _power_derivatives, has_constant=True))
-    else:
-        register_basis(Basis("powers", _powers, _power_derivatives, *prologues, has_constant=True))
-    yield "powers"
-    unregister_basis("powers")
-
-
-def test_a_basis_of_ones_own(powers: str, device: torch.device) -> None:
-    x, c = torch.randn(5, 3, dtype=torch.float64, device=device), torch.randn(4, 2, 3, dtype=torch.float64, device=device)
-    x.requires_grad_()
-    with fastkron_py.backend("triton"):
-        y = fastkron_py.poly_kan(x, c, basis=powers)
-        (dx,) = torch.autograd.grad(y.sum(), x)
-    reference = sum(torch.tanh(x) ** d @ c[d].mT for d in range(4))
-    torch.testing.assert_close(y, reference)
-    torch.testing.assert_close(dx, torch.autograd.grad(reference.sum(), x)[0])
-
-
-def test_registering_twice_is_refused(powers: str) -> None:
-    with pytest.raises(ValueError, match="basis: expected a name that is not taken; got 'powers'"):
-        register_basis(find_basis(powers))
-    with pytest.raises(ValueError, match="basis: expected a name without colons; got 'a:b'"):
-        register_basis(Basis("a:b", _powers, _power_derivatives))
-    with pytest.raises(TypeError, match="basis: expected a Basis; got str"):
-        register_basis("powers")  # type: ignore[arg-type]
+def test_the_docstring_names_them_all() -> None:
+    assert set(re.findall(r'``"(\w+)"``', str(fastkron_py.poly_kan.__doc__))) >= set(basis_names())

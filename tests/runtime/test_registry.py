@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
+from fastkron_py.gated.activations.registry import activation_names
+from fastkron_py.kan.bases.registry import basis_names
+from fastkron_py.nn import Activation, Basis, Denominator
+from fastkron_py.rational.denominators.registry import denominator_names
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.program import Program
@@ -82,16 +88,25 @@ def test_the_first_look_up_may_be_compiled() -> None:
     assert things.names() == ["a"]
 
 
-def test_a_module_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One new file is enough; modules without a record are left alone, and files' names have no meaning."""
-    package = tmp_path / "some_things"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "helper.py").write_text(f"from {__name__} import Thing\n", encoding="utf-8")
-    for file, name in (("one", "z"), ("two", "a")):
-        (package / f"{file}.py").write_text(f"from some_things.helper import Thing\nTHING = Thing({name!r})\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = records("some_things", Thing)
-    assert [thing.name for thing in found] == ["a", "z"]
-    for name in [name for name in sys.modules if name.split(".")[0] == "some_things"]:
-        monkeypatch.delitem(sys.modules, name)
+ROOMS: dict[str, tuple[str, Callable[[], list[str]], type[Any]]] = {
+    "kan.bases": ("basis", basis_names, Basis),
+    "gated.activations": ("activation", activation_names, Activation),
+    "rational.denominators": ("denominator", denominator_names, Denominator),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_new_file_is_a_new_record(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the package of each registry; the file's name has no meaning, and files without a record are left alone."""
+    kind, names, record = ROOMS[room]
+    package, expected = f"fastkron_py.{room}", sorted([*names(), "a new one"])
+    code = f"from dataclasses import replace\nfrom {package}.registry import find_{kind}, {kind}_names\n"
+    code += f"{kind.upper()} = replace(find_{kind}({kind}_names()[0]), name='a new one')\n"
+    (tmp_path / "some_file.py").write_text(code, encoding="utf-8")
+    (tmp_path / "some_helper.py").touch()
+    module = import_module(package)
+    monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
+    found = records(package, record)
+    for name in ("some_file", "some_helper"):
+        monkeypatch.delitem(sys.modules, f"{package}.{name}")
+    assert [each.name for each in found] == expected

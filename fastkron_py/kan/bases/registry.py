@@ -22,11 +22,31 @@ unregister_basis = BASES.unregister
 
 
 def register_basis(basis: Basis) -> Basis:
-    """Add a basis, which `poly_kan` and the layers then know by its name.
+    """Add a basis of functions B_0, B_1, ..., which `poly_kan` and the layers then know by its name.
+
+    Its host functions take normalised arguments t of any shape, float32 or float64, and yield one tensor of that shape for each of
+    degree + 1 functions. Its prologues work on tiles in registers; without them the basis runs in torch. docs/extending.md has an
+    example with both.
+
+    Args:
+        basis: the record of its functions.
+
+    Returns:
+        The basis.
 
     Raises:
         TypeError: not a `Basis`.
         ValueError: the name is taken, empty, or has a colon in it.
+
+    Example:
+        >>> def powers(t, terms, parameters):
+        ...     return (t**d for d in range(terms))
+        >>> def slopes(t, terms, parameters):
+        ...     return (d * t ** max(0, d - 1) for d in range(terms))
+        >>> register_basis(Basis("powers of t", powers, slopes, has_constant=True, formula="t^d")).formula
+        't^d'
+        >>> poly_kan(torch.randn(100, 8), torch.randn(5, 3, 8), basis="powers of t").shape
+        torch.Size([100, 3])
     """
     BASES.check(basis)
     if ":" in basis.name:

@@ -1,0 +1,179 @@
+"""An activation in one file: registered, `gated_linear` and the layer know it by its name, on both backends, until it is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from gated_cases import LAYOUTS, pack, problem
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import gated_linear
+from fastkron_py.gated.activations.registry import activation_names, find_activation, unregister_activation
+from fastkron_py.nn import Activation, GatedMLP, register_activation, unpack_gated
+
+
+@triton.jit
+def _value(x):  # type: ignore[no-untyped-def]
+    return x * x
+
+
+@triton.jit
+def _derivative(x):  # type: ignore[no-untyped-def]
+    return 2 * x
+
+
+@triton.jit
+def _wrong_derivative(x):  # type: ignore[no-untyped-def]
+    return tl.abs(x)
+
+
+def _host_derivative(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+SQUARE = Activation("square", torch.square, _host_derivative, _value, _derivative, formula="x^2", aliases=("squareglu",))
+
+
+@pytest.fixture
+def square() -> Iterator[str]:
+    yield register_activation(SQUARE).name
+    unregister_activation("square")
+
+
+def errors(activation: str, given: tuple[Tensor, ...], layout: str, backward: str) -> list[float]:
+    """Relative, of the result and of the gradients of x and of the weight."""
+    x, up, gate, dy = given
+    x, weight = x.detach().requires_grad_(), pack(up, gate, layout).requires_grad_()
+    y = gated_linear(x, weight, layout=layout, activation=activation, backward=backward, precision="highest")
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = by_formula(wide[0], wide[1], layout)
+    found = [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
+    wanted = [expected.detach(), *torch.autograd.grad(expected, wide, dy.double())]
+    return [float((a.double() - e).norm() / e.norm()) for a, e in zip(found, wanted, strict=True)]
+
+
+def by_formula(x: Tensor, weight: Tensor, layout: str) -> Tensor:
+    """Written out; differentiable."""
+    up, gate = unpack_gated(weight, layout)
+    return (x @ up.mT) * (x @ gate.mT) ** 2
+
+
+# Sums of 8 terms, squared; bfloat16 rounds the result, and with "save" both projections.
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_values_and_gradients(
+    dtype: torch.dtype, layout: str, backward: str, square: str, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    assert max(errors(square, problem(7, 8, 8, dtype, device, generator), layout, backward)) < TOLERANCES[dtype]
+
+
+def test_the_comparison_can_fail(device: torch.device, generator: torch.Generator) -> None:
+    """A wrong derivative makes wrong gradients, and leaves the result alone."""
+    register_activation(replace(SQUARE, name="wrong", derivative=_wrong_derivative))
+    try:
+        with fastkron_py.backend("triton"):
+            y, dx, dw = errors("wrong", problem(7, 8, 8, torch.float32, device, generator), "stacked", "save")
+        assert min(dx, dw) > 0.1
+        assert y < TOLERANCES[torch.float32]
+    finally:
+        unregister_activation("wrong")
+
+
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+def test_without_device_functions(backward: str, device: torch.device, generator: torch.Generator) -> None:
+    """The activation runs in torch, whichever backend is asked for."""
+    register_activation(Activation("plain square", torch.square, _host_derivative))
+    try:
+        with fastkron_py.backend("triton"):
+            given = problem(7, 8, 8, torch.float32, device, generator)
+            assert max(errors("plain square", given, "interleaved", backward)) < TOLERANCES[torch.float32]
+    finally:
+        unregister_activation("plain square")
+
+
+def test_derivatives_of_every_order(square: str, device: torch.device, generator: torch.Generator) -> None:
+    x, up, gate, _ = problem(2, 3, 4, torch.float64, device, generator)
+    given = x.requires_grad_(), torch.stack([up, gate]).requires_grad_()
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return gated_linear(x, weight, layout="stacked", activation=square)
+
+    assert torch.autograd.gradcheck(call, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, given)
+
+
+@pytest.mark.parametrize("name", ["square", "squareglu"])
+def test_layer(name: str, square: str, backend_name: str, device: torch.device) -> None:
+    """The layer takes it by name and by alias; `gated_linear` by name alone."""
+    mlp = GatedMLP(6, 8, activation=name, device=device)
+    assert mlp.activation == square
+    assert "activation='square'" in repr(mlp)
+    x = torch.randn(5, 6, device=device)
+    wide = by_formula(x.double(), mlp.up_gate_weight.double(), mlp.layout) @ mlp.down_proj.weight.double().mT
+    assert float(((mlp(x).double() - wide).norm() / wide.norm()).detach()) < 2 * TOLERANCES[torch.float32]
+    if name != square:
+        with pytest.raises(ValueError, match="got 'squareglu'"):
+            gated_linear(x, mlp.up_gate_weight, activation=name)
+
+
+def test_a_name_comes_before_an_alias(square: str) -> None:
+    """And an earlier alias before a later one."""
+    register_activation(replace(SQUARE, name="squareglu", aliases=("swiglu",)))
+    try:
+        assert GatedMLP(6, 8, activation="squareglu").activation == "squareglu"
+        assert GatedMLP(6, 8, activation="swiglu").activation == "silu"
+    finally:
+        unregister_activation("squareglu")
+    assert GatedMLP(6, 8, activation="squareglu").activation == square
+
+
+def test_removed(device: torch.device, generator: torch.Generator) -> None:
+    """Its name is unknown, to calls like those before too, and free for another activation."""
+    x, up, gate, _ = problem(7, 8, 8, torch.float32, device, generator)
+    weight = torch.stack([up, gate])
+    register_activation(SQUARE)
+    y = gated_linear(x, weight, layout="stacked", activation="square")
+    unregister_activation("square")
+    for call in (lambda: gated_linear(x, weight, layout="stacked", activation="square"), lambda: GatedMLP(6, 8, activation="squareglu")):
+        with pytest.raises(ValueError, match=f"activation: expected one of {', '.join(activation_names())}; got 'square"):
+            call()
+    register_activation(replace(find_activation("relu"), name="square"))
+    try:
+        again = gated_linear(x, weight, layout="stacked", activation="square")
+        assert torch.equal(again, gated_linear(x, weight, layout="stacked", activation="relu"))
+        assert not torch.allclose(again, y)
+    finally:
+        unregister_activation("square")
+
+
+@pytest.mark.parametrize(
+    ("activation", "error", "message"),
+    [
+        ("silu", TypeError, "activation: expected an Activation; got str"),
+        (replace(SQUARE, name="silu"), ValueError, "activation: expected a name that is not taken; got 'silu'"),
+        (replace(SQUARE, name=""), ValueError, "activation: expected a name that is not taken; got ''"),
+        (
+            replace(SQUARE, derivative=None),
+            ValueError,
+            "activation: expected both value and derivative, or neither; got one of them, for 'square'",
+        ),
+    ],
+    ids=["another kind", "taken", "empty", "one function"],
+)
+def test_activations_that_cannot_be_registered(activation: Any, error: type[Exception], message: str) -> None:
+    before = activation_names()
+    with pytest.raises(error) as caught:
+        register_activation(activation)
+    assert str(caught.value) == message
+    assert activation_names() == before
