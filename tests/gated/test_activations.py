@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from gated_cases import ACTIVATIONS, act
+from pages import table
 
 from fastkron_py import gated_linear
 from fastkron_py.gated.activations.registry import activation_names, find_activation
@@ -38,12 +38,9 @@ def test_host_and_device_functions(name: str, device: torch.device) -> None:
 
 def test_the_page_has_them_all() -> None:
     """Each activation has a row with the record's formula and aliases."""
-    text = (Path(__file__).parents[2] / "docs" / "gated_mlp.md").read_text(encoding="utf-8")
-    table = text.split("## Activations")[1].split("\n\n")[1]
-    rows = [re.fullmatch(r"\| `(\w+)` \| `(.*)` \| (.*) \|", line) for line in table.splitlines()[2:]]
-    written = {row[1]: (row[2], tuple(re.findall(r"`(\w+)`", row[3]))) for row in rows if row is not None}
+    rows = table("gated_mlp.md", "Activations")
+    written = {name.strip("`"): (formula.strip("`"), tuple(re.findall(r"`(\w+)`", aliases))) for name, formula, aliases in rows}
     assert written == {name: (find_activation(name).formula, find_activation(name).aliases) for name in activation_names()}
-    assert len(rows) == len(written)
 
 
 def test_the_docstring_names_them_all() -> None:

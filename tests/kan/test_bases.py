@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from pages import table
 from poly_kan_cases import BASES, by_scipy, parameters_of
 from torch import Tensor
 
@@ -177,9 +177,7 @@ def test_table_slopes_are_those_of_its_lines() -> None:
 
 def test_the_page_has_them_all() -> None:
     """Each basis has a row with the record's formula, its parameters and their defaults, and what its layers do to x."""
-    text = (Path(__file__).parents[2] / "docs" / "poly_kan.md").read_text(encoding="utf-8")
-    table = text.split("## Bases")[1].split("\n\n")[1]
-    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()[2:]]
+    rows = table("poly_kan.md", "Bases")
     assert sorted(name.strip("`") for name, *_ in rows) == sorted(basis_names())
     for name, formula, parameters, normalization in rows:
         found = find_basis(name.strip("`"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+from pages import table
 from rational_cases import Problem, problem, step
 from torch import Tensor
 
@@ -24,9 +24,6 @@ from fastkron_py.rational.denominators import host
 from fastkron_py.rational.denominators.registry import denominator_names, find_denominator, unregister_denominator
 from fastkron_py.rational.operator_layer_norm import layer_norm_rational, layer_norm_rational_backward
 from fastkron_py.reference_rational import FORMULAS
-
-ROOT = Path(__file__).parents[2]
-
 
 # ---- a denominator of a user's own: 1 + S(x)^2 -------------------------------------------------
 
@@ -232,17 +229,15 @@ def _in_the_docstring() -> list[tuple[str, str]]:
 
 
 def _in_the_page() -> list[tuple[str, str]]:
-    text = (ROOT / "docs" / "rational.md").read_text(encoding="utf-8")
-    table = text.split("## Versions")[1].split("\n\n")[2]
-    return [(name, formula.replace("`", "")) for name, formula in rows_of(table, r"^\| (\w) \| (.*?) \|")]
+    return [(name, formula.replace("`", "")) for name, formula, *_ in table("rational.md", "Versions")]
 
 
-@pytest.mark.parametrize("table", [_in_the_docstring, _in_the_page])
-def test_documented_formulas(table: Callable[[], list[tuple[str, str]]]) -> None:
+@pytest.mark.parametrize("rows", [_in_the_docstring, _in_the_page])
+def test_documented_formulas(rows: Callable[[], list[tuple[str, str]]]) -> None:
     """Each version has a row, in the registry's order, with the record's formula, or the name of the one that it adds noise to."""
 
     def formula(found: Denominator) -> str:
         return f"as {found.without_noise.name}" if found.is_noisy else found.formula
 
-    written = [(name, re.sub(r"abs\((\w+\(x\)|[^)]*)\)", r"|\1|", text)) for name, text in table()]
+    written = [(name, re.sub(r"abs\((\w+\(x\)|[^)]*)\)", r"|\1|", text)) for name, text in rows()]
     assert written == [(name, formula(find_denominator(name))) for name in denominator_names()]

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pages import example
 from products import block, grid_for, make, multiply, single
 from rank_pool import RankPool
 from torch import Tensor
@@ -172,3 +173,32 @@ def unasked(m, size):
 
 def test_a_product_that_is_given_no_plan_takes_it(ranks: RankPool) -> None:
     assert all(letters > 0 and more == 0 for letters, more in filter(None, ranks.run(unasked, 9, 6)))
+
+
+def by_the_page(code, sizes, stages, left):
+    """A product and the gradient of x over the transport that docs/extending.md registers."""
+    if (grid := grid_for((2, 1) if left else (1, 2))) is None:
+        return None
+    x, factors, _ = make(7, sizes, left=left)
+    whole = x.clone().requires_grad_()
+    expected = single(whole, factors, left)
+    expected.square().sum().backward()
+    mine, factors = block(x, grid).clone().requires_grad_(), [f.to(grid.device) for f in factors]
+    with mock.patch.dict(TRANSPORTS):
+        exec(compile(code, "docs/extending.md", "exec"), {"__name__": "example"})
+        ps, qs = zip(*sizes, strict=True)
+        how = plan(Problem(7, ps, qs, torch.float64, left), grid.shape, stages=stages, transport="mail")
+        sent = mock.Mock(side_effect=TRANSPORTS["mail"].send)
+        with mock.patch.object(type(TRANSPORTS["mail"]), "send", sent):
+            y = multiply(mine, factors, left, grid=grid, plan=how)
+            y.square().sum().backward()
+    assert torch.equal(y, block(expected, grid))
+    assert torch.equal(mine.grad, block(whole.grad, grid))
+    return sent.call_count
+
+
+@pytest.mark.parametrize(("stages", "left"), [("rows", False), ((1, 2), True)])
+def test_the_example_of_the_page(ranks: RankPool, stages: object, left: bool) -> None:
+    code = example("extending.md", "A transport")
+    for count in ranks.run(by_the_page, code, ((3, 5), (4, 2), (5, 3)), stages, left):
+        assert count is None or count > 0
