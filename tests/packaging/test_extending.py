@@ -46,6 +46,10 @@ def test_examples_of_the_page(heading: str, backend_name: str, tmp_path: Path, d
             remove(name)
 
 
+def test_example_of_a_gpu() -> None:
+    exec(example("extending.md", "A GPU's figures"), {})  # noqa: S102 (the repository's own page)
+
+
 @pytest.mark.parametrize("heading", RECORDS)
 def test_examples_of_the_docstrings(heading: str) -> None:
     function, names, remove = RECORDS[heading]
