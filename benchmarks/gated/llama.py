@@ -53,17 +53,12 @@ class LlamaProblem:
 
     def model(self) -> nn.Module:
         """With seeded weights."""
-        transformers = _transformers()
+        transformers = importlib.import_module("transformers")
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**self.config)
         with torch.device(self.tokens.device):
             made: nn.Module = transformers.LlamaForCausalLM(config)
         return made.to(self.dtype).train()
-
-
-def _transformers() -> Any:
-    importlib.import_module("fastkron_py.integrations.vision").import_torchvision()  # before transformers does
-    return importlib.import_module("transformers")
 
 
 def _obstacle(device: torch.device) -> str | None:

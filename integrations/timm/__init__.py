@@ -4,11 +4,6 @@ Importing this package registers ``kat_tiny_patch16_224``, ``kat_small_patch16_2
 `timm.create_model`. timm has no entry points by which it would find them by itself.
 """
 
-# ruff: noqa: E402
-from fastkron_py.integrations.vision import import_torchvision
-
-import_torchvision()  # before timm does
-
 from fastkron_py.integrations.timm.checkpoint import convert_state_dict
 from fastkron_py.integrations.timm.mimetic import init_attention_mimetic_
 from fastkron_py.integrations.timm.mlp import KATMlp

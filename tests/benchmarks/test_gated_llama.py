@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchvision_import import import_torchvision
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 pytest.importorskip("transformers", reason="the extra llm is not installed")
 
 from benchmarks import runner
 from benchmarks.gated import llama as gated_llama
+
+import_torchvision()
 
 
 @pytest.mark.full

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torchvision_import import import_torchvision
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
 from benchmarks import runner
 from benchmarks.rational import kat
+
+import_torchvision()
 
 SMALL = {"size": "tiny", "batch": 3, "dtype": "bfloat16", "quick": True}
 

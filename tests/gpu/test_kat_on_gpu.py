@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
+from torchvision_import import import_torchvision
 
 from fastkron_py import reference
 from fastkron_py.nn.rational_functions import initial
@@ -17,6 +18,7 @@ from fastkron_py.rational.api_layer_norm import layer_norm_rational
 # Attention's backward pass on a GPU may have no deterministic form, of which torch then warns.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis:UserWarning")]
 
+import_torchvision()
 importlib.import_module("fastkron_py.integrations.timm")
 timm: Any = importlib.import_module("timm")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchvision_import import import_torchvision
+
+import_torchvision()
 
 
 @pytest.fixture(autouse=True)

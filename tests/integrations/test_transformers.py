@@ -17,11 +17,9 @@ from torch import Tensor, nn
 import fastkron_py
 from fastkron_py.integrations.transformers import apply_to_llama, revert_llama
 from fastkron_py.integrations.transformers.layers import GatedProjections
-from fastkron_py.integrations.vision import import_torchvision
 from fastkron_py.testing import assert_close
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")
-import_torchvision()  # before transformers does
 transformers: Any = importlib.import_module("transformers")
 
 SIZES: dict[str, Any] = {

@@ -13,10 +13,8 @@ import torch.distributed.checkpoint
 from torch import Tensor, nn
 
 from fastkron_py.integrations.transformers import apply_to_llama
-from fastkron_py.integrations.vision import import_torchvision
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")
-import_torchvision()  # before transformers does
 transformers: Any = importlib.import_module("transformers")
 
 SIZES: dict[str, Any] = {

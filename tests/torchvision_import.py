@@ -1,8 +1,9 @@
-"""torchvision, imported so that one without its compiled operators does no harm to timm."""
+"""Imports torchvision, also one that was built for another torch: timm and transformers import it, and no test calls its operators."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from typing import Final
@@ -14,15 +15,13 @@ _declared: list[torch.library.Library] = []  # a library's declarations end with
 
 
 def import_torchvision() -> None:
-    """Import torchvision, which timm takes its image transforms from.
+    """Import torchvision if it is installed, before timm or transformers do.
 
-    A torchvision that was built for another torch, say for CUDA beside a torch for CPUs, cannot load its compiled operators, and
-    then fails to describe two of them. Declared here, and left without an implementation, they let the rest of torchvision be
-    imported; calling them still raises.
-
-    Raises:
-        ImportError: there is no torchvision.
+    A torchvision for another build of torch cannot load its compiled operators. Its import then fails where it registers shape
+    functions for two of them. Declaring these two lets the import pass; calling them still raises.
     """
+    if importlib.util.find_spec("torchvision") is None:
+        return
     for _ in range(len(_SCHEMAS) + 1):
         try:
             importlib.import_module("torchvision")
