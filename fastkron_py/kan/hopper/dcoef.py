@@ -58,7 +58,7 @@ def _share_of(part, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _tile_of(tile, begin, end, sizes, TILE: gl.constexpr):
+def _work_of(tile, begin, end, sizes, TILE: gl.constexpr):
     """(first o, first j and group of degrees of a tile; its first block of rows and the one after the last, of a part's units)."""
     _rows, num_in, num_out, blocks, _parts = sizes
     BLOCK_N: gl.constexpr = TILE[0]
@@ -115,7 +115,7 @@ def _make(
     for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
         begin, end, first_tile, after, _ = _share_of(part, sizes, TILE)
         for tile in range(first_tile, after):
-            first_o, first_j, group, start, stop = _tile_of(tile, begin, end, sizes, TILE)
+            first_o, first_j, group, start, stop = _work_of(tile, begin, end, sizes, TILE)
             j = first_j + inside
             x_tile = x_ptr + (m.to(gl.int64) * stride_xm + j)
             at = start * BLOCK_K
@@ -167,7 +167,7 @@ def _multiply(
     for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
         begin, end, first_tile, after, first_segment = _share_of(part, sizes, TILE)
         for tile in range(first_tile, after):
-            first_o, first_j, group, start, stop = _tile_of(tile, begin, end, sizes, TILE)
+            first_o, first_j, group, start, stop = _work_of(tile, begin, end, sizes, TILE)
             segment = first_segment * (tile == first_tile).to(gl.int64)
             sums, step = sum_steps(ring, step, stop - start, WIDTH, STAGES, FLUSH, PRECISION, ALONG, HALF)
             first_d = FIRST + group * TILE[3]

@@ -10,10 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from fastkron_py.kron.hopper.multiply import _cut_off, _factor_halves, _half_a_unit_up, _low_half, _staging
+from fastkron_py.kron.hopper.multiply import _factor_halves, _low_half, _staging
 from fastkron_py.kron.hopper.tile import _slice_base, in_order, twos
 from fastkron_py.runtime.gluon_names import barrier, begin_copy
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
+from fastkron_py.tiling.products import high_half, rounded
 
 
 @gluon.constexpr_function
@@ -107,7 +108,7 @@ def _load_operand(shared, PLACES: gl.constexpr, OPERAND: gl.constexpr):
 @gluon.jit
 def _low_of_either(x):
     """The low half of an operand whose other one is not known beforehand: never zero where x is not, so that infinities stay."""
-    return _half_a_unit_up(_cut_off(x) + x * 8.673617379884035e-19)  # 2^-60
+    return rounded(x - high_half(x) + x * 8.673617379884035e-19)  # 2^-60
 
 
 @gluon.jit

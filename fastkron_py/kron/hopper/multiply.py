@@ -13,9 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import builtin
 
-from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, load_tile, store_tile, tile_buffer, tile_of, twos
+from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, load_tile, make_tile, store_tile, tile_buffer, twos
+from fastkron_py.kron.plan.chained import digits_of
 from fastkron_py.runtime.gluon_names import barrier
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32
+from fastkron_py.tiling.products import high_half, rounded
 
 # Entries of STEPS: the fields of `plan.chained.ChainedStep`.
 ORDER, ROWS, START, STOP, P_SIZE, Q_SIZE, P_PAD, Q_PAD, COLUMNS = (gl.constexpr(i) for i in range(9))
@@ -31,9 +33,7 @@ def _column(steps, i, digit):
     return steps[i][8][digit]
 
 
-@gluon.constexpr_function
-def _digits(size):
-    return size.bit_length() - 1
+_digits_of = gluon.constexpr_function(digits_of)
 
 
 @gluon.constexpr_function
@@ -55,25 +55,13 @@ def _in_sequence(steps, i):
 
 
 @gluon.jit
-def _cut_off(x):
-    """What a tensor core does not read of a float32 operand: its low 13 bits."""
-    return x - (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _half_a_unit_up(x):
-    """Half a unit of what a tensor core reads of x added, so that its cutting rounds."""
-    return (x.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _low_half(x):
     """The low half of a left operand in three-pass TF32.
 
     Of an infinity this is the canonical NaN 0x7fffffff plus 4096, which wraps to a number that is cut to zero: its product is the
     high half's alone.
     """
-    return _half_a_unit_up(_cut_off(x))
+    return rounded(x - high_half(x))
 
 
 @gluon.constexpr_function
@@ -93,8 +81,8 @@ def _factor_halves(f, DEPTH: gl.constexpr):
     zero where f is not, and has f's sign: an infinity of x times it is what it is times f. An infinity of f itself goes to the
     low half, which multiplies x alone.
     """
-    low = _cut_off(f)
-    made_up = _half_a_unit_up(low + f * _shortfall(DEPTH))
+    low = f - high_half(f)
+    made_up = rounded(low + f * _shortfall(DEPTH))
     low = gl.where(low == 0.0, f * 8.673617379884035e-19, made_up)  # 2^-60
     finite = gl.abs(f) < float("inf")
     return gl.where(finite, f, 0.0), gl.where(finite, low, f)
@@ -107,7 +95,7 @@ def _column_index(k, STEPS: gl.constexpr, INDEX: gl.constexpr):
         return k  # known to be consecutive, so that loads are wide
     else:
         p = k * 0
-        for digit in gl.static_range(_digits(_field(STEPS, INDEX, P_PAD))):
+        for digit in gl.static_range(_digits_of(_field(STEPS, INDEX, P_PAD))):
             p += ((k >> digit) & 1) << _column(STEPS, INDEX, digit)
         return p
 
@@ -289,7 +277,7 @@ def _chained_multiply_fwd_kernel(
 ):
     """One to four steps on tiles of whole slices."""
     COUNT: gl.constexpr = len(STEPS)
-    TILE: gl.constexpr = tile_of(
+    TILE: gl.constexpr = make_tile(
         LOAD, STORE, STORE_ORDER, P_SIZES, P_PADS, Q_SIZES, Q_PADS, PADDED, STRIDES, BLOCK_S, HEAD, TAIL, ALIGNED, EVEN
     )
     blocks_s = gl.cdiv(num_slices, BLOCK_S)

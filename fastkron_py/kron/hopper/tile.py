@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 @gluon.constexpr_function
-def tile_of(*fields):
+def make_tile(*fields):
     """A `Tile`, in its fields' order."""
     return Tile(*fields)
 

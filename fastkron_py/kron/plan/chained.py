@@ -85,22 +85,23 @@ def chained_pad(size: int) -> int:
     return max(8, next_power_of_two(size))
 
 
-def _digits(size: int) -> int:
+def digits_of(size: int) -> int:
+    """How many bits an index below a power of two has."""
     return size.bit_length() - 1
 
 
 def _bits(steps: Sequence[Step], done: int, block_s: int) -> list[Bit]:
     """Bits of a tile's index, highest first: the slice, then the modes; those from `done` on have been multiplied."""
-    bits = [Bit(SLICE, i) for i in reversed(range(_digits(block_s)))]
+    bits = [Bit(SLICE, i) for i in reversed(range(digits_of(block_s)))]
     for m, step in enumerate(steps):
         size = chained_pad(step.q if m >= done else step.p)
-        bits += [Bit(m, i) for i in reversed(range(_digits(size)))]
+        bits += [Bit(m, i) for i in reversed(range(digits_of(size)))]
     return bits
 
 
 def _layout(bits: Sequence[Bit], lanes: Sequence[Bit], warps: Sequence[Bit], block_s: int, runs: bool) -> TileLayout:
     """Offsets of bits in a tile `[block_s, modes]`; runs: neighbouring slices are consecutive in memory."""
-    width = len(bits) - _digits(block_s)
+    width = len(bits) - digits_of(block_s)
     place = {bit: len(bits) - 1 - i for i, bit in enumerate(bits)}
 
     def bases(chosen: Sequence[Bit]) -> Bases:
@@ -136,14 +137,14 @@ def _choose_rows(preferred: list[Bit], vector: int, second: Bit | None, kept: Se
         num_warps: of the program.
     """
     free = [b for b in preferred if b != second]
-    vector = max(0, min(vector, len(free) - 3 - _digits(num_warps)))
+    vector = max(0, min(vector, len(free) - 3 - digits_of(num_warps)))
     lanes = free[vector : vector + 3]
     others = free[vector + 3 :]
     candidates = [b for b in kept if b in others]
     # Slices first: they are never multiplied, so that data stays within its warp.
     candidates += [b for b in reversed(others) if b.mode == SLICE and b not in candidates]
     candidates += [b for b in reversed(others) if b not in candidates]
-    warps = candidates[: _digits(num_warps)]
+    warps = candidates[: digits_of(num_warps)]
     rest = [*free[:vector], *(b for b in others if b not in warps)]
     if second is None:
         second = rest.pop(0)
@@ -175,17 +176,17 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
         modes = sorted((b for b in state if b.mode not in (SLICE, m)), key=lambda b: (-b.mode, b.digit))
         runs = y_runs if m == 0 else x_runs if m == last else False
         preferred = slices + modes if runs else modes + slices
-        columns = [Bit(m, i) for i in range(_digits(p_pad))]
+        columns = [Bit(m, i) for i in range(digits_of(p_pad))]
         vector = 0
         if m == last and not x_runs:
             # A thread's elements of one row are consecutive in memory, as many as a 16-byte load takes.
-            wide = min(_digits(16 // itemsize), len(columns) - 2)
+            wide = min(digits_of(16 // itemsize), len(columns) - 2)
             columns = columns[wide : wide + 2] + columns[:wide] + columns[wide + 2 :]
         if runs and (x_runs or m != last):
-            vector = max(0, min(_digits(16 // itemsize), len(slices) - 3))
+            vector = max(0, min(digits_of(16 // itemsize), len(slices) - 3))
         elif runs:
             # One step alone: lanes that take consecutive slices serve its loads, which must not jump rows, as well.
-            vector = _digits(4 // itemsize)
+            vector = digits_of(4 // itemsize)
         second = None
         if chosen and chosen[-1].second in columns:
             # What the last accumulator held in one register quad is one quad of this operand.
@@ -193,7 +194,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
             columns.insert(2, chosen[-1].second)
             second = Bit(m + 1, 0)
         elif m > 0:
-            second = Bit(m - 1, _digits(chained_pad(steps[m - 1].p)) - 1)
+            second = Bit(m - 1, digits_of(chained_pad(steps[m - 1].p)) - 1)
         rows = _choose_rows(preferred, vector, second, chosen[-1].warps if chosen else (), num_warps)
         chosen.append(rows)
         order = [*reversed(rows.ordered()), *reversed(columns)]
@@ -212,7 +213,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
         )
         if not loads:
             loads.append(_layout(loaded, [*columns[:2], *rows.lanes], rows.warps, block_s, x_runs))
-        state = [*reversed(rows.ordered()), *(Bit(m, i) for i in reversed(range(_digits(q_pad))))]
+        state = [*reversed(rows.ordered()), *(Bit(m, i) for i in reversed(range(digits_of(q_pad))))]
     store = _layout(stored, [Bit(0, 1), Bit(0, 2), *chosen[-1].lanes], chosen[-1].warps, block_s, y_runs)
     return Fragments(tuple(done), loads[0], store, tuple(state.index(b) for b in stored))
 

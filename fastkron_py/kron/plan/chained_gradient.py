@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Final
 
-from fastkron_py.kron.plan.chained import SLICE, Bases, Bit, TileLayout
+from fastkron_py.kron.plan.chained import SLICE, Bases, Bit, TileLayout, digits_of
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 STEP_WIDTHS: Final = (16, 32, 64)
@@ -88,11 +88,6 @@ class StepGradientConfig:
     def num_warps(self) -> int:
         """Of a program."""
         return self.warps[0] * self.warps[1] * self.warps[2]
-
-
-def digits_of(size: int) -> int:
-    """Of a power of two."""
-    return size.bit_length() - 1
 
 
 def _tile(width: int, block_s: int, chunk: int, runs: bool) -> tuple[Bit, ...]:

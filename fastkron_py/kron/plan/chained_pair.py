@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fastkron_py.kron.plan.chained import SLICE, Bit, TileLayout
-from fastkron_py.kron.plan.chained_gradient import REPEATED, Operand, digits_of, operand_of, warp_lanes
+from fastkron_py.kron.plan.chained import SLICE, Bit, TileLayout, digits_of
+from fastkron_py.kron.plan.chained_gradient import REPEATED, Operand, operand_of, warp_lanes
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 WIDTHS: Final = (16, 32)
