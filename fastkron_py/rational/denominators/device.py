@@ -34,6 +34,12 @@ def times_sign(value, x):
 
 
 @triton.jit
+def plus_one(value):
+    """``1 + value``."""
+    return value + 1.0
+
+
+@triton.jit
 def unchanged(value):
     """The value itself."""
     return value

@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from fastkron_py.rational.denominators.denominator import Denominator, Derivatives, DeviceFunctions
-from fastkron_py.rational.denominators.device import polynomial_from_one, times_sign
+from fastkron_py.rational.denominators.device import plus_one, polynomial_from_one, times_sign
 from fastkron_py.rational.denominators.host import from_one, host_polynomial, host_polynomial_slope, host_powers, host_sign
 from fastkron_py.runtime.optional_triton import tl, triton
 
@@ -21,11 +21,6 @@ def _absolute(b):
 @triton.jit
 def _sum(b, x, COUNT: tl.constexpr):
     return polynomial_from_one(b, tl.abs(x), COUNT)
-
-
-@triton.jit
-def _value(s):
-    return s + 1.0
 
 
 @triton.jit
@@ -56,6 +51,6 @@ DENOMINATOR: Final = Denominator(
     "1 + sum_j |b_j x^j|",
     _host_value,
     _host_derivatives,
-    DeviceFunctions(_absolute, times_sign, _sum, _value, _slopes),
+    DeviceFunctions(_absolute, times_sign, _sum, plus_one, _slopes),
     smooth_forms=(("N", lambda j: j % 2 == 0),),
 )

@@ -8,14 +8,9 @@ from typing import Final
 from torch import Tensor
 
 from fastkron_py.rational.denominators.denominator import Denominator, Derivatives, DeviceFunctions
-from fastkron_py.rational.denominators.device import polynomial_from_one, unchanged, unchanged_slope
+from fastkron_py.rational.denominators.device import plus_one, polynomial_from_one, unchanged, unchanged_slope
 from fastkron_py.rational.denominators.host import from_one, host_polynomial, host_polynomial_slope, host_powers
 from fastkron_py.runtime.optional_triton import tl, triton  # noqa: F401 (the interpreter looks for tl)
-
-
-@triton.jit
-def _value(s):
-    return s + 1.0
 
 
 @triton.jit
@@ -37,6 +32,6 @@ DENOMINATOR: Final = Denominator(
     "1 + S(x)",
     _host_value,
     _host_derivatives,
-    DeviceFunctions(unchanged, unchanged_slope, polynomial_from_one, _value, _slopes),
+    DeviceFunctions(unchanged, unchanged_slope, polynomial_from_one, plus_one, _slopes),
     has_poles=True,
 )
