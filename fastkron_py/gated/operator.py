@@ -23,11 +23,12 @@ from torch import Tensor
 from fastkron_py.gated import program, torch_backend
 from fastkron_py.gated.program import COUNT, sizes
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.batching import each, stacked, take
+from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.descriptors import order_of
 from fastkron_py.runtime.eager import is_ordinary, wants_gradient
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import torch_products
+from fastkron_py.runtime.second_order import second_order
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, Tensor? down, Tensor? down_bias"
 _OPTIONS = "str activation, str layout, str? precision, str backend"
@@ -81,12 +82,11 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
     if all(dim is None for dim in dims[1:]):  # samples are rows
         x, *rest = tensors
         return gated_linear.registered(x.movedim(dims[0], 0), *rest, *options), 0
-    return torch.stack(each(gated_linear.registered, size, tensors, dims, options)), 0
+    return vmap_by_sample(gated_linear.registered, size, dims, tensors, options)
 
 
 def _vmap_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    results, places = stacked(each(gated_linear_saving.registered, size, tensors, dims, options))
-    return tuple(results), tuple(places)
+    return vmap_by_sample(gated_linear_saving.registered, size, dims, tensors, options)
 
 
 # ---- backward ----------------------------------------------------------------------------------
@@ -104,7 +104,8 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> Sequence[Tenso
     dy, *tensors, _ = saved.tensors
     needs, (activation, layout, precision, _) = saved.options[:COUNT], saved.options[COUNT:]
     with torch_products(dy, precision):
-        return *torch_backend.second_order(dy, tuple(tensors), take(cotangents, needs), activation, layout), None
+        found = second_order(lambda *given: torch_backend.forward(given, activation, layout), dy, tensors, take(cotangents, needs))
+    return *found, None
 
 
 def _registered_backward(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
@@ -112,7 +113,7 @@ def _registered_backward(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    return stacked(each(gated_linear_backward.registered, size, tensors, dims, options))
+    return vmap_by_sample(gated_linear_backward.registered, size, dims, tensors, options)
 
 
 # ---- the operators -----------------------------------------------------------------------------

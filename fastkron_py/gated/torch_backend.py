@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
-
-
-def wide(t: Tensor) -> Tensor:
-    """Half types as float32, in which gates are computed."""
-    return t if t.dtype == torch.float64 else t.float()
+from fastkron_py.runtime.precision import wide
 
 
 def flat_weight(weight: Tensor) -> Tensor:
@@ -72,35 +66,3 @@ def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> T
     up, gated = (wide(t) for t in split(pairs, layout))
     wide_dy = wide(dy)
     return join(wide_dy * found.host(gated), wide_dy * up * found.host_derivative(gated), layout).to(pairs.dtype)
-
-
-def second_order(
-    dy: Tensor, given: Tensors, cotangents: Sequence[Tensor | None], activation: str, layout: str
-) -> tuple[Tensor | None, ...]:
-    """Cotangents of dy and of the tensors given, of the operator that takes these to their gradients, whose cotangents are given.
-
-    By torch's autograd of `forward`; differentiable where gradients are being recorded.
-    """
-    recorded = torch.is_grad_enabled()
-    there = [t is not None for t in given]
-    with torch.enable_grad():
-        # Views, since dy can itself come from the tensors given: its own history is the caller's to follow.
-        dy, *inputs = [t.view_as(t) if recorded and t.requires_grad else t.detach().requires_grad_() for t in (dy, *given) if t is not None]
-        y = forward(tuple(_in_place_of(inputs, there)), activation, layout)  # type: ignore[arg-type]
-        gradients = _in_place_of(torch.autograd.grad(y, inputs, dy, create_graph=True), there)
-        together = [(g, c) for g, c in zip(gradients, cotangents, strict=True) if g is not None and c is not None]
-        found = torch.autograd.grad(
-            [g for g, _ in together],
-            (dy, *inputs),
-            [c for _, c in together],
-            create_graph=recorded,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    return found[0], *_in_place_of(found[1:], there)
-
-
-def _in_place_of(found: Sequence[Tensor], there: Sequence[bool]) -> list[Tensor | None]:
-    """Each in its argument's place, None for arguments that are not there."""
-    rest = iter(found)
-    return [next(rest) if is_there else None for is_there in there]

@@ -19,6 +19,7 @@ from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_choice, check_integer, check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.precision import wide
 
 ArrayT = TypeVar("ArrayT")
 
@@ -207,19 +208,15 @@ def _poly_kan(
     _check_shapes(x, like, coefficients, bias, checked)
     # What depends on many numbers of x is done before x is rounded, in float32 at least, as autocast does it for torch's norms.
     if normalization == "minmax":
-        x = _to_unit_range(_wide(x), checked.bounds)
+        x = _to_unit_range(wide(x), checked.bounds)
     elif normalization == "layer_norm":
-        x = torch.nn.functional.layer_norm(_wide(x), x.shape[-1:])
+        x = torch.nn.functional.layer_norm(wide(x), x.shape[-1:])
     x = x.to(like.dtype)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
     arguments = x, coefficients, bias, checked.description, _ELEMENTWISE[normalization], checked.table_size, precision, backend
     y: Tensor = operator.poly_kan(*arguments, key=None if dtype is not None else key)
     return y
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else t.float()
 
 
 def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kan import program, torch_backend
-from fastkron_py.runtime.batching import each, stacked, take
+from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.eager import is_ordinary, wants_gradient
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import torch_products
+from fastkron_py.runtime.second_order import second_order
 from fastkron_py.tiling.reductions import column_sums
 
 # A basis is described by its name and its parameters, "jacobi:0.5:-0.3"; a list of numbers that may be empty is taken for tensors by torch.
@@ -72,7 +73,7 @@ def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Seque
     x, coefficients, bias = tensors
     if dims[1] is None and dims[2] is None:  # samples are rows
         return poly_kan.registered(x.movedim(dims[0], 0), coefficients, bias, *options), 0
-    return torch.stack(each(poly_kan.registered, size, tensors, dims, options)), 0
+    return vmap_by_sample(poly_kan.registered, size, dims, tensors, options)
 
 
 # ---- its gradients -------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> tuple[Tensor |
     if of_x is not None or of_coefficients is not None:
         layer = program.layer_of(coefficients, basis, normalization, table_size)
         with torch_products(x, precision):
-            found = torch_backend.second_order(dy, x, coefficients, (of_x, of_coefficients), layer)
+            found = second_order(lambda x, c: torch_backend.forward(x, c, None, layer), dy, (x, coefficients), (of_x, of_coefficients))
     if of_bias is None:
         return found
     of_dy = of_bias.expand(dy.shape)
@@ -109,7 +110,7 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> tuple[Tensor |
 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    return stacked(each(poly_kan_backward.registered, size, tensors, dims, options))
+    return vmap_by_sample(poly_kan_backward.registered, size, dims, tensors, options)
 
 
 poly_kan = Operator(

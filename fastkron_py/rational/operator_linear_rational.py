@@ -20,7 +20,7 @@ from fastkron_py.rational import operator as rational_operator
 from fastkron_py.rational.config_linear import fuses
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
-from fastkron_py.runtime.batching import each, stacked
+from fastkron_py.runtime.batching import vmap_by_sample
 from fastkron_py.runtime.eager import is_ordinary, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import resolved
@@ -108,12 +108,11 @@ def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
-    return torch.stack(each(linear_rational.registered, size, tensors, dims, options)), 0
+    return vmap_by_sample(linear_rational.registered, size, dims, tensors, options)
 
 
 def _vmap_saving(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    results, places = stacked(each(linear_rational_saving.registered, size, tensors, dims, options))
-    return tuple(results), tuple(places)
+    return vmap_by_sample(linear_rational_saving.registered, size, dims, tensors, options)
 
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor numerator, Tensor denominator, str version"

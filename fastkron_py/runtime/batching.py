@@ -16,16 +16,17 @@ _MOST_LEVELS: Final = 64  # torch's own limit
 _BATCHES: Final = "batches of gradients"  # a word of `torch_internals.works`
 
 
-def each(call: Any, size: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None], options: Sequence[Any]) -> list[Any]:
-    """The results of one call for each sample."""
+def vmap_by_sample(
+    call: Callable[..., Any], size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None], options: Sequence[Any]
+) -> tuple[Any, Any]:
+    """A vmap rule of one call for each sample: (results stacked, their vmapped dimensions), in a tuple or list as `call` returns them."""
     samples = [[t] * size if t is None or dim is None else t.unbind(dim) for t, dim in zip(tensors, dims, strict=True)]
-    return [call(*sample, *options) for sample in zip(*samples, strict=True)]
-
-
-def stacked(found: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:
-    """(results, their vmapped dimensions), of the lists of results of `each`."""
-    results = [torch.stack(list(sample)) for sample in zip(*found, strict=True)]
-    return results, [0] * len(results)
+    found = [call(*sample, *options) for sample in zip(*samples, strict=True)]
+    if isinstance(found[0], Tensor):
+        return torch.stack(found), 0
+    container = type(found[0])
+    results = container(torch.stack(of_one) for of_one in zip(*found, strict=True))
+    return results, container(0 for _ in results)
 
 
 def take(found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -79,13 +80,13 @@ def _over_levels(function: Callable[..., Any], values: Sequence[Any], over: Call
     return found
 
 
-def one_by_one(function: Callable[..., Sequence[Tensor]], dims: Sequence[int | None]) -> Callable[..., list[Tensor]]:
+def one_by_one(function: Callable[..., list[Tensor]], dims: Sequence[int | None]) -> Callable[..., list[Tensor]]:
     """What `torch.func.vmap` gives, by one call for each sample; dims are 0 or None."""
 
     def call(*tensors: Any) -> list[Tensor]:
         size = next(len(t) for t, dim in zip(tensors, dims, strict=True) if dim is not None)
-        found = [function(*[t if dim is None else t[i] for t, dim in zip(tensors, dims, strict=True)]) for i in range(size)]
-        return [torch.stack(of_one) for of_one in zip(*found, strict=True)]
+        found: list[Tensor] = vmap_by_sample(function, size, dims, tensors, ())[0]
+        return found
 
     return call
 

@@ -1,4 +1,4 @@
-"""Precision of float32 products: torch's settings read for Triton, and set for torch's own products."""
+"""Precision: torch's settings for float32 products, read for Triton and set for torch's own; half types widened."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def resolved(precision: str | None) -> str:
         return precision
     setting = (_getter or _find_getter())("cuda", "matmul")
     return "high" if setting in ("tf32", "bf16") else "highest"
+
+
+def wide(t: Tensor) -> Tensor:
+    """The tensor in float32, or as it is in float64: the dtype in which functions of half types are computed."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 @contextlib.contextmanager
