@@ -25,7 +25,6 @@ FLOAT64_LIMIT: Final = 1e-12  # relative errors against SciPy in float64; roundi
 FLOAT32_LIMIT: Final = 1e-6
 
 Array = NDArray[np.float64]
-Method = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,6 @@ from fastkron_py.tiling.reductions import column_sums
 
 COUNT: Final = 6  # tensors of a layer
 
-Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""x ``[..., K]``, weight ``[2 H, K]`` or ``[2, H, K]``, bias of its rows' shape, down ``[O, H]``, down_bias ``[O]``; gate is None.
-
-Or weight ``[H, K]`` of up, gate ``[H, K]``, and bias ``[2, H]``."""
-
 Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """x ``[M, K]``, weight, gate and bias."""
 

@@ -118,25 +118,6 @@ class Walk:
         return self.total % self.block != 0
 
 
-def is_valid(walk: Walk, runs: Runs) -> bool:
-    """The one statement of what the kernels take; together, the programs of a group then take each of its vectors once."""
-    tiles = math.ceil(walk.total / walk.block)
-    steady = walk.mode != "rows" or walk.phases * walk.block % walk.per_run == 0
-    return (
-        walk.vector * walk.per_run == runs.length
-        and walk.total == walk.per_run * runs.outer
-        and all(stride % walk.vector == 0 for stride in runs.row_strides if runs.outer > 1)
-        and walk.block >= LANES
-        and walk.block & (walk.block - 1) == 0
-        and walk.vector & (walk.vector - 1) == 0
-        and (walk.mode != "flat" or runs.outer == 1)
-        and (walk.mode == "rows" or walk.phases == 1)
-        and steady
-        and 0 <= walk.long_chunks <= walk.chunks
-        and walk.chunk(walk.chunks - 1).stop * walk.phases >= tiles
-    )
-
-
 def vector_width(runs: Runs, itemsize: int) -> int:
     """Elements of the widest vectors that runs divide into and rows are a multiple of."""
     width = VECTOR_BYTES // itemsize

@@ -214,23 +214,3 @@ def _add_launch(build: Builder, problem: Problem, operands: _Operands, tensors: 
 def _descriptor_of_both(first: Tensor, second: Tensor, stride: int, box: Sequence[int]) -> Spanning:
     """One descriptor of two matrices of the same strides, of which the second one lies behind the first."""
     return Spanning(TensorDescriptor(first, [2, *first.shape], [len(first) * stride, stride, 1], list(box)), second)
-
-
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    call: Gemm,
-    out: Tensor,
-    *,
-    side: Tensor | None = None,
-    tensors: tuple[Tensor, ...] = (),
-    precision: str = "highest",
-    tile: GemmTile | None = None,
-) -> None:
-    """`add_gemm` run at once, until dx of polynomial KAN layers is a step of their programs."""
-    given = (a, b, bias, out, side, *tensors)
-    build = Builder(given)
-    a, b, bias, out, side, *rest = build.inputs
-    add_gemm(build, a, b, bias, call, out, side=side, tensors=tuple(rest), precision=precision, tile=tile)
-    build.program([])([t for t in given if t is not None])

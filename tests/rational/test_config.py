@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py.rational.config import Preference, Runs, Walk, find_runs, is_valid, vector_width, walk
+from fastkron_py.rational.config import LANES, Preference, Runs, Walk, find_runs, vector_width, walk
 
 
 def runs_of(t: Tensor, groups: int) -> Runs | None:
@@ -57,6 +57,25 @@ def taken(w: Walk) -> list[int]:
                 start = (period * w.phases + phase) * w.block
                 found += range(start, min(start + w.block, w.total))
     return found
+
+
+def is_valid(walk: Walk, runs: Runs) -> bool:
+    """Whether the kernels take a walk, whose programs then together take each vector of a group once."""
+    tiles = math.ceil(walk.total / walk.block)
+    steady = walk.mode != "rows" or walk.phases * walk.block % walk.per_run == 0
+    return (
+        walk.vector * walk.per_run == runs.length
+        and walk.total == walk.per_run * runs.outer
+        and all(stride % walk.vector == 0 for stride in runs.row_strides if runs.outer > 1)
+        and walk.block >= LANES
+        and walk.block & (walk.block - 1) == 0
+        and walk.vector & (walk.vector - 1) == 0
+        and (walk.mode != "flat" or runs.outer == 1)
+        and (walk.mode == "rows" or walk.phases == 1)
+        and steady
+        and 0 <= walk.long_chunks <= walk.chunks
+        and walk.chunk(walk.chunks - 1).stop * walk.phases >= tiles
+    )
 
 
 @pytest.mark.parametrize(
