@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
+from fastkron_py.distributed.plan import show
 from fastkron_py.distributed.plan.cost import (
     FALLBACK,
     NVLINK,
@@ -182,9 +183,7 @@ class Plan:
         return alone / (self.seconds * self.world_size) if self.seconds else 1.0
 
     def __str__(self) -> str:
-        from fastkron_py.distributed.plan.show import table
-
-        return table(self)
+        return show.table(self)
 
     def picture(self, where: Any) -> None:
         """Draw blocks moving between the ranks of a row group.
@@ -192,9 +191,7 @@ class Plan:
         Args:
             where: a path to write a picture to, or matplotlib axes to draw on. Needs matplotlib.
         """
-        from fastkron_py.distributed.plan.show import picture
-
-        picture(self, where)
+        show.picture(self, where)
 
 
 def plan(

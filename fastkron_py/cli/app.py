@@ -17,6 +17,7 @@ from fastkron_py.cli.bench import bench
 from fastkron_py.cli.demo import Check, Cost, Demo, photograph
 from fastkron_py.cli.display import chosen_device, fail, table
 from fastkron_py.cli.environment import report
+from fastkron_py.cli.picture import draw
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.cli.tune import tune
 
@@ -82,8 +83,6 @@ def _run(console: Console, work: Demo, out: Path) -> None:
             step()
             progress.advance(task)
         progress.update(task, description="Drawing")
-        from fastkron_py.cli.picture import draw
-
         draw(work, out)
         progress.update(task, description="Done", advance=1)
 

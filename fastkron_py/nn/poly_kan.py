@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fastkron_py.kan.api import LUT_SIZE, poly_kan, usable_bounds
 from fastkron_py.nn.arguments import check_flag
 from fastkron_py.nn.poly_kan_base import EdgeFunctions
+from fastkron_py.runtime.backend import backend
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -133,8 +135,6 @@ class PolyKANLinear(EdgeFunctions):
             ValueError: indices outside the layer, another shape of x, or "layer_norm", under which an input's function depends on the
                 others.
         """
-        from fastkron_py.runtime.backend import backend
-
         self._check_edge(output, input, x)
         alone = torch.zeros(x.numel(), self.in_features, dtype=torch.float64, device="cpu")
         alone[:, input] = x.to("cpu", torch.float64)
@@ -181,8 +181,6 @@ class PolyKANLinear(EdgeFunctions):
             ImportError: matplotlib is not installed.
             ValueError: "layer_norm", under which an input's function depends on the others, or an edge that is not there.
         """
-        from importlib import import_module
-
         pyplot = import_module("matplotlib.pyplot")
         rows = list(range(min(4, self.out_features))) if outputs is None else list(outputs)
         columns = list(range(min(4, self.in_features))) if inputs is None else list(inputs)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 
+from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.tune.choice import FACTORS_MOST, INTERPRETER, ITEMSIZE, Choice, Problem, rows_bucket
 from fastkron_py.kron.tune.table import lookup
-
-if TYPE_CHECKING:
-    from fastkron_py.kron.forward_problem import MultiplyProblem
 
 
 @lru_cache(maxsize=64)
