@@ -19,10 +19,10 @@ from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.local import (
     IN_WHOLE,
     InBlocks,
-    block_ways,
     check_factor_shapes,
     check_tensors,
     factor_list,
+    in_blocks,
     local_kron_matmul,
     local_kron_matmul_left,
 )
@@ -219,7 +219,7 @@ def _in_blocks(call: _Call) -> InBlocks:
     if not may_be or call.x.is_complex():
         return IN_WHOLE
     ps, qs = call.sizes
-    return block_ways(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x)
+    return in_blocks(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x)
 
 
 def _multiply(call: _Call, chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:

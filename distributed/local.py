@@ -5,7 +5,7 @@ from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.algebra import SlogDet, check_square, per_factor
 from fastkron_py.kron.checks import check_tensors, factor_list
-from fastkron_py.kron.into import block_ways, multiply_into
+from fastkron_py.kron.into import in_blocks, multiply_into
 from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 from fastkron_py.kron.shapes import check_factor_shapes
 
@@ -14,11 +14,11 @@ __all__ = [
     "InBlocks",
     "LocalKroneckerProduct",
     "SlogDet",
-    "block_ways",
     "check_factor_shapes",
     "check_square",
     "check_tensors",
     "factor_list",
+    "in_blocks",
     "local_kron_matmul",
     "local_kron_matmul_left",
     "multiply_into",

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.kron.plan.plan import Setting, plans
+from fastkron_py.kron.plan.plan import PlanProblem, plans
 from fastkron_py.runtime.errors import value_error
 
 # The model of launches is asked for very many rows; what a launch costs by itself is added here.
@@ -178,7 +178,7 @@ def links_of(transport: TransportModel, links: Links, size: int) -> Links:
 @lru_cache(maxsize=4096)
 def _launches(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int) -> tuple[float, int]:
     """Modelled elements moved for each row, and the number of launches."""
-    cost, launches = plans(ps, qs, Setting(min(8, itemsize), MANY_ROWS, 1, itemsize <= 4))[0]
+    cost, launches = plans(ps, qs, PlanProblem(min(8, itemsize), MANY_ROWS, 1, itemsize <= 4))[0]
     return cost, len(launches)
 
 

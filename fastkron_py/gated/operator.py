@@ -25,7 +25,7 @@ from fastkron_py.gated.program import COUNT, sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.descriptors import order_of
-from fastkron_py.runtime.eager import is_ordinary, wants_gradient
+from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.second_order import second_order
@@ -64,7 +64,7 @@ def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
     pairs = saved.kept[0] if saved.kept else None
     tensors = (dy, *saved.tensors, pairs)
     in_place = (
-        saved.alone and pairs is not None and is_ordinary(tensors) and not torch_internals.keeps_graph() and not wants_gradient(tensors)
+        saved.alone and pairs is not None and takes_fast_path(tensors) and not torch_internals.keeps_graph() and not wants_gradient(tensors)
     )
     found = (gated_linear_backward_ if in_place else gated_linear_backward)(*tensors, *saved.needs, *saved.options)
     if pairs is not None and in_place:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.runtime.batching import take, vmap_by_sample
-from fastkron_py.runtime.eager import is_ordinary, wants_gradient
+from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.second_order import second_order
 from fastkron_py.tiling.reductions import column_sums
 
-# A basis is described by its name and its parameters, "jacobi:0.5:-0.3"; a list of numbers that may be empty is taken for tensors by torch.
+# A basis is given by its name and its parameters, "jacobi:0.5:-0.3"; a list of numbers that may be empty is taken for tensors by torch.
 _OPTIONS: Final = "str basis, str normalization, int table_size, str? precision, str backend"
 
 
@@ -36,8 +36,8 @@ def _fake(x: Tensor, coefficients: Tensor, bias: Tensor | None, *options: Any) -
 
 def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
     x, coefficients, bias = tensors
-    *described, precision, _ = options
-    return torch_backend.evaluate(x, coefficients, bias, program.layer_of(coefficients, *described), precision)
+    *layer_key, precision, _ = options
+    return torch_backend.evaluate(x, coefficients, bias, program.layer_of(coefficients, *layer_key), precision)
 
 
 def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
@@ -49,10 +49,10 @@ def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
 
 def _is_derived_by_torch(tensors: tuple[Tensor, ...], options: Sequence[Any]) -> bool:
     """Whether torch's backend makes gradients that are derived further."""
-    if not wants_gradient(tensors) or not is_ordinary(tensors) or not all([t.numel() for t in tensors]):
+    if not wants_gradient(tensors) or not takes_fast_path(tensors) or not all([t.numel() for t in tensors]):
         return False
-    *described, _, backend = options
-    return program.backend_of(backend, tensors[1], program.layer_of(tensors[2], *described)) == "torch"
+    *layer_key, _, backend = options
+    return program.backend_of(backend, tensors[1], program.layer_of(tensors[2], *layer_key)) == "torch"
 
 
 def _derived_by_torch(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequence[bool], options: Sequence[Any]) -> list[Tensor]:

@@ -26,8 +26,8 @@ _SHARED: Final = 1 << 20
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     """The program of `fastkron::poly_kan`; arguments as in its schema."""
     x, coefficients, _ = tensors
-    *described, precision, backend = options
-    layer = layer_of(coefficients, *described)
+    *layer_key, precision, backend = options
+    layer = layer_of(coefficients, *layer_key)
     build = Builder(tensors, _most_shared(x, coefficients))
     operands = tuple(build.inputs)
     shape = (*x.shape[:-1], coefficients.shape[1])
@@ -43,9 +43,9 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     """The program of `fastkron::poly_kan_backward`."""
     dy, x, coefficients = tensors
-    need_x, need_coefficients, need_bias, *described, precision, backend = options
+    need_x, need_coefficients, need_bias, *layer_key, precision, backend = options
     needs = (need_x, need_coefficients, need_bias)
-    layer = layer_of(coefficients, *described)
+    layer = layer_of(coefficients, *layer_key)
     build = Builder(tensors, _most_shared(x, coefficients))
     operands = tuple(build.inputs)
     if not x.numel() or not dy.numel() or backend_of(backend, x, layer) == "torch":

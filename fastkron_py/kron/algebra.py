@@ -165,18 +165,18 @@ def _scale(log: Tensor, size: int) -> Tensor:
 
 
 def _det(f: Tensor, is_singular: Tensor) -> Tensor:
-    """`torch.linalg.det`, whose gradient is 0 wherever an LU decomposition has an exact zero: that of a turned matrix has none."""
+    """`torch.linalg.det`, whose gradient is 0 wherever an LU decomposition has an exact zero: that of a reflected matrix has none."""
     size = f.shape[-1]
     if size < 2:
         return f.sum((-2, -1)) if size else torch.linalg.det(f)
     v = torch.arange(1, size + 1, device=f.device).sqrt().to(f.dtype)
-    turn = torch.eye(size, dtype=f.dtype, device=f.device) - 2 * v[:, None] * v / (v * v).sum()  # a reflection, so twice
-    turned = turn @ f @ turn
-    if f.numel():  # the turned matrix, too, may be decomposed without rounding: then it is moved by some units in the last place
+    reflection = torch.eye(size, dtype=f.dtype, device=f.device) - 2 * v[:, None] * v / (v * v).sum()
+    reflected = reflection @ f @ reflection
+    if f.numel():  # the reflected matrix, too, may be decomposed without rounding: then it is moved by some units in the last place
         least = 64 * torch.finfo(f.dtype).eps * f.detach().abs().amax((-2, -1))
-        missed = torch.linalg.det(turned.detach()) == 0
-        turned = turned + torch.where(missed, least, 0.0)[..., None, None] * (v.cos()[:, None] * v.sin())
-    found: Tensor = torch.linalg.det(torch.where(is_singular[..., None, None], turned, f))
+        missed = torch.linalg.det(reflected.detach()) == 0
+        reflected = reflected + torch.where(missed, least, 0.0)[..., None, None] * (v.cos()[:, None] * v.sin())
+    found: Tensor = torch.linalg.det(torch.where(is_singular[..., None, None], reflected, f))
     return found - torch.where(is_singular, found.detach(), 0.0)  # which rounding made of 0
 
 

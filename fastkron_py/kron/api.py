@@ -16,7 +16,7 @@ from fastkron_py.runtime.autocast import autocast_dtype, autocasted
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_scalar_fits
-from fastkron_py.runtime.eager import KINDS
+from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error
 
 ArrayT = TypeVar("ArrayT")
@@ -141,7 +141,7 @@ def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0
 
 def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
     key = None if torch.compiler.is_compiling() else _key(factors, alpha, beta, z, precision, left)
-    if key is not None and type(x) in KINDS and x.ndim == 1 and not x.is_nested:
+    if key is not None and type(x) in TENSOR_TYPES and x.ndim == 1 and not x.is_nested:
         given = (x.unsqueeze(-1 if left else 0), *factors)
         entry = CACHE.find(key, given) if z is None else None
         if entry is not None:

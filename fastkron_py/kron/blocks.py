@@ -3,7 +3,7 @@
 Columns count (p1, ..., pN) with p1 slowest, so that a block is a range of p1. A launch that leaves the first factor alone does the same to
 every block, and may read or write one after the other from where they are. So nothing is copied into one operand, or out of one result.
 
-For both, the first factor goes between others, which takes launches in place. In 16-bit types these are slower than launches that turn
+For both, the first factor goes between others, which takes launches in place. In 16-bit types these are slower than launches that transpose
 their modes to the front, by 13 to 57% on an H200 (float32: up to 6%), and the first factor is the last of those: blocks are read, not
 written.
 """
@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.forward import MultiplyLaunch, Scale, case_of, setting_of
+from fastkron_py.kron.forward import MultiplyLaunch, Scale, case_of, plan_problem
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.launches import Rows, launch_configs
-from fastkron_py.kron.plan.plan import InBlocks, Launch, places, plan, turns
+from fastkron_py.kron.plan.plan import InBlocks, Launch, places, plan, transposes
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.launch import Launcher
@@ -33,23 +33,23 @@ _LEAST_IN_PLACE: Final = 3  # and so many launches
 
 class _Order(NamedTuple):
     launches: tuple[Launch, ...]
-    turn: bool  # they turn modes to the front
+    transposed: bool  # they move modes to the front
     able: InBlocks
 
 
 def _order(problem: MultiplyProblem, parts: int) -> _Order:
     """The closed form's launches, or, where launches in place do and there are two others, with the first factor's between them."""
     shapes = problem.factor_shapes
-    setting = setting_of(problem)._replace(rows=_PLANNED_ROWS)
-    found = plan(tuple([s[-2] for s in shapes]), tuple([s[-1] for s in shapes]), setting)
+    planned = plan_problem(problem)._replace(rows=_PLANNED_ROWS)
+    found = plan(tuple([s[-2] for s in shapes]), tuple([s[-1] for s in shapes]), planned)
     in_place = problem.dtype.itemsize >= _IN_PLACE_BYTES and len(found) >= _LEAST_IN_PLACE
-    turn = turns(found, len(shapes), 1) and not in_place
-    if not turn:
+    transposed = transposes(found, len(shapes), 1) and not in_place
+    if not transposed:
         first = next(launch for launch in found if launch.start == 0)
         others = [launch for launch in found if launch.start > 0]
         found = (*others[:1], first, *others[1:])
     reads = found[0].start > 0 and shapes[0][-2] % parts == 0
-    return _Order(found, turn, InBlocks(reads, found[-1].start > 0 and shapes[0][-1] % parts == 0))
+    return _Order(found, transposed, InBlocks(reads, found[-1].start > 0 and shapes[0][-1] % parts == 0))
 
 
 def _problem(
@@ -69,7 +69,7 @@ def _problem(
 
 
 @lru_cache(maxsize=256)
-def ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, dtype: torch.dtype, device: torch.device) -> InBlocks:
+def in_blocks(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, dtype: torch.dtype, device: torch.device) -> InBlocks:
     """What a product by factors ``[P_i, Q_i]`` can do of so many equal blocks on a device, whatever its rows."""
     shapes = tuple([(1, p, q) for p, q in zip(ps, qs, strict=True)])
     return _order(_problem(1, shapes, shapes, False, "highest", dtype, device), parts).able
@@ -90,18 +90,18 @@ class _Step(NamedTuple):
 def _steps(problem: MultiplyProblem, blocks: int, outs: int) -> list[_Step]:
     """The launches, with so many blocks of the operand and of the result, each one or as many as the other's."""
     rows, parts = problem.shape[1], max(blocks, outs)
-    launches, turn, able = _order(problem, parts)
+    launches, transposed, able = _order(problem, parts)
     if (blocks > 1 and not able.reads) or (outs > 1 and not able.writes):
-        raise value_error("blocks, outs", f"what `ways` allows, {able}", (blocks, outs))
+        raise value_error("blocks, outs", f"numbers that `in_blocks` allows, {able}", (blocks, outs))
     last = len(launches) - 1
     found = []
-    for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, 1, turn), strict=True)):
+    for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, 1, transposed), strict=True)):
         reads, writes = blocks > 1 and i == 0, outs > 1 and i == last
         times = parts if reads or writes else 1
         inner, outer = before * launch.p * after, before * launch.q * after
         x, y = (Rows(0, width // parts if apart else width, 1) for width, apart in ((inner, reads), (outer, writes)))
-        case = case_of(problem, launch, (1, rows, before // times, after), turn, before, x, y, i == last)
-        shift = (before if turn else outer) // times
+        case = case_of(problem, launch, (1, rows, before // times, after), transposed, before, x, y, i == last)
+        shift = (before if transposed else outer) // times
         made = MultiplyLaunch(launch.start, launch.stop, (1, rows, outer, 1), Launcher(launch_configs(case)))
         found.append(_Step(made, times, reads, writes, inner // times, shift, outer))
     return found
@@ -114,14 +114,15 @@ def add_multiply_blocks(
 
     Args:
         build: of the program.
-        blocks: of x ``[rows, K]``: the parts that `ways` was asked about, if it says that they are read; else all. Contiguous, none empty.
+        blocks: of x ``[rows, K]``: the parts given to `in_blocks`, if its result says that they are read; else all of it.
+            Contiguous, none empty.
         factors: ``[P_i, Q_i]``, any strides.
         outs: of the result ``[rows, N]``: the parts, if it says that they are written; else all. Contiguous.
         precision: of float32 products, as in `add_multiply`.
         scale: alpha.
 
     Raises:
-        ValueError: blocks where `ways` does not allow them.
+        ValueError: blocks where `in_blocks` does not allow them.
     """
     x, rows = blocks[0], blocks[0].shape[0]
     factors = [f.unsqueeze(0) for f in factors]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import Case, Rows, launch_configs
-from fastkron_py.kron.plan.plan import Launch, Setting, places, plan, turns
+from fastkron_py.kron.plan.plan import Launch, PlanProblem, places, plan, transposes
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime import device as devices
@@ -85,17 +85,20 @@ class Scale(NamedTuple):
 PLAIN: Final = Scale()
 
 
-def setting_of(problem: MultiplyProblem) -> Setting:
+def plan_problem(problem: MultiplyProblem) -> PlanProblem:
     """What a plan for this problem depends on besides the factors."""
     groups, rows, _, columns = problem.shape
     before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
-    return Setting(problem.dtype.itemsize, groups * rows * before, after, kernels.has_chained(problem.device, problem.dtype), before)
+    return PlanProblem(problem.dtype.itemsize, groups * rows * before, after, kernels.has_chained(problem.device, problem.dtype), before)
 
 
 def case_of(
-    problem: MultiplyProblem, launch: Launch, shape: tuple[int, int, int, int], turn: bool, apart: int, x: Rows, y: Rows, final: bool
+    problem: MultiplyProblem, launch: Launch, shape: tuple[int, int, int, int], transposed: bool, apart: int, x: Rows, y: Rows, final: bool
 ) -> Case:
-    """A launch of a multiply, from x to y; the final one scales, and adds z. Shape and apart as of `Case`, turn of the whole program."""
+    """A launch of a multiply, from x to y; the final one scales, and adds z.
+
+    Shape and apart are those of `Case`; transposed holds for all launches.
+    """
     z = problem.z if final else None
     groups, span = shape[0], slice(launch.start, launch.stop)
     return Case(
@@ -104,7 +107,7 @@ def case_of(
         problem.precision,
         "axpby" if z is not None else "scale" if final and problem.scaled else "plain",
         shape,
-        turn and apart > 1,
+        transposed and apart > 1,
         apart,
         problem.shape[3] == 1,
         x,
@@ -119,7 +122,7 @@ def case_of(
 def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[MultiplyLaunch]:
     """The launches of a multiply by this choice, or by the closed form.
 
-    A run over all modes from last to first turns each launch's modes to the front, which reads whole runs of
+    In a run over all modes from last to first each launch moves its modes to the front, which reads whole runs of
     memory and leaves them in order at the end; other runs multiply in place.
     """
     groups, rows, _, columns = problem.shape
@@ -127,18 +130,18 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Multipl
     configs: Sequence[Any]
     if choice is None:
         mine = shapes[problem.start : problem.stop]
-        planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), setting_of(problem))
+        planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), plan_problem(problem))
         launches = [launch.shifted(problem.start) for launch in planned]
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
-    turn = turns(launches, len(shapes), columns)
+    transposed = transposes(launches, len(shapes), columns)
     x, found = problem.x, []
-    for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, turn), strict=True)):
+    for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, transposed), strict=True)):
         width = before * launch.q * after
         y = Rows(rows * width, width, 1)
         final = i == len(launches) - 1
-        case = case_of(problem, launch, (groups, rows, before, after), turn, before, x, y, final)
+        case = case_of(problem, launch, (groups, rows, before, after), transposed, before, x, y, final)
         shape = (groups, rows, width // columns, columns)
         found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(case, configs[i]))))
         x = y

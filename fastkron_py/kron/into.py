@@ -1,4 +1,4 @@
-"""Kronecker products of operands in blocks, written where they shall be: the pieces of a distributed product."""
+"""Kronecker products of operands in blocks, written into given tensors: the local products of a distributed one."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from fastkron_py.runtime.program import Program, Scalar, bits
 _ALPHA = Scalar(0)
 
 
-def block_ways(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> InBlocks:
-    """What `multiply_into` can do with columns in so many equal blocks.
+def in_blocks(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> InBlocks:
+    """Whether `multiply_into` reads and writes columns in this number of equal blocks.
 
     Args:
         ps: rows of the factors.
         qs: columns of the factors.
-        parts: how many blocks.
+        parts: number of blocks.
         x: of the dtype and on the device.
     """
     if parts == 1 or 0 in ps or 0 in qs or choose_backend("", x) != "triton":
         return IN_WHOLE
-    from fastkron_py.kron.blocks import ways
+    from fastkron_py.kron import blocks
 
-    return ways(ps, qs, parts, x.dtype, x.device)
+    return blocks.in_blocks(ps, qs, parts, x.dtype, x.device)
 
 
 def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Sequence[Tensor], alpha: float, precision: str | None) -> None:
-    """``alpha * x @ K``, written where it shall be; nothing that autograd follows.
+    """Write ``alpha * x @ K`` into `outs`; autograd does not follow it.
 
     Args:
-        blocks: of x ``[rows, K]``, contiguous: all of it, or blocks of columns where `block_ways` allows it.
+        blocks: of x ``[rows, K]``, contiguous: all of it, or blocks of columns where `in_blocks` allows it.
         factors: ``[P_i, Q_i]``.
         outs: of the result ``[rows, N]``: all of it, or blocks, contiguous.
         alpha: scales the product.
@@ -57,11 +57,11 @@ def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Seq
 
 
 def _program(tensors: Sequence[Tensor], options: tuple[int, int, bool, str | None]) -> Program:
-    """Of ``alpha * x @ K``, written where it shall be: the blocks of x, the factors, and those of the result.
+    """The program of ``alpha * x @ K`` on the blocks of x, the factors, and the blocks of the result that it writes.
 
     Args:
         tensors: blocks of x ``[rows, K]``, factors ``[P_i, Q_i]``, blocks of the result ``[rows, N]``.
-        options: how many blocks of each, whether alpha is 1, and the precision.
+        options: number of blocks of each, whether alpha is 1, and the precision.
     """
     parts, outs, is_one, precision = options
     build = Builder(tensors)

@@ -3,8 +3,7 @@
 linear_rational         y = P(z) / Q(z) with z = x W^T + b, in one kernel where that is faster
 linear_rational_saving  the same, and z, which the backward pass reads
 
-An eager call on ordinary tensors alone takes it: elsewhere the two are composed, as they are of what autograd records when gradients
-shall be derived further.
+Only the eager fast path takes it. Elsewhere, and where gradients are derived further, the linear layer and the function are composed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fastkron_py.rational.config_linear import fuses
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.batching import vmap_by_sample
-from fastkron_py.runtime.eager import is_ordinary, transforms_active, wants_gradient, without_autocast
+from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
@@ -51,7 +50,7 @@ def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
     # Before all else, since it is what most often says no.
     if dtype not in _DTYPES or not fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors), gpu):
         return False
-    if transforms_active() or not is_ordinary(tensors):
+    if transforms_active() or not takes_fast_path(tensors):
         return False
     given = (x.dtype,) if autocast is None else _DTYPES
     if any([t is not None and (t.dtype not in given or t.device != x.device) for t in (x, weight, bias)]):

@@ -95,7 +95,7 @@ class CallCache:
         options: tuple[Any, ...],
         operator: str,
     ) -> None:
-        """Keep a call on ordinary tensors that was checked and has returned.
+        """Keep a call of the eager fast path that was checked and has returned.
 
         Args:
             key: of the call.

@@ -1,4 +1,4 @@
-"""Is this an ordinary eager call, for which torch's dispatcher would do nothing but cost time?"""
+"""The eager fast path: calls for which torch's dispatcher has nothing to do but record gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 
-KINDS: Final = (Tensor, torch.nn.Parameter)  # of tensors that are ordinary; a subclass may want to see every call
+TENSOR_TYPES: Final = (Tensor, torch.nn.Parameter)  # on the fast path; a subclass may want to see every call
 _keys: dict[tuple[str, bool], int] = {}
 
 
@@ -37,11 +37,11 @@ def _outside() -> dict[bool, int]:
 
 
 def _plain_keys(device: torch.device, inference: bool) -> int:
-    """Keys of a tensor without anything special: no lazy conjugate or negative, not sparse, no forward-mode partner."""
+    """The dispatch keys of a dense tensor without a lazy conjugate or negative and without a forward-mode tangent."""
     found = _keys.get((device.type, inference))
     if found is None:
-        ordinary = device.type in ("cpu", "cuda")
-        found = _keys[device.type, inference] = torch_internals.keys_of(torch.empty(0, device=device)) if ordinary else -1
+        is_known = device.type in ("cpu", "cuda")
+        found = _keys[device.type, inference] = torch_internals.keys_of(torch.empty(0, device=device)) if is_known else -1
     return found
 
 
@@ -61,11 +61,11 @@ def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
-def is_ordinary(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch's dispatcher has nothing to do for an operation on these tensors, but for recording gradients.
+def takes_fast_path(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch's dispatcher has nothing to do for an operation on these tensors but record gradients.
 
-    That is so where every tensor is an ordinary one, and no mode or transform (vmap, fake tensors, tracing, compilation,
-    ...) is in force.
+    Every tensor must be a dense `torch.Tensor` or `Parameter` on a CPU or a CUDA device, and no mode or transform (vmap, fake
+    tensors, tracing, compilation, ...) may be in force.
     """
     if torch.compiler.is_compiling() or torch_internals.obstacle() is not None:
         return False
@@ -77,7 +77,7 @@ def is_ordinary(tensors: Sequence[Tensor | None]) -> bool:
     for t in tensors:
         if t is None:
             continue
-        plain = _keys.get((t.device.type, inference)) if type(t) in KINDS else -1
+        plain = _keys.get((t.device.type, inference)) if type(t) in TENSOR_TYPES else -1
         if torch_internals.keys_of(t) != (_plain_keys(t.device, inference) if plain is None else plain):
             return False
     return True

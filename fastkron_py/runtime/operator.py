@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.eager import is_ordinary, transforms_active, wants_gradient
+from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient
 from fastkron_py.runtime.program import Program
 
 LIBRARY = torch.library.Library("fastkron", "DEF")
@@ -28,7 +28,7 @@ def sign(*functions: type[torch.autograd.Function]) -> None:
 
 
 def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``apply`` without what torch.autograd.Function adds for torch.func's transforms, in which nothing is replayed."""
+    """``apply`` without what torch.autograd.Function adds for torch.func's transforms, which the fast path never sees."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
@@ -98,7 +98,7 @@ class _Schema:
 class Operator:
     """An operator of tensors and options, registered with torch, and called by the shortest way that is right.
 
-    In eager mode on ordinary tensors that is its program, within an autograd function where gradients are wanted. Inside torch.func's
+    On the eager fast path that is its program, within an autograd function where gradients are wanted. Inside torch.func's
     transforms and forward mode it is that function, or the same result by torch's own operations. Else it is the registered operator,
     through torch's dispatcher.
     """
@@ -172,7 +172,7 @@ class Operator:
             if self._in_torch is not None:
                 return self._in_torch(tensors, options)
             return self._shown(self._function.apply(None, options, *tensors))
-        if not is_ordinary(tensors):
+        if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options)
         call = self._call_of(tensors)
@@ -181,7 +181,7 @@ class Operator:
         return found
 
     def _call_of(self, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-        """What calls a program on ordinary tensors like these: within the autograd function, if a gradient is wanted."""
+        """The function that runs a program on tensors like these: the autograd function, if a gradient is wanted."""
         if not wants_gradient(tensors):
             return self._run
         absent = [i for i, t in enumerate(tensors) if t is None]
@@ -328,7 +328,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(program: Program | None, options: tuple[Any, ...], *tensors: Any) -> Any:
             if program is None:
-                if not is_ordinary(tensors):  # inside a transform that has been peeled off: other tensors may be left
+                if not takes_fast_path(tensors):  # inside a transform that has been peeled off: other tensors may be left
                     found = operator.registered(*operator._schema.listed(tensors), *options)
                     return tuple(found) if isinstance(found, list) else found
                 program = operator._program(tensors, options)

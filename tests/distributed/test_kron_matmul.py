@@ -377,7 +377,7 @@ def direct_in_blocks(shape, left, folder):
         from fastkron_py.kron import blocks
         from fastkron_py.runtime.call_cache import CACHE
 
-        blocks.ways.cache_clear()
+        blocks.in_blocks.cache_clear()
         CACHE.forget()
 
     forget_blocks()

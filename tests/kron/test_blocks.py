@@ -12,9 +12,9 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import blocks as kron_blocks
-from fastkron_py.kron.blocks import ways
+from fastkron_py.kron.blocks import in_blocks
 from fastkron_py.kron.into import multiply_into
-from fastkron_py.kron.plan.plan import InBlocks, Launch, Setting
+from fastkron_py.kron.plan.plan import InBlocks, Launch, PlanProblem
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
@@ -30,7 +30,7 @@ SHAPES = {  # sizes, blocks, and what is expected of launches for one factor eac
 }
 
 
-def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tuple[Launch, ...]:
+def one_by_one(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
     """A launch for each factor, as large ones have it."""
     return tuple(Launch((Step(i, i + 1, ps[i], qs[i]),)) for i in reversed(range(len(ps))))
 
@@ -43,7 +43,7 @@ def triton() -> Iterator[None]:
 
 
 def forget() -> None:
-    ways.cache_clear()
+    in_blocks.cache_clear()
     CACHE.forget()
 
 
@@ -84,7 +84,7 @@ def test_blocks(
     rows, gap = (3, 1) if name == "unaligned blocks" else (2, 0)
     x = torch.randn(rows, math.prod(ps), generator=generator).to(device, dtype)
     factors = [(torch.randn(q, p, generator=generator) / p**0.5).to(device, dtype).mT for p, q in sizes]
-    able = ways(ps, qs, parts, dtype, device)
+    able = in_blocks(ps, qs, parts, dtype, device)
     if name in SHAPES or device.type != "cuda":  # there, the closed form has another kernel
         assert able == (expected._replace(writes=False) if dtype == torch.bfloat16 and expected.reads else expected)
     blocks = apart(x, parts, gap) if able.reads else [x]
@@ -105,7 +105,7 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.devic
     x = torch.randn(2, 16**3, generator=generator).to(device, torch.float16)
     factors = [(torch.randn(16, 16, generator=generator) / 4).to(device, torch.float16) for _ in range(3)]
     for parts in (2, 4, 8):
-        able = ways((16,) * 3, (16,) * 3, parts, x.dtype, device)
+        able = in_blocks((16,) * 3, (16,) * 3, parts, x.dtype, device)
         assert not able.writes
         y = torch.full_like(x, torch.nan)
         multiply_into(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
@@ -114,7 +114,7 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.devic
 
 def test_blocks_that_cannot_be_are_refused(device: torch.device) -> None:
     x, f = torch.ones(2, 16, device=device), torch.ones(4, 4, device=device)
-    with pytest.raises(ValueError, match=r"blocks, outs: expected what `ways` allows, .*; got \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"blocks, outs: expected numbers that `in_blocks` allows, .*; got \(2, 1\)"):
         multiply_into(apart(x, 2, 0), [f, f], [torch.empty_like(x)], 1.0, None)
 
 
@@ -124,7 +124,7 @@ def test_blocks_that_could_be_read_may_be_whole(device: torch.device, generator:
     x = torch.randn(1, math.prod(ps), generator=generator).to(device)
     factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device) for p, q in WIDE]
     y = x.new_full((1, math.prod(qs)), torch.nan)
-    able = ways(ps, qs, 2, x.dtype, device)
+    able = in_blocks(ps, qs, 2, x.dtype, device)
     for blocks, outs in (((x,), apart(y, 2, 0)) if able.writes else ((x,), (y,)), (apart(x, 2, 0), (y,)) if able.reads else ((x,), (y,))):
         multiply_into(blocks, factors, outs, 1.0, None)
         assert_close(torch.cat(list(outs), 1), product(x, factors))

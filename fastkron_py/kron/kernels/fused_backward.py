@@ -118,17 +118,17 @@ def _fused_multiply_bwd_kernel(
             u = tl.load(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0)
             u = tl.reshape(u, (BLOCK_S, PA, PB)).to(COMPUTE)
         if CHAIN:
-            g_turned = tl.permute(g, (0, 2, 1))
+            g_transposed = tl.permute(g, (0, 2, 1))
             if not EXACT:
                 # Zeros times an infinity of the factor are NaN, and what stands in padding is summed.
                 in_p = _valid(mask_s, P_SIZES[0], PA, Q_SIZES[1], QB, BLOCK_S)
             if NEED_A:
-                u_turned = _last_mode(u, fb, BLOCK_S, PA, PB, QB, ACC, PRECISION)
+                u_transposed = _last_mode(u, fb, BLOCK_S, PA, PB, QB, ACC, PRECISION)
                 if not EXACT:
-                    u_turned = tl.where(in_p, u_turned, 0.0)
-                u_turned = tl.permute(u_turned, (0, 2, 1)).to(COMPUTE)
-                acc_a = _add_products(acc_a, u_turned, g_turned, BLOCK_S * QB, PA, QA, PARTS_A, PRECISION)
-            g = tl.permute(_last_mode(g_turned, tl.trans(fa), BLOCK_S, QB, QA, PA, ACC, PRECISION), (0, 2, 1))
+                    u_transposed = tl.where(in_p, u_transposed, 0.0)
+                u_transposed = tl.permute(u_transposed, (0, 2, 1)).to(COMPUTE)
+                acc_a = _add_products(acc_a, u_transposed, g_transposed, BLOCK_S * QB, PA, QA, PARTS_A, PRECISION)
+            g = tl.permute(_last_mode(g_transposed, tl.trans(fa), BLOCK_S, QB, QA, PA, ACC, PRECISION), (0, 2, 1))
             if not EXACT:
                 g = tl.where(in_p, g, 0.0)
             g = g.to(COMPUTE)

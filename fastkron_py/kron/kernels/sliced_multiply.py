@@ -151,7 +151,7 @@ def _fused_multiply_fwd_kernel(
 ):
     """Several neighbouring modes at once: a tile of whole slices stays on chip through all steps.
 
-    Each step multiplies the tile's last mode and turns it to the front, so that after the last
+    Each step multiplies the tile's last mode and moves it to the front, so that after the last
     step the modes stand in their first order again.
     """
     blocks_s = tl.cdiv(num_slices, BLOCK_S)

@@ -136,17 +136,17 @@ def _cost(launch: Launch, elements: tuple[float, float]) -> float:
 CROSSING: Final = 0.9
 SINGLE_SECTORS: Final = 1.3
 # Widths up to which the register-chained kernel's neighbours are multiplied out; each gives a candidate.
-FRAGMENT_MERGES: Final = (16, 64)
+CHAINED_MERGES: Final = (16, 64)
 
 
 def _chained_steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
-    """Ways to make steps of factors start to stop that are worth a look."""
-    merged = [_merge(ps, qs, start, stop, width) for width in FRAGMENT_MERGES]
+    """Candidates for the steps of factors start to stop."""
+    merged = [_merge(ps, qs, start, stop, width) for width in CHAINED_MERGES]
     return merged + [_balanced(ps, qs, start, stop, count) for count in range(1, 1 + min(MOST_STEPS, stop - start))]
 
 
-class Setting(NamedTuple):
-    """What a plan depends on besides the factors."""
+class PlanProblem(NamedTuple):
+    """Sizes and dtype that a plan depends on, besides the factors."""
 
     itemsize: int  # bytes of an element
     rows: int  # products that share the factors: rows of x times batches, times the modes before
@@ -156,28 +156,28 @@ class Setting(NamedTuple):
 
 
 def _candidates(
-    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, setting: Setting, widths: Sequence[int]
+    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, problem: PlanProblem, widths: Sequence[int]
 ) -> list[tuple[float, Launch]]:
     """Launches that multiply factors start to stop, each with its modelled cost per row and column but for the launch itself."""
-    itemsize = setting.itemsize
-    last = stop == len(ps) and setting.columns == 1
+    itemsize = problem.itemsize
+    last = stop == len(ps) and problem.columns == 1
     # Sizes around this segment as if everything later were done and everything earlier were not.
     outside = math.prod(ps[:start]) * math.prod(qs[stop:])
     found = []
     for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
             found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
-    if setting.chained:
-        # As if launches turned their modes, so that only columns come after them.
-        sectors = run_sectors(1 if last and start == 0 and setting.before == 1 else 2, setting.columns)
+    if problem.chained:
+        # As if launches moved their modes to the front, so that only columns come after them.
+        sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)
         for launch in dict.fromkeys(Launch(steps, True) for steps in _chained_steps(ps, qs, start, stop)):
-            num_slices = max(1, setting.rows * setting.columns * outside)
+            num_slices = max(1, problem.rows * problem.columns * outside)
             config = chained_config(launch.steps, itemsize, sectors, num_slices)
             if config is not None:
                 # Tiles that cross the runs of what comes after have an address for each element.
                 cost = chained_cost(launch.steps, config, num_slices)
-                if setting.columns > 1:
-                    run = math.gcd(setting.columns * math.prod(qs[stop:]), config.block_s)
+                if problem.columns > 1:
+                    run = math.gcd(problem.columns * math.prod(qs[stop:]), config.block_s)
                     if run < config.block_s:
                         cost *= 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * itemsize)) ** 2)
                     elif run * itemsize <= SECTOR_BYTES:
@@ -187,19 +187,19 @@ def _candidates(
 
 
 @lru_cache(maxsize=4096)
-def plan(ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting) -> tuple[Launch, ...]:
+def plan(ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem) -> tuple[Launch, ...]:
     """Split factors into launches, in the order in which they run: the first of `plans`.
 
     Args:
         ps: rows of the factors (all positive).
         qs: columns of the factors.
-        setting: what surrounds them.
+        problem: sizes and dtype besides the factors.
     """
-    return plans(ps, qs, setting)[0][1]
+    return plans(ps, qs, problem)[0][1]
 
 
 def plans(
-    ps: tuple[int, ...], qs: tuple[int, ...], setting: Setting, keep: int = 1, widths: Sequence[int] = (MERGE_WIDTH,)
+    ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem, keep: int = 1, widths: Sequence[int] = (MERGE_WIDTH,)
 ) -> list[tuple[float, tuple[Launch, ...]]]:
     """The plans of least modelled time, the best first, each with that time (see `_cost` for its unit).
 
@@ -209,19 +209,19 @@ def plans(
     Args:
         ps: as in `plan`.
         qs: as in `plan`.
-        setting: as in `plan`.
+        problem: as in `plan`.
         keep: how many plans, for every prefix of the factors too.
         widths: up to which neighbours may be multiplied out, outside of the register-chained kernel.
     """
     count = len(ps)
     # One launch costs about as much as moving 12 MB.
-    overhead = 12e6 / setting.itemsize / max(1, setting.rows * setting.columns)
-    widest = max(CHAIN_TILE[setting.itemsize], WARP_TILE if setting.chained else 0)
+    overhead = 12e6 / problem.itemsize / max(1, problem.rows * problem.columns)
+    widest = max(CHAIN_TILE[problem.itemsize], WARP_TILE if problem.chained else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, count + 1):
         found = []
         for start in range(stop - 1, -1, -1):
-            legal = _candidates(ps, qs, start, stop, setting, widths)
+            legal = _candidates(ps, qs, start, stop, problem, widths)
             if not legal and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
             for cost, launch in legal:
@@ -247,8 +247,8 @@ class Place(NamedTuple):
     after: int
 
 
-def turns(launches: Sequence[Launch], count: int, columns: int) -> bool:
-    """Whether launches turn their modes to the front: if they run through all of count factors from the last to the first."""
+def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
+    """Whether launches move their modes to the front: they do if they run through all of count factors from the last to the first."""
     for launch in launches:
         if launch.stop != count:
             return False
@@ -256,10 +256,10 @@ def turns(launches: Sequence[Launch], count: int, columns: int) -> bool:
     return count == 0 and columns == 1
 
 
-def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, turned: bool) -> Iterator[Place]:
+def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, transposed: bool) -> Iterator[Place]:
     """The place of each launch, in the order in which they run, from the current width of every mode."""
     widths = list(sizes)
     for launch in launches:
         before, after = math.prod(widths[: launch.start]), math.prod(widths[launch.stop :]) * columns
-        yield Place(before * after, 1) if turned else Place(before, after)
+        yield Place(before * after, 1) if transposed else Place(before, after)
         widths[launch.start : launch.stop] = [launch.q] + [1] * (launch.stop - launch.start - 1)

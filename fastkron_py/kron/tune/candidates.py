@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fastkron_py.kron.plan.chained import chained_config, run_sectors
 from fastkron_py.kron.plan.launch import Config, chain_configs, single_configs
-from fastkron_py.kron.plan.plan import MERGE_WIDTH, Launch, Setting, places, plans, turns
+from fastkron_py.kron.plan.plan import MERGE_WIDTH, Launch, PlanProblem, places, plans, transposes
 from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem, is_valid, kernel_of, launch_obstacle
 
 MODEL_SLACK: Final = 1.5  # plans modelled to take longer than this many times the least are not tried
@@ -43,12 +43,12 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> It
 def starting_points(problem: Problem, chained: bool = False) -> list[Choice]:
     """Plans with their default configurations: the closed form's, then others in the order of modelled time.
 
-    The model does not tell turning the modes from leaving them in place, so the closed form's plan comes in both orders.
+    The model does not tell moving modes to the front from leaving them in place, so the closed form's plan comes in both orders.
     """
     ps, qs = tuple(p for p, _ in problem.factors), tuple(q for _, q in problem.factors)
-    setting = Setting(problem.itemsize, problem.rows, problem.columns, chained)
-    default = plans(ps, qs, setting)
-    found = default + plans(ps, qs, setting, PLANS_MOST, WIDTHS)
+    planned = PlanProblem(problem.itemsize, problem.rows, problem.columns, chained)
+    default = plans(ps, qs, planned)
+    found = default + plans(ps, qs, planned, PLANS_MOST, WIDTHS)
     near = [launches for cost, launches in found if cost <= MODEL_SLACK * default[0][0]]
     near[1:1] = [tuple(reversed(near[0]))]
     choices = [_with_defaults(launches, problem) for launches in dict.fromkeys(near)]
@@ -57,10 +57,10 @@ def starting_points(problem: Problem, chained: bool = False) -> list[Choice]:
 
 def _with_defaults(launches: tuple[Launch, ...], problem: Problem) -> Choice | None:
     """A plan with, for each launch, the first default configuration that is valid."""
-    turned = turns(launches, len(problem.factors), problem.columns)
+    transposed = transposes(launches, len(problem.factors), problem.columns)
     sizes = [p for p, _ in problem.factors]
     chosen: list[ChosenLaunch] = []
-    for launch, (before, after) in zip(launches, places(launches, sizes, problem.columns, turned), strict=True):
+    for launch, (before, after) in zip(launches, places(launches, sizes, problem.columns, transposed), strict=True):
         valid = (c for c in closed_form(launch, problem, before, after) if launch_obstacle(c, problem) is None)
         first = next(valid, None)
         if first is None:

@@ -25,7 +25,7 @@ from fastkron_py.kron.plan.chained import (
     chained_pad,
     run_sectors,
 )
-from fastkron_py.kron.plan.plan import Launch, Setting, plan
+from fastkron_py.kron.plan.plan import Launch, PlanProblem, plan
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
@@ -200,7 +200,7 @@ def test_what_it_refuses(shapes, itemsize, sectors):
     ],
 )
 def test_plans_with_chained(ps, rows, chained_of):
-    launches = plan(ps, ps, Setting(4, rows, 1, True))
+    launches = plan(ps, ps, PlanProblem(4, rows, 1, True))
     assert all(launch.chained for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(chained_of)
 
@@ -215,12 +215,12 @@ def test_large_tiles_want_many_slices():
 
 def test_a_run_behind_other_modes_has_no_whole_rows():
     """Two factors of 64 among others: whole rows of 4096 would need nothing before them."""
-    assert len(plan((64, 64), (64, 64), Setting(4, 1000, 1, True))) == 1
-    assert len(plan((64, 64), (64, 64), Setting(4, 1000, 1, True, 5))) == 2
+    assert len(plan((64, 64), (64, 64), PlanProblem(4, 1000, 1, True))) == 1
+    assert len(plan((64, 64), (64, 64), PlanProblem(4, 1000, 1, True, 5))) == 2
 
 
 def test_plans_without_chains_have_none():
-    assert not any(launch.chained for launch in plan((16,) * 4, (16,) * 4, Setting(4, 1024, 1)))
+    assert not any(launch.chained for launch in plan((16,) * 4, (16,) * 4, PlanProblem(4, 1024, 1)))
     assert Launch(steps_of([(2, 2)]), True).shifted(3).chained
 
 

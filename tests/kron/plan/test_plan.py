@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkron_py.kron.plan.launch import chain_configs, single_configs
-from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, Setting, is_chain, plan
+from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
 from fastkron_py.kron.plan.steps import Step, padded
 
 SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
@@ -18,7 +18,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1
 @given(sizes=SIZES, itemsize=st.sampled_from([2, 4, 8]), rows=st.integers(1, 10**6), columns=st.sampled_from([1, 7]))
 def test_every_factor_is_multiplied_once_in_legal_launches(sizes, itemsize, rows, columns):
     ps, qs = tuple(p for p, _ in sizes), tuple(q for _, q in sizes)
-    launches = plan(ps, qs, Setting(itemsize, rows, columns))
+    launches = plan(ps, qs, PlanProblem(itemsize, rows, columns))
     seen = sorted(i for launch in launches for step in launch.steps for i in range(step.start, step.stop))
     assert seen == list(range(len(ps)))
     for launch in launches:
@@ -34,9 +34,9 @@ def test_every_factor_is_multiplied_once_in_legal_launches(sizes, itemsize, rows
 
 def test_shrinking_launches_run_first():
     """[100 -> 10] before [10 -> 100] moves a tenth of what the other order does."""
-    launches = plan((100, 10), (10, 100), Setting(4, 10**6, 1))
+    launches = plan((100, 10), (10, 100), PlanProblem(4, 10**6, 1))
     assert [launch.start for launch in launches] == [0, 1]
-    launches = plan((10, 100), (100, 10), Setting(4, 10**6, 1))
+    launches = plan((10, 100), (100, 10), PlanProblem(4, 10**6, 1))
     assert [launch.start for launch in launches] == [1, 0]
 
 
@@ -50,13 +50,13 @@ def test_shrinking_launches_run_first():
     ],
 )
 def test_merged_widths_of_large_problems(ps, widths):
-    launches = plan(ps, ps, Setting(4, 4096, 1))
+    launches = plan(ps, ps, PlanProblem(4, 4096, 1))
     assert {step.p for launch in launches for step in launch.steps} == widths
 
 
 def test_a_small_problem_takes_one_launch():
-    assert len(plan((8, 8, 8), (8, 8, 8), Setting(4, 20, 1))) == 1
-    assert len(plan((8, 8, 8, 8), (8, 8, 8, 8), Setting(4, 1, 1))) == 1
+    assert len(plan((8, 8, 8), (8, 8, 8), PlanProblem(4, 20, 1))) == 1
+    assert len(plan((8, 8, 8, 8), (8, 8, 8, 8), PlanProblem(4, 1, 1))) == 1
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 16), (16, 16), (17, 32), (64, 64), (127, 128)])

@@ -31,12 +31,12 @@ PROBLEMS = st.builds(
 @settings(max_examples=30)
 @given(p=PROBLEMS)
 def test_candidates_are_valid_and_begin_with_the_closed_form(p):
-    from fastkron_py.kron.plan.plan import Setting, plan
+    from fastkron_py.kron.plan.plan import PlanProblem, plan
 
     choices = starting_points(p)
     assert choices
     ps, qs = zip(*p.factors, strict=True)
-    assert choices[0].as_launches(p.factors) == list(plan(ps, qs, Setting(p.itemsize, p.rows, p.columns)))
+    assert choices[0].as_launches(p.factors) == list(plan(ps, qs, PlanProblem(p.itemsize, p.rows, p.columns)))
     near = neighbours(choices[0], p)
     assert near
     assert choices[0] not in near
