@@ -79,7 +79,7 @@ def kron_matmul(
         This rank's block of the result, or a DTensor placed as x is.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype, on every rank.
+        TypeError: an argument of the wrong type or dtype, on every rank.
         ValueError: shapes that do not fit each other or the grid, arguments that differ from rank to rank, or a plan for
             another problem; on every rank.
         CollectiveError: an exchange failed, since a rank has died or left; names the stage.
@@ -160,11 +160,11 @@ class _Call:
 
     @property
     def name(self) -> str:
-        """Of the public function."""
+        """The name of the public function."""
         return "kron_matmul_left" if self.left else "kron_matmul"
 
     def description(self) -> dict[str, Any]:
-        """What has to be the same on every rank."""
+        """The arguments that must be the same on every rank."""
         tensors = {"x": self.x, "z": self.z, "alpha": self.alpha, "beta": self.beta}
         grads = [name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad]
         grads += [f"factors[{i}]" for i, f in enumerate(self.factors) if f.requires_grad]
@@ -355,7 +355,7 @@ def _row_groups(grid: ProcessGrid, left: bool) -> list[list[int]]:
 
 
 def _plain_x(x: Any) -> Any:
-    """This rank's block of x; what is no tensor is refused later."""
+    """This rank's block of x; anything but a tensor is refused later."""
     if not isinstance(x, DTensor):
         return x
     if x.ndim != 2 or tuple(x.placements) != PLACEMENTS:

@@ -79,7 +79,7 @@ class Pipeline:
         self._last = []
         work = self._by_rows if self.plan.by_rows else self._by_stages
         _wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
-        if out is not None and not recorded:  # each chunk has landed where it belongs as soon as it was there
+        if out is not None and not recorded:  # each chunk was written to its place on arrival
             return out.view(m, width)
         transfers, tokens = zip(*self._last, strict=True)
         self._last = []
@@ -132,7 +132,7 @@ class Pipeline:
             if rows is None:
                 yield from self._by_rows(x, chunk, part.view(-1))
                 return
-            # What arrives first need not wait for multiplies that have been queued since x was there.
+            # The first arrival need not wait for multiplies queued after x was ready.
             rows.send(x.contiguous(), ready if x.is_contiguous() else None)
             yield
             rows.multiply(self.factors, self.alpha, self.precision, part)
@@ -206,7 +206,7 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
         A plan of the same grid and stages.
 
     Raises:
-        torch.OutOfMemoryError: no number of chunks is enough; says what is needed, what there is, and which grid needs less.
+        torch.OutOfMemoryError: no number of chunks is enough; the message states bytes needed, bytes free, and a grid that needs less.
     """
     known = [f for f in free if f != PLENTY]
     if not known or needed(chosen) <= min(known):
@@ -226,7 +226,7 @@ def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
 
 
 def explained(error: torch.OutOfMemoryError, chosen: Plan) -> torch.OutOfMemoryError:
-    """What an allocation that failed all the same was for; memory may be in pieces, or another process has taken some."""
+    """Name the purpose of an allocation that failed in spite of the estimate: memory may be fragmented, or used by another process."""
     more = "a plan with more chunks, or recompute=True," if chosen.problem.gradients else "a plan with more chunks"
     return torch.OutOfMemoryError(f"{error}\nplan: about {gib(needed(chosen))} beside x were needed; {more} needs less")
 

@@ -83,7 +83,7 @@ class KroneckerProduct:
 
     @property
     def reduction(self) -> Reduction:
-        """Of gradients from blocks, over the grid's ranks: "sum" or "mean"."""
+        """The reduction of gradients from blocks over the grid's ranks: "sum" or "mean"."""
         return self._reduction
 
     @property
@@ -264,7 +264,7 @@ class KroneckerProduct:
             This rank's block of x, or a DTensor.
 
         Raises:
-            TypeError: b of another kind or dtype, half-precision factors, or a shift that is no number.
+            TypeError: b of another array type or dtype, half-precision factors, or a shift that is no number.
             ValueError: b does not fit, or a factor is not square or, with a shift, not symmetric.
             torch.linalg.LinAlgError: without a shift, a factor is singular. Every rank raises what one meets.
         """

@@ -2,7 +2,7 @@
 
 `replicate` hands them on, and its derivative sums what each rank found; `total` is that sum, and its derivative hands on again.
 So where a loss is the sum of what the ranks compute from their blocks, gradients of replicated tensors come out whole and alike
-on every rank, and what is made of these gradients (alike on every rank too) counts once in second derivatives.
+on every rank, and functions of these gradients (alike on every rank too) count once in second derivatives.
 
 Where the loss is the mean of what the ranks compute, as wrappers for data parallelism take it, both are means over the ranks. They are
 each other's derivative all the same: what ranks hold in parts counts by its mean then, and what they have alike counts once.
@@ -28,7 +28,7 @@ Reduction = Literal["sum", "mean"]
 
 
 def check_reduction(reduction: Any) -> None:
-    """Refuse what is no reduction.
+    """Refuse anything but a reduction.
 
     Raises:
         TypeError: no string.
@@ -85,7 +85,7 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
     """Reduce a tensor over a group, in place.
 
     Args:
-        name: what is being done, for errors.
+        name: the operation, for errors.
         tensor: of the same shape on every rank.
         group: the ranks.
         op: how.

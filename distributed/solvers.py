@@ -36,7 +36,7 @@ Prepared = TypeVar("Prepared")
 
 
 class Solution(NamedTuple):
-    """What conjugate gradients found.
+    """The result of conjugate gradients.
 
     Attributes:
         x: this rank's block of the solution, or a DTensor as b was.

@@ -8,7 +8,7 @@ digests that all have seen. What repeated calls do save is making the descriptio
 
 A description has the grid's layout in it: the same ranks in other rows and columns would exchange other blocks, or wait for each other.
 
-The exchange runs on the host, beside what is queued on a GPU: among the ranks of one host through shared memory, in microseconds, else over
+The exchange runs on the host, beside the work queued on a GPU: within a host through shared memory, in microseconds, else over
 Gloo. It can be started before a call's first local step and settled before its first exchange of data (`announce`, `Agreement.settle`);
 a product without exchanges is multiplied meanwhile. Where digests differ, and only there, the descriptions follow.
 """
@@ -118,7 +118,7 @@ class Gathering:
 
 _living: WeakSet[Control] = WeakSet()
 _lock = threading.Lock()
-"""Of the set above, which another thread reads (`ended_ranks`)."""
+"""Guards the set above, which another thread reads (`ended_ranks`)."""
 
 
 def _all() -> list[Control]:
@@ -153,11 +153,11 @@ def group_timeout() -> timedelta:
 
 
 class Members(Protocol):
-    """What a check needs of a grid."""
+    """The part of a grid that a check uses."""
 
     @property
     def control(self) -> Control:
-        """What checks are made through, with all ranks of the grid."""
+        """The channel of checks, with all ranks of the grid."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

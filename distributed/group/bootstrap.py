@@ -31,10 +31,10 @@ FAREWELL: Final = 10.0
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What `init_process_group` found.
+    """The result of `init_process_group`.
 
     Attributes:
-        launcher: ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"single"``, or ``"existing"`` for a group that was there.
+        launcher: ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"single"``, or ``"existing"`` for a group that existed before.
         rank: this process among all.
         world_size: number of processes.
         local_rank: this process among those on its host.
@@ -53,7 +53,7 @@ class ProcessInfo:
 
 
 class Report(TypedDict):
-    """What one rank tells the others before the group is made."""
+    """The facts that one rank sends the others before the group is made."""
 
     error: PackedError | None
 
@@ -208,7 +208,7 @@ def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def judge(reports: Sequence[Report]) -> Exception | None:
-    """What keeps these ranks from working together, if anything does."""
+    """The reason why these ranks cannot work together, or None."""
     for rank, report in enumerate(reports):
         if report["error"] is not None:
             alone = "" if all(r["error"] == report["error"] for r in reports) else f" (on rank {rank})"

@@ -54,7 +54,7 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
     """Give what fails inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
 
     Args:
-        name: what is being done, for example ``"kron_matmul: exchange 2 of 3"``.
+        name: the operation, for example ``"kron_matmul: exchange 2 of 3"``.
         group: the group it is done in, or its ranks, for the message.
 
     Raises:
@@ -117,14 +117,14 @@ class PackedError(TypedDict):
 
 
 REFUSALS: Final = (TypeError, ValueError, LinAlgError)
-"""What a rank may find wrong with its own arguments, and tells the others."""
+"""Errors that a rank may find in its own arguments and sends to the others."""
 _KINDS: Final[dict[str, type[Exception]]] = {
     k.__name__: k for k in (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError, LinAlgError)
 }
 
 
 def pack_error(error: Exception) -> PackedError:
-    """What other ranks need to raise the same error; of a kind they do not know, a RuntimeError that names it."""
+    """Pack an error for other ranks to raise; a type they do not know becomes a RuntimeError that names it."""
     kind = type(error).__name__
     if kind in _KINDS:
         return PackedError(kind=kind, message=str(error))

@@ -135,7 +135,7 @@ class ProcessGrid:
 
     @property
     def control(self) -> Control:
-        """What all ranks of the grid tell each other beside their data, on the host."""
+        """The channel on the host by which all ranks of the grid exchange messages beside their data."""
         return self._control
 
     @property
@@ -239,7 +239,7 @@ def _level(grid: ProcessGrid) -> None:
 
     torch derives the name by which members find each other from the number of groups that each of them knows.
     After other grids these numbers may differ, and members would wait for each other under different names. Groups
-    of one rank alone fill up what is missing; ranks of a grid then make groups in step.
+    of one rank alone complete the grids; ranks of a grid then make groups in step.
     """
     known = len(dist.distributed_c10d._world.pg_names)
     most = max(counts[0] for counts in agree(grid, {"call": "ProcessGrid, before its groups"}, local=(known,)))

@@ -202,7 +202,7 @@ def _abort_on_uncaught_exception(world: Any) -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         before(kind, value, trace)
-        # torch's hook around this one holds back what is printed, to put the rank before it; an abort would lose it.
+        # torch's hook around this one buffers the output, to put the rank before it; an abort would lose it.
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
         sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Which exchanges a GPU has not finished, and what is done about one whose peer is gone: a word on stderr, and an end at the timeout.
+"""Watches exchanges that a GPU has not finished. One whose peer is gone is reported on stderr and ended at the timeout.
 
 On a GPU exchanges are asynchronous: a process that waits for its GPU, not for an exchange, meets no error of ours when a peer dies, and
-torch's watchdog may leave it waiting long after the group's timeout. So what is under way is written down, and errors of later
+torch's watchdog may leave it waiting long after the group's timeout. So pending exchanges are noted, and errors of later
 collectives name it. A thread looks at who is alive (ranks of one host know that of each other). It says on stderr which exchange waits
 for a rank that is gone, and ends the process when that has lasted for the group's timeout.
 
@@ -31,13 +31,13 @@ GRACE: Final = 2.0
 """Seconds for which a peer may be gone while an exchange with it is unfinished: it may have ended its work and left."""
 KEPT: Final = 256
 EXIT_CODE: Final = 75
-"""Of a process that is ended: sysexits.h's EX_TEMPFAIL, a failure after which it makes sense to try again."""
+"""Exit status of a process that is ended: sysexits.h's EX_TEMPFAIL, a failure after which it makes sense to try again."""
 PATIENCE: Final = 5.0
 """Seconds that writing may take: a pipe that nobody reads would else keep the process."""
 
 
 class Event(Protocol):
-    """What tells whether a GPU has come so far."""
+    """An event that tells whether a GPU has reached it."""
 
     def query(self) -> bool:
         """Whether it has."""
@@ -61,7 +61,7 @@ _under_way: deque[Waiting] = deque(maxlen=KEPT)
 _thread: threading.Thread | None = None
 _end = threading.Event()
 told: list[str] = []
-"""What has been written to stderr."""
+"""Messages that have been written to stderr."""
 
 
 def note(text: str, device: torch.device, ranks: Sequence[int], event: torch.cuda.Event | None = None) -> None:
@@ -77,7 +77,7 @@ def note(text: str, device: torch.device, ranks: Sequence[int], event: torch.cud
 def note_event(text: str, event: Event, ranks: Sequence[int], device: torch.device | None = None) -> None:
     """The same for any event."""
     global _thread
-    unfinished()  # forgets what is done
+    unfinished()  # forgets finished ones
     _under_way.append(Waiting(text, event, tuple(ranks)))
     if _thread is None:
         _thread = threading.Thread(target=_watch, args=(device,), name="fastkron_py watch", daemon=True)

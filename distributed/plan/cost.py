@@ -1,4 +1,4 @@
-"""What a product costs the rank that has most to do: steps, memory, time; and what a plan asks of transports to know it.
+"""The cost of a product for the busiest rank: steps, memory and time; and the figures of a transport that a plan uses.
 
 The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%), and to products on two and four
 of them: memory, copies, stores into peers' memory (with a guess at their barriers), rounds of messages, and what multiplies do beside an
@@ -120,7 +120,7 @@ class Site(NamedTuple):
 
 
 class TransportModel:
-    """What a plan asks of a transport: figures, without tensors. The defaults are those of runs of memory that are sent as they lie.
+    """The figures of a transport that a plan uses, without tensors. The defaults hold for contiguous parts sent without packing.
 
     Attributes:
         name: in plans, and for ``plan(transport=...)``.
@@ -314,7 +314,7 @@ def memory_needed(problem: Problem, way: Way | None, site: Site, chunks: int) ->
     """Bytes: x, the result, and buffers for the chunks under way; with gradients also theirs, and saved operands.
 
     Args:
-        problem: what is multiplied.
+        problem: the product.
         way: the stages; None by rows.
         site: where.
         chunks: of rows.
@@ -341,7 +341,7 @@ def memory_needed(problem: Problem, way: Way | None, site: Site, chunks: int) ->
 
 
 def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
-    """What the processor needs to begin all multiplies and exchanges. Arguments as in `seconds_needed`."""
+    """Seconds that the processor needs to launch all multiplies and exchanges. Arguments as in `seconds_needed`."""
     exchanges = [s for s in steps if s.leg is not None]
     chunks = chunks if exchanges else 1  # one column needs no chunks
     each = links.cpu_chunk + sum(s.links.cpu_exchange for s in exchanges)
@@ -349,7 +349,7 @@ def cpu_seconds(steps: Sequence[Step], chunks: int, links: Links) -> float:
 
 
 def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
-    """What GPU and links need, or what the processor needs to begin their work: the longer.
+    """Seconds of a product: the longer of the time of GPU and links and the processor's time to launch their work.
 
     GPU and links: with one chunk the sum. With more the longer of the two, and the last chunk's share of the other; or all of the GPU's
     work and what exchanges take of it, which move bytes through the same memory, and by kernels of their own: the longer.

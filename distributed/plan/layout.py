@@ -121,7 +121,7 @@ class Exchange:
         return self._before(sender, self.target[receiver + 1]) - self._before(sender, self.target[receiver])
 
     def rectangles(self, sender: int, receiver: int) -> tuple[Rectangle, ...]:
-        """What a sender gives a receiver: none to three rectangles, in row-major order."""
+        """The elements from a sender to a receiver: none to three rectangles, in row-major order."""
         low, high = self.source[sender], self.source[sender + 1]
         found = []
         for row, row_stop, column, column_stop in _row_ranges(self.target[receiver], self.target[receiver + 1], self.columns):
@@ -270,7 +270,7 @@ class Stage(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What happens to one row of x: perhaps an exchange to come to whole slices, then the stages."""
+    """The schedule of one row of x: an exchange to whole slices where needed, then the stages."""
 
     first: Exchange | None
     stages: tuple[Stage, ...]

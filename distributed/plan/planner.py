@@ -42,14 +42,14 @@ class Plan:
     """How a grid of ranks multiplies. Made by `plan`; `str` gives a table.
 
     Attributes:
-        problem: what is multiplied.
+        problem: the product.
         grid: ``(GM, GK)``, rows and columns of the grid.
         cuts: how many factors each stage multiplies on every rank, the first stage the last ones; none where ranks take
             whole rows for the product and give them back.
         chunks: into how many parts a rank's rows are cut, to exchange one while another is multiplied.
         links: what the times are modelled with.
         steps: an exchange to whole slices or to rows where one is needed, then the stages.
-        peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients what is saved.
+        peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients also the saved operands.
         seconds: modelled time of the forward product, of GPUs and links or of the processor.
         transport: how exchanges are carried out: "packed" for an all-to-all; "messages", of whole rows, as runs of memory from where they
             lie to where they belong; "peer memory" between GPUs of one host. What one cannot carry (a chunk with no row for some rank,
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def stages(self) -> tuple[int, ...] | Literal["rows"]:
-        """What makes `plan` choose these stages again."""
+        """The argument with which `plan` chooses these stages again."""
         return self.cuts or BY_ROWS
 
     @cached_property
@@ -210,7 +210,7 @@ def plan(
     """Choose how a grid of ranks multiplies: grid, stages, chunks and transport of the least modelled time.
 
     Args:
-        problem: what is multiplied.
+        problem: the product.
         grid: ``(GM, GK)``; None chooses among all that make up world_size.
         world_size: number of ranks; needed without a grid.
         stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum
@@ -328,10 +328,10 @@ def _site(problem: Problem, grid: tuple[int, int]) -> Site:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What `plan` chooses among.
+    """The plans that `plan` chooses among.
 
     Attributes:
-        problem: what is multiplied.
+        problem: the product.
         cuts: of the stages; None leaves them open.
         chunks: how many; None leaves it open.
         links: between ranks.

@@ -55,8 +55,8 @@ class Parcel(NamedTuple):
 
     Attributes:
         work: to wait for; None where nothing moves.
-        parcel: what is sent, kept alive until the work is done.
-        arrived: what is received.
+        parcel: the data sent, kept alive until the work is done.
+        arrived: the data received.
     """
 
     work: Any
@@ -75,7 +75,7 @@ class Parcel(NamedTuple):
 
 
 def pack(transfer: Transfer, local: Tensor) -> Tensor:
-    """What goes to the peers, one after the other, of a block: the block itself where it lies like that."""
+    """The parts of a block for the peers, one after the other: the block itself where it is in this order."""
     if transfer.rows == 1 and transfer.exchange.straight and not transfer.back:
         return local
     parcel = local.new_empty(transfer.rows * sum(transfer.sizes(outgoing=True)))

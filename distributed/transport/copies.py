@@ -48,7 +48,7 @@ def _in_words(t: Tensor) -> bool:
 
 
 def copy_runs(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, q, s]`` of any strides; what is one run of memory at once, and long runs by the GPU's copy engines."""
+    """Copy ``[rows, q, s]`` of any strides: contiguous memory at once, long runs by the GPU's copy engines."""
     run = of.shape[-1] * of.element_size()
     at_once = to.is_contiguous() and of.is_contiguous()
     if at_once or run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:

@@ -62,7 +62,7 @@ class PeerMemory(Transport):
         )
 
     def copies(self, transposed: bool) -> tuple[int, int]:
-        """Of whole rows none."""
+        """Passes that pack and unpack parts: none for whole rows."""
         return int(transposed), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
@@ -162,7 +162,7 @@ class Layout(NamedTuple):
         return self.rows[rank + 1] - self.rows[rank]
 
     def elements(self, rank: int) -> int:
-        """Of a rank's slot."""
+        """Elements of a rank's slot."""
         own = self.columns[rank + 1] - self.columns[rank] if self.in_blocks else 0
         return self.height(rank) * (self.columns[-1] - own)
 

@@ -21,7 +21,7 @@ from fastkron_py.distributed.group.agreement import agree, group_timeout
 from fastkron_py.distributed.group.grid import ProcessGrid
 
 SLOTS: Final = 6
-"""Of each rank: what a wave of chunks has under way at a time."""
+"""Slots of each rank: the transfers of a wave of chunks that are pending at a time."""
 ALIGNMENT: Final = 256
 VIEWS: Final = 1024  # of slots, that are kept
 LATER: Final = 10.0
@@ -83,7 +83,7 @@ class Slots:
         first: Callable[[], None] | None = None,
         ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
-        """Have a function write to the peers' slots, or read what is in them, beside what the current stream does next.
+        """Have a function write to the peers' slots, or read them, beside the later work of the current stream.
 
         Args:
             slot: a taken one.

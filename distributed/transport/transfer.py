@@ -2,7 +2,7 @@
 
 A transfer is one exchange (`layout.Exchange`) of one chunk of rows, forwards or back. `start` begins it and `finish` waits for it. How its
 parts go is up to a `Transport`. Start and finish are linear, and each is the other's derivative with the exchange reversed, so
-gradients of every order are exchanges too. What is under way stays with the transfer; autograd sees an empty tensor in its place, a token,
+gradients of every order are exchanges too. Pending data stays with the transfer; autograd sees an empty tensor in its place, a token,
 that ties the two together.
 """
 
@@ -75,7 +75,7 @@ class Transport(TransportModel, Channel):
     """
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
-        """What sends in one product. Collective over the grid.
+        """The channel of one product. Collective over the grid.
 
         Args:
             grid: all its ranks make this call.
@@ -154,7 +154,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class Transfer:
-    """One exchange of some rows: what it moves, and what is under way. Blocks are flat and contiguous.
+    """One exchange of some rows: its elements, and its pending data. Blocks are flat and contiguous.
 
     Attributes:
         exchange: what goes where.
@@ -171,7 +171,7 @@ class Transfer:
     label: str
     back: bool = False
     into: Tensor | None = None
-    arrival: Arrival | None = None  # what is under way
+    arrival: Arrival | None = None  # pending data
     derivative: Transfer | None = None  # the latest one
     text: str = ""  # the stage in errors, once it is known
 
@@ -215,7 +215,7 @@ class Transfer:
         return found
 
     def stage(self, like: Tensor) -> stage:
-        """Errors of what is done inside name this transfer; of elements like a tensor's."""
+        """Errors raised inside name this transfer; its elements are like the tensor's."""
         return stage(self.stage_text(like), self.row_group.group)
 
     def stage_text(self, like: Tensor) -> str:

@@ -186,7 +186,7 @@ def dct_matrix(n: int) -> Array:
 
 
 def matmul_transpose_loop(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """What one writes without a library: a matmul and a transposing copy for each factor. x ``[M, K]``."""
+    """The product without a library: a matmul and a transposing copy for each factor. x ``[M, K]``."""
     rows = x.shape[0]
     for f in reversed(factors):
         x = (x.reshape(-1, f.shape[0]) @ f).reshape(rows, -1, f.shape[1]).mT.reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""What the commands share: tables, refusals, the choice of a device."""
+"""Functions that the commands share: tables, refusals, the choice of a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
 
 
 def fail(console: Console, message: str) -> NoReturn:
-    """Say what is wrong and end with status 1."""
+    """Print the error and exit with status 1."""
     console.print(f"[bold red]{message}[/bold red]")
     raise typer.Exit(1)
 

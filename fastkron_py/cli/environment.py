@@ -1,4 +1,4 @@
-"""What `info` tells: versions, devices, and which backend "auto" takes where, and why."""
+"""The report of `info`: versions, devices, and the backend that "auto" takes for each dtype, with the reason."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def devices() -> list[Device]:
 
 
 def choice(device: str, dtype: torch.dtype) -> Choice:
-    """What "auto" takes for this dtype on this device."""
+    """The backend that "auto" takes for this dtype on this device."""
     sample = torch.empty(1, dtype=dtype, device=device)
     taken = choose_backend("auto", sample)
     if taken == "triton":

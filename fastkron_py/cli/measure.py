@@ -22,7 +22,7 @@ def best_seconds(call: Callable[[], Any], device: torch.device, budget: float = 
     Whatever else runs on the machine can only make a call slower, so the shortest is the most repeatable.
 
     Args:
-        call: what is timed.
+        call: the function to time.
         device: waited for before the clock is read.
         budget: seconds to spend; at least five calls are made.
     """

@@ -41,7 +41,7 @@ def gated_linear(
 
     Args:
         x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
-        weight: both projections' weights, of x's kind, dtype and device: packed, see layout, or a pair (up, gate), each
+        weight: both projections' weights, of x's array type, dtype and device: packed, see layout, or a pair (up, gate), each
             ``[hidden, in]``, which may lie anywhere in memory: a pair is not copied either.
         bias: ``[2 * hidden]`` for "interleaved", ``[2, hidden]`` for "stacked", in the order of the weight's rows; for a pair of
             weights a pair of ``[hidden]``.
@@ -55,10 +55,10 @@ def gated_linear(
         precision: of float32 products, as in `kron_matmul`.
 
     Returns:
-        ``[..., hidden]``, of x's kind and dtype (under autocast, of autocast's dtype).
+        ``[..., hidden]``, of x's array type and dtype (under autocast, of autocast's dtype).
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        TypeError: an argument of the wrong type or dtype, or array types or dtypes that differ.
         ValueError: shapes that do not fit each other or the layout; an unknown activation, layout, backward or precision.
 
     Example:
@@ -88,21 +88,21 @@ def gated_mlp(
 
     Args:
         x: as in `gated_linear`, like all arguments that are not named here.
-        weight: as there.
+        weight: as in `gated_linear`.
         down: ``[out, hidden]``.
-        bias: as there.
+        bias: as in `gated_linear`.
         down_bias: ``[out]``.
-        activation: as there.
-        layout: as there.
-        backward: as there.
-        precision: as there, of all products.
+        activation: as in `gated_linear`.
+        layout: as in `gated_linear`.
+        backward: as in `gated_linear`.
+        precision: as in `gated_linear`, for all products.
 
     Returns:
-        ``[..., out]``, of x's kind and dtype (under autocast, of autocast's dtype).
+        ``[..., out]``, of x's array type and dtype (under autocast, of autocast's dtype).
 
     Raises:
-        TypeError: as there.
-        ValueError: as there.
+        TypeError: as in `gated_linear`.
+        ValueError: as in `gated_linear`.
 
     Example:
         >>> x, weight, down = torch.randn(100, 8), torch.randn(48, 8), torch.randn(8, 24)
@@ -117,7 +117,7 @@ _PAIR: Final = ("x", "weight[0]", "weight[1]", "bias", "down", "down_bias")
 
 
 def _call(x: Any, weight: Any, bias: Any, after: tuple[Any, Any], activation: Any, layout: Any, backward: Any, precision: Any) -> Any:
-    """Check what is no tensor, and load what is another library's array."""
+    """Check that these are tensors, and load arrays of other libraries."""
     gate, labels = None, _PACKED
     if isinstance(weight, tuple | list):
         check_choice("layout", layout, LAYOUTS)
@@ -148,7 +148,7 @@ def _pair(name: str, given: Any) -> Any:
     if not isinstance(given, tuple | list):
         raise type_error(name, "a pair (up, gate), since weight is one", type_name(given))
     if len(given) != 2 or any(t is None for t in given):
-        raise value_error(name, "a pair (up, gate)", f"{len(given)} of which {sum(t is None for t in given)} are None")
+        raise value_error(name, "a pair (up, gate)", f"{len(given)} tensors, {sum(t is None for t in given)} of them None")
     return given
 
 
@@ -184,7 +184,7 @@ def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:
         ``[2 * hidden, in]`` or ``[2, hidden, in]``; of biases without the last dimension.
 
     Raises:
-        TypeError: an argument of the wrong kind, or dtypes that differ.
+        TypeError: an argument of the wrong type, or dtypes that differ.
         ValueError: shapes or devices that differ, more than two dimensions, or an unknown layout.
     """
     check_choice("layout", layout, LAYOUTS)
@@ -216,7 +216,7 @@ def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, T
 
 
 def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options: tuple[str, str, str | None], key: Any) -> Tensor:
-    """The result on torch tensors, of which nothing has been checked yet; key: of the call, None if it is not to be found by one."""
+    """The result on unchecked torch tensors; the cache keeps the call under the key, unless that is None."""
     dtype = autocast_dtype(tensors[0])
     if dtype is not None:
         tensors = tuple([cast(t, dtype) for t in tensors])

@@ -28,7 +28,7 @@ _ELEMENTWISE_BLOCK: Final = (16, 128)
 
 
 class Gated(NamedTuple):
-    """What a layer computes besides its tensors."""
+    """The options of a layer, besides its tensors."""
 
     activation: str
     layout: str
@@ -41,7 +41,7 @@ class Gated(NamedTuple):
         found = find_activation(self.activation)
         value, slope = found.device_functions(dtype.itemsize == 2 and devices.gpu_of(device).has_approximations)
         interleaved = self.layout == "interleaved"
-        # Read as halves, the two sums of a pair stand in two halves of a tile, of which a thread has neighbours to store.
+        # Read as halves, the two sums of a pair stand in two halves of a tile, and a thread has neighbours of both to store.
         pairs = "stacked" if self.as_halves else self.layout
         light = epilogue is epilogue_gate and pairs == "stacked" and found.is_light
         return Gemm(epilogue, value=value, slope=slope, params=(interleaved,), pairs=pairs, divisible=True, light=light)

@@ -60,7 +60,7 @@ def sizes(x: Tensor, weight: Tensor, gate: Tensor | None, down: Tensor | None) -
 
 
 def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
-    """Whether Triton is to multiply: not what is empty or float64, nor, unless it was asked for, float32 sums too long for it."""
+    """Whether Triton multiplies. It does not for empty or float64 tensors, nor, unless asked for, for float32 sums too long for it."""
     chosen = choose_backend(options.backend, x)
     if chosen == "torch" or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
         return False
@@ -74,7 +74,7 @@ def is_by_triton(x: Tensor, weight: Tensor, options: Options) -> bool:
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = False) -> Program:
-    """Of `fastkron::gated_linear`; arguments as in its schema."""
+    """The program of `fastkron::gated_linear`; arguments as in its schema."""
     chosen = Options(*options)
     by_triton = is_by_triton(tensors[0], tensors[1], chosen)
     build = Builder(tensors)
@@ -87,7 +87,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
 
 
 def forward_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::gated_linear_saving`."""
+    """The program of `fastkron::gated_linear_saving`."""
     return forward(tensors, options, True)
 
 
@@ -139,7 +139,7 @@ def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool = False) -> Program:
-    """Of `fastkron::gated_linear_backward`; in place: gradients of the pairs are written over them."""
+    """The program of `fastkron::gated_linear_backward`; in place: gradients of the pairs are written over them."""
     _, x, weight, *_ = tensors
     needs = [need and t is not None for need, t in zip(options, tensors[1 : COUNT + 1], strict=False)]
     chosen = Options(*options[COUNT:])
@@ -154,7 +154,7 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...], in_place: bool =
 
 
 def gradients_in_place(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::gated_linear_backward_`."""
+    """The program of `fastkron::gated_linear_backward_`."""
     return gradients(tensors, options, True)
 
 

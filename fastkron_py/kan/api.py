@@ -55,7 +55,7 @@ def poly_kan(
 
     Args:
         x: ``[..., in]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32 or float64.
-        coefficients: ``[degree + 1, out, in]``, of x's kind, dtype and device; degree from 1 to 64. Not a power of the basis but one
+        coefficients: ``[degree + 1, out, in]``, of x's array type, dtype and device; degree from 1 to 64. Not a power of the basis but one
             number for each of its functions, so B-splines and radial functions have degree + 1 of them.
         basis: ``"chebyshev"`` (first kind), ``"chebyshev_u"``, ``"legendre"``, ``"hermite"`` (H_n / sqrt(2^n n!)), ``"jacobi"``,
             ``"gegenbauer"``, ``"fourier"`` (1, sin pi t, cos pi t, sin 2 pi t, ...), ``"bspline"``, ``"rbf"``, or one that was registered.
@@ -64,7 +64,7 @@ def poly_kan(
             1 to 3 (B-spline, 3), ``width`` in distances of centres (rbf, 1).
         normalization: brings x to [-1, 1]: ``"tanh"``; ``"clamp"``; ``"minmax"``, the range given by bounds, then clamped;
             ``"layer_norm"``, each row to mean 0 and variance 1, then tanh; or ``"none"``.
-        bounds: (lowest, highest) for ``"minmax"``, numbers, or tensors or arrays of x's kind that broadcast to ``[in]``. They are
+        bounds: (lowest, highest) for ``"minmax"``, numbers, or tensors or arrays of x's array type that broadcast to ``[in]``. They are
             constants: no gradient. None takes x's own, for each input over the finite numbers of all rows.
         evaluation: ``"recurrence"``, or ``"lut"``: lines between lut_size samples on [-1, 1], which err by h^2 / 8 max |B_d''|,
             h = 2 / (lut_size - 1); gradients are those of the lines. Not with ``"none"``.
@@ -72,11 +72,11 @@ def poly_kan(
         precision: of float32 products, as in `kron_matmul`.
 
     Returns:
-        ``[..., out]``, of x's kind and dtype (under autocast, of autocast's dtype). A NaN of x makes its row NaN, and no other;
+        ``[..., out]``, of x's array type and dtype (under autocast, of autocast's dtype). A NaN of x makes its row NaN, and no other;
         infinities count as -1 and 1 under ``"tanh"``, ``"clamp"`` and ``"minmax"``.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        TypeError: an argument of the wrong type or dtype, or array types or dtypes that differ.
         ValueError: shapes that do not fit, an unknown basis, normalisation or evaluation, parameters that the basis does not
             have, bounds that are not finite or fall.
 
@@ -220,7 +220,7 @@ def _poly_kan(
 
 
 def _check_shapes(x: Tensor, like: Tensor, coefficients: Any, bias: Any, checked: _Checked) -> None:
-    """Of x and what goes with it; like has the dtype that x is multiplied in."""
+    """Check the shapes of x and the parameters; like has the dtype that x is multiplied in."""
     if like.dtype not in DTYPES:
         raise type_error("x", "a real dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), like.dtype)
     check_tensor("coefficients", coefficients, like, "x")

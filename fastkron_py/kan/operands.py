@@ -78,7 +78,7 @@ def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool) -> Trans
 
 
 def transposed_gradient(build: Builder, dy: Tensor, with_low: bool, rounds: bool, with_sums: bool) -> Transposed:
-    """``[M, N]`` in float32, whose rows are runs, transposed to `whole_vectors` of columns, the last of which are not written."""
+    """``[M, N]`` in float32, whose rows are runs, transposed to `whole_vectors` of columns; padding columns are not written."""
     rows, columns = dy.shape
     stride = whole_vectors(rows)
     out = build.empty((columns, stride), dy.dtype)

@@ -53,7 +53,7 @@ class Calls:
         return Calls, ()
 
     def follow(self, own: Tensor, running: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-        """The bounds ``[2, features]`` of a batch whose own are ``own [2, features]``, and the running range after it, likewise.
+        """The bounds ``[2, features]`` of a batch whose own are ``own [2, features]``, and the running range after it, of the same shape.
 
         Without a host's look at the numbers.
         """
@@ -80,7 +80,7 @@ _calls: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 
 
 class _Latest:
-    """Own bounds and those that they got, of batches on one device, the latest of which overwrite the first."""
+    """Each batch's own bounds and the bounds it was given, on one device, in a ring that overwrites the oldest."""
 
     def __init__(self, own: Tensor) -> None:
         size = 2 * own.numel() * own.element_size()
@@ -121,14 +121,14 @@ def is_second_run() -> bool:
 
 
 def is_set(low: Tensor, high: Tensor) -> Tensor:
-    """Which inputs have a range, ``[features]``: finite numbers, of which low is not above high."""
+    """Which inputs have a range, ``[features]``: finite bounds with low not above high."""
     return (low <= high) & (low > -math.inf) & (high < math.inf)  # isfinite() is four launches on a GPU
 
 
 def moved(running: Tensor, own: Tensor, momentum: float) -> Tensor:
     """The running range ``[2, features]`` after a batch with these bounds of its own; the first batch sets it.
 
-    Inputs of which the batch has no finite number keep theirs.
+    Inputs without a finite number in the batch keep theirs.
     """
     step = torch.where(is_set(*running), running + momentum * (own - running), own)
     return torch.where(is_set(*own), step, running)

@@ -159,7 +159,7 @@ def det(factors: Sequence[Tensor]) -> Tensor:
 
 
 def _scale(log: Tensor, size: int) -> Tensor:
-    """By which to divide matrices of this size, with determinants of these logarithms, so that those neither overflow nor vanish."""
+    """The divisor with which determinants of these logarithms neither overflow nor vanish, for matrices of this size."""
     is_far = (log.abs() > _LARGEST_LOG) & log.isfinite()
     return torch.exp2(torch.where(is_far, log / (math.log(2) * max(size, 1)), 0.0).round())
 

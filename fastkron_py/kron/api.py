@@ -41,21 +41,21 @@ def kron_matmul(
     Args:
         x: ``[*batch, M, K]`` or ``[K]`` with ``K = prod(P_i)``. A torch tensor, or a NumPy or CuPy array;
             float16, bfloat16, float32, float64, complex64 or complex128.
-        factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's kind, dtype and device.
+        factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's array type, dtype and device.
             Batch dimensions of x and of the factors broadcast.
         alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
-        beta: scales z, likewise; other than 0 it needs z.
+        beta: scales z: a number or a 0-dimensional tensor; other than 0 it needs z.
         z: added to the product; broadcasts to the result. Where beta is the number 0, z's shape is checked
             and its values are not read, as in BLAS: NaN in it does not spread, and it gets no gradient.
         precision: of float32 products: ``"highest"`` (float32-class error), ``"high"`` or ``"medium"``
             (TF32 allowed); None obeys `torch.get_float32_matmul_precision`.
 
     Returns:
-        ``[*batch, M, prod(Q_i)]``, or ``[*batch, prod(Q_i)]`` for a vector x, contiguous; of x's kind and dtype
+        ``[*batch, M, prod(Q_i)]``, or ``[*batch, prod(Q_i)]`` for a vector x, contiguous; of x's array type and dtype
         (under autocast, of autocast's dtype).
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype, or kinds or dtypes that differ.
+        TypeError: an argument of the wrong type or dtype, or array types or dtypes that differ.
         ValueError: shapes that do not chain or broadcast, devices that differ, a missing or ill-shaped z,
             a scalar that is not finite, an unknown precision.
 
@@ -157,7 +157,7 @@ def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, l
 
 
 def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool) -> tuple[Any, ...] | None:
-    """What a call is looked up by; None for calls that are not kept. Nothing has been checked yet."""
+    """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
     if type(factors) not in (list, tuple) or type(alpha) is not float or type(beta) not in (float, int):
         return None
     if not (-math.inf < alpha < math.inf and -math.inf < beta < math.inf) or (z is None and beta != 0):

@@ -51,7 +51,7 @@ class GradientProblem(NamedTuple):
         return p * self.neighbours, q * self.neighbours
 
     def with_neighbours(self, count: int) -> GradientProblem:
-        """The same with so many of the mode before, which must be a multiple of count."""
+        """The same problem with `count` neighbours of the mode before, whose size must be a multiple of count."""
         groups, rows, before, after = self.around
         return self._replace(around=(groups, rows, before // count, after), neighbours=count)
 

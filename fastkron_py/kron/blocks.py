@@ -27,8 +27,8 @@ from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.launch import Launcher
 
 _PLANNED_ROWS: Final = 1 << 20  # launches are those of many rows, so that ranks with different numbers of rows find the same
-_IN_PLACE_BYTES: Final = 4  # of an element, at least,
-_LEAST_IN_PLACE: Final = 3  # and so many launches
+_IN_PLACE_BYTES: Final = 4  # least bytes of an element for launches in place
+_LEAST_IN_PLACE: Final = 3  # least number of launches
 
 
 class _Order(NamedTuple):
@@ -70,7 +70,7 @@ def _problem(
 
 @lru_cache(maxsize=256)
 def in_blocks(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, dtype: torch.dtype, device: torch.device) -> InBlocks:
-    """What a product by factors ``[P_i, Q_i]`` can do of so many equal blocks on a device, whatever its rows."""
+    """Whether a product by factors ``[P_i, Q_i]`` reads and writes this number of equal blocks on a device, for any rows."""
     shapes = tuple([(1, p, q) for p, q in zip(ps, qs, strict=True)])
     return _order(_problem(1, shapes, shapes, False, "highest", dtype, device), parts).able
 
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
 
 
 def _steps(problem: MultiplyProblem, blocks: int, outs: int) -> list[_Step]:
-    """The launches, with so many blocks of the operand and of the result, each one or as many as the other's."""
+    """The launches for these numbers of blocks of the operand and the result; each is 1 or equal to the other."""
     rows, parts = problem.shape[1], max(blocks, outs)
     launches, transposed, able = _order(problem, parts)
     if (blocks > 1 and not able.reads) or (outs > 1 and not able.writes):

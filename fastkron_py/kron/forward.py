@@ -35,7 +35,7 @@ def mergeable(build: Builder, t: Tensor) -> Tensor:
 
 
 def rows_of(t: Tensor) -> Rows:
-    """Strides of a tensor ``[B, L, n, R]`` of which (n, R) is one run of memory."""
+    """Strides of a tensor ``[B, L, n, R]`` whose dimensions (n, R) are contiguous."""
     return Rows(t.stride(0), t.stride(1), 1)
 
 
@@ -71,7 +71,7 @@ class MultiplyLaunch(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What the last launch multiplies with: numbers of the run, or those that change nothing, as bit patterns."""
+    """The scalars of the last launch: those of the run, or 1 and 0, as bit patterns."""
 
     alpha: Scalar | int = bits(1.0)
     beta: Scalar | int = bits(0.0)
@@ -86,7 +86,7 @@ PLAIN: Final = Scale()
 
 
 def plan_problem(problem: MultiplyProblem) -> PlanProblem:
-    """What a plan for this problem depends on besides the factors."""
+    """The problem of a plan for this multiply."""
     groups, rows, _, columns = problem.shape
     before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
     return PlanProblem(problem.dtype.itemsize, groups * rows * before, after, kernels.has_chained(problem.device, problem.dtype), before)
@@ -157,7 +157,7 @@ def multiply_problem(
     z: Rows | None = None,
     part: Part | None = None,
 ) -> MultiplyProblem:
-    """The problem of a multiply of x ``[B, L, K, R]``, of which (K, R) is one run of memory, with some of the factors."""
+    """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors."""
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
     start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
     return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device)

@@ -33,7 +33,7 @@ class KroneckerProduct:
     everything here. Where the factors are NumPy or CuPy arrays, so are operands and results.
 
     Args:
-        factors: sequence of ``[*batch_i, P_i, Q_i]`` of one kind, dtype and device; batches broadcast. Kept
+        factors: sequence of ``[*batch_i, P_i, Q_i]`` of one array type, dtype and device; batches broadcast. Kept
             as they are, so that parameters stay parameters and later changes of them show.
 
     Raises:
@@ -211,7 +211,7 @@ class KroneckerProduct:
         """``self (x) other``: an operator of both's factors.
 
         Raises:
-            TypeError: other is no KroneckerProduct, or of another kind or dtype.
+            TypeError: other is no KroneckerProduct, or of another array type or dtype.
         """
         if not isinstance(other, KroneckerProduct):
             raise type_error("other", "a KroneckerProduct", type_name(other))
@@ -283,7 +283,7 @@ class KroneckerProduct:
             ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``.
 
         Raises:
-            TypeError: b of another kind or dtype, or float16 or bfloat16 factors.
+            TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
             ValueError: a factor is not square, or b does not fit.
             torch.linalg.LinAlgError: a factor is singular.
 

@@ -21,7 +21,7 @@ _ONE: Final = bits(1.0)
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left."""
+    """The program of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left."""
     alpha, beta, precision, backend, left = options
     build = Builder(tensors)
     x, *factors, z = build.inputs
@@ -62,7 +62,7 @@ def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Seq
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::kron_matmul_backward`: dy, x and the factors; what is needed, alpha, precision, backend and left."""
+    """The program of `fastkron::kron_matmul_backward`: dy, x and the factors; the gradients needed, alpha, precision, backend and left."""
     need_x, need_factors, alpha, precision, backend, left = options
     build = Builder(tensors)
     dy, x, *factors = build.inputs

@@ -28,7 +28,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """For sums over chunks, of which there may be thousands; not every device has it."""
+    """The dtype of sums over chunks, which may be thousands; not every device has it."""
     if device.type not in ("cpu", "cuda"):
         return dtype
     return torch.complex128 if dtype.is_complex else torch.float64
@@ -70,7 +70,7 @@ def _rows_first(t: Tensor) -> Tensor:
 
 
 class Epilogue(NamedTuple):
-    """What the last product of a multiply applies: ``alpha * product + beta * z``."""
+    """The epilogue of the last product of a multiply: ``alpha * product + beta * z``."""
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -173,7 +173,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
 
 
 def _multiply_small(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """`multiply` in as few calls into torch as there can be: one product for each factor, from the last."""
+    """`multiply` in the fewest calls of torch: one product for each factor, from the last."""
     groups, length, width, columns = x.shape
     y, before, after = x, width, columns
     for f in reversed(factors):

@@ -1,4 +1,4 @@
-"""What torch's own functions do with a `KroneckerProduct` among their arguments (``__torch_function__``)."""
+"""torch's own functions on a `KroneckerProduct` (``__torch_function__``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fused forms of layers ask before they take the layers' place."""
+"""Checks that fused forms of layers make before they replace the layers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PolyKANLinear(EdgeFunctions):
         x ``[..., in_features]`` to ``[..., out_features]``; coefficients ``[degree + 1, out_features, in_features]``.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: sizes below 1, a degree or parameters outside their range, unknown names.
 
     Example:
@@ -123,7 +123,7 @@ class PolyKANLinear(EdgeFunctions):
         return y
 
     def extra_repr(self) -> str:
-        """What ``print(layer)`` shows."""
+        """The text of ``print(layer)``."""
         return f"{self.in_features}, {self.out_features}, {self._described()}"
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ class PolyKANConv2d(EdgeFunctions):
         padding: zeros around x, whose functions count as any other number's: an integer, a pair, "valid" (none) or "same", which keeps
             height and width for strides of 1.
         dilation: an integer, or a pair.
-        groups: channels are divided into so many parts, each with outputs of its own.
+        groups: number of parts of the channels, each with outputs of its own.
         bias: add a learned ``[out_channels]``.
         basis_parameters: of the basis.
         normalization: of each number by itself; "minmax" follows a range for each channel, "layer_norm" is over the channels of a pixel.
@@ -47,7 +47,7 @@ class PolyKANConv2d(EdgeFunctions):
         H' and W' as of `torch.nn.Conv2d`; coefficients ``[degree + 1, out_channels, in_channels / groups, height, width]``.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: sizes, a degree or parameters outside their range, channels that groups do not divide, unknown names.
 
     Example:
@@ -176,7 +176,7 @@ class PolyKANConv2d(EdgeFunctions):
         return y if x.ndim == 4 else y.squeeze(0)
 
     def extra_repr(self) -> str:
-        """What ``print(layer)`` shows."""
+        """The text of ``print(layer)``."""
         shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding!r}"
         more = (f", dilation={self.dilation}" if self.dilation != (1, 1) else "") + (f", groups={self.groups}" if self.groups > 1 else "")
         return f"{shown}{more}, {self._described()}"

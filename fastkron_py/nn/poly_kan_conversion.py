@@ -57,7 +57,7 @@ class SplineKANLinear(PolyKANLinear):
         ``[grid_size + order, out_features, in_features]``.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: sizes below 1, an order other than 1, 2 or 3, a range that is empty.
 
     Example:
@@ -142,7 +142,7 @@ class SplineKANLinear(PolyKANLinear):
         return super().edge(output, input, (x - centre) * scale) + weight * base
 
     def extra_repr(self) -> str:
-        """What ``print(layer)`` shows."""
+        """The text of ``print(layer)``."""
         return f"{self.in_features}, {self.out_features}, grid_size={self.grid_size}, order={self.order}, bias={self.bias is not None}"
 
 

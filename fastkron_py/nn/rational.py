@@ -55,7 +55,7 @@ class GroupRational(NotScriptable, nn.Module):
         denominator: ``[num_groups, n]``, ``[num_groups, n + 1]`` where it begins with b_0 (version C).
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: groups that do not divide the features, degrees out of range, an unknown version or init.
 
     Example:
@@ -234,7 +234,7 @@ class GRKAN(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: as for `GroupRational`, or a dropout that is no probability.
 
     Example:

@@ -51,7 +51,7 @@ def _jacobian(a: Tensor, b: Tensor, x: Tensor, denominator: Denominator) -> tupl
 
 
 class _Model(NamedTuple):
-    """What is adjusted: the formula, and which of the denominator's coefficients are not held at zero."""
+    """The parameters of a fit: the formula, and the denominator's coefficients that are not held at zero."""
 
     denominator: Denominator
     free: tuple[bool, ...]

@@ -11,7 +11,7 @@ class NotScriptable:
     """A module whose forward pass calls operators with arguments that TorchScript has no types for."""
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What `torch.jit.script` calls first, for every module of a model.
+        """Called first by `torch.jit.script`, for every module of a model.
 
         Raises:
             TypeError: always.

@@ -65,7 +65,7 @@ def rational(
         float32, or float64 for float64.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: an unknown version; coefficients whose shapes disagree, or whose number of groups does not divide C; degrees
             out of range; devices that differ; a noise out of range.
 
@@ -85,7 +85,7 @@ def rational(
 
 
 class Prepared(NamedTuple):
-    """What the operator takes, from checked arguments.
+    """The operator's arguments, from checked ones.
 
     Attributes:
         numerator: with noise, where there is some.
@@ -121,7 +121,7 @@ def prepare(
 
 
 def call_key(verb: str, x: Tensor, version: str, training: bool, noise: float, *more: Any) -> Hashable:
-    """What a call is looked up by in the call cache, beside its tensors; None for one that is compiled. Nothing has been checked yet."""
+    """The key of a call in the cache, beside its tensors; None for a call that is compiled. Nothing has been checked yet."""
     return None if torch.compiler.is_compiling() else (verb, version, training, noise, type(noise), autocast_dtype(x), *more)
 
 

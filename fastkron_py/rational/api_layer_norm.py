@@ -45,7 +45,7 @@ def layer_norm_rational(
         ``[..., C]``, of x's dtype, or of autocast's.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or devices that disagree; what `rational` refuses.
 
     Example:

@@ -13,7 +13,7 @@ PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wa
 PHASES_MOST: Final = 64
 LONG_SHARE: Final = 0.75  # of the periods, those of long chunks
 SHORTER: Final = 4  # a short chunk is so much shorter than a long one
-PROGRAMS_PER_MULTIPROCESSOR: Final = 16  # at least, where there is work for them: about what is resident, twice
+PROGRAMS_PER_MULTIPROCESSOR: Final = 16  # at least, where there is work for them: about twice the resident ones
 
 
 class Runs(NamedTuple):
@@ -104,11 +104,11 @@ class Walk:
 
     @property
     def programs(self) -> int:
-        """Of each group."""
+        """Programs of each group."""
         return self.chunks * self.phases
 
     def chunk(self, number: int) -> range:
-        """The periods of a chunk, some of which may lie beyond the last one."""
+        """The periods of a chunk; some may lie beyond the last one."""
         first = min(number, self.long_chunks) * self.iterations + max(0, number - self.long_chunks) * self.short
         return range(first, first + (self.iterations if number < self.long_chunks else self.short))
 
@@ -128,7 +128,7 @@ def vector_width(runs: Runs, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Preference:
-    """What a closed form would like: vectors a thread and tile, warps, tiles of a program at most, and short last programs."""
+    """The closed form's preferences: vectors a thread and tile, warps, tiles of a program at most, and short last programs."""
 
     vectors: int
     num_warps: int
@@ -147,7 +147,7 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference
     """Choose a launch by closed form.
 
     Args:
-        runs: what is walked over, not empty.
+        runs: of the tensors, not empty.
         itemsize: of the largest dtype among the tensors.
         multiprocessors: of the device.
         preference: what to come close to.

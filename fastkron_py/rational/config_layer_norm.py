@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 CHANNELS_MOST: Final = 2048
 """Beyond, a row's accumulators do not fit into registers."""
 COEFFICIENTS_MOST: Final = 12
-"""Of P and Q together: each takes a register for every element that a thread owns."""
+"""Coefficients of P and Q together, at most: each takes a register for every element that a thread owns."""
 
 
 class RowWalk(NamedTuple):
@@ -21,7 +21,7 @@ class RowWalk(NamedTuple):
 
 
 def is_valid(channels: int, coefficients: int) -> bool:
-    """What the kernels take."""
+    """Whether the kernels take these sizes."""
     return 0 < channels <= CHANNELS_MOST and coefficients <= COEFFICIENTS_MOST
 
 

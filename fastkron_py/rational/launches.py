@@ -25,7 +25,7 @@ def is_approximate(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Coefficients(NamedTuple):
-    """What a launch depends on of a rational function, but for the addresses."""
+    """The problem of a launch on a rational function, without addresses."""
 
     a_shape: tuple[int, ...]
     a_strides: tuple[int, ...]
@@ -41,7 +41,7 @@ class Coefficients(NamedTuple):
         return self.a_shape[1] + self.b_shape[1]
 
     def arguments(self) -> dict[str, Any]:
-        """What every kernel takes that evaluates the function, by name."""
+        """The arguments, by name, of every kernel that evaluates the function."""
         return {
             "stride_ag": self.a_strides[0] if self.a_shape[0] > 1 else 0,
             "stride_ai": self.a_strides[1],

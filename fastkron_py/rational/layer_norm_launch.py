@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(tensors: Sequence[Tensor], a: Tensor, b: Tensor, eps: float, version: str, device: torch.device) -> Problem:
-    """The problem on tensors the first of which is x ``[..., C]``, and on coefficients."""
+    """The problem on tensors, first x ``[..., C]``, and on coefficients."""
     x = tensors[0]
     function = coefficients(a, b, version, [t.dtype for t in (*tensors, a, b)], device)
     return Problem(x.numel() // x.shape[-1], x.shape[-1], function, eps)

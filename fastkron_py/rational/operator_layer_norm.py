@@ -3,7 +3,7 @@
 layer_norm_rational           (y, mean, rstd): ``y = P(h) / Q(h)``, ``h = layer_norm(x)``
 layer_norm_rational_backward  [dx, dweight, dbias, da, db]
 
-h is neither written nor kept: the backward pass makes it again from x, of which each row's mean and reciprocal deviation are kept.
+h is neither written nor kept: the backward pass computes it again from x and from each row's mean and reciprocal deviation, which are kept.
 Derivatives beyond the first are those of the composition.
 """
 

@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, autocast: torch.dtype | None) -> bool:
-    """Whether these tensors, of which nothing has been checked, are such as one kernel takes, and takes in less time than two.
+    """Whether one kernel takes these unchecked tensors, and is faster than two.
 
     With autocast's dtype, x, weight and bias will be cast to it.
     """

@@ -16,7 +16,7 @@ from fastkron_py.runtime.program import Program
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::rational`; arguments as in its schema."""
+    """The program of `fastkron::rational`; arguments as in its schema."""
     version, dtype, backend = options
     build = Builder(tensors)
     x, a, b = build.inputs
@@ -24,7 +24,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::rational_backward`."""
+    """The program of `fastkron::rational_backward`."""
     need_x, need_coefficients, version, backend = options
     build = Builder(tensors)
     dy, x, a, b = build.inputs
@@ -33,7 +33,7 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
 
 def rational_linear(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::rational_linear`."""
+    """The program of `fastkron::rational_linear`."""
     version, dtype, backend = options
     build = Builder(tensors)
     x, a, b, weight, bias = build.inputs
@@ -74,7 +74,7 @@ def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, d
 
 
 def _first_problem(layouts: Sequence[Sequence[Tensor]], *about: Any) -> tuple[Any, Sequence[Tensor]]:
-    """The first of the orders of memory that kernels can walk over, the last of which is contiguous, and its problem."""
+    """The first memory order that kernels can walk over, and its problem; the last order tried is contiguous."""
     from fastkron_py.rational import launches
 
     found = ((launches.problem_of(tensors, *about), tensors) for tensors in layouts)
@@ -110,7 +110,7 @@ def add_gradients(
     launchers = launches.backward_launchers(problem)
     x = x if like_x is x else build.copy(x, like_x)
     dy = dy if like_dy is dy else build.copy(dy, like_dy)
-    out = build.empty_like(like_dx) if need_x else x  # what is not needed is not written
+    out = build.empty_like(like_dx) if need_x else x  # a gradient that is not needed is not written
     results = [out if like_dx is dx else build.copy(out, dx)] if need_x else []
     if not need_coefficients:
         build.launch(launchers.first, (x, dy, a, b, out, x))

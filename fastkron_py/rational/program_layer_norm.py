@@ -17,7 +17,7 @@ from fastkron_py.runtime.program import Program
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of the normalisation: float64 for float64, else float32."""
+    """The dtype of the normalisation: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -37,7 +37,7 @@ def _is_fused(x: Tensor, a: Tensor, b: Tensor, backend: str) -> bool:
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::layer_norm_rational`: y, and each row's mean and reciprocal deviation; arguments as in its schema."""
+    """The program of `fastkron::layer_norm_rational`: y, and each row's mean and reciprocal deviation; arguments as in its schema."""
     eps, version, dtype, backend = options
     backend = choose_backend(backend, tensors[0])
     build = Builder(tensors)
@@ -73,7 +73,7 @@ def _add_normalised(build: Builder, x: Tensor, weight: Tensor, bias: Tensor, eps
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::layer_norm_rational_backward`: [dx, dweight, dbias, da, db]; arguments as in its schema."""
+    """The program of `fastkron::layer_norm_rational_backward`: [dx, dweight, dbias, da, db]; arguments as in its schema."""
     eps, version, backend = options
     backend = choose_backend(backend, tensors[1])
     build = Builder(tensors)

@@ -23,7 +23,7 @@ from fastkron_py.tiling.gemm_problem import Gemm, is_describable
 
 
 def params(a: Tensor, b: Tensor, columns: int, device: torch.device) -> tuple[Any, ...]:
-    """What the epilogues of `rational/kernels/gemm_epilogue.py` are told of the coefficients and of a result's columns."""
+    """The constants of the epilogues of `rational/kernels/gemm_epilogue.py`: sizes of the coefficients and of a result's columns."""
     groups = max(a.shape[0], b.shape[0])
     strides = [c.shape[1] if c.shape[0] > 1 else 0 for c in (a, b)]
     return a.shape[1], b.shape[1], columns // groups, is_approximate(a.dtype, device), *strides
@@ -39,7 +39,7 @@ def _tile(build: Builder, x: Tensor, weight: Tensor, keep: bool) -> GemmTile:
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False) -> Program:
-    """Of `fastkron::linear_rational`: ``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, which never is in memory unless it is kept.
+    """The program of `fastkron::linear_rational`: ``P(z) / Q(z)`` with ``z = x @ weight.T + bias``, in memory only if it is kept.
 
     Args:
         tensors: x ``[..., K]``, float16, bfloat16 or float32, not empty; weight ``[N, K]``, like x; bias ``[N]`` or None; numerator
@@ -63,5 +63,5 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False
 
 
 def forward_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Of `fastkron::linear_rational_saving`."""
+    """The program of `fastkron::linear_rational_saving`."""
     return forward(tensors, options, True)

@@ -13,7 +13,7 @@ from fastkron_py.rational.denominators.registry import find_denominator
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """Of the arithmetic: float64 where a tensor is of float64, else float32."""
+    """The dtype of the arithmetic: float64 where a tensor is of float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 

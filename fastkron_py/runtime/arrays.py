@@ -23,7 +23,7 @@ ACCEPTED: Final = "a torch tensor, a NumPy array or a CuPy array"
 
 
 class Bridge:
-    """The way of one library's arrays to torch and back. This one is torch's own: nothing to do."""
+    """Converts one library's arrays to torch tensors and back. This one is torch's own: nothing to do."""
 
     noun = "a torch tensor"
 
@@ -138,7 +138,7 @@ def _check_dtype(array: Any, name: str) -> None:
 
 
 def _bridge(array: Any) -> Bridge | None:
-    """The bridge of an array's library, or None for what is not an array that can be taken."""
+    """The bridge of an array's library; None for any other value."""
     if isinstance(array, Tensor):
         return Bridge()
     from array_api_compat import is_cupy_array, is_numpy_array

@@ -1,4 +1,4 @@
-"""What autocast does for matmul, done before a verb looks at its tensors' dtypes."""
+"""autocast's rule for matmul, applied before a verb checks its tensors' dtypes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def choose_backend(name: str, x: Tensor) -> str:
     """Resolve a requested name for tensors like x to ``"triton"`` or ``"torch"``.
 
     Args:
-        name: one of `BACKENDS`, or "" for what is in force in this thread.
+        name: one of `BACKENDS`, or "" for the one in force in this thread.
         x: a tensor of the kind that is multiplied.
 
     Raises:

@@ -81,7 +81,7 @@ def _over_levels(function: Callable[..., Any], values: Sequence[Any], over: Call
 
 
 def one_by_one(function: Callable[..., list[Tensor]], dims: Sequence[int | None]) -> Callable[..., list[Tensor]]:
-    """What `torch.func.vmap` gives, by one call for each sample; dims are 0 or None."""
+    """`torch.func.vmap` of a function, by one call for each sample; dims are 0 or None."""
 
     def call(*tensors: Any) -> list[Tensor]:
         size = next(len(t) for t, dim in zip(tensors, dims, strict=True) if dim is not None)

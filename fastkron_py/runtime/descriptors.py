@@ -30,7 +30,7 @@ class Place:
 
 
 def template_of(descriptor: Any) -> Template:
-    """What a descriptor, which was checked, holds besides the matrix."""
+    """The fields of a checked descriptor besides the matrix."""
     return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 

@@ -56,7 +56,7 @@ class _Witness:
         self.given = given
 
     def launch_metadata(self, *given: Any) -> None:
-        """What hooks are told: nothing."""
+        """Metadata for hooks: none."""
 
 
 def _obstacle(compiled: Any) -> str | None:
@@ -74,7 +74,7 @@ def _obstacle(compiled: Any) -> str | None:
 
 
 class Driver(NamedTuple):
-    """What a program asks of Triton's driver at each run."""
+    """The functions of Triton's driver that a program calls at each run."""
 
     get_device: Callable[[], int]
     get_stream: Callable[[int], int]
@@ -121,7 +121,7 @@ class Launcher:
         self._ready: Ready | None = None
 
     def __call__(self, *given: Any) -> None:
-        """Launch by Triton's own way, which compiles the kernel first."""
+        """Launch through Triton's JIT function, which compiles the kernel first."""
         while True:
             kernel, grid, arguments = self.configs[self._first]
             names = [name for name in kernel.arg_names if name not in arguments]

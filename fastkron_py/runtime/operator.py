@@ -37,7 +37,7 @@ def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class Saved(NamedTuple):
-    """What a call keeps for its derivatives.
+    """The values that a call keeps for its derivatives.
 
     Attributes:
         tensors: the call's, one after the other; None for those that are absent or not saved.
@@ -57,7 +57,7 @@ class Saved(NamedTuple):
 
 
 class _Schema:
-    """The arguments of an operator: tensors, one of which may be a list, then options."""
+    """The arguments of an operator: tensors, among them at most one list, then options."""
 
     def __init__(self, schema: str) -> None:
         self.name, _, rest = schema.partition("(")
@@ -77,7 +77,7 @@ class _Schema:
         return tensors, tuple(arguments[self.count :])
 
     def listed(self, of_each: Sequence[Any]) -> list[Any]:
-        """What there is for each tensor, for each argument with tensors: the list's in a list."""
+        """Values for each tensor, regrouped for each argument: those of a tensor list in a list."""
         at = self._listed
         if at is None:
             return list(of_each)
@@ -209,7 +209,7 @@ class Operator:
     # ---- programs --------------------------------------------------------------------------------
 
     def _key(self, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Hashable:
-        """What a program depends on, but for its tensors."""
+        """The key of a program, without its tensors' properties."""
         given = [tuple(o) if isinstance(o, list) else o for o in options]
         for index in self._scalars:
             given[index] = (options[index] == 1.0) - (options[index] == 0.0)  # kernels without a product or a sum

@@ -18,7 +18,7 @@ except ImportError:
             return function
 
     class tl:  # type: ignore[no-redef] # noqa: N801
-        """What this package's modules ask of it when they are imported."""
+        """The names of Triton that this package's modules use when they are imported."""
 
         constexpr: Any = staticmethod(lambda value: value)
 

@@ -20,7 +20,7 @@ def _settings(device: torch.device) -> Any:
 
 
 def _find_getter() -> Callable[[str, str], Any]:
-    """The function behind the public setting for CUDA, which finds its way there at five times the cost; or that setting."""
+    """The function behind the public setting for CUDA, at a fifth of its cost; or that setting."""
     global _getter
     _getter = torch_internals.precision_getter() if torch_internals.works("precision") else _public_getter
     return _getter

@@ -130,7 +130,7 @@ class Result(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What a program depends on of its inputs' addresses.
+    """The properties of its inputs' addresses that a program depends on.
 
     Attributes:
         aligned: for some inputs, whether they begin at a 16-byte boundary.
@@ -279,7 +279,7 @@ class Program:
         return self._compiled
 
     def _run_by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...], patterns: tuple[int, ...]) -> list[Tensor]:
-        """The same by way of Triton's own launches, which also compile, and take any alignment."""
+        """The same through Triton's JIT functions, which also compile, and take any alignment."""
         like = given[0]
         values: list[Any] = [*given]
         if self._pool.parts:
@@ -310,7 +310,7 @@ class Program:
 
 
 def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: tuple[float, ...]) -> Sequence[Tensor]:
-    """What a call of torch returns."""
+    """The results of a call of torch."""
     count = len(given)
     operands = []
     for source, shape, strides, offset in step.operands:

@@ -72,7 +72,7 @@ def _take_digit(rest, index, valid, scale, SIZE: tl.constexpr, PAD: tl.constexpr
 
 @triton.jit
 def padded_index(i, SIZES: tl.constexpr, PADS: tl.constexpr):
-    """(index, valid) of i = [0, prod(PADS)), read as digits of which SIZES are used."""
+    """(index, valid) of i in [0, prod(PADS)), read as digits; only those below SIZES are valid."""
     rest = i
     index = i * 0
     valid = i >= 0

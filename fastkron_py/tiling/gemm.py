@@ -1,18 +1,18 @@
-"""The main loop of a linear layer, ``a [M, K] @ b [N, K]^T``, with what its left operand is made by and what becomes of its sums passed in.
+"""The main loop of a linear layer, ``a [M, K] @ b [N, K]^T``, with prologue and epilogue passed in.
 
-Programs are persistent: each takes every so many tiles, in one flattened loop over tiles and blocks of K, so that the next tile's loads are
-under way while a tile is finished. Every operand and every result is a tensor descriptor (made on the host; the GPU's copy engine fetches
-its boxes) or a pointer to a matrix whose rows are runs of memory: the functions below ask which. `tiling/gemm_launch.py` makes them and
-launches; `tiling/gemm_config.py` chooses blocks. What an operator passes in:
+Programs are persistent: each takes every num_programs-th tile, in one flattened loop over tiles and blocks of K. So the next tile's loads
+are under way during a tile's epilogue. Every operand and every result is a tensor descriptor (made on the host; the GPU's copy engine
+fetches its boxes) or a pointer to a matrix whose rows are runs of memory: the functions below ask which. `tiling/gemm_launch.py` makes
+them and launches; `tiling/gemm_config.py` chooses blocks. An operator passes in:
 
 ``PROLOGUE(a, k, K, tensors, PARAMS)``
     the left operand ``[BLOCK_M, BLOCK_K]``, of the tile of a whose first column is k. Columns from K on have to be finite; they meet zeros.
 ``EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)``
     stores what becomes of float32 sums (bias added) ``[BLOCK_M, width]`` with `store_tile`. place is (first row, first column, rows,
-    columns), of the piece and of the whole result; targets are (out, pair, pair2, side), of which it may read side with `load_tile`;
+    columns), of the piece and of the whole result; targets are (out, pair, pair2, side), and it may read side with `load_tile`;
     strides those of the rows of out, pair and side.
 ``BEGIN(row, tile_n, tensors, strides, rows, BLOCK_M, BLOCK_N, PARAMS)``
-    what is to be under way before a tile's sums, such as fetching what EPILOGUE will read into a cache; it returns nothing.
+    work to start before a tile's sums, such as prefetching EPILOGUE's operands into a cache; it returns nothing.
 
 PAIRS says whether rows of b belong together in twos: "" (no: second is first), "stacked" (row i of b and row i of b2, both ``[N / 2, K]``,
 anywhere in memory) or "interleaved" (rows 2 i and 2 i + 1). Then first and second are the two sums of each pair, and columns is N / 2.
@@ -207,7 +207,7 @@ def _gemm_kernel(
 
 @triton.jit
 def begin_nothing(row, tile_n, tensors, strides, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARAMS: tl.constexpr):
-    """Nothing is fetched for the epilogue."""
+    """Prefetch nothing for the epilogue."""
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from fastkron_py.tiling.gemm_problem import Gemm, Operand, Problem, problem_of
 class Overlap(NamedTuple):
     """How one of several launches meets its neighbours, which need nothing of each other ("programmatic dependent launch").
 
-    The first is an ordinary launch: when it begins, all that was launched ahead of it has ended, and can be read. It lets the next one
+    The first is a plain launch: when it begins, all that was launched ahead of it has ended, and can be read. It lets the next one
     begin as soon as all its own programs have begun, so the same holds for that one. The next one's programs, having stored their tiles,
     wait for the end of the launch ahead, and are only then over. So whatever is launched after the last one, or waits for it, comes after
     the end of all: it may read what they wrote, write what they read, and free it.
@@ -109,11 +109,11 @@ class _Operands(NamedTuple):
 
     @property
     def others(self) -> list[Tensor | None]:
-        """What the epilogue writes or reads."""
+        """The tensors that the epilogue writes or reads."""
         return [self.out, self.pair, self.pair2, self.side]
 
     def part(self, span: GemmSpan, problem: Problem) -> _Operands:
-        """What a launch of some of the columns takes: views."""
+        """Views of the operands for a launch on some of the columns."""
         each = 2 if problem.gemm.pairs else 1
         half = slice(span.start // each, span.stop // each)
         rows = slice(span.start, span.stop) if self.b2 is None else half
@@ -153,7 +153,7 @@ def add_gemm(
         a: float32, float16 or bfloat16, of any strides, not empty.
         b: like a; ``[N / 2, K]`` for "stacked" pairs.
         bias: ``[N]``, or ``[2, N / 2]`` for "stacked" pairs; or None.
-        call: what is passed in.
+        call: the operator's jit functions and their parameters.
         out: ``[M, N]``, or ``[M, N / 2]`` for pairs, rows being runs of memory, as of the following; or None where the epilogue needs none.
         pair: ``[M, N / 2]`` or ``[M, N]``.
         pair2: ``[M, N / 2]``.
@@ -212,5 +212,5 @@ def _add_launch(build: Builder, problem: Problem, operands: _Operands, tensors: 
 
 
 def _descriptor_of_both(first: Tensor, second: Tensor, stride: int, box: Sequence[int]) -> Spanning:
-    """One descriptor of two matrices of the same strides, of which the second one lies behind the first."""
+    """One descriptor of two matrices of the same strides, the second behind the first in memory."""
     return Spanning(TensorDescriptor(first, [2, *first.shape], [len(first) * stride, stride, 1], list(box)), second)

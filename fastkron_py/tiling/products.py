@@ -1,4 +1,4 @@
-"""Device functions of the polynomial KAN kernels: products in parts, which tile is whose, what is known of sizes."""
+"""Device functions for products: TF32 in parts, the order of tiles, hints on sizes."""
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def product(a, b, low, acc, PRECISION: tl.constexpr, MADE: tl.constexpr):
 
 @triton.jit
 def _low_half(x):
-    """What TF32 leaves of a number, rounded to what TF32 can hold of it; 0 of infinities and NaN, which the number itself carries."""
+    """The remainder of a number beyond TF32, itself rounded to TF32; 0 for infinities and NaN, which the number itself carries."""
     low = x - high_half(x)
     return tl.where(low == low, rounded(low), 0.0)
 
@@ -66,13 +66,13 @@ def _low_halves_kernel(
 def _transpose_kernel(
     x_ptr,  # [FIRST + B, M, N], in these strides; float32 for LOW and ROUND
     transposed_ptr,  # [B, N, M], or, for WIDTH > 0, [N / WIDTH, BATCHES, WIDTH, M], N rounded up, BATCHES at least B; rows in this stride
-    low_ptr,  # likewise, for LOW
+    low_ptr,  # the same shape, for LOW
     sums_ptr,  # [B, tiles of rows, N], for SUMS
     rows,
     columns,
     stride_b,
     stride_m,
-    stride_n,  # of what is written
+    stride_n,  # of the result
     FIRST: tl.constexpr,  # matrices of x that are left out
     LOW: tl.constexpr,  # also write low halves
     ROUND: tl.constexpr,  # write numbers that round when a tensor core cuts them off

@@ -30,7 +30,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _State:
-    """What is in force in a context from one `use_fastkron` on, and what was before."""
+    """The state of a context from one `use_fastkron` on, linked to the state before."""
 
     def __init__(self, enabled: bool, owner: use_fastkron, previous: _State | None) -> None:
         self.enabled = enabled
@@ -115,7 +115,7 @@ def _with_single_factors(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _places() -> tuple[tuple[type, str, Wrapper], ...]:
-    """What is hooked: owner, name, and what makes the hook of the original."""
+    """The hooked functions: owner, name, and the function that makes the hook from the original."""
     places: tuple[tuple[type, str, Wrapper], ...] = (
         (KroneckerProductLinearOperator, "__init__", _adopting),
         (InterpolatedLinearOperator, "_matmul", functools.partial(_interpolating, ours=interpolation.matmul)),

@@ -93,7 +93,7 @@ def _sorted(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]
 
 @functools.cache
 def _quiet() -> None:
-    """Let torch say here, once for the process, that compressed rows are in beta; what is used of them is years old."""
+    """Let torch say here, once for the process, that compressed rows are in beta; the functions used here are years old."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (1, 1))
@@ -108,7 +108,7 @@ class _Sides(NamedTuple):
 
 
 class _Kept:
-    """What an operator remembers of its sides; nothing of it is copied or pickled with the operator."""
+    """An operator's cache of its sides; it is neither copied nor pickled with the operator."""
 
     def __init__(self, sides: _Sides | None = None) -> None:
         self.sides = sides

@@ -101,7 +101,7 @@ class FastProducts:
 
 
 class _SquareFactors:
-    """Refuses what is defined for square factors only, by the factor's name."""
+    """Refuse functions of square factors only, naming the factor that is not square."""
 
     def _check_square(self, what: str) -> None:
         for i, op in enumerate(self.linear_ops):  # type: ignore[attr-defined]

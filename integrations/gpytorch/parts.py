@@ -1,4 +1,4 @@
-"""How each factor of a Kronecker product takes part in a multiply: the rule of what is kept and what is made dense.
+"""How each factor of a Kronecker product takes part in a multiply: the rule by which factors are kept or made dense.
 
 - identity: not at all; its mode is a batch, or belongs to the columns.
 - constant diagonal, and the constant of a scaled operator: as a number, multiplied into another factor.
@@ -34,7 +34,7 @@ OTHER_LIMIT: Final = 128
 
 
 class Part(NamedTuple):
-    """What one factor does to its mode of the operand."""
+    """The action of one factor on its mode of the operand."""
 
     kind: str  # "dense", "diagonal", "identity", "operator"; while parts are found also "toeplitz"
     rows: int
@@ -114,7 +114,7 @@ def _is_dense(op: Any) -> bool:
 
 
 def _dense(op: Any) -> Tensor:
-    # to_dense is remembered by the operator: what is built without gradients must not be found by who wants them.
+    # to_dense is remembered by the operator: a matrix built without gradients must not be found by a caller that wants them.
     if not _is_dense(op) and op.requires_grad and not torch.is_grad_enabled():
         op = op.detach()
     dense: Tensor = op.to_dense()

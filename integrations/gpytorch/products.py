@@ -1,4 +1,4 @@
-"""Products and gradients of a Kronecker product in parts, in as few passes over the operand as there are runs of dense factors."""
+"""Products and gradients of a Kronecker product in parts, in one pass over the operand for each run of dense factors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def installed(name: str) -> str | None:
 
 
 def untested() -> str | None:
-    """What is installed and lies outside the tested ranges, with those ranges; None if nothing does."""
+    """The installed packages outside the tested ranges, with those ranges; None if there are none."""
     complaints = []
     for name, (first, beyond) in TESTED.items():
         found = installed(name)

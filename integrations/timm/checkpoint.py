@@ -10,7 +10,7 @@ from torch import Tensor
 from fastkron_py.runtime.errors import type_error, type_name
 
 RELEASED_VERSION: Final = "A"
-"""Of the denominator: what the released kernels compute, though the paper's equation is that of version B."""
+"""The denominator that the released kernels compute, though the paper's equation is that of version B."""
 
 _NAMES: Final = {
     # KAT's, then FlashKAT's

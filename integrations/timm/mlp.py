@@ -65,7 +65,7 @@ class KATMlp(GRKAN):
         dtype: of the parameters.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: a norm_layer; two biases that differ; what `GRKAN` refuses.
 
     Example:
@@ -132,7 +132,7 @@ class KATMlp(GRKAN):
         return y
 
     def extra_repr(self) -> str:
-        """Say what is computed again."""
+        """The text of ``print(layer)``: whether values are computed again."""
         return f"recompute={self.recompute}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -37,7 +37,7 @@ class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
 
     Args:
         weight_init: "mimetic" (attention as Trockman and Kolter initialise it, the rest as ""), "" (timm's), "jax",
-            "jax_nlhb" or "moco" (likewise), or "skip". MLPs keep the variances of `GRKAN` in each of them.
+            "jax_nlhb" or "moco" (timm's too), or "skip". MLPs keep the variances of `GRKAN` in each of them.
         num_groups: of every rational function.
         degrees: of every rational function.
         rational_version: of the denominators: "B" is the paper's, "A" that of the released checkpoints.
@@ -47,7 +47,7 @@ class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
         options: for `timm.models.vision_transformer.VisionTransformer`.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: an unknown weight_init; an mlp_layer or act_layer; what `KATMlp` refuses.
 
     Example:

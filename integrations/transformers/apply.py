@@ -33,7 +33,7 @@ _SHOWN: Final = 3  # reasons in an error
 
 
 class AppliedToLlama:
-    """What `apply_to_llama` did, and a way back: `close`, or the end of a ``with`` block.
+    """The result of `apply_to_llama`. `close`, or the end of a ``with`` block, reverts it.
 
     Attributes:
         replaced: names of the MLPs that compute with `gated_mlp` now.
@@ -74,10 +74,10 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
         precision: of products in float32, as in `kron_matmul`.
 
     Returns:
-        What was replaced, what was not and why, and a way back.
+        The modules replaced, those left alone with the reason, and `close` to revert.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: an unknown backward or precision; a model in which there is nothing to replace: it says why.
 
     Example:

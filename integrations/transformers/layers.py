@@ -1,4 +1,4 @@
-"""What an MLP becomes: an instance of a subclass of its own class, with the same modules and parameters.
+"""The gated form of an MLP: an instance of a subclass of its own class, with the same modules and parameters.
 
 The parameters stay as they are: objects, names and memory. Nothing that reads or writes a model's state sees a difference.
 """

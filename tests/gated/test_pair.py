@@ -165,14 +165,14 @@ X, W = torch.randn(3, 4), torch.randn(5, 4)
 @pytest.mark.parametrize(
     ("weight", "bias", "error", "message"),
     [
-        ((W,), None, ValueError, "weight: expected a pair (up, gate); got 1 of which 0 are None"),
-        ((W, None), None, ValueError, "weight: expected a pair (up, gate); got 2 of which 1 are None"),
+        ((W,), None, ValueError, "weight: expected a pair (up, gate); got 1 tensors, 0 of them None"),
+        ((W, None), None, ValueError, "weight: expected a pair (up, gate); got 2 tensors, 1 of them None"),
         ((W, W[:4]), None, ValueError, "weight[1]: expected weight[0]'s shape (5, 4); got shape (4, 4)"),
         ((W, W.double()), None, TypeError, "weight[1]: expected x's dtype torch.float32; got torch.float64"),
         ((W[None], W[None]), None, ValueError, "weight[0]: expected [hidden, in]; got shape (1, 5, 4)"),
         ((W[:, :3], W[:, :3]), None, ValueError, "weight[0]: expected a last dimension of x's 4 inputs; got shape (5, 3)"),
         ((W, W), torch.ones(2, 5), TypeError, "bias: expected a pair (up, gate), since weight is one; got torch.Tensor"),
-        ((W, W), (torch.ones(5), None), ValueError, "bias: expected a pair (up, gate); got 2 of which 1 are None"),
+        ((W, W), (torch.ones(5), None), ValueError, "bias: expected a pair (up, gate); got 2 tensors, 1 of them None"),
         ((W, W), (torch.ones(5), torch.ones(4)), ValueError, "bias: expected a pair of shape (hidden,); got shapes (5,) and (4,)"),
         ((W, W), (torch.ones(4), torch.ones(4)), ValueError, "bias: expected shape (2, 5), that of the weight's rows; got shape (2, 4)"),
     ],

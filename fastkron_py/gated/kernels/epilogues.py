@@ -1,4 +1,4 @@
-"""What becomes of the pairs of a gated linear layer's sums: ``y = up * act(gate)``, or the gradients of both from dy.
+"""Epilogues on the pairs of a gated linear layer's sums: ``y = up * act(gate)``, or the gradients of both from dy.
 
 Epilogues of `tiling/gemm.py`, and one elementwise kernel for pairs that were stored. VALUE and SLOPE are the activation and its
 derivative, ``PARAMS[0]`` whether pairs are stored interleaved.

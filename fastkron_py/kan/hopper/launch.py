@@ -142,7 +142,7 @@ def coefficient_gradient(problem: Problem) -> Product:
 
 
 def _segments(problem: Problem, choice: Pipelined, blocks: int, segments: int) -> Stored:
-    """Partial sums of dC, of which each tile's are added up."""
+    """Partial sums of dC; a second kernel adds those of each tile."""
     terms, first = problem.layer.terms, problem.layer.first
     arguments = {
         "num_in": problem.num_in,

@@ -79,7 +79,7 @@ def sum_steps(
     ALONG: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """(sums ``[64, WIDTH]`` of one half of the left operands' rows times right operands, over so many steps; the step after them)."""
+    """(sums ``[64, WIDTH]`` of one half of the left operands' rows times right operands, over the given steps; the step after them)."""
     left, left_low, right, right_low, full, empty = ring
     acc = gl.zeros([ROWS, WIDTH], gl.float32, sums_layout(WIDTH, left.dtype, 4))
     total = acc

@@ -1,4 +1,4 @@
-"""What the polynomial KAN kernels for Hopper GPUs share: layouts, copies, products in parts."""
+"""Device functions of the polynomial KAN kernels for Hopper GPUs: layouts, copies, products in parts."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +11,7 @@ from fastkron_py.tiling.products import high_half, rounded
 
 @gluon.constexpr_function
 def sums_layout(width, dtype, warps=8):
-    """Of an accumulator ``[16 * warps, width]`` of one warpgroup, or two, one above the other."""
+    """The layout of an accumulator ``[16 * warps, width]`` of one warpgroup, or two, one above the other."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 256 // dtype.primitive_bitwidth])
 
 
@@ -67,13 +67,13 @@ def upright_layout(width):
 
 @gluon.constexpr_function
 def shared_layout(height, width, dtype):
-    """Of a tile that tensor cores read."""
+    """The layout of a tile that tensor cores read."""
     return gl.NVMMASharedLayout.get_default_for([height, width], dtype)
 
 
 @gluon.jit
 def store_made(buffer, low_buffer, a, PRECISION: gl.constexpr):
-    """Values as an operand in shared memory: rounded to its type, or, for "split", in both halves, of which a tensor core cuts the high."""
+    """Values as an operand in shared memory: rounded to its type, or, for "split", in both halves; a tensor core truncates the high one."""
     if PRECISION == "split":
         buffer.store(a)
         low_buffer.store(rounded(a - high_half(a)))
@@ -96,7 +96,7 @@ def begin_product(a, a_low, b, b_low, acc, keep, PRECISION: gl.constexpr):
 
 @gluon.constexpr_function
 def product_groups(count, precision):
-    """Groups of products that the hardware counts, of so many steps."""
+    """Number of groups of products that the hardware counts in this many steps."""
     return count * (3 if precision == "split" else 1)
 
 

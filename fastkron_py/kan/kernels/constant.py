@@ -33,7 +33,7 @@ def _constant_kernel(
 
 @triton.jit
 def _column_sums(x_ptr, n, first, last, columns, stride, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of columns n of x ``[.., columns]``, over rows from first to last."""
+    """Sums of columns n of x ``[.., columns]``, over rows from first to last."""
     m = tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for row in range(first, last, BLOCK_M):
@@ -65,7 +65,7 @@ def _column_sums_kernel(
 @triton.jit
 def _spread_sums_kernel(
     x_ptr,  # [M, O] in rows of this stride
-    out_ptr,  # [.., O, I], of which the first matrix is written
+    out_ptr,  # [.., O, I]; the first matrix is written
     rows,
     num_out,
     num_in,

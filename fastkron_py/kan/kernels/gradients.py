@@ -23,7 +23,7 @@ def _add_degrees(
     parts,  # [BLOCK_M, COUNT * BLOCK_N], of COUNT neighbouring degrees
     table_ptr,
     COUNT: tl.constexpr,
-    LIVE: tl.constexpr,  # beyond so many, parts are not looked at
+    LIVE: tl.constexpr,  # parts beyond this number are skipped
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TERMS: tl.constexpr,
@@ -264,7 +264,7 @@ def _poly_kan_gradients_kernel(
     stride_xm,
     stride_co,
     stride_ci,
-    programs_x,  # the first so many programs make dx, the others dC
+    programs_x,  # number of programs that make dx, the first ones; the others make dC
     blocks_x,  # of a split's reduction
     blocks_c,
     HAS_X: tl.constexpr,  # there are some

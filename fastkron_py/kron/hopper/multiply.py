@@ -44,7 +44,7 @@ def _accumulator(q_pad, warps, warpgroup):
 
 @gluon.constexpr_function
 def _staging(warps, along_p):
-    # Lanes follow what is consecutive in the factor, so that a load fills its sectors.
+    # Lanes follow consecutive elements of the factor, so that a load fills its sectors.
     return gl.BlockedLayout([1, 4], [4, 8] if along_p else [16, 2], [warps, 1], [1, 0])
 
 

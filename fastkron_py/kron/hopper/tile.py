@@ -12,7 +12,7 @@ from fastkron_py.tiling.addresses import padded_index, slice_index, slice_mask, 
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for about its tiles; the fields are its arguments of these names."""
+    """The compile-time constants of a kernel's tiles; the fields are its arguments of these names."""
 
     LOAD: Any
     STORE: Any
@@ -152,7 +152,7 @@ def load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE: g
 
 @gluon.constexpr_function
 def _fetching(warps, tail):
-    """Sixteen bytes of float32 a lane, along what is consecutive in memory: modes, or slices where something comes after."""
+    """Sixteen bytes of float32 a lane, along consecutive elements in memory: modes, or slices where something comes after."""
     return gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1]) if tail else gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
 
 
@@ -189,7 +189,7 @@ def tile_buffer(x_ptr, TILE: gl.constexpr):
 
 @gluon.constexpr_function
 def _in_halves(tile):
-    """Whether a thread has so many of a tile's elements that their addresses need room made: and both halves of the modes."""
+    """Whether a thread holds over 32 elements of a tile, in both halves of the modes: then it computes addresses half by half."""
     registers, _, _, shape = tile
     return len(registers) > 5 and (0, shape[1] // 2) in [tuple(b) for b in registers]
 

@@ -2,7 +2,7 @@
 
 A Hopper warpgroup multiplies a left operand held in registers, `[M, P]` with M a multiple of 64, by a right one in
 shared memory. Which index of the tile counts as which bit of M or P is free, so each step picks an assignment that
-needs as little movement as there can be: the first one that lets x be loaded straight into operand registers, the last
+needs the least movement: the first one that lets x be loaded straight into operand registers, the last
 one that lets accumulators be stored in whole sectors, and between two steps warps keep their slices. Sizes are padded to
 powers of two, so an assignment is a permutation of index bits. Everything here is plain arithmetic on those bits.
 """

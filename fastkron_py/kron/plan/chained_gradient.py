@@ -86,7 +86,7 @@ class StepGradientConfig:
 
     @property
     def num_warps(self) -> int:
-        """Of a program."""
+        """Warps of a program."""
         return self.warps[0] * self.warps[1] * self.warps[2]
 
 
@@ -102,12 +102,12 @@ def _tile(width: int, block_s: int, chunk: int, runs: bool) -> tuple[Bit, ...]:
 
 
 def _bank(place: int) -> int:
-    """Bit of shared memory's banks that a bit of a place decides; rows of 32 are turned by their number, four elements at a time."""
+    """Bit of shared memory's banks that a bit of a place decides; rows of 32 are rotated by their number, four elements at a time."""
     return 1 << (place if place < 5 else place - 3 if place < 8 else 5)
 
 
 def _rank(vectors: Sequence[int]) -> int:
-    """Of vectors over two elements, as bit patterns."""
+    """The rank of bit patterns as vectors over the field of two elements."""
     basis: list[int] = []
     for v in vectors:
         for b in basis:
@@ -184,7 +184,7 @@ def step_gradient(p: int, q: int, config: StepGradientConfig, runs: bool, need_x
 
 
 def _split(tile: Sequence[Bit], width: int) -> tuple[list[int], list[int]]:
-    """Places of the lowest digits of the mode, and of the slices, which what is above them counts as."""
+    """Places of the lowest digits of the mode, and of the slices; higher digits count as slices."""
     modes = [i for i, bit in enumerate(tile) if bit.mode == 0 and bit.digit < digits_of(width)]
     slices = [i for i, bit in enumerate(tile) if bit.mode == SLICE]
     return modes, [*slices, *_others(range(len(tile)), [*modes, *slices])]

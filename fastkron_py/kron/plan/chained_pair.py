@@ -83,7 +83,7 @@ class PairGradientConfig:
 
     @property
     def num_warps(self) -> int:
-        """Of a program."""
+        """Warps of a program."""
         return WARPS
 
 
@@ -172,12 +172,12 @@ def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: PairGradientCo
     warps, own = u.warps, u.own_slices
 
     def rows(lanes: list[Bit], mode: list[Bit]) -> list[Bit]:
-        """Of a left operand whose other rows are slices: lanes, a thread's second row, warps, what is left."""
+        """The rows of a left operand whose other rows are slices: lanes, a thread's second row, warps, the rest."""
         left = _without(mode, lanes)
         return [*lanes, left[0], *warps, *left[1:], *own]
 
     def columns(lanes: list[Bit], mode: list[Bit]) -> list[Bit]:
-        """Of an accumulator: a thread holds pairs."""
+        """The bits of an accumulator: a thread holds pairs."""
         left = _without(mode, lanes)
         return [left[0], *lanes, *left[1:]]
 

@@ -241,7 +241,7 @@ IN_WHOLE: Final = InBlocks(False, False)
 
 
 class Place(NamedTuple):
-    """What lies around a launch's modes when it runs: elements before them and after them."""
+    """The numbers of elements before and after a launch's modes when it runs."""
 
     before: int
     after: int

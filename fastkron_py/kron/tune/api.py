@@ -1,4 +1,4 @@
-"""`tune`: search for the fastest launches of one kind of product, and keep what was found."""
+"""`tune`: search for the fastest launches of one problem, and keep them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def tune(
     progress: bool | Report = True,
     save: bool = True,
 ) -> TuningResult:
-    """Search for the fastest way to multiply with Kronecker products of this kind, and use it from now on.
+    """Search for the fastest way to multiply with Kronecker products of this problem, and use it from now on.
 
     Calls multiply with launches chosen by a closed form, which times nothing; this times others. Candidates are compiled
     in several processes, their results are compared with the closed form's, and where one is clearly faster, later calls of
-    the same kind take it: in this process at once, and in every later one, since it is written to the user's table
+    the same problem take it: in this process at once, and in every later one, since it is written to the user's table
     (``FASTKRON_CACHE_DIR``, else the system's place for caches; ``FASTKRON_TUNING=off`` ignores all tables).
 
-    The kind of a product is its factor shapes, dtype, precision, device and number of rows to the nearest power of two. Say it
-    by example, or by numbers.
+    A problem is the factor shapes, dtype, precision, device and number of rows, to the nearest power of two. Give it by example,
+    or by numbers.
 
     Args:
         x: as in `kron_matmul` (with left: `kron_matmul_left`); only its shape, strides, dtype and device count. Or the number
@@ -66,7 +66,7 @@ def tune(
         A `TuningResult`: both times, the choice (None where the closed form stays), and which trials failed, and why.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong type.
         ValueError: shapes that do not chain, a budget that is not positive, or a device or dtype that Triton kernels do not
             take (they need a GPU, or Triton's interpreter with ``TRITON_INTERPRET=1``, where times mean little).
 
@@ -117,7 +117,7 @@ def run(
 def example(
     x: Any, factors: Any, left: bool, precision: Any, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Random operands of the kind that is asked for, in canonical form: x ``[B, L, K, R]``, factors ``[B, P_i, Q_i]``."""
+    """Random operands of the problem, in canonical form: x ``[B, L, K, R]``, factors ``[B, P_i, Q_i]``."""
     listed = factor_list(factors)
     check_precision(precision)
     if len(listed) > FACTORS_MOST:

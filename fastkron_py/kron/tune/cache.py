@@ -114,7 +114,7 @@ def _locked(path: Path, work: Callable[[], object]) -> bool:
 
 
 def _raw_entries(path: Path) -> list[Any]:
-    """What is in the file now. A file that cannot be understood is put aside, not overwritten."""
+    """The entries of the file. A file that cannot be parsed is renamed, not overwritten."""
     try:
         return table_from_json(_loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a search tries: other plans of nearly the least modelled time, then configurations around the best so far."""
+"""The candidates of a search: other plans of nearly the least modelled time, then configurations around the best so far."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SINGLE_TILE: Final = 1 << 15
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice depends on. alpha, beta, z and the factors' strides are not part of it.
+    """The problem that a choice depends on. alpha, beta, z and the factors' strides are not part of it.
 
     Attributes:
         operation: "multiply".
@@ -177,7 +177,7 @@ def kernel_of(config: Config) -> str:
 
 
 def obstacle(choice: Choice, problem: Problem) -> str | None:
-    """Why a choice cannot carry out a problem, or None: the one statement of which choices are valid.
+    """Why a choice cannot carry out a problem, or None: the one predicate of valid choices.
 
     A valid choice computes the right result; whether a device has the shared memory for it shows when it is launched, and
     then the closed form's configurations take its place.
@@ -215,7 +215,7 @@ def launch_obstacle(chosen: ChosenLaunch, problem: Problem) -> str | None:
 
 
 def _is_allowed(name: str, value: int) -> bool:
-    """What holds for a field of this name in every kernel's configuration."""
+    """The constraint on a field of this name in every kernel's configuration."""
     if name.startswith("block_"):
         return value > 0 and value & (value - 1) == 0
     if name == "num_warps":

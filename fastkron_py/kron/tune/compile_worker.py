@@ -1,6 +1,6 @@
 """``python -m fastkron_py.kron.tune.compile_worker``: compile launches for a GPU without touching one.
 
-Lines of JSON in, one for each choice, and a line of JSON out for each. What is compiled lands in Triton's cache on disk, from
+Lines of JSON in, one for each choice, and a line of JSON out for each. Compiled kernels go to Triton's cache on disk, from
 which another process loads it. Processes of its own, and no pool of Python's: a program that tunes needs no ``__main__``
 guard, nothing is pickled, and a compilation that takes too long can be ended.
 """
@@ -35,7 +35,7 @@ class Target:
         self._target = GPUTarget(backend, arch, warp_size)
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
+        """The target of the compiler."""
         return self._target
 
     def get_current_device(self) -> int:
@@ -103,7 +103,7 @@ def _summary(error: BaseException) -> str:
 
 
 def answer(line: str) -> dict[str, Any]:
-    """What became of one line of input: the most shared memory and stack of its launches, or an error."""
+    """The answer to one line of input: the most shared memory and stack of its launches, or an error."""
     task = json.loads(line)
     driver.set_active(Target(*task["target"]))
     problem = _problem(task)

@@ -133,7 +133,7 @@ class Compilers:
             worker.stop()
 
     def compile(self, multiply: MultiplyProblem, choices: Sequence[Choice], seconds: float) -> Iterator[Compiled]:
-        """Compile choices, in the order in which they get done, for at most so many seconds in all."""
+        """Compile choices, in the order in which they get done, within a limit of seconds in all."""
         if self._target is None:
             yield from (Compiled(choice) for choice in choices)
             return

@@ -1,4 +1,4 @@
-"""What a table holds, as JSON and back. Everything that comes from a file is checked here before it is believed."""
+"""The entries of a table, as JSON and back. Everything read from a file is checked here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def problem_from_json(data: Any) -> Problem:
     known = problem.operation in OPERATIONS and problem.dtype in ITEMSIZE and problem.precision in ("highest", "high")
     sizes = (problem.rows, problem.columns, *(size for pair in problem.factors for size in pair))
     if not known or not 1 <= len(problem.factors) <= FACTORS_MOST or min(sizes) < 1:
-        raise ValueError(f"an unknown kind of problem: {data!r:.200}")
+        raise ValueError(f"an invalid problem: {data!r:.200}")
     return problem
 
 

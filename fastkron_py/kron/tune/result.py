@@ -1,4 +1,4 @@
-"""What tuning tells: how far it is, and what it found."""
+"""The progress and the result of tuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TuningProgress:
     """How far a search is.
 
     Attributes:
-        problem: what is tuned.
+        problem: the tuned problem.
         trials: choices tried so far.
         dropped: how many of them failed.
         seconds: spent so far.
@@ -33,7 +33,7 @@ class TuningProgress:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         problem: what was tuned.

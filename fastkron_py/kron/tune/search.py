@@ -100,7 +100,7 @@ class Search:
     """One problem's search. Times are kept for every choice that got one.
 
     Args:
-        x: ``[B, L, K, R]``, of which (K, R) is one run of memory; on the device that is tuned.
+        x: ``[B, L, K, R]``, contiguous in (K, R); on the device that is tuned.
         factors: ``[B, P_i, Q_i]``.
         precision: as in `kron_matmul`.
         budget: seconds to spend.
@@ -108,7 +108,7 @@ class Search:
         report: called after every trial.
 
     Raises:
-        ValueError: the problem is of a kind that is not tuned.
+        ValueError: the problem cannot be tuned.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ def search(
 
     Raises:
         RuntimeError: x is on the CPU and Triton does not interpret.
-        ValueError: the problem is of a kind that is not tuned.
+        ValueError: the problem cannot be tuned.
     """
     if x.device.type != "cuda" and not knobs.runtime.interpret:
         raise RuntimeError("Triton was imported without TRITON_INTERPRET=1, so that it cannot run kernels on the CPU")

@@ -1,4 +1,4 @@
-"""What a denominator of the rational function is.
+"""The record of a denominator of the rational function.
 
 A denominator Q is a function of x and of the coefficients b_j of ``S(x) = sum_j b_j x^j``. Kernels take its device functions as one
 argument, a tuple with names; torch takes its host functions, which it can differentiate any number of times.

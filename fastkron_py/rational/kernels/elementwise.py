@@ -10,7 +10,7 @@ import triton.language as tl
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _load_coefficients, _rational, _rational_slopes
 
-# Integers, of which a kernel compiled for special values would gain nothing: how vectors lie is spelled out.
+# Integers that kernels are not specialised for: constants give the layout of vectors, so nothing would be gained.
 _NUMBERS = (
     "total",
     "per_run",
