@@ -50,7 +50,10 @@ def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
 
 
 Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""x ``[..., K]``, weight, gate, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``."""
+"""x ``[..., K]``, weight, gate, bias, and, where there is a projection after the gate, its weight ``[O, H]`` and bias ``[O]``.
+
+A packed weight is ``[2 H, K]`` or ``[2, H, K]``, with a bias of its rows' shape and no gate. Else weight and gate are ``[H, K]`` each, with
+a bias ``[2, H]``."""
 
 
 def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
