@@ -134,7 +134,7 @@ class GatedMLP(nn.Module):
 
         Args:
             gate: ``in`` to ``hidden``.
-            up: likewise.
+            up: ``in`` to ``hidden``; its result is multiplied by the gate's.
             down: ``hidden`` to ``out``.
             activation: as in the layer.
             **options: layout, backward, precision.

@@ -129,9 +129,9 @@ class EdgeFunctions(nn.Module):
 
     @torch.no_grad()
     def _range(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """The range ``[2, features]`` for ``x [..., features]``, and, of a training batch, the running one after it, likewise.
+        """The range ``[2, features]`` for ``x [..., features]``, and the running range after a training batch, of the same shape.
 
-        Without a host's look at the numbers.
+        The host does not read the numbers.
         """
         if self.low is None or self.high is None:
             return None
