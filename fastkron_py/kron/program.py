@@ -36,10 +36,16 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
         return build.program([build.call(lambda *given: of_nothing(*given[:-1], beta=given[-1]), operands, result, scalars=(_BETA,))])
     if choose_backend(backend, tensors[0]) == "torch":
-        count = len(factors)
+        count, columns = len(factors), x.shape[-1] if left else 1
+        # One matrix of x, and one of each factor, take no canonical form. Results are of their own memory, and z expands by itself.
+        is_plain = x.ndim == 2 and all([f.ndim == 2 for f in factors]) and torch_backend.is_small(x, math.prod(shape))
 
         def by_torch(x: Tensor, *given: Any) -> Tensor:
             factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+            if is_plain:
+                with torch_products(x, precision):
+                    matrices = [f.mT for f in factors] if left else factors
+                    return torch_backend.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)
             problem = canonical(x, factors, left)
             z4 = problem.pack(z[0].expand(shape)) if z else None
             with torch_products(x, precision):

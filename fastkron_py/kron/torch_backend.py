@@ -99,6 +99,9 @@ def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None
     length, inner = a.shape
     width = b.shape[-1]
     whole = length // BLOCK_ROWS * BLOCK_ROWS
+    if whole < 2 * BLOCK_ROWS:  # too few blocks to share out
+        _product(a[None], b[None], out[None], epilogue)
+        return
     if whole:
         shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
         blocks = b.expand(shape[0], inner, width)
@@ -136,10 +139,29 @@ def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Ep
         _tall_product(a[0], matrix[0], out.view(-1, q), epilogue)
     elif tail == 1:
         _product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
+    elif step.transposes:
+        _transposed_product(source.reshape(groups, count, p, tail), matrix, out.view(groups, count, q, tail), epilogue)
     else:
         a = _ready(source.reshape(groups * count, p, tail), matrix.dtype)
         left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
         _product(left, a, out.view(groups * count, q, tail), epilogue)
+
+
+def _transposed_product(source: Tensor, matrix: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """A step on a mode that is not innermost, ``[G, n, P, tail]`` to ``[G, n, Q, tail]``, by way of two copies.
+
+    A narrow tail would make it many narrow products, which take longer than the copies do.
+    """
+    groups, count, p, tail = source.shape
+    a = source.mT.to(matrix.dtype).reshape(groups, count * tail, p)
+    product = a.new_empty(groups, count * tail, matrix.shape[2])
+    if matrix.shape[0] == 1:
+        _tall_product(a.view(-1, p), matrix[0], product.view(-1, matrix.shape[2]), Epilogue(epilogue.alpha))
+    else:
+        _product(a, matrix, product, Epilogue(epilogue.alpha))
+    out.copy_(product.view(groups, count, tail, matrix.shape[2]).mT)
+    if epilogue.z is not None:
+        out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
 
 
 def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
@@ -157,8 +179,11 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
     """
     with torch.no_grad():
         n = math.prod([f.shape[2] for f in factors])
-        if x.numel() <= SMALL_ELEMENTS and x.numel() // x.shape[2] * n <= SMALL_ELEMENTS and x.dtype not in HALF_DTYPES:
-            return _multiply_small(x, factors, z, alpha, beta)
+        groups, length, k, columns = x.shape
+        if is_small(x, x.numel() // k * n):
+            if groups > 1:
+                return _multiply_small_groups(x, factors, z, alpha, beta)
+            return multiply_small(x, [f[0] for f in factors], (1, length, n, columns), columns, z, alpha, beta)
         steps = _plan_for(x, factors)
         dtype = _accumulation_dtype(x.dtype)
         matrices = _matrices(factors, steps, dtype)
@@ -172,19 +197,50 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         return y
 
 
-def _multiply_small(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """`multiply` in the fewest calls of torch: one product for each factor, from the last."""
+def is_small(x: Tensor, elements: int) -> bool:
+    """Whether calls into torch cost more than the work of a multiply with a result of this many elements."""
+    return x.numel() <= SMALL_ELEMENTS and elements <= SMALL_ELEMENTS and x.dtype not in HALF_DTYPES
+
+
+def multiply_small(
+    x: Tensor, factors: Sequence[Tensor], shape: Sequence[int], columns: int, z: Tensor | None, alpha: float, beta: float
+) -> Tensor:
+    """`multiply` in the fewest calls of torch: one product for each factor, from the last.
+
+    Args:
+        x: ``[..., K, R]``, or ``[..., K]`` where R is 1.
+        factors: ``[P_i, Q_i]``.
+        shape: of the result.
+        columns: R.
+        z: of the result's shape, or None.
+        alpha: scales the product.
+        beta: scales z.
+    """
+    y, before, after = x, x.numel() // columns, columns
+    for f in reversed(factors):
+        p, q = f.shape
+        before //= p
+        y = y.reshape(before, p) @ f if after == 1 else f.mT.expand(before, q, p).bmm(y.reshape(before, p, after))
+        after *= q
+    return _scaled(y.reshape(shape), z, alpha, beta)
+
+
+def _multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """The same for batches of factors: arguments of `multiply`."""
     groups, length, width, columns = x.shape
     y, before, after = x, width, columns
     for f in reversed(factors):
         p, q = f.shape[1:]
         before //= p
-        last = after == 1
-        y = y.reshape(groups, length * before, p) @ f if last else f.mT.unsqueeze(1) @ y.reshape(groups, length * before, p, after)
+        y = y.reshape(groups, length * before, p, after)
+        y = y.squeeze(3) @ f if after == 1 else f.mT.unsqueeze(1) @ y
         after *= q
-    y = y.reshape(groups, length, after // columns, columns)
-    if alpha != 1:
-        y = y * alpha
+    return _scaled(y.reshape(groups, length, after // columns, columns), z, alpha, beta)
+
+
+def _scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """``alpha * product + beta * z``, in the product's memory where alpha is 1."""
+    y = product if alpha == 1 else product * alpha
     return y if z is None else y.add_(z, alpha=beta)
 
 
@@ -307,6 +363,7 @@ def _run_backward(
 
 
 def _transposed(step: Step) -> Step:
+    """The step back, which transposes where the step does."""
     return step._replace(p=step.q, q=step.p)
 
 
@@ -324,6 +381,9 @@ def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor, d
     count, tail = rows * step.before, step.after * columns
     shared = total.shape[0] == 1
     outer = 1 if shared else groups
+    if step.transposes:
+        source, gradient = (t.reshape(groups, count, -1, tail).mT for t in (source, gradient))
+        count, tail = count * tail, 1
     if tail == 1:
         length = groups * count // outer
         u = _ready(source.reshape(outer, length, step.p), dtype)

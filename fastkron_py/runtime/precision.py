@@ -47,13 +47,15 @@ def wide(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
-@contextlib.contextmanager
-def torch_products(x: Tensor, precision: str | None) -> Iterator[None]:
+def torch_products(x: Tensor, precision: str | None) -> contextlib.AbstractContextManager[None]:
     """Let torch multiply tensors like x in this precision; None leaves its setting, which is the process's."""
     if precision is None or x.dtype not in (torch.float32, torch.complex64):
-        yield
-        return
-    settings = _settings(x.device)
+        return contextlib.nullcontext()
+    return _with_setting(_settings(x.device), precision)
+
+
+@contextlib.contextmanager
+def _with_setting(settings: Any, precision: str) -> Iterator[None]:
     before = settings.fp32_precision
     settings.fp32_precision = "ieee" if precision == "highest" else "tf32"
     try:

@@ -38,6 +38,9 @@ PROBLEMS = {
     "groups": (5, 7, 1, [(4, 5), (6, 3), (8, 8)]),
     "groups, left form": (4, 1, 18, [(4, 5), (6, 3)]),
     "groups of one row": (30, 1, 1, [(4, 4), (4, 4)]),
+    # The wide mode has a narrow tail: the operand is transposed.
+    "wide before narrow": (1, 20, 1, [(150, 140), (3, 5)]),
+    "wide between, groups": (2, 5, 1, [(2, 3), (150, 140), (3, 2)]),
 }
 
 
@@ -259,6 +262,15 @@ def test_plan_multiplies_out_what_is_too_narrow_and_nothing_else():
 
 def test_plan_does_not_build_a_matrix_larger_than_the_work():
     assert len(runs([(128, 128), (16, 16)], rows=1)) == 2
+
+
+def test_plan_transposes_where_a_wide_mode_has_a_narrow_tail():
+    for shapes in (((700, 300), (3, 5)), ((150, 140), (3, 5)), ((2, 3), (150, 140), (3, 2))):
+        steps = torch_plan.plan(shapes, 20, 1)
+        assert len(steps) >= 2
+        assert [s.transposes for s in steps if s.p >= 100] == [True]
+    assert not any(s.transposes for s in torch_plan.plan(((64, 64), (64, 64)), 20, 1))
+    assert not any(s.transposes for s in torch_plan.plan(((8, 8),) * 4, 500, 1))
 
 
 def test_plan_narrows_first():

@@ -26,6 +26,7 @@ class Step(NamedTuple):
     q: int
     before: int
     after: int
+    transposes: bool = False  # the operand is copied so that P is innermost, and the result back
 
     @property
     def size_in(self) -> int:
@@ -43,13 +44,30 @@ def _slowdown(width: int) -> float:
     return 1 + 0.6 * (VECTOR / width) ** 2 if width >= VECTOR else 4.0 * VECTOR / width
 
 
+def _work(read: int, written: int, q: int, tail: int) -> tuple[float, bool]:
+    """The time of a step on a row of x, and whether the step transposes for it.
+
+    Args:
+        read: elements of the operand.
+        written: elements of the result.
+        q: width of the step's matrix.
+        tail: elements that lie side by side behind the step's mode.
+    """
+    moved = PASS_COST * (read + written)
+    in_place = read * q * _slowdown(q if tail == 1 else tail) + moved
+    if not 1 < tail < VECTOR:
+        return in_place, False
+    transposing = read * q * _slowdown(q) + 2 * moved
+    return min(in_place, transposing), transposing < in_place
+
+
 @lru_cache(maxsize=1024)
 def plan(shapes: tuple[tuple[int, int], ...], rows: int, columns: int) -> tuple[Step, ...]:
     """Which neighbouring factors to multiply out, and the order in which to apply the results.
 
     Of all ways to cut the factors into runs of neighbours it takes the one with the least modelled time:
     each run costs its multiply-adds, times `_slowdown` of the innermost width, plus reading and writing the
-    operand, plus building the run's matrix. Runs then go in the order of least work, narrowing ones first:
+    operand, or transposing it, plus building the run's matrix. Runs then go in the order of least work, narrowing ones first:
     swapping two neighbours in time shows that it is the order of falling 1/Q - 1/P.
 
     Args:
@@ -74,7 +92,7 @@ def plan(shapes: tuple[tuple[int, int], ...], rows: int, columns: int) -> tuple[
                 break
             tail = after[last] * columns
             read, written = before[first] * p * tail, before[first] * q * tail
-            work = read * q * _slowdown(q if tail == 1 else tail) + PASS_COST * (read + written)
+            work, _ = _work(read, written, q, tail)
             build = PASS_COST * p * q if last > first + 1 else 0.0
             choices.append((best[last][0] + rows * work + build + CALL_COST, last))
         best[first] = min(choices)
@@ -84,15 +102,16 @@ def plan(shapes: tuple[tuple[int, int], ...], rows: int, columns: int) -> tuple[
         last = best[first][1]
         runs.append((first, last, math.prod(s[0] for s in shapes[first:last]), math.prod(s[1] for s in shapes[first:last])))
         first = last
-    return _ordered(runs)
+    return _ordered(runs, columns)
 
 
-def _ordered(runs: Sequence[tuple[int, int, int, int]]) -> tuple[Step, ...]:
+def _ordered(runs: Sequence[tuple[int, int, int, int]], columns: int) -> tuple[Step, ...]:
     """The runs as steps, least work first; equals go from the last to the first."""
     sizes = [p for _, _, p, _ in runs]
     steps = []
     for i in sorted(reversed(range(len(runs))), key=lambda i: 1 / runs[i][2] - 1 / runs[i][3]):
         first, last, p, q = runs[i]
-        steps.append(Step(first, last, p, q, math.prod(sizes[:i]), math.prod(sizes[i + 1 :])))
+        step = Step(first, last, p, q, math.prod(sizes[:i]), math.prod(sizes[i + 1 :]))
+        steps.append(step._replace(transposes=_work(step.size_in, step.size_out, q, step.after * columns)[1]))
         sizes[i] = q
     return tuple(steps)
