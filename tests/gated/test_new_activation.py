@@ -65,8 +65,9 @@ def by_formula(x: Tensor, weight: Tensor, layout: str) -> Tensor:
     return (x @ up.mT) * (x @ gate.mT) ** 2
 
 
-# Sums of 8 terms, squared; bfloat16 rounds the result, and with "save" both projections.
-TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+# Sums of 8 terms, squared. bfloat16 has the result, and with "save" both projections, in units of 2^-8; the interpreter cuts them off,
+# by half a unit on average and all in one direction, and a square doubles the error.
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
