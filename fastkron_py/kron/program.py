@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fastkron_py.kron import torch_backend
+from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
@@ -38,17 +38,16 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if choose_backend(backend, tensors[0]) == "torch":
         count, columns = len(factors), x.shape[-1] if left else 1
         # One matrix of x, and one of each factor, take no canonical form. Results are of their own memory, and z expands by itself.
-        is_plain = x.ndim == 2 and all([f.ndim == 2 for f in factors]) and torch_backend.is_small(x, math.prod(shape))
+        is_plain = x.ndim == 2 and all([f.ndim == 2 for f in factors]) and torch_small.is_small(x, math.prod(shape))
 
         def by_torch(x: Tensor, *given: Any) -> Tensor:
             factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
-            if is_plain:
-                with torch_products(x, precision):
-                    matrices = [f.mT for f in factors] if left else factors
-                    return torch_backend.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)
-            problem = canonical(x, factors, left)
-            z4 = problem.pack(z[0].expand(shape)) if z else None
             with torch_products(x, precision):
+                if is_plain:
+                    matrices = [f.mT for f in factors] if left else factors
+                    return torch_small.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)
+                problem = canonical(x, factors, left)
+                z4 = problem.pack(z[0].expand(shape)) if z else None
                 return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
 
         operands = (x, *factors) if z is None else (x, *factors, z)

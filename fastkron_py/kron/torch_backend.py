@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fastkron_py.kron.chunks import Chunk, chunks
 from fastkron_py.kron.plan.torch_plan import VECTOR, Step, plan
+from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups
 
-SMALL_ELEMENTS = 1 << 15  # of operand and result: below this the calls cost more than the work, so the fewest are made
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 
@@ -182,7 +182,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         groups, length, k, columns = x.shape
         if is_small(x, x.numel() // k * n):
             if groups > 1:
-                return _multiply_small_groups(x, factors, z, alpha, beta)
+                return multiply_small_groups(x, factors, z, alpha, beta)
             return multiply_small(x, [f[0] for f in factors], (1, length, n, columns), columns, z, alpha, beta)
         steps = _plan_for(x, factors)
         dtype = _accumulation_dtype(x.dtype)
@@ -195,53 +195,6 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
                 source, target, part = _rows_first(source), target.transpose(2, 3), None if part is None else _rows_first(part)
             _run(source, [_select(m, chunk) for m in matrices], steps, target, scratch, Epilogue(alpha, beta, part))
         return y
-
-
-def is_small(x: Tensor, elements: int) -> bool:
-    """Whether calls into torch cost more than the work of a multiply with a result of this many elements."""
-    return x.numel() <= SMALL_ELEMENTS and elements <= SMALL_ELEMENTS and x.dtype not in HALF_DTYPES
-
-
-def multiply_small(
-    x: Tensor, factors: Sequence[Tensor], shape: Sequence[int], columns: int, z: Tensor | None, alpha: float, beta: float
-) -> Tensor:
-    """`multiply` in the fewest calls of torch: one product for each factor, from the last.
-
-    Args:
-        x: ``[..., K, R]``, or ``[..., K]`` where R is 1.
-        factors: ``[P_i, Q_i]``.
-        shape: of the result.
-        columns: R.
-        z: of the result's shape, or None.
-        alpha: scales the product.
-        beta: scales z.
-    """
-    y, before, after = x, x.numel() // columns, columns
-    for f in reversed(factors):
-        p, q = f.shape
-        before //= p
-        y = y.reshape(before, p) @ f if after == 1 else f.mT.expand(before, q, p).bmm(y.reshape(before, p, after))
-        after *= q
-    return _scaled(y.reshape(shape), z, alpha, beta)
-
-
-def _multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """The same for batches of factors: arguments of `multiply`."""
-    groups, length, width, columns = x.shape
-    y, before, after = x, width, columns
-    for f in reversed(factors):
-        p, q = f.shape[1:]
-        before //= p
-        y = y.reshape(groups, length * before, p, after)
-        y = y.squeeze(3) @ f if after == 1 else f.mT.unsqueeze(1) @ y
-        after *= q
-    return _scaled(y.reshape(groups, length, after // columns, columns), z, alpha, beta)
-
-
-def _scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """``alpha * product + beta * z``, in the product's memory where alpha is 1."""
-    y = product if alpha == 1 else product * alpha
-    return y if z is None else y.add_(z, alpha=beta)
 
 
 class Scratch:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastkron_py import reference
-from fastkron_py.kron import chunks, torch_backend
+from fastkron_py.kron import chunks, torch_backend, torch_small
 from fastkron_py.kron.plan import torch_plan
 from fastkron_py.testing import assert_close
 
@@ -56,14 +56,14 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def not_small(monkeypatch):
     """The shortcut for small problems is one case of `chunking`; all else here is about the general way."""
-    monkeypatch.setattr(torch_backend, "SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(torch_small, "SMALL_ELEMENTS", 0)
 
 
 @pytest.fixture(params=["as it is", "one chunk", "small chunks", "one row a chunk"])
 def chunking(request, monkeypatch, not_small):
     """Sizes that make small problems take the branches of large ones."""
     if request.param == "as it is":
-        monkeypatch.setattr(torch_backend, "SMALL_ELEMENTS", 1 << 15)
+        monkeypatch.setattr(torch_small, "SMALL_ELEMENTS", 1 << 15)
     elif request.param != "one chunk":
         small = request.param == "small chunks"
         monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 4096 if small else 1)
