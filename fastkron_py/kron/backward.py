@@ -17,15 +17,20 @@ from torch import Tensor
 
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
 from fastkron_py.kron.forward import PLAIN, Part, Scale, add_multiply, mergeable, rows_of
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.launch_config import chained_launch
+from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
+from fastkron_py.kron.matmul import factor_gradient
 from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.kron.plan.steps import padded
+from fastkron_py.kron.plan.wide import best_gradient_way, is_wide
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
@@ -172,12 +177,39 @@ class _Fused:
         return found + [None] * (len(factors) - len(found))
 
 
+class _Matmul:
+    """The gradient of a wide factor by torch's matrix products."""
+
+    def __init__(self, problem: GradientProblem, transposes: bool) -> None:
+        self.mode, self.precision, self.transposes = problem.mode, problem.precision, transposes
+
+    def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
+        """``[dF]``."""
+        batches, _, after, p, q, *_ = self.mode
+        operands = [build.reshape(t, (batches, -1, size, after)) for t, size in ((u, p), (g, q))]
+
+        def run(u: Tensor, g: Tensor, alpha: float) -> Tensor:
+            with torch_products(u, self.precision):
+                return factor_gradient(u, g, alpha, self.transposes)
+
+        return [build.call(run, operands, describe((batches, p, q), u.dtype), scalars=(alpha if isinstance(alpha, Scalar) else 1.0,))]
+
+
+def _single(problem: GradientProblem) -> _Wide | _Matmul:
+    """The gradient of one factor too wide for a fused kernel, the fastest way."""
+    way = "looped"
+    if is_wide(*problem.sizes):
+        way = best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
+    return _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way)
+
+
 class _Wide:
     """The gradient of one factor too wide for a fused kernel."""
 
-    def __init__(self, problem: GradientProblem) -> None:
+    def __init__(self, problem: GradientProblem, way: str) -> None:
         groups = problem.around[0]
         ((p, q),) = problem.factor_shapes
+        self.is_tensor_core = False
         chained = chained_launch(problem)
         if chained is not None:
             self.partials = _Partials(problem, 0, 1, chained.partials, False)
@@ -186,6 +218,12 @@ class _Wide:
             return
         self.whole = False
         addresses = problem.addresses
+        if way == "wgmma":
+            launch_config, splits = gradient_launch(problem.mode, addresses)
+            self.partials = _Partials(problem, 0, 1, splits, True)
+            self.launch = Launcher([launch_config])
+            self.is_tensor_core = True
+            return
         multiprocessors = devices.gpu_of(problem.device).multiprocessors
         config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, multiprocessors)
         self.partials = _Partials(problem, 0, 1, config.splits, True)
@@ -216,6 +254,8 @@ class _Wide:
         partial = self.partials.empty(build)
         if self.whole:
             build.launch(self.launch, (u, g, tuple(factors), u, (partial, partial)), (alpha,))
+        elif self.is_tensor_core:
+            build.launch(self.launch, (u, (g,), partial, partial))
         else:
             build.launch(self.launch, (u, g, partial))
         return self.partials.add(build, partial, factors, alpha)
@@ -329,8 +369,9 @@ def add_backward(
         mine = slice(group.start, group.stop)
         go_on = need_x or i + 1 < len(groups)
         if not group.fused:
-            wide = _Wide(state.problem(group, u, False, need_factors, False))
-            gradients[mine] = wide.add(build, u, state.g, factors[mine], scale.alpha)
+            gradients[mine] = _single(state.problem(group, u, False, need_factors, False)).add(
+                build, u, state.g, factors[mine], scale.alpha
+            )
             continue
         final = need_x and group.stop == count
         fused = _Fused(state.problem(group, u, go_on, need_factors, final and not scale.is_one))

@@ -9,6 +9,8 @@ import torch
 
 from fastkron_py.kron.launches import Rows
 from fastkron_py.kron.plan.gradient import Group
+from fastkron_py.kron.plan.wide import Mode
+from fastkron_py.runtime.device import gpu_of
 
 
 class GradientProblem(NamedTuple):
@@ -54,6 +56,13 @@ class GradientProblem(NamedTuple):
         """The same problem with `count` neighbours of the mode before, whose size must be a multiple of count."""
         groups, rows, before, after = self.around
         return self._replace(around=(groups, rows, before // count, after), neighbours=count)
+
+    @property
+    def mode(self) -> Mode:
+        """The sizes of a group of one factor."""
+        groups, rows, before, after = self.around
+        passes = 3 if self.dtype == torch.float32 and self.precision == "highest" else 1
+        return Mode(groups, rows * before, after, *self.sizes, self.dtype.itemsize, passes, gpu_of(self.device))
 
     @property
     def dx_strides(self) -> tuple[int, ...]:

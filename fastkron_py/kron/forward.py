@@ -12,12 +12,15 @@ from torch import Tensor
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import Case, Rows, launch_configs
-from fastkron_py.kron.plan.plan import Launch, PlanProblem, places, plan, transposes
+from fastkron_py.kron.matmul import multiply_mode
+from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
+from fastkron_py.kron.plan.wide import Mode, best_way, is_wide
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
+from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import Scalar, bits
 
 
@@ -65,6 +68,11 @@ class MultiplyLaunch(NamedTuple):
     shape: tuple[int, int, int, int]
     launcher: Launcher
 
+    @property
+    def fell_back(self) -> bool:
+        """Whether the device has too little shared memory for the first configuration."""
+        return self.launcher.fell_back
+
     def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
         """Add it to a program, from x to y."""
         build.launch(self.launcher, (x, tuple(factors[self.start : self.stop]), y if z is None else z, y), (scale.alpha, scale.beta))
@@ -83,6 +91,48 @@ class Scale(NamedTuple):
 
 
 PLAIN: Final = Scale()
+
+
+class MatmulStep(NamedTuple):
+    """One mode of a multiply by torch's matrix products.
+
+    Attributes:
+        start: its factor.
+        stop: one past it.
+        shape: of its result.
+        after: elements after the mode.
+        transposes: whether the mode is transposed to be the last.
+        precision: of float32 products.
+        final: whether it is the last one, which scales.
+        fell_back: as of a `MultiplyLaunch`.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, int, int, int]
+    after: int
+    transposes: bool
+    precision: str
+    final: bool
+    fell_back: bool = False
+
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
+        """Add it to a program, from x to y."""
+        factor = factors[self.start]
+        groups, p, q = factor.shape
+        out = y.view(groups, -1, q, self.after)
+        operands = [build.reshape(x, (groups, -1, p, self.after)), factor, out]
+        if z is not None:
+            operands.append(build.reshape(z, out.shape))
+        alpha = scale.alpha if self.final and isinstance(scale.alpha, Scalar) else 1.0
+        beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
+
+        def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
+            *given, alpha, beta = rest
+            with torch_products(x, self.precision):
+                multiply_mode(x, factor, given[0] if given else None, out, alpha, beta, self.transposes)
+
+        build.call(run, operands, scalars=(alpha, beta))
 
 
 def plan_problem(problem: MultiplyProblem) -> PlanProblem:
@@ -115,11 +165,23 @@ def case_of(
         y if z is None else z,
         tuple([(s[-2], s[-1]) for s in problem.factor_shapes[span]]),
         tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
-        devices.gpu_of(problem.device).multiprocessors,
+        problem.device,
     )
 
 
-def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[MultiplyLaunch]:
+def _way(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
+    """How a launch of the closed form is done: by "kernels", or torch's "matmul" or "transposing"."""
+    if launch.chained or launch.stop - launch.start > 1 or not is_wide(launch.p, launch.q):
+        return "kernels"
+    groups, rows, _, _ = problem.shape
+    passes = 3 if problem.dtype == torch.float32 and problem.precision == "highest" else 1
+    gpu = devices.gpu_of(problem.device)
+    mode = Mode(groups, rows * place.before, place.after, launch.p, launch.q, problem.dtype.itemsize, passes, gpu)
+    way = best_way(mode, kernels.has_wide(problem.device, problem.dtype))
+    return way if way in ("matmul", "transposing") else "kernels"
+
+
+def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[MultiplyLaunch | MatmulStep]:
     """The launches of a multiply by this choice, or by the closed form.
 
     In a run over all modes from last to first each launch moves its modes to the front, which reads whole runs of
@@ -135,15 +197,21 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Multipl
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
-    transposed = transposes(launches, len(shapes), columns)
-    x, found = problem.x, []
+    in_place = list(places(launches, problem.sizes, columns, False))
+    ways = [_way(problem, launch, place) if choice is None else "kernels" for launch, place in zip(launches, in_place, strict=True)]
+    transposed = transposes(launches, len(shapes), columns) and set(ways) == {"kernels"}
+    found: list[MultiplyLaunch | MatmulStep] = []
+    x = problem.x
     for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, transposed), strict=True)):
         width = before * launch.q * after
         y = Rows(rows * width, width, 1)
         final = i == len(launches) - 1
         case = case_of(problem, launch, (groups, rows, before, after), transposed, before, x, y, final)
         shape = (groups, rows, width // columns, columns)
-        found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(case, configs[i]))))
+        if ways[i] == "kernels":
+            found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(case, configs[i]))))
+        else:
+            found.append(MatmulStep(launch.start, launch.stop, shape, after, ways[i] == "transposing", problem.precision, final))
         x = y
     return found
 

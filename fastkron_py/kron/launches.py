@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.hopper.wide_config import multiply_launch
 from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -19,6 +20,9 @@ from fastkron_py.kron.kernels.sliced_multiply import (
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.plan import Launch
+from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.launch import LaunchConfig
 from fastkron_py.tiling.arithmetic import arithmetic
 
@@ -62,7 +66,18 @@ class Case:
     z: Rows
     factor_shapes: tuple[tuple[int, int], ...]
     factor_strides: tuple[tuple[int, int, int], ...]  # (B, P, Q) each
-    multiprocessors: int
+    device: torch.device
+
+    @property
+    def gpu(self) -> GPU:
+        """The record of the device."""
+        return devices.gpu_of(self.device)
+
+    def mode(self) -> Mode:
+        """The sizes of a launch of one step."""
+        groups, rows, before, after = self.shape
+        passes = 3 if self.dtype == torch.float32 and self.precision == "highest" else 1
+        return Mode(groups, rows * before, after, self.launch.p, self.launch.q, self.dtype.itemsize, passes, self.gpu)
 
 
 def launch_configs(case: Case, config: Config | None = None) -> tuple[LaunchConfig, ...]:
@@ -111,7 +126,20 @@ def launch_configs(case: Case, config: Config | None = None) -> tuple[LaunchConf
     )
     if isinstance(config, SingleConfig | ChainConfig):
         configs = (config, *configs)
-    return tuple(_finished(_MAKERS[type(c)](case, c, num_slices), common, c, num_slices, fastest, case) for c in configs)
+    found = tuple(_finished(_MAKERS[type(c)](case, c, num_slices), common, c, num_slices, fastest, case) for c in configs)
+    return (
+        (multiply_launch(case.mode(), common, case.factor_strides[0], case.fixed), *found)
+        if config is None and takes_tensor_cores(case)
+        else found
+    )
+
+
+def takes_tensor_cores(case: Case) -> bool:
+    """Whether the kernel for wide factors is faster than the plain one."""
+    if len(case.factor_shapes) > 1 or not is_wide(case.launch.p, case.launch.q) or not kernels.has_wide(case.device, case.dtype):
+        return False
+    seconds, _ = multiply_config(case.mode())
+    return seconds < looped_seconds(case.mode())
 
 
 def _finished(
@@ -133,7 +161,7 @@ def _finished(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    return LaunchConfig(kernel, (min(num_tiles, case.multiprocessors * config.programs_per_sm),), arguments)
+    return LaunchConfig(kernel, (min(num_tiles, case.gpu.multiprocessors * config.programs_per_sm),), arguments)
 
 
 # TF32 holds float16 and bfloat16 exactly, and its truncated sums more than bfloat16 can say.
@@ -182,7 +210,7 @@ def _chained(case: Case, common: dict[str, Any], num_slices: int, config: Chaine
         "num_warps": config.num_warps,
         "maxnreg": config.max_registers or None,
     }
-    grid = (min(num_tiles, case.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
+    grid = (min(num_tiles, case.gpu.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
     ahead = loop and len(steps) == 1 and case.dtype.itemsize == 4 and aligned and not padded
     return tuple(
         LaunchConfig(kernels.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))

@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.kan.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
-from fastkron_py.kan.hopper.tiles import store_layout, store_made, transposed_layout, upright_layout
+from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
+from fastkron_py.tiling.hopper.tiles import store_layout, store_made, transposed_layout, upright_layout
 from fastkron_py.tiling.products import known
 
 
@@ -228,7 +228,7 @@ def _poly_kan_pipelined_dcoef_kernel(
     ALONG: gl.constexpr = DTYPE.primitive_bitwidth == 32  # TF32 operands have to run along the reduction
     GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
     TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES)
-    ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG)
+    ring = allocate_ring(DTYPE, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, ALONG, 1)
     sizes = (rows, num_in, num_out, blocks, parts)
     gl.warp_specialize(
         [

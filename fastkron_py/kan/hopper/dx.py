@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from fastkron_py.kan.hopper.tiles import begin_product, copy_layout, fetch, product_groups, shared_layout, sums_layout
 from fastkron_py.runtime.gluon_names import barrier
+from fastkron_py.tiling.hopper.tiles import begin_product, copy_layout, fetch, product_groups, shared_layout, sums_layout
 from fastkron_py.tiling.products import known, tile_of
 
 

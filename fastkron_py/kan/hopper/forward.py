@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.kan.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
-from fastkron_py.kan.hopper.tiles import made_layout, store_layout, store_made
+from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
+from fastkron_py.tiling.hopper.tiles import made_layout, store_layout, store_made
 from fastkron_py.tiling.products import known, tile_of
 
 
@@ -173,7 +173,7 @@ def _poly_kan_pipelined_fwd_kernel(
 ):
     """Tiles of splits' sums, as `_poly_kan_fwd_kernel`; the basis is the left operand."""
     NUM: gl.constexpr = TERMS - FIRST
-    ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True)
+    ring = allocate_ring(coef_desc.dtype, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
     sizes = (rows, num_in, num_out, blocks_per_split, items)
     BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
     gl.warp_specialize(

@@ -21,6 +21,16 @@ def gradient_kernels() -> Any:
     return None if step is None or pair is None else (step, pair)
 
 
+def wide_kernel() -> Any:
+    """The kernel for wide factors, or None where this Triton cannot compile it."""
+    return devices.gluon_kernel("kron.hopper.wide", "_wide_product_kernel")
+
+
+def has_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel for wide factors can run here."""
+    return dtype == torch.float32 and devices.gpu_of(device).has_wgmma and wide_kernel() is not None
+
+
 def has_chained(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the register-chained kernel can multiply here."""
     return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and chained_kernel() is not None

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from fastkron_py.kan.hopper.tiles import begin_product, product_groups, shared_layout, sums_layout
 from fastkron_py.runtime.gluon_names import begin_described_copy
+from fastkron_py.tiling.hopper.tiles import begin_product, product_groups, shared_layout, sums_layout
 
 ROWS = gl.constexpr(64)  # of a tile, that a warpgroup sums up
 _STORED = gl.constexpr(64)  # columns of a result that are stored at a time
@@ -33,6 +33,7 @@ def allocate_ring(
     STAGES: gl.constexpr,
     PRECISION: gl.constexpr,
     ALONG: gl.constexpr,  # whether rows of operands run along the reduction
+    PRODUCERS: gl.constexpr,  # warpgroups that fill a buffer
 ):
     """(left and right operands and, for "split", their low halves; barriers, where they are full and empty).
 
@@ -48,7 +49,7 @@ def allocate_ring(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)  # the producer of one operand, which has the other copied
+        mbarrier.init(full.index(s), count=PRODUCERS)
         mbarrier.init(empty.index(s), count=2)  # two warpgroups
     return left, left_low, right, right_low, full, empty
 

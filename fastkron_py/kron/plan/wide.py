@@ -1,0 +1,202 @@
+"""Wide factors: the ways to multiply one mode, their times, and the tiles of the kernel for Hopper. Closed-form."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from fastkron_py.runtime.gpu import GPU
+
+# Factors wider than this, on either side, choose among the ways below.
+WIDE: Final = 128
+
+BLOCK_M: Final = 128  # rows of two warpgroups
+BLOCK_K: Final = 32  # 128 bytes of float32: a row of the swizzled layout in shared memory
+FLUSH: Final = (
+    2  # steps between two additions to the float32 sum: 64 terms, which tensor cores, which cut sums off, may add up by themselves
+)
+_BLOCKS_N: Final = (128, 64, 32)
+_STAGES: Final = {128: 3, 64: 4, 32: 5}  # of 64, 48 and 40 KB in three-pass TF32
+_SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
+_MOST_SPLITS: Final = 64
+
+# Shares of a GPU's rate that the ways reach, measured on an H200.
+_WGMMA: Final = 0.85
+_MATMUL: Final = 0.95
+_LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.64}  # by bytes of an element
+_UNEVEN: Final = 3.5  # times that the plain kernel takes where blocks reach beyond the factor
+_UNALIGNED: Final = 7.0  # times that torch's products of half types take where rows do not begin on 16 bytes
+_TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take
+_LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
+
+
+class Mode(NamedTuple):
+    """A multiply of one mode ``[.., P, after]``, or the gradient of its factor.
+
+    Attributes:
+        batches: of factors.
+        runs: of the mode in one batch: rows times the modes before.
+        after: elements after the mode.
+        p: rows of the factor.
+        q: columns of the factor.
+        itemsize: bytes of an element.
+        passes: over the tensor cores; 3 for float32 as such, 1 for TF32 and other dtypes.
+        gpu: that it runs on.
+    """
+
+    batches: int
+    runs: int
+    after: int
+    p: int
+    q: int
+    itemsize: int
+    passes: int
+    gpu: GPU
+
+    @property
+    def slices(self) -> int:
+        """Slices of one batch."""
+        return self.runs * self.after
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.batches * self.slices * self.p * self.q
+
+    def traffic(self, passes: float = 1.0) -> float:
+        """Seconds to read the operand and write the result this many times, with the factors."""
+        moved = passes * self.slices * (self.p + self.q) + self.p * self.q
+        return self.batches * moved * self.itemsize / self.gpu.bandwidth
+
+
+class WideConfig(NamedTuple):
+    """Tiles ``[BLOCK_M, block_n]`` of the kernel for Hopper; splits of the reduction, each of this number of steps."""
+
+    block_n: int
+    stages: int
+    splits: int
+    steps: int
+    items: int
+    programs: int
+
+
+def is_wide(p: int, q: int) -> bool:
+    """Whether a factor is wide."""
+    return max(p, q) > WIDE
+
+
+def _ceil(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int) -> tuple[float, WideConfig]:
+    """The seconds of ``[height, depth] @ [depth, width]``, and its tiles."""
+    rate = mode.gpu.tf32_rate / mode.passes * _WGMMA / mode.gpu.multiprocessors
+    found = []
+    for block_n in _BLOCKS_N:
+        if block_n > _BLOCKS_N[-1] and width <= block_n // 2:
+            continue
+        tiles = _ceil(height, BLOCK_M) * _ceil(width, block_n) * mode.batches
+        all_steps = _ceil(depth, BLOCK_K)
+        step = 2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n])
+        finish = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
+        counts = {1} | {s for s in (_ceil(mode.gpu.multiprocessors * k, tiles) for k in (1, 2, 3, 4)) if s <= min(most_splits, all_steps)}
+        for wanted in counts:
+            steps = _ceil(all_steps, wanted)
+            splits = _ceil(all_steps, steps)
+            waves = _ceil(tiles * splits, mode.gpu.multiprocessors)
+            partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
+            programs = min(tiles * splits, mode.gpu.multiprocessors)
+            config = WideConfig(block_n, _STAGES[block_n], splits, steps, tiles * splits, programs)
+            found.append((waves * (steps * step + finish) + partial, config))
+    return min(found)
+
+
+def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
+    """The seconds of a multiply by the kernel for Hopper, and its tiles."""
+    seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1)
+    return max(seconds, mode.traffic()) + _LAUNCH, config
+
+
+def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
+    """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
+    seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS)
+    return max(seconds, mode.traffic()) + 2 * _LAUNCH, config
+
+
+def _matmul_rate(mode: Mode) -> float:
+    """Operations a second of torch's products."""
+    gpu = mode.gpu
+    return _MATMUL * (gpu.float32_rate if mode.itemsize == 4 and mode.passes == 3 else gpu.rate(mode.itemsize))
+
+
+def _filled(size: int, block: int) -> float:
+    """The share of whole blocks that a size fills."""
+    return size / (_ceil(size, block) * block)
+
+
+def _is_aligned(mode: Mode) -> bool:
+    """Whether all rows begin on 16 bytes, as tensor cores want half types; other dtypes do not depend on it as much."""
+    widths = (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.q)
+    return mode.itemsize > 2 or all(width % 8 == 0 for width in widths)
+
+
+def matmul_seconds(mode: Mode) -> float:
+    """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
+    work = mode.operations / _filled(mode.q, 32) * (1.0 if _is_aligned(mode) else _UNALIGNED) / _matmul_rate(mode)
+    if mode.after == 1:
+        tiles = _ceil(mode.slices, 128) * _ceil(mode.q, 128) * mode.batches
+        work *= _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
+    else:
+        work /= _filled(mode.after, 32)
+    return max(work, mode.traffic()) + _LAUNCH
+
+
+def transposing_seconds(mode: Mode) -> float:
+    """Seconds of a transposition, one matrix product, and a transposition back."""
+    return matmul_seconds(mode._replace(runs=mode.slices, after=1)) + mode.traffic(_TRANSPOSED[mode.itemsize]) + 2 * _LAUNCH
+
+
+def looped_seconds(mode: Mode) -> float:
+    """Seconds of the plain Triton kernel, which loops over blocks of the factor."""
+    rate = mode.gpu.rate(mode.itemsize) / mode.passes * _LOOPED[mode.itemsize]
+    uneven = _UNEVEN if mode.p % 64 or mode.q % 64 else 1.0
+    return max(uneven * mode.operations / rate, mode.traffic(1.3)) + _LAUNCH
+
+
+def best_way(mode: Mode, has_wgmma: bool) -> str:
+    """The fastest way to multiply a mode: "wgmma", "matmul", "transposing" or "looped".
+
+    Args:
+        mode: the multiply.
+        has_wgmma: whether the kernel for Hopper may be used.
+    """
+    ways = {"looped": looped_seconds(mode)}
+    if has_wgmma:
+        ways["wgmma"], _ = multiply_config(mode)
+    if mode.batches == 1 or mode.after == 1:
+        ways["matmul"] = matmul_seconds(mode)
+    if mode.after > 1:
+        ways["transposing"] = transposing_seconds(mode)
+    return min(ways, key=lambda way: ways[way])
+
+
+def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
+    """The fastest way to a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "transposing" or "looped".
+
+    Args:
+        mode: the multiply that is differentiated.
+        has_wgmma: whether the kernel for Hopper may be used.
+    """
+    gpu = mode.gpu
+    operations = mode.operations / _matmul_rate(mode)
+    filled = _filled(mode.p, 32) * _filled(mode.q, 32) / (1.0 if _is_aligned(mode) else _UNALIGNED)
+    ways = {"looped": looped_seconds(mode)}
+    if has_wgmma:
+        ways["wgmma"], _ = gradient_config(mode)
+    if mode.after == 1:
+        ways["matmul"] = max(operations / filled, mode.traffic()) + 2 * _LAUNCH
+    else:
+        sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth if mode.runs > 1 else 0.0
+        ways["matmul"] = max(operations / filled / _filled(mode.after, 16), mode.traffic()) + sums + 3 * _LAUNCH
+        ways["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
+    return min(ways, key=lambda way: ways[way])

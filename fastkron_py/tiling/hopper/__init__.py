@@ -1,0 +1,1 @@
+"""Device code that large products on Hopper GPUs share, in Gluon."""

@@ -1,0 +1,82 @@
+"""Wide factors on a Hopper GPU: each way to multiply a mode, and to its gradient, gives the numbers of float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from canonical_cases import backward, dense, multiply, problem
+
+from fastkron_py.kron import backward as backward_module
+from fastkron_py.kron import forward, launches
+from fastkron_py.kron.hopper import kernels
+from fastkron_py.testing import assert_close
+
+pytestmark = pytest.mark.gpu
+
+# (batches, rows, P, Q, R)
+SHAPES = {
+    "last": (1, 200, (256,), (256,), 1),
+    "last two": (1, 9, (160, 136), (144, 256), 1),
+    "columns": (1, 3, (256,), (192,), 64),
+    "odd": (1, 5, (131, 7), (150, 9), 1),
+    "odd tail": (1, 3, (7, 257), (5, 129), 3),
+    "rectangular": (1, 40, (1000,), (130,), 1),
+    "few columns": (1, 300, (700,), (5,), 1),
+    "few rows": (1, 300, (5,), (700,), 1),
+    "one row": (1, 1, (150, 131), (131, 150), 1),
+    "batches": (3, 30, (140, 3), (133, 2), 1),
+    "long": (1, 4, (3000, 4), (140, 4), 1),
+    "few tiles": (1, 40, (1500,), (300,), 1),
+}
+WAYS = ("wgmma", "matmul", "transposing", "looped")
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma: way)
+    monkeypatch.setattr(backward_module, "best_gradient_way", lambda mode, has_wgmma: way)
+    if way == "looped":
+        monkeypatch.setattr(launches, "takes_tensor_cores", lambda case: False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_every_way_is_right(way: str, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    if way == "wgmma" and not kernels.has_wide(device, torch.float32):
+        pytest.skip("needs a Hopper GPU")
+    choose(monkeypatch, way)
+    groups, rows, ps, qs, columns = shape
+    torch.manual_seed(0)
+    x, factors = problem(torch.float32, device, groups, rows, ps, qs, columns)
+    wanted = dense(x, factors)
+    z, dy = (torch.randn(wanted.shape, device=device) for _ in range(2))
+    steps = 2 * len(ps)
+    assert_close(multiply(x, factors), wanted, steps=steps)
+    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
+    x64, *f64 = (t.double().requires_grad_() for t in (x, *factors))
+    grads = torch.autograd.grad(dense(x64, f64), [x64, *f64], dy.double())
+    dx, dfs = backward(dy, x, factors)
+    for got, want in zip([dx, *dfs], grads, strict=True):
+        assert_close(got, want, steps=steps)
+
+
+def test_rows_of_a_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    choose(monkeypatch, "wgmma")
+    x, factors = problem(torch.float32, device, 1, 60, (150, 2), (140, 3), 1)
+    wide = torch.randn(1, 120, 400, 1, device=device)
+    wide[:, ::2, :300] = x
+    assert_close(multiply(wide[:, ::2, :300], [f.mT.contiguous().mT for f in factors]), dense(x, factors), steps=4)
+
+
+def test_infinities_and_nan_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    choose(monkeypatch, "wgmma")
+    x, factors = problem(torch.float32, device, 1, 200, (200,), (150,), 1)
+    x[0, 3, 5], x[0, 130, 7] = float("inf"), float("nan")
+    y = multiply(x, factors)
+    assert not y[0, [3, 130]].isfinite().any()
+    y[0, [3, 130]] = 0
+    wanted = dense(x, factors)
+    wanted[0, [3, 130]] = 0
+    assert_close(y, wanted, steps=2)
