@@ -1,4 +1,7 @@
-"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL ...] [--compile N]``."""
+"""``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL ...] [--compile N]``.
+
+``python -m benchmarks drawn [--seed S] [--count N] [--dtype D ...] [--kind forward|backward]`` draws its problems.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.catalogue import all_benchmarks
+from benchmarks.registry import DRAW, Draw
 from benchmarks.runner import QUICK_SECONDS, SECONDS, run
 from benchmarks.warm import compile_all
 
@@ -32,6 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
     parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="cases with this in their label; may be repeated")
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="first compile what all of it needs, in N processes at once")
+    drawing = parser.add_argument_group("problems that are drawn")
+    drawing.add_argument("--seed", type=int, default=DRAW.seed, help="of the generator")
+    drawing.add_argument("--count", type=int, default=DRAW.count, help="of problems")
+    drawing.add_argument("--dtype", action="append", default=[], help="to draw from; may be repeated")
+    drawing.add_argument("--kind", action="append", default=[], help="forward or backward; both without it")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     options = parser.parse_args(arguments)
     console = Console()
@@ -40,11 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     fitting = [b.name for b in all_benchmarks().values() if b.device != "cuda" or torch.cuda.is_available()]
     names = options.names or fitting
+    draw = Draw(options.seed, options.count, tuple(options.dtype), tuple(options.kind))
     wrong = False
     try:
         if options.compile > 0:
             begun = time.perf_counter()
-            made = compile_all(names, options.compile, device=options.device, quick=options.quick, only=options.only)
+            made = compile_all(names, options.compile, device=options.device, quick=options.quick, only=options.only, draw=draw)
             console.print(f"compiled for {made} calls in {time.perf_counter() - begun:.0f} s", highlight=False)
         for name in names:
             found = run(
@@ -54,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                 device=options.device,
                 seconds=options.seconds,
                 only=options.only,
+                draw=draw,
                 console=console,
             )
             wrong |= any(r["status"] == "wrong" for case in found["cases"] for r in case["results"])

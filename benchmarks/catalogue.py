@@ -5,6 +5,7 @@ import benchmarks.gated.layers
 import benchmarks.gated.llama
 import benchmarks.gaussian_processes.steps
 import benchmarks.kan.layers
+import benchmarks.kron.drawn
 import benchmarks.kron.first_call
 import benchmarks.kron.products
 import benchmarks.rational.activations

@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot, ticker
 
+from benchmarks.distribution import BETTER, rows_over
 from benchmarks.ratios import medians
 
 matplotlib.use("Agg")
@@ -24,6 +25,8 @@ STYLE = {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.c
 def draw(found: dict[str, Any], stem: Path) -> list[Path]:
     """Draw what there is to draw of a benchmark's results; returns the files."""
     with pyplot.rc_context(STYLE):
+        if "distribution" in found:
+            return [_sorted_ratios(found, stem.with_suffix(".png"))]
         drawn = [_bars(found, stem.with_suffix(".png"))]
         if any(case["floor_seconds"] for case in found["cases"]):
             drawn.append(_roofline(found, stem.with_name(f"{stem.name}_roofline.png")))
@@ -79,6 +82,31 @@ def _bars(found: dict[str, Any], path: Path) -> Path | None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_title(found), fontsize=10)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=130, transparent=True)
+    pyplot.close(figure)
+    return path
+
+
+def _sorted_ratios(found: dict[str, Any], path: Path) -> Path:
+    """Speed-up over the better peer on every problem, the worst to the left, a line for each dtype."""
+    rows = rows_over(found, BETTER)
+    figure, axes = pyplot.subplots(figsize=(7.0, 4.2), layout="constrained")
+    for j, dtype in enumerate(dict.fromkeys(row.dtype for row in rows)):
+        ratios = sorted(row.ratio for row in rows if row.dtype == dtype)
+        shares = [(i + 0.5) / len(ratios) for i in range(len(ratios))]
+        axes.plot(shares, ratios, "o-", markersize=3, linewidth=1.0, label=f"{dtype}, {len(ratios)}", color=COLOURS[j % len(COLOURS)])
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.xaxis.set_major_formatter(ticker.PercentFormatter(1.0))
+    axes.set_xlabel("problems with a smaller speed-up")
+    axes.set_ylabel("speed-up over the better peer")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{_title(found)}, seed {found['draw']['seed']}", fontsize=10)
+    if rows:
+        axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130, transparent=True)
     pyplot.close(figure)
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -79,6 +79,25 @@ class Case:
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
 
 
+class Draw(NamedTuple):
+    """Which random problems a benchmark that draws them is to run.
+
+    Attributes:
+        seed: of the generator; the same seed draws the same problems for a device type.
+        count: of problems.
+        dtypes: to draw from; empty for the benchmark's own.
+        kinds: "forward", "backward"; empty for both.
+    """
+
+    seed: int = 0
+    count: int = 100
+    dtypes: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+
+DRAW: Final = Draw()
+
+
 @dataclass(frozen=True)
 class Apart:
     """What a benchmark that times its contenders itself found of one of them."""
@@ -100,12 +119,15 @@ class Benchmark:
         inputs: (parameters, device) to the inputs, random but the same for all contenders.
         check: (inputs, restored result) to the relative error against a float64 reference.
         baseline: the contender that the plot's speed-ups are relative to.
+        draw: (which, device) to its rows, in place of `cases`; the distribution of ratios is then shown in place of the rows.
         has_floor: whether the time to read x once and write y once means anything here.
         eager: the time of a call is that of many in a row, launches included, and the host's share of it is taken too.
         repeats: a second result has to equal the first bit for bit.
         peers_first: the others give the result that this library's is compared with, so they are checked before it, last ones first.
         shares: from a call to the share of its time that goes into what this library replaces; None where it is not taken.
         case_seconds: that timing one case may take at most.
+        rounds: fewest and most, in place of the runner's.
+        graphs: whether small problems are also timed in a CUDA graph.
         unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
         apart: times the contenders itself: (parameters, device) to what it found, by contender.
         details: from the inputs, after all, to what else is to stand in the case's JSON.
@@ -120,12 +142,15 @@ class Benchmark:
     inputs: Callable[[dict[str, Any], torch.device], Any]
     check: Callable[[Any, Any], float]
     baseline: str
+    draw: Callable[[Draw, torch.device], Sequence[Case]] | None = None
     has_floor: bool = False
     eager: bool = False
     repeats: bool = False
     peers_first: bool = False
     shares: Callable[[Call], float] | None = None
     case_seconds: float = math.inf
+    rounds: tuple[int, int] | None = None
+    graphs: bool = True
     unit_bytes: Callable[[Any], int] | None = None
     apart: Callable[[dict[str, Any], torch.device], Mapping[str, Apart]] | None = None
     details: Callable[[Any], dict[str, Any]] | None = None

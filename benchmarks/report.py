@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks import distribution
 from benchmarks.ratios import medians
 
 STATUS_STYLES = {"unavailable": "dim", "wrong": "bold red", "error": "red"}
@@ -60,9 +61,9 @@ def _unit(found: dict[str, Any]) -> tuple[str, float]:
     return name, UNITS[name]
 
 
-def show(found: dict[str, Any], console: Console) -> None:
-    """Print the table, the ratios and the conditions."""
-    environment, baseline, cases = found["environment"], found["baseline"], found["cases"]
+def _show_cases(found: dict[str, Any], console: Console) -> None:
+    """Print the table of all cases."""
+    baseline, cases = found["baseline"], found["cases"]
     names = [r["contender"] for r in cases[0]["results"]] if cases else []
     recorded = list(dict.fromkeys(name for case in cases for name in case["recorded"]))
     has_floor = any(case["floor_seconds"] for case in cases)
@@ -82,6 +83,12 @@ def show(found: dict[str, Any], console: Console) -> None:
             *[_recorded_cell(case["recorded"].get(n), unit) for n in recorded],
         )
     console.print(table)
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print the table of the cases, or the distribution of drawn ones; then the ratios and the conditions."""
+    environment, cases = found["environment"], found["cases"]
+    (distribution.show if "distribution" in found else _show_cases)(found, console)
     for reason in sorted({f"{r['contender']}: {r['status']}, {r['reason']}" for c in cases for r in c["results"] if r["reason"]}):
         console.print(Text(reason, style="yellow"))
     if found["left_out"]:

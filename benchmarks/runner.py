@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import ratios, report, timing
+from benchmarks import distribution, ratios, report, timing
 from benchmarks.catalogue import all_benchmarks
 from benchmarks.environment import describe, load_average
-from benchmarks.registry import Benchmark, Call, Case, Contender
+from benchmarks.registry import DRAW, Benchmark, Call, Case, Contender, Draw
 from fastkron_py.cli.measure import peak_bytes
 
 SECONDS = 220.0  # of one benchmark
@@ -68,6 +68,10 @@ class Budget:
         most = QUICK_SECONDS_PER_CASE if quick else SECONDS_PER_CASE
         each = min(most, TIMING_SHARE * seconds / max(cases, 1))
         return cls(each, QUICK_ROUNDS if quick else ROUNDS, time.monotonic() + seconds)
+
+    def within(self, benchmark: Benchmark) -> Budget:
+        """The same, with what the benchmark itself says of one case."""
+        return dataclasses.replace(self, seconds=min(self.seconds, benchmark.case_seconds), rounds=benchmark.rounds or self.rounds)
 
 
 class _Watched:
@@ -134,9 +138,17 @@ def blank(case: Case, contender: Contender, device: torch.device) -> Result:
     return result
 
 
-def chosen_cases(benchmark: Benchmark, quick: bool, only: Sequence[str]) -> list[Case]:
-    """The cases that `run` is asked for."""
-    return [c for c in benchmark.cases if (c.quick or not quick) and (not only or any(part in c.label for part in only))]
+def chosen_cases(benchmark: Benchmark, device: torch.device, quick: bool, only: Sequence[str], draw: Draw) -> list[Case]:
+    """The cases that `run` is asked for.
+
+    Raises:
+        ValueError: there are none.
+    """
+    cases = benchmark.cases if benchmark.draw is None else benchmark.draw(draw, device)
+    chosen = [c for c in cases if (c.quick or not quick) and (not only or any(part in c.label for part in only))]
+    if not chosen:
+        raise ValueError(f"only: expected part of one of {', '.join(c.label for c in cases)}; got {', '.join(only)}")
+    return chosen
 
 
 def _judge(result: Result, error: float) -> None:
@@ -200,7 +212,7 @@ def _time(
     if benchmark.eager:
         for result, times in zip(passed, time_all(calls, timing.host_timer(device), GRAPH_SHARE, "timing the host"), strict=True):
             result.host_times = times
-    if device.type == "cuda" and case.floor_bytes < GRAPH_BYTES and benchmark.unit_bytes is None:
+    if device.type == "cuda" and benchmark.graphs and case.floor_bytes < GRAPH_BYTES and benchmark.unit_bytes is None:
         pairs = list(_graphs(passed, calls))
         if pairs:
             replays = time_all([c for _, c in pairs], timing.device_timer(device), GRAPH_SHARE, "timing CUDA graphs")
@@ -275,6 +287,7 @@ def run(
     device: str | None = None,
     seconds: float | None = None,
     only: Sequence[str] = (),
+    draw: Draw = DRAW,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Run one benchmark; writes NAME.json after every case and, at the end, where matplotlib is installed, its plots.
@@ -286,13 +299,14 @@ def run(
         device: "cpu" or "cuda" in place of the benchmark's own.
         seconds: that it may take; cases that have not begun by then are left out, and named.
         only: cases whose label has one of these in it, of all of them.
+        draw: the problems of a benchmark that draws them. Without `seconds` it has time for all.
         console: where tables go.
 
     Returns:
         What the JSON file holds.
 
     Raises:
-        ValueError: an unknown name, a device that is not there, seconds that are not positive, or no such case.
+        ValueError: an unknown name, a device that is not there, seconds that are not positive, no such case, or nothing to draw from.
     """
     known = all_benchmarks()
     if name not in known:
@@ -305,14 +319,12 @@ def run(
         raise ValueError(f"seconds: expected a positive number; got {seconds}")
     console = console or Console()
     console.print(f"[bold]{name}[/bold]  {benchmark.description}")
-    chosen = chosen_cases(benchmark, quick, only)
-    if not chosen:
-        raise ValueError(f"only: expected part of one of {', '.join(c.label for c in benchmark.cases)}; got {', '.join(only)}")
+    chosen = chosen_cases(benchmark, target, quick, only, draw)
     environment = describe(target)
     bandwidth = environment["bandwidth"] if benchmark.has_floor else None
     start = time.monotonic()
-    budget = Budget.of(seconds or (QUICK_SECONDS if quick else SECONDS), len(chosen), quick)
-    budget = dataclasses.replace(budget, seconds=min(budget.seconds, benchmark.case_seconds))
+    usual = math.inf if benchmark.draw else QUICK_SECONDS if quick else SECONDS
+    budget = Budget.of(seconds or usual, len(chosen), quick).within(benchmark)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     labels = [c.label for c in chosen]
     cases: list[dict[str, Any]] = []
@@ -331,7 +343,8 @@ def run(
             "environment": environment,
             "cases": cases,
         }
-        return found | {"ratios": ratios.of_measured(found), "recorded_ratios": ratios.of_recorded(found)}
+        found |= {"ratios": ratios.of_measured(found), "recorded_ratios": ratios.of_recorded(found)}
+        return found | {"draw": draw._asdict(), "distribution": distribution.of(found)} if benchmark.draw else found
 
     with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
         task = progress.add_task("", total=len(chosen))

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.catalogue import all_benchmarks
-from benchmarks.registry import Benchmark, Case, Contender
+from benchmarks.registry import DRAW, Benchmark, Case, Contender, Draw
 from benchmarks.runner import FAILURES, blank, chosen_cases, free
 
 
@@ -30,6 +30,7 @@ class Share(NamedTuple):
     device: str | None
     quick: bool
     only: list[str]
+    draw: Draw = DRAW
 
 
 def _calls(share: Share) -> Iterator[tuple[Benchmark, Case, Contender, torch.device]]:
@@ -37,7 +38,7 @@ def _calls(share: Share) -> Iterator[tuple[Benchmark, Case, Contender, torch.dev
         device = torch.device(share.device or benchmark.device)
         if benchmark.apart or (device.type == "cuda" and not torch.cuda.is_available()):
             continue
-        for case in chosen_cases(benchmark, share.quick, share.only):
+        for case in chosen_cases(benchmark, device, share.quick, share.only, Draw(*share.draw)):
             for contender in benchmark.contenders:
                 if blank(case, contender, device).status == "ok":
                     yield benchmark, case, contender, device
@@ -58,7 +59,15 @@ def compile_share(share: Share) -> int:
     return made
 
 
-def compile_all(names: Sequence[str], processes: int, *, device: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> int:
+def compile_all(
+    names: Sequence[str],
+    processes: int,
+    *,
+    device: str | None = None,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    draw: Draw = DRAW,
+) -> int:
     """Share the calls of these benchmarks out among processes, and wait for them.
 
     Args:
@@ -67,11 +76,12 @@ def compile_all(names: Sequence[str], processes: int, *, device: str | None = No
         device: in place of the benchmarks' own, as in `runner.run`.
         quick: as there.
         only: as there.
+        draw: as there.
 
     Returns:
         How many calls were made.
     """
-    shares = [Share(i, processes, list(names), device, quick, list(only)) for i in range(processes)]
+    shares = [Share(i, processes, list(names), device, quick, list(only), draw) for i in range(processes)]
     command = [sys.executable, "-m", "benchmarks.warm"]
     children = [subprocess.Popen([*command, json.dumps(share)], stdout=subprocess.PIPE, text=True) for share in shares]
     try:

@@ -108,7 +108,9 @@ def check_gradients(problem: GradientProblem, gradients: Sequence[Tensor]) -> fl
     return max(_error(a, e) for a, e in zip(actual, problem.expected_gradients, strict=True))
 
 
-def _label(m: int, ps: Sequence[int], qs: Sequence[int]) -> str:
+def label(m: int, ps: Sequence[int], qs: Sequence[int]) -> str:
+    """Rows and factors, such as "1024 x 8^4" or "20 x 5,7 to 7,5"."""
+
     def side(sizes: Sequence[int]) -> str:
         return f"{sizes[0]}^{len(sizes)}" if len(set(sizes)) == 1 else ",".join(map(str, sizes))
 
@@ -139,7 +141,7 @@ def case(
     qs = ps if qs is None else qs
     itemsize = getattr(torch, dtype).itemsize
     return Case(
-        label=_label(m, ps, qs) + (f" {dtype}" if name_dtype else ""),
+        label=label(m, ps, qs) + (f" {dtype}" if name_dtype else ""),
         parameters={"M": m, "P": list(ps), "Q": list(qs), "dtype": dtype},
         dtype=dtype,
         tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
