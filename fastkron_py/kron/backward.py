@@ -18,7 +18,7 @@ from torch import Tensor
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
 from fastkron_py.kron.forward import PLAIN, Part, Scale, add_multiply, mergeable, rows_of
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.hopper.launch_config import chained_launch
+from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
 from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
@@ -26,7 +26,7 @@ from fastkron_py.kron.kernels.partials import _split_gradient_kernel
 from fastkron_py.kron.matmul import factor_gradient
 from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.kron.plan.steps import padded
-from fastkron_py.kron.plan.wide import best_gradient_way, is_wide
+from fastkron_py.kron.plan.wide import best_gradient_way
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -36,6 +36,7 @@ from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.partials import _sum_partials_kernel
 
+_SUMMED: Final = 2048  # partial sums that a program adds up at a time
 # Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
 _KEPT: Final = 2
 
@@ -53,13 +54,14 @@ class _Partials:
         self.wide = torch.promote_types(problem.dtype, torch.float32)
         size = self.p * self.q
         self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
-        block = min(next_power_of_two(size), 32)
+        rows = min(128, next_power_of_two(programs))
+        block = min(next_power_of_two(size), max(32, _SUMMED // rows))
         arguments = {
             "stride_b": size if programs_first else programs * size,
             "stride_r": self.groups * size if programs_first else size,
             "programs": programs,
             "SIZE": size,
-            "BLOCK_R": min(128, next_power_of_two(programs)),
+            "BLOCK_R": rows,
             "BLOCK": block,
             "num_warps": 4,
         }
@@ -197,20 +199,18 @@ class _Matmul:
 
 def _single(problem: GradientProblem) -> _Wide | _Matmul:
     """The gradient of one factor too wide for a fused kernel, the fastest way."""
-    way = "looped"
-    if is_wide(*problem.sizes):
-        way = best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
-    return _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way)
+    chained = chained_launch(problem)
+    way = "looped" if chained is not None else best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
+    return _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way, chained)
 
 
 class _Wide:
     """The gradient of one factor too wide for a fused kernel."""
 
-    def __init__(self, problem: GradientProblem, way: str) -> None:
+    def __init__(self, problem: GradientProblem, way: str, chained: ChainedLaunch | None) -> None:
         groups = problem.around[0]
         ((p, q),) = problem.factor_shapes
         self.is_tensor_core = False
-        chained = chained_launch(problem)
         if chained is not None:
             self.partials = _Partials(problem, 0, 1, chained.partials, False)
             self.launch = Launcher([chained.config])
@@ -282,8 +282,15 @@ class _Pass:
             later: the same of each later group whose input will be wanted, ascending.
         """
         ancestor = min(i for i in self.kept if i >= stop)
-        room = _KEPT - 1 - (self.done > 0) - sum(i < len(self.factors) for i in self.kept)
-        stations = [stop, *[i for i in later if i < ancestor][: max(0, room)]]
+        used = [self._width(stop), *[self._width(i) for i in self.kept if i < len(self.factors)]]
+        room = _KEPT * max(self._width(0), self._width(len(self.factors))) - sum(used)
+        if self.done > 0:
+            room -= math.prod(self.ps[: self.done] + self.qs[self.done :])
+        stations = [stop]
+        for i in later:
+            if i < ancestor and self._width(i) <= room:
+                stations.append(i)
+                room -= self._width(i)
         u = self.kept[ancestor]
         for to, since in reversed(list(pairwise([*stations, ancestor]))):
             if to < since:
@@ -295,6 +302,10 @@ class _Pass:
         if made:
             self.kept.pop(stop, None)
         return u, made
+
+    def _width(self, start: int) -> int:
+        """Elements of a row of x with the factors from this one on applied."""
+        return math.prod(self.ps[:start] + self.qs[start:])
 
     def carry_back(self, to: int, scale: Scale = PLAIN) -> None:
         """Multiply g's modes up to this one back."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.sizes import next_power_of_two
 
 # Factors wider than this, on either side, choose among the ways below.
-WIDE: Final = 128
+WIDE: Final = 64
+# Up to this width the plain kernel keeps the whole factor on chip, but for float64.
+RESIDENT: Final = 128
 
 BLOCK_M: Final = 128  # rows of two warpgroups
 BLOCK_K: Final = 32  # 128 bytes of float32: a row of the swizzled layout in shared memory
@@ -22,8 +25,12 @@ _MOST_SPLITS: Final = 64
 # Shares of a GPU's rate that the ways reach, measured on an H200.
 _WGMMA: Final = 0.85
 _MATMUL: Final = 0.95
-_LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.64}  # by bytes of an element
-_UNEVEN: Final = 3.5  # times that the plain kernel takes where blocks reach beyond the factor
+_LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
+_LOOPED_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.25}  # where blocks reach beyond the factor
+_PROGRAMS: Final = 2  # of the plain kernel on a multiprocessor
+_LOOP_STEP: Final = 2e-6  # seconds that a step of the plain kernel takes at least
+_RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip
+_MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take, of which the sum is split
 _UNALIGNED: Final = 7.0  # times that torch's products of half types take where rows do not begin on 16 bytes
 _TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take
 _LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
@@ -145,7 +152,7 @@ def matmul_seconds(mode: Mode) -> float:
     work = mode.operations / _filled(mode.q, 32) * (1.0 if _is_aligned(mode) else _UNALIGNED) / _matmul_rate(mode)
     if mode.after == 1:
         tiles = _ceil(mode.slices, 128) * _ceil(mode.q, 128) * mode.batches
-        work *= _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
+        work *= min(_MOST_IDLE, _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles)
     else:
         work /= _filled(mode.after, 32)
     return max(work, mode.traffic()) + _LAUNCH
@@ -157,10 +164,19 @@ def transposing_seconds(mode: Mode) -> float:
 
 
 def looped_seconds(mode: Mode) -> float:
-    """Seconds of the plain Triton kernel, which loops over blocks of the factor."""
-    rate = mode.gpu.rate(mode.itemsize) / mode.passes * _LOOPED[mode.itemsize]
-    uneven = _UNEVEN if mode.p % 64 or mode.q % 64 else 1.0
-    return max(uneven * mode.operations / rate, mode.traffic(1.3)) + _LAUNCH
+    """Seconds of the plain Triton kernel, which loops over blocks of the factor where that is too wide to stay on chip."""
+    gpu, is_double = mode.gpu, mode.itemsize == 8
+    uneven = mode.p % 64 or mode.q % 64
+    if max(mode.p, mode.q) <= RESIDENT and not is_double:
+        return mode.traffic(_RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)) + _LAUNCH
+    block_s = min(64 if is_double else 128, max(16, next_power_of_two(mode.slices)))
+    block_p, block_q = 32 if is_double else 64, min(64, max(16, next_power_of_two(mode.q)))
+    tiles = _ceil(mode.slices, block_s) * _ceil(mode.q, block_q) * mode.batches
+    waves = _ceil(tiles, _PROGRAMS * gpu.multiprocessors)
+    share = (_LOOPED_UNEVEN if uneven else _LOOPED)[mode.itemsize]
+    rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
+    step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP)
+    return max(waves * _ceil(mode.p, block_p) * step, mode.traffic(1.3)) + _LAUNCH
 
 
 def best_way(mode: Mode, has_wgmma: bool) -> str:
@@ -190,7 +206,9 @@ def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
     gpu = mode.gpu
     operations = mode.operations / _matmul_rate(mode)
     filled = _filled(mode.p, 32) * _filled(mode.q, 32) / (1.0 if _is_aligned(mode) else _UNALIGNED)
-    ways = {"looped": looped_seconds(mode)}
+    share = (_LOOPED_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
+    looped = mode.operations / (_filled(mode.p, 64) * _filled(mode.q, 64) * gpu.rate(mode.itemsize) / mode.passes * share)
+    ways = {"looped": max(looped, mode.traffic(2.0)) + 2 * _LAUNCH}
     if has_wgmma:
         ways["wgmma"], _ = gradient_config(mode)
     if mode.after == 1:
