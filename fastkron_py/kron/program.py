@@ -78,11 +78,14 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         made = build.call(lambda x: [x.new_zeros(r.shape) for r in results], (x,), *results)
         return build.program([made] if len(results) == 1 else made)
     if choose_backend(backend, tensors[1]) == "torch":
+        is_plain = x.ndim == 2 and all([f.ndim == 2 for f in factors]) and torch_small.is_small(x, dy.numel())
 
         def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
             *factors, alpha = given
-            problem = canonical(x, factors, left)
             with torch_products(x, precision):
+                if is_plain:
+                    return torch_small.gradients_small(dy, x, factors, left, alpha, need_x, need_factors)
+                problem = canonical(x, factors, left)
                 dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)
             return [_fit(f, t) for f, t in zip(_unpacked(problem, dx4, dfs), wanted(x, factors, need_x, need_factors), strict=True)]
 

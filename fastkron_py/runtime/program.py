@@ -177,6 +177,7 @@ class Program:
         self._offsets = [offset for offset, *_ in pool.parts]
         self._has_calls = any([step.results is not None for step in steps])
         launches = [step for step in steps if step.results is None]
+        self._is_calls_alone = not launches and not pool.parts
         self._is_unaligned = any([shift.nbytes & _ALIGNED for step in launches for shift in step.shifts])
         self.has_scalars = any([isinstance(s, Scalar) for step in steps for s in step.scalars])
         self._aligned, self._orders = places
@@ -210,9 +211,28 @@ class Program:
             scalars: the numbers that `Scalar`s stand for.
         """
         if self._has_calls:
-            with unseen_by_autograd(given[0]), torch.no_grad():
-                return self._run(given, scalars)
+            run = self._run_calls if self._is_calls_alone else self._run
+            with unseen_by_autograd(given[0]):
+                if not torch.is_grad_enabled():  # as in autograd functions: another context costs what a small product does
+                    return run(given, scalars)
+                with torch.no_grad():
+                    return run(given, scalars)
         return self._run(given, scalars)
+
+    def _run_calls(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
+        """The results of a program that launches nothing, and so needs no addresses."""
+        like, count = given[0], len(given)
+        held: dict[int, Tensor] = {}
+        for step in self._steps:
+            for make in step.makes:
+                held[make.number] = _made(make, like)
+            found = _called(step, given, held, scalars)
+            for number, made in zip(step.results or (), found, strict=True):
+                held[number] = made
+            for number in step.drops:
+                del held[number]
+        found = [given[number] if number < count else held[number] for number, _ in self._results]
+        return [t if shape is None else t.view(shape) for t, (_, shape) in zip(found, self._results, strict=True)]
 
     def _run(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
         if self._get_device() != self._device:

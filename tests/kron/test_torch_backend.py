@@ -7,6 +7,7 @@ are sums over all rows, whose terms cancel, so their scale is the sum of the ter
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -321,3 +322,25 @@ def test_a_wrong_factor_is_noticed():
     factors[1][0, 2, 3] += 1e-3
     with pytest.raises(AssertionError, match="is not close"):
         assert_close(torch_backend.multiply(x, factors, None, 1.0, 0.0), truth, magnitude=scale)
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("shapes", [[(6, 4)], [(3, 5), (7, 2), (5, 7)], [(1, 3), (4, 1)]], ids=str)
+def test_small_products_and_gradients(left, shapes):
+    """One product for each factor and gradient, results contiguous; every choice of gradients."""
+    rows = 5
+    k, n = math.prod(p for p, _ in shapes), math.prod(q for _, q in shapes)
+    x, dy = (normal(*((s, rows) if left else (rows, s))) for s in (k, n))
+    factors = [normal(q, p) if left else normal(p, q) for p, q in shapes]
+    matrices = [f.mT for f in factors] if left else factors
+    y = torch_small.multiply_small(x, matrices, dy.shape, rows if left else 1, dy, 0.5, 2.0)
+    assert y.is_contiguous()
+    assert_close(y, reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left))
+    arguments = [t.clone().requires_grad_() for t in (x, *factors)]
+    truth = torch.autograd.grad(reference.kron_matmul(arguments[0], arguments[1:], alpha=-1.5, left=left), arguments, dy)
+    for needs in itertools.product([False, True], repeat=1 + len(shapes)):
+        if any(needs):
+            found = torch_small.gradients_small(dy, x, factors, left, -1.5, needs[0], needs[1:])
+            for got, wanted in zip(found, itertools.compress(truth, needs), strict=True):
+                assert got.is_contiguous()
+                assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
