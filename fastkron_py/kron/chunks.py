@@ -14,6 +14,7 @@ CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls in
 CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
 CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
 CHUNK_BYTES_OTHER_LEAST = 1 << 22
+MATRICES = 4  # a chunk has this many times the elements of the largest matrix at least
 GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
 
 
@@ -52,10 +53,11 @@ def _chunk_bytes(x: Tensor) -> int:
 def chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Chunk]:
     """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
 
-    Many groups go together only when each is small; then a chunk holds all of their rows.
+    Many groups go together only when each is small; then a chunk holds all of their rows. Large matrices take larger chunks: each
+    product packs its matrix anew.
     """
     groups, length, _, width = x.shape
-    limit = _chunk_bytes(x) // dtype.itemsize
+    limit = max(_chunk_bytes(x) // dtype.itemsize, MATRICES * max(s.p * s.q for s in steps))
     widest = max(max(s.size_in, s.size_out) for s in steps)
     rows, columns, together = length, width, 1
     if widest * width > limit:

@@ -38,20 +38,24 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if choose_backend(backend, tensors[0]) == "torch":
         count, columns = len(factors), x.shape[-1] if left else 1
         # One matrix of x, and one of each factor, take no canonical form. Results are of their own memory, and z expands by itself.
-        is_plain = x.ndim == 2 and all([f.ndim == 2 for f in factors]) and torch_small.is_small(x, math.prod(shape))
+        is_plain = _is_plain(x, factors, math.prod(shape), left)
+
+        def plain(x: Tensor, *given: Any) -> Tensor:
+            factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+            matrices = [f.mT for f in factors] if left else factors
+            with torch_products(x, precision):
+                return torch_small.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)
 
         def by_torch(x: Tensor, *given: Any) -> Tensor:
             factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
             with torch_products(x, precision):
-                if is_plain:
-                    matrices = [f.mT for f in factors] if left else factors
-                    return torch_small.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)
                 problem = canonical(x, factors, left)
                 z4 = problem.pack(z[0].expand(shape)) if z else None
                 return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
 
         operands = (x, *factors) if z is None else (x, *factors, z)
-        return build.program([build.call(by_torch, operands, result, scalars=(_ALPHA, _BETA))])
+        run = torch_small.in_float32(plain, x.dtype) if is_plain else by_torch
+        return build.program([build.call(run, operands, result, scalars=(_ALPHA, _BETA))])
     from fastkron_py.kron.forward import Scale, add_multiply
 
     problem = canonical(x, factors, left, build.reshape)
@@ -59,6 +63,21 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     scale = Scale(_ONE if alpha == 1 else _ALPHA, bits(0.0) if z is None else _BETA)
     y4 = add_multiply(build, problem.x, problem.factors, resolved(precision), scale, z4)
     return build.program([y4], [shape])
+
+
+def _is_plain(x: Tensor, factors: Sequence[Tensor], elements: int, left: bool) -> bool:
+    """Whether torch multiplies one matrix by one of each factor, in one product for each and without a canonical form.
+
+    Args:
+        x: the operand.
+        factors: of the product.
+        elements: of the result.
+        left: the form.
+    """
+    if x.ndim != 2 or any([f.ndim != 2 for f in factors]):
+        return False
+    shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
+    return torch_small.is_small(shapes, max(x.numel(), elements))
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:
@@ -78,18 +97,22 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         made = build.call(lambda x: [x.new_zeros(r.shape) for r in results], (x,), *results)
         return build.program([made] if len(results) == 1 else made)
     if choose_backend(backend, tensors[1]) == "torch":
-        is_plain = x.ndim == 2 and all([f.ndim == 2 for f in factors]) and torch_small.is_small(x, dy.numel())
+        is_plain = _is_plain(x, factors, dy.numel(), left)
+
+        def plain(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
+            *factors, alpha = given
+            with torch_products(x, precision):
+                return torch_small.gradients_small(dy, x, factors, left, alpha, need_x, need_factors)
 
         def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
             *factors, alpha = given
             with torch_products(x, precision):
-                if is_plain:
-                    return torch_small.gradients_small(dy, x, factors, left, alpha, need_x, need_factors)
                 problem = canonical(x, factors, left)
                 dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)
             return [_fit(f, t) for f, t in zip(_unpacked(problem, dx4, dfs), wanted(x, factors, need_x, need_factors), strict=True)]
 
-        made = build.call(by_torch, (dy, x, *factors), *results, scalars=(_ALPHA,))
+        run = torch_small.in_float32(plain, x.dtype) if is_plain else by_torch
+        made = build.call(run, (dy, x, *factors), *results, scalars=(_ALPHA,))
         return build.program([made] if len(results) == 1 else made)
     from fastkron_py.kron.backward import add_backward
     from fastkron_py.kron.forward import Scale

@@ -15,12 +15,19 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.chunks import Chunk, chunks
+from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
 from fastkron_py.kron.plan.torch_plan import VECTOR, Step, plan
-from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups
+from fastkron_py.kron.torch_small import (
+    BLOCK_ELEMENTS,
+    HALF_DTYPES,
+    gradients_small,
+    is_small,
+    multiply_small,
+    multiply_small_groups,
+    rotate,
+)
 
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
-HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,12 +57,13 @@ def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dty
     return [_kron([f.to(dtype) for f in factors[s.first : s.last]]).contiguous() for s in steps]
 
 
-def _plan_for(x: Tensor, factors: Sequence[Tensor]) -> tuple[Step, ...]:
+def _plan_for(x: Tensor, factors: Sequence[Tensor], may_rotate: bool = False) -> tuple[Step, ...]:
     rows, columns = x.shape[1], x.shape[3]
     if _is_narrow(x):
         rows, columns = rows * columns, 1
     rows = 1 << (rows - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
-    return plan(tuple((f.shape[1], f.shape[2]) for f in factors), rows, columns)
+    may_rotate = may_rotate and columns == 1 and x.shape[0] == 1
+    return plan(tuple([(f.shape[1], f.shape[2]) for f in factors]), rows, columns, may_rotate)
 
 
 def _is_narrow(x: Tensor) -> bool:
@@ -99,8 +107,11 @@ def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None
     length, inner = a.shape
     width = b.shape[-1]
     whole = length // BLOCK_ROWS * BLOCK_ROWS
-    if whole < 2 * BLOCK_ROWS:  # too few blocks to share out
-        _product(a[None], b[None], out[None], epilogue)
+    if whole < 2 * BLOCK_ROWS or inner * width > BLOCK_ELEMENTS:  # too few blocks to share out, or too dear
+        if epilogue.z is None and epilogue.alpha == 1:
+            torch.mm(a, b, out=out)
+        else:
+            _product(a[None], b[None], out[None], epilogue)
         return
     if whole:
         shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
@@ -180,11 +191,11 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
     with torch.no_grad():
         n = math.prod([f.shape[2] for f in factors])
         groups, length, k, columns = x.shape
-        if is_small(x, x.numel() // k * n):
+        if x.dtype not in HALF_DTYPES and is_small([(f.shape[1], f.shape[2]) for f in factors], x.numel() // k * max(k, n)):
             if groups > 1:
                 return multiply_small_groups(x, factors, z, alpha, beta)
             return multiply_small(x, [f[0] for f in factors], (1, length, n, columns), columns, z, alpha, beta)
-        steps = _plan_for(x, factors)
+        steps = _plan_for(x, factors, may_rotate=True)
         dtype = _accumulation_dtype(x.dtype)
         matrices = _matrices(factors, steps, dtype)
         y = x.new_empty(x.shape[0], x.shape[1], n, x.shape[3])
@@ -226,6 +237,9 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         scratch: for intermediates.
         epilogue: applied to the result.
     """
+    if steps[0].rotates:
+        _rotate(source, matrices, y, scratch, epilogue)
+        return
     direct = False
     for i, (matrix, step) in enumerate(zip(matrices, steps, strict=True)):
         shape = (*source.shape[:2], step.size_out, source.shape[3])
@@ -236,6 +250,41 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         source = out
     if not direct:
         y.copy_(source.view(y.shape))
+
+
+def _rotate(source: Tensor, matrices: Sequence[Tensor], y: Tensor, scratch: Scratch, epilogue: Epilogue) -> None:
+    """Rotating steps on one chunk: each product takes the last mode away and puts its own in front, so the result stands transposed.
+
+    Args:
+        source: ``[1, L, K, 1]``.
+        matrices: ``[1, P, Q]`` of each step.
+        y: ``[1, L, N, 1]``, or ``[1, l, r, N]`` with L = l * r.
+        scratch: for intermediates.
+        epilogue: applied to the result.
+    """
+    length = source.shape[1]
+    operand = source.to(matrices[0].dtype).resolve_conj()
+    last = matrices[-1].shape[2]
+    direct = length == 1 and y.dtype == operand.dtype and y.is_contiguous() and math.prod(y.shape) >= last * last  # by `rotate`'s rule
+    for i, matrix in enumerate(matrices):
+        p, q = matrix.shape[1:]
+        rows, final = operand.reshape(-1, p), i == len(matrices) - 1
+        shape = (q, rows.shape[0])
+        scaled = final and epilogue.alpha != 1
+        if rows.shape[0] < q:
+            operand = rotate(rows, matrix[0]) * epilogue.alpha if scaled else rotate(rows, matrix[0])
+            continue
+        out = y.view(shape) if final and direct else scratch.take(i, shape)
+        if scaled:
+            operand = torch.addmm(out, matrix[0].mT, rows.mT, beta=0, alpha=epilogue.alpha, out=out)
+        else:
+            operand = torch.mm(matrix[0].mT, rows.mT, out=out)
+    lead, target = ((length,), y[0, :, :, 0]) if y.shape[1] == length else (tuple(y.shape[1:3]), y[0])
+    product = operand.reshape(-1, *lead).movedim(0, -1)
+    if epilogue.z is not None:
+        target.copy_(torch.add(product, epilogue.z.reshape(product.shape), alpha=epilogue.beta))
+    elif not direct:
+        target.copy_(product)
 
 
 def backward(
@@ -258,6 +307,8 @@ def backward(
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
     """
     with torch.no_grad():
+        if x.shape[0] == 1:
+            return _shared_backward(dy, x, factors, alpha, need_x, need_factors)
         steps = _plan_for(x, factors)
         dtype = _accumulation_dtype(x.dtype)
         matrices = _matrices(factors, steps, dtype)
@@ -279,6 +330,41 @@ def backward(
                 run = slice(step.first, step.last)
                 gradients[run] = _split(total * alpha if alpha != 1 else total, factors[run], need_factors[run])
         return dx, gradients
+
+
+def _shared_backward(
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], alpha: float, need_x: bool, need_factors: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """`backward` where all rows share their factors: plain products, as those of small problems."""
+    steps = sorted(_plan_for(x, factors, may_rotate=True))  # from the first factor on
+    dtype, columns = _accumulation_dtype(x.dtype), x.shape[3]
+    matrices = [m[0] for m in _matrices(factors, steps, dtype)]
+    left = x.shape[1] == 1 and columns >= VECTOR
+    needed = [any(need_factors[s.first : s.last]) for s in steps]
+    dx = x.new_empty(x.shape) if need_x else None
+    totals: list[Tensor] = []
+    for chunk in chunks(x, steps, dtype):
+        u, v = (_ready_matrix(chunk.of(t), left, dtype) for t in (x, dy))
+        found = gradients_small(v, u, [m.mT for m in matrices] if left else matrices, left, alpha, need_x, needed)
+        if dx is not None:
+            target = chunk.of(dx)[0]  # [l, K, r]
+            target.copy_(found[0] if left else found[0].view(target.shape[0], -1, target.shape[1]).mT)
+        sums = found[1:] if need_x else found
+        if totals:
+            totals = [total.add_(part) for total, part in zip(totals, sums, strict=True)]
+        else:
+            totals = sums if chunk == WHOLE else [part.to(_sum_dtype(dtype, x.device)) for part in sums]
+    gradients: list[Tensor | None] = [None] * len(factors)
+    for step, total in zip([s for s, need in zip(steps, needed, strict=True) if need], totals, strict=True):
+        run = slice(step.first, step.last)
+        gradients[run] = _split((total.mT if left else total)[None], factors[run], need_factors[run])
+    return dx, gradients
+
+
+def _ready_matrix(t: Tensor, left: bool, dtype: torch.dtype) -> Tensor:
+    """A chunk ``[1, l, K, r]`` as rows ``[l * r, K]``, or for the left form as ``[K, r]``."""
+    matrix = t[0, 0] if left else t[0].mT.reshape(-1, t.shape[2])
+    return _ready(matrix[None], dtype)[0]
 
 
 def _run_backward(
@@ -341,7 +427,7 @@ def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor, d
         length = groups * count // outer
         u = _ready(source.reshape(outer, length, step.p), dtype)
         v = _ready(gradient.reshape(outer, length, step.q), dtype)
-        if not shared or length <= BLOCK_ROWS:
+        if not shared or length <= BLOCK_ROWS or step.p * step.q > BLOCK_ELEMENTS:
             total += torch.bmm(u.mT, v)
             return
         whole = length // BLOCK_ROWS * BLOCK_ROWS
@@ -364,7 +450,7 @@ def _split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> 
             gradients[0] = total.to(factors[0].dtype) if needed[0] else None
             break
         groups, p, q = f.shape
-        modes = total.view(groups, total.shape[1] // p, p, total.shape[2] // q, q)
+        modes = total.reshape(groups, total.shape[1] // p, p, total.shape[2] // q, q)
         if needed[i]:
             others = _kron([g.to(total.dtype) for g in factors[:i]])
             gradients[i] = torch.einsum("gapbq,gab->gpq", modes, others).to(factors[i].dtype)

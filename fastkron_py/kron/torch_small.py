@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fastkron_py.kron.plan.torch_plan import VECTOR
 
+HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 SMALL_ELEMENTS = 1 << 15  # of operand and of result
+ONE_FACTOR = 8  # times as many, for one factor: it is one product in any case
+SUM_BLOCK = 1024  # terms
+BLOCK_ELEMENTS = 1 << 14  # of a small matrix: products of many rows with it go in blocks, which larger ones would be packed anew for
 
 
-def is_small(x: Tensor, elements: int) -> bool:
-    """Whether calls into torch cost more than the work of a multiply with a result of this many elements."""
-    return x.numel() <= SMALL_ELEMENTS and elements <= SMALL_ELEMENTS and x.dtype.itemsize > 2  # half types are widened first
+def is_small(shapes: Sequence[tuple[int, int]], elements: int) -> bool:
+    """Whether a multiply takes one product for each factor: calls into torch cost more than the work, or there is nothing to choose.
+
+    Args:
+        shapes: (P_i, Q_i) of each factor.
+        elements: of the operand or of the result, the larger one.
+    """
+    if len(shapes) > 1:
+        return elements <= SMALL_ELEMENTS
+    return elements <= ONE_FACTOR * SMALL_ELEMENTS or math.prod(shapes[0]) > BLOCK_ELEMENTS
 
 
 def multiply_small(
@@ -39,16 +52,36 @@ def multiply_small(
         return _scaled((rows.reshape(-1, width) @ factors[0]).view(shape), z, alpha, beta)
     y = rotated(rows, factors)
     length = x.numel() // width // columns
-    y = y.view(-1, length) if columns == 1 else y.view(-1, length, columns).transpose(0, 1)
+    y = y.reshape(-1, length) if columns == 1 else y.reshape(-1, length, columns).transpose(0, 1)
     return _scaled((y.mT if columns == 1 else y).contiguous().view(shape), z, alpha, beta)
+
+
+def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """The function of tensors and others, on tensors of a half dtype in float32, rounded once; of other dtypes itself."""
+    if dtype not in HALF_DTYPES:
+        return function
+
+    def widened(*given: Any) -> Any:
+        found = function(*[g.float() if isinstance(g, Tensor) else g for g in given])
+        return found.to(dtype) if isinstance(found, Tensor) else [t.to(dtype) for t in found]
+
+    return widened
 
 
 def rotated(rows: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """The transposed product ``[Q_1 ... Q_N, M]`` of rows ``[M, K]``: each factor takes the last mode away and puts its own in front."""
     y = rows
     for f in reversed(factors):
-        y = f.mT.mm(y.reshape(-1, f.shape[0]).mT)
+        y = rotate(y.reshape(-1, f.shape[0]), f)
     return y
+
+
+def rotate(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``(rows @ matrix)^T``, ``[Q, n]`` of ``[n, P]`` and ``[P, Q]``.
+
+    The longer of n and Q lies innermost in the product: BLAS takes many times as long for a narrow row as for a wide one.
+    """
+    return rows.mm(matrix).mT if rows.shape[0] < matrix.shape[1] else matrix.mT.mm(rows.mT)
 
 
 def _in_place(x: Tensor, factors: Sequence[Tensor], columns: int) -> Tensor:
@@ -99,18 +132,30 @@ def gradients_small(
     for i in reversed(range(lowest, len(factors))):
         operands[i] = y.reshape(-1, matrices[i].shape[1])
         if i > lowest:
-            y = matrices[i].mm(operands[i].mT)
+            y = rotate(operands[i], matrices[i].mT)
     gradient = gradient if alpha == 1 else gradient * alpha
     found = []
     for i, matrix in enumerate(matrices):
         gradient = gradient.reshape(matrix.shape[0], -1)  # [Q_i, ...]
         if need_factors[i]:
-            found.append(gradient.mm(operands[i]) if left else operands[i].mT.mm(gradient.mT))
+            found.append(_sum_of_products(gradient, operands[i].mT) if left else _sum_of_products(operands[i].mT, gradient))
         if not need_x and not any(need_factors[i + 1 :]):
             return found
         gradient = gradient.mT.mm(matrix)
     dx = gradient.view(x.shape[::-1]).mT.contiguous() if left else gradient.view(x.shape)
     return [dx, *found] if need_x else found
+
+
+def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b^T`` of ``[P, n]`` and ``[Q, n]``: long sums in blocks, which round less, and which threads share."""
+    length = a.shape[1]
+    blocks = length // SUM_BLOCK
+    if blocks < 2 or a.shape[0] * b.shape[0] > BLOCK_ELEMENTS:
+        return a.mm(b.mT)
+    whole = blocks * SUM_BLOCK
+    u, v = (t[:, :whole].unflatten(1, (blocks, SUM_BLOCK)).transpose(0, 1) for t in (a, b))
+    total: Tensor = u.bmm(v.mT).sum(0)
+    return total if whole == length else total.addmm_(a[:, whole:], b[:, whole:].mT)
 
 
 def _scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:

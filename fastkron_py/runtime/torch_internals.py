@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -59,12 +58,7 @@ def is_watching() -> bool:
 
 def without_views() -> Any:
     """A context manager in which autograd does not record that a tensor is a view of another."""
-    return torch._C._ExcludeDispatchKeyGuard(_views())
-
-
-@lru_cache(maxsize=1)
-def _views() -> Any:
-    return torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def keeps_graph() -> bool:
