@@ -39,9 +39,12 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         count, columns = len(factors), x.shape[-1] if left else 1
         # One matrix of x, and one of each factor, take no canonical form. Results are of their own memory, and z expands by itself.
         is_plain = _is_plain(x, factors, math.prod(shape), left)
+        is_one = count == 1 and z is None and alpha == 1 and precision is None  # one product of torch and nothing else
 
         def plain(x: Tensor, *given: Any) -> Tensor:
             factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+            if is_one:
+                return factors[0].mm(x) if left else x.mm(factors[0])
             matrices = [f.mT for f in factors] if left else factors
             with torch_products(x, precision):
                 return torch_small.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)

@@ -53,8 +53,9 @@ def _kron(factors: Sequence[Tensor]) -> Tensor:
 
 
 def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dtype) -> list[Tensor]:
-    """The matrix of each step, ``[B, P, Q]``."""
-    return [_kron([f.to(dtype) for f in factors[s.first : s.last]]).contiguous() for s in steps]
+    """The matrix of each step, ``[B, P, Q]``; one factor alone as it is, if BLAS can read it, since copying a wide one takes its time."""
+    runs = [factors[s.first : s.last] for s in steps]
+    return [_ready(run[0], dtype) if len(run) == 1 else _kron([f.to(dtype) for f in run]).contiguous() for run in runs]
 
 
 def _plan_for(x: Tensor, factors: Sequence[Tensor], may_rotate: bool = False) -> tuple[Step, ...]:
