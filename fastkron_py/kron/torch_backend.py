@@ -281,7 +281,8 @@ def _rotate(source: Tensor, matrices: Sequence[Tensor], y: Tensor, scratch: Scra
         else:
             operand = torch.mm(matrix[0].mT, rows.mT, out=out)
     lead, target = ((length,), y[0, :, :, 0]) if y.shape[1] == length else (tuple(y.shape[1:3]), y[0])
-    product = operand.reshape(-1, *lead).movedim(0, -1)
+    product = operand.unflatten(1, (-1, *lead)).movedim((0, 1), (-2, -1))  # from [Q_1, Q_2 ... Q_N * L]
+    target = target.unflatten(-1, product.shape[-2:])
     if epilogue.z is not None:
         target.copy_(torch.add(product, epilogue.z.reshape(product.shape), alpha=epilogue.beta))
     elif not direct:
@@ -408,7 +409,7 @@ def _transposed(step: Step) -> Step:
 
 
 def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor, dtype: torch.dtype) -> None:
-    """Add ``sum over [before, after] of source^T gradient`` to total ``[G or 1, P, Q]``.
+    """Add ``sum over [before, after] of source^T gradient`` to total ``[G, P, Q]``.
 
     Args:
         source: ``[G, L, before * P * after, R]``.
@@ -419,27 +420,17 @@ def _add_gradient(source: Tensor, gradient: Tensor, step: Step, total: Tensor, d
     """
     groups, rows, _, columns = source.shape
     count, tail = rows * step.before, step.after * columns
-    shared = total.shape[0] == 1
-    outer = 1 if shared else groups
     if step.transposes:
         source, gradient = (t.reshape(groups, count, -1, tail).mT for t in (source, gradient))
         count, tail = count * tail, 1
     if tail == 1:
-        length = groups * count // outer
-        u = _ready(source.reshape(outer, length, step.p), dtype)
-        v = _ready(gradient.reshape(outer, length, step.q), dtype)
-        if not shared or length <= BLOCK_ROWS or step.p * step.q > BLOCK_ELEMENTS:
-            total += torch.bmm(u.mT, v)
-            return
-        whole = length // BLOCK_ROWS * BLOCK_ROWS
-        blocks = (u[:, :whole].view(-1, BLOCK_ROWS, step.p), v[:, :whole].view(-1, BLOCK_ROWS, step.q))
-        total += torch.bmm(blocks[0].mT, blocks[1]).sum(0)
-        if whole < length:
-            total += torch.bmm(u[:, whole:].mT, v[:, whole:])
+        u = _ready(source.reshape(groups, count, step.p), dtype)
+        v = _ready(gradient.reshape(groups, count, step.q), dtype)
+        total += torch.bmm(u.mT, v)
         return
     u = _ready(source.reshape(groups * count, step.p, tail), dtype)
     v = _ready(gradient.reshape(groups * count, step.q, tail), dtype)
-    total += torch.bmm(u, v.mT).view(outer, -1, step.p, step.q).sum(1)
+    total += torch.bmm(u, v.mT).view(groups, -1, step.p, step.q).sum(1)
 
 
 def _split(total: Tensor, factors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -50,10 +50,9 @@ def multiply_small(
     rows = x if columns == 1 else x.reshape(-1, width, columns).mT
     if len(factors) == 1:
         return _scaled((rows.reshape(-1, width) @ factors[0]).view(shape), z, alpha, beta)
-    y = rotated(rows, factors)
-    length = x.numel() // width // columns
-    y = y.reshape(-1, length) if columns == 1 else y.reshape(-1, length, columns).transpose(0, 1)
-    return _scaled((y.mT if columns == 1 else y).contiguous().view(shape), z, alpha, beta)
+    y, length = rotated(rows, factors), x.numel() // width // columns
+    y = y.unflatten(1, (-1, length, columns)).permute(2, 0, 1, 3).contiguous().view(shape)  # from [Q_1, Q_2 ... Q_N * L * R]
+    return _scaled(y, z, alpha, beta)
 
 
 def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

@@ -274,6 +274,17 @@ def test_plan_transposes_where_a_wide_mode_has_a_narrow_tail():
     assert not any(s.transposes for s in torch_plan.plan(((8, 8),) * 4, 500, 1))
 
 
+def test_plan_rotates_where_products_in_place_are_narrow():
+    """Factors of 2 with many rows; not one factor, nor wide ones, nor where anything stands behind the modes."""
+    steps = torch_plan.plan(((2, 2),) * 8, 1024, 1, True)
+    assert all(s.rotates for s in steps)
+    assert [s.last for s in steps[1:]] == [s.first for s in steps[:-1]]  # from the last to the first
+    assert [s.size_in for s in steps] == [256] * len(steps)
+    for shapes in (((700, 300),), ((128, 128), (128, 128)), ((8, 3000), (2, 2))):
+        assert not any(s.rotates for s in torch_plan.plan(shapes, 64, 1))
+    assert not any(s.rotates for s in torch_plan.plan(((128, 128),) * 2, 256, 1, True))
+
+
 def test_plan_narrows_first():
     steps = torch_plan.plan(((16, 64), (64, 16)), 1024, 1)
     assert [s.first for s in steps] == [1, 0]
