@@ -82,13 +82,16 @@ def sizes(m: int, ps: Sequence[int], qs: Sequence[int]) -> Iterator[int]:
 
 
 def fits(parameters: dict[str, Any], limits: Limits) -> bool:
-    """Whether memory and time of a problem are within the limits, by its sizes alone."""
+    """Whether memory and time of a problem are within the limits, by its sizes alone, from the last factor and from the first one."""
     m, ps, qs = (parameters[name] for name in "MPQ")
     itemsize = getattr(torch, parameters["dtype"]).itemsize
-    elements = list(sizes(m, ps, qs))
-    moved = itemsize * sum(elements[i] + 3 * elements[i + 1] for i in range(len(ps)))  # a product, and a copy of its result
-    seconds = flops(m, ps, qs) / limits.flops[parameters["dtype"]] + moved / limits.bandwidth
-    return bool(itemsize * max(elements) <= limits.nbytes and PASSES[parameters["kind"]] * seconds <= limits.seconds)
+    for p, q in ((ps, qs), (ps[::-1], qs[::-1])):
+        elements = list(sizes(m, p, q))
+        moved = itemsize * sum(elements[i] + 3 * elements[i + 1] for i in range(len(p)))  # a product, and a copy of its result
+        seconds = flops(m, p, q) / limits.flops[parameters["dtype"]] + moved / limits.bandwidth
+        if itemsize * max(elements) > limits.nbytes or PASSES[parameters["kind"]] * seconds > limits.seconds:
+            return False
+    return True
 
 
 def _log_uniform(generator: random.Random, most: int) -> int:
