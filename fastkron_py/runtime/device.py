@@ -30,7 +30,7 @@ def gpu_of(device: torch.device) -> GPU:
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
     if torch.version.hip is not None:
         return replace(OTHER, multiprocessors=count)
-    found = nvidia(torch.cuda.get_device_capability(device)[0])
+    found = nvidia(*torch.cuda.get_device_capability(device))
     if is_interpreting():
         return replace(found, multiprocessors=count, has_wgmma=False, has_overlap=False, has_approximations=False)
     return replace(found, multiprocessors=count, has_overlap=found.has_overlap and _driver_version() >= _GRAPHS_OVERLAP)

@@ -13,20 +13,21 @@ from typing import Final
 class GPU:
     """Features and figures of a GPU, by which kernels and launches are chosen.
 
-    Rates are those that well-tuned kernels reach, not the data sheet's.
+    Rates are those that well-tuned kernels reach, not the data sheet's. They are those of one GPU of the architecture. Its smaller
+    GPUs have less of both rates and bandwidth, in about the same ratio, and choices depend on that ratio.
 
     Attributes:
         name: of the architecture.
-        major: of its CUDA compute capability; None for a GPU that is not NVIDIA's.
+        capability: (major, minor) of CUDA's compute capability; None for a GPU that is not NVIDIA's.
         multiprocessors: programs that run at a time, one on each.
-        shared_memory: bytes that one program can have.
+        shared_memory: bytes that one program can have: CUDA's "opt-in" maximum of a thread block.
         bandwidth: of the memory, in bytes a second.
         half_rate: of tensor cores on float16 and bfloat16, in floating-point operations a second.
         tf32_rate: of tensor cores on TF32.
         float64_rate: of tensor cores on float64.
         float32_rate: of products in float32 without tensor cores.
         instruction_rate: instructions a second of one multiprocessor, those of all its lanes counted.
-        is_measured: whether kernels were timed on it; else figures are another GPU's.
+        is_measured: whether kernels were timed on it; else its rates and bandwidth are estimated from its data sheet.
         has_wgmma: tensor cores multiply what lies in shared memory for a warpgroup, as kernels in Gluon want it.
         has_descriptors: a copy engine takes tensor descriptors.
         has_overlap: a launch can begin before the end of the one ahead ("programmatic dependent launch").
@@ -34,7 +35,7 @@ class GPU:
     """
 
     name: str
-    major: int | None
+    capability: tuple[int, int] | None
     multiprocessors: int
     shared_memory: int
     bandwidth: float
@@ -56,7 +57,7 @@ class GPU:
 
 HOPPER: Final = GPU(
     name="Hopper",
-    major=9,
+    capability=(9, 0),
     multiprocessors=132,
     shared_memory=232_448,
     bandwidth=3.0e12,
@@ -73,20 +74,76 @@ HOPPER: Final = GPU(
 )
 """Measured on an H100 SXM."""
 
-# GPUs that were not measured: their figures are hoped to be in proportion.
-_AMPERE: Final = replace(HOPPER, name="Ampere, Ada", major=8, is_measured=False, has_wgmma=False, has_descriptors=False, has_overlap=False)
-_BLACKWELL: Final = replace(_AMPERE, name="Blackwell", major=10, has_descriptors=True)
-_BLACKWELL_RTX: Final = replace(_BLACKWELL, name="Blackwell RTX", major=12)
-_NVIDIA: Final = (HOPPER, _AMPERE, _BLACKWELL, _BLACKWELL_RTX)
 
-OTHER: Final = replace(_AMPERE, name="other", major=None, has_approximations=False)
+@dataclass(frozen=True)
+class _DataSheet:
+    """A GPU's data sheet: bytes a second, operations a second (dense, sums in float32), lanes of a multiprocessor, its clock rate."""
+
+    bandwidth: float
+    half: float
+    tf32: float
+    float64: float
+    float32: float
+    lanes: int
+    clock: float
+
+
+_H100: Final = _DataSheet(bandwidth=3.35e12, half=9.894e14, tf32=4.947e14, float64=6.69e13, float32=6.69e13, lanes=128, clock=1.98e9)
+
+
+def _estimated(name: str, capability: tuple[int, int], multiprocessors: int, shared_memory: int, sheet: _DataSheet) -> GPU:
+    """The record of a GPU that was not measured: the same share of its data sheet as measured of the H100's."""
+    return GPU(
+        name=name,
+        capability=capability,
+        multiprocessors=multiprocessors,
+        shared_memory=shared_memory,
+        bandwidth=sheet.bandwidth * HOPPER.bandwidth / _H100.bandwidth,
+        half_rate=sheet.half * HOPPER.half_rate / _H100.half,
+        tf32_rate=sheet.tf32 * HOPPER.tf32_rate / _H100.tf32,
+        float64_rate=sheet.float64 * HOPPER.float64_rate / _H100.float64,
+        float32_rate=sheet.float32 * HOPPER.float32_rate / _H100.float32,
+        instruction_rate=sheet.lanes * sheet.clock * HOPPER.instruction_rate / (_H100.lanes * _H100.clock),
+        has_descriptors=capability[0] > 8,
+        has_approximations=True,
+    )
+
+
+AMPERE: Final = _estimated("Ampere", (8, 0), 108, 166_912, _DataSheet(2.039e12, 3.12e14, 1.56e14, 1.95e13, 1.95e13, 64, 1.41e9))
+"""An A100 SXM with 80 GB."""
+AMPERE_RTX: Final = _estimated("Ampere RTX", (8, 6), 82, 101_376, _DataSheet(9.36e11, 7.12e13, 3.56e13, 5.56e11, 3.56e13, 128, 1.695e9))
+"""A GeForce RTX 3090."""
+ADA: Final = _estimated("Ada", (8, 9), 128, 101_376, _DataSheet(1.008e12, 1.652e14, 8.26e13, 1.29e12, 8.26e13, 128, 2.52e9))
+"""A GeForce RTX 4090."""
+BLACKWELL: Final = _estimated("Blackwell", (10, 0), 148, 232_448, _DataSheet(8e12, 2.25e15, 1.125e15, 3.7e13, 7.5e13, 128, 1.965e9))
+"""A B200."""
+BLACKWELL_RTX: Final = _estimated(
+    "Blackwell RTX", (12, 0), 170, 101_376, _DataSheet(1.792e12, 2.095e14, 1.048e14, 1.637e12, 1.048e14, 128, 2.407e9)
+)
+"""A GeForce RTX 5090."""
+_NVIDIA: Final = (AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
+_BEFORE_AMPERE: Final = replace(AMPERE, name="before Ampere", shared_memory=65_536)
+
+OTHER: Final = replace(
+    HOPPER,
+    name="other",
+    capability=None,
+    shared_memory=65_536,
+    is_measured=False,
+    has_wgmma=False,
+    has_descriptors=False,
+    has_overlap=False,
+    has_approximations=False,
+)
 """Of another vendor."""
 
-INTERPRETER: Final = replace(OTHER, name="interpreter", multiprocessors=2, is_measured=True, has_descriptors=True)
+INTERPRETER: Final = replace(
+    OTHER, name="interpreter", multiprocessors=2, shared_memory=HOPPER.shared_memory, is_measured=True, has_descriptors=True
+)
 """Triton's interpreter on a CPU, which takes the launches of a Hopper GPU but for kernels in Gluon."""
 
 
-def nvidia(major: int) -> GPU:
-    """The record of NVIDIA's GPUs of this compute capability's major number; of an unknown one, that of the newest before it."""
-    older = [gpu for gpu in _NVIDIA if gpu.major is not None and gpu.major <= major]
-    return max(older, key=lambda gpu: gpu.major or 0, default=replace(_AMPERE, name="before Ampere", major=major))
+def nvidia(major: int, minor: int) -> GPU:
+    """The record of NVIDIA's GPUs of this compute capability; of an unknown one, that of the newest before it."""
+    older = [gpu for gpu in _NVIDIA if gpu.capability is not None and gpu.capability <= (major, minor)]
+    return max(older, key=lambda gpu: gpu.capability or (0, 0), default=replace(_BEFORE_AMPERE, capability=(major, minor)))

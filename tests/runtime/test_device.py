@@ -32,13 +32,13 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The major number that every GPU says it has; kernels are compiled."""
-    major = [9]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major[0], 0))
+    """[major, minor] that every GPU says it has; kernels are compiled."""
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=78))
     monkeypatch.setattr(devices, "_driver_version", lambda: 13000)
     monkeypatch.setattr(devices, "is_interpreting", lambda: False)
-    return major
+    return capability
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -112,15 +112,44 @@ def test_what_a_device_has(capability: list[int], monkeypatch: pytest.MonkeyPatc
     assert (other.has_wgmma, other.has_descriptors, other.has_approximations, other.multiprocessors) == (False, False, False, 78)
 
 
+@pytest.mark.parametrize(
+    ("major", "minor", "name", "kilobytes"),
+    [
+        (7, 5, "before Ampere", 64),
+        (8, 0, "Ampere", 163),
+        (8, 6, "Ampere RTX", 99),
+        (8, 7, "Ampere RTX", 99),  # Orin: the newest before it
+        (8, 9, "Ada", 99),
+        (9, 0, "Hopper", 227),
+        (10, 0, "Blackwell", 227),
+        (10, 3, "Blackwell", 227),
+        (12, 0, "Blackwell RTX", 99),
+        (12, 1, "Blackwell RTX", 99),
+    ],
+)
+def test_the_record_of_each_architecture(capability: list[int], major: int, minor: int, name: str, kilobytes: int) -> None:
+    capability[:] = major, minor
+    found = gpu_of(GPU)
+    assert (found.name, found.shared_memory, found.multiprocessors) == (name, 1024 * kilobytes, 78)
+    assert found.is_measured is (name == "Hopper")
+
+
+def test_estimates_have_the_share_of_the_data_sheet_that_was_measured() -> None:
+    """Of an A100: 312, 156 and 19.5 TFLOP/s, 2.039 TB/s; the H100's data sheet has 989.4, 494.7, 66.9 and 3.35."""
+    found = nvidia(8, 0)
+    shares = {"half_rate": 312 / 989.4, "tf32_rate": 156 / 494.7, "float64_rate": 19.5 / 66.9, "bandwidth": 2.039 / 3.35}
+    for name, share in shares.items():
+        assert getattr(found, name) == pytest.approx(share * getattr(HOPPER, name), rel=1e-12)
+
+
 def test_a_new_gpu_is_one_record(monkeypatch: pytest.MonkeyPatch, capability: list[int]) -> None:
     """Until there is one, the newest record before it serves."""
     capability[0] = 13
     assert gpu_of(GPU).name == "Blackwell RTX"
-    rubin = gpus.replace(HOPPER, name="Rubin", major=13, bandwidth=1.2e13, has_wgmma=False)
+    rubin = gpus.replace(HOPPER, name="Rubin", capability=(13, 0), bandwidth=1.2e13, has_wgmma=False)
     monkeypatch.setattr(gpus, "_NVIDIA", (*gpus._NVIDIA, rubin))
     devices.gpu_of.cache_clear()
     assert gpu_of(GPU) == gpus.replace(rubin, multiprocessors=78)
-    assert nvidia(7).name == "before Ampere"
 
 
 def test_rates_by_operands() -> None:
