@@ -6,7 +6,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -35,13 +35,20 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
         return
     console = Console()
     console.print(table("Versions", ["package", "version"], [[k, v or "not installed"] for k, v in found["versions"].items()]))
-    rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0)] for d in found["devices"]]
-    console.print(table("Devices", ["device", "name", "capability", "memory"], rows))
+    rows = [[d["device"], d["name"], d["capability"] or "", bytes_text(d["memory_bytes"] or 0), _figures(d)] for d in found["devices"]]
+    console.print(table("Devices", ["device", "name", "capability", "memory", "figures"], rows))
     backend = found["backend"]
     rows = [[c["device"], c["dtype"], c["backend"], c["why"]] for c in backend["auto"]]
     console.print(table(f'What backend "auto" takes (in force: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows))
     console.print(table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
     console.print(f"call cache: {found['call_cache']}", markup=False, soft_wrap=True)
+
+
+def _figures(device: dict[str, Any]) -> str:
+    """The record that a device's kernels are chosen by."""
+    if device["record"] is None:
+        return ""
+    return f"{device['record']}, {'measured' if device['measured'] else 'estimated'}"
 
 
 @app.command()

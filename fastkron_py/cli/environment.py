@@ -16,6 +16,7 @@ from fastkron_py.kron.tune.cache import cache_file
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.backend import choose_backend, is_interpreting, requested_backend, triton_obstacle
 from fastkron_py.runtime.checks import DTYPES
+from fastkron_py.runtime.device import gpu_of
 
 CUPY_DISTRIBUTIONS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
@@ -28,6 +29,10 @@ class Device:
     name: str
     capability: str | None
     memory_bytes: int | None
+    record: str | None = None
+    """Name of the record whose figures choose kernels and launches; None for a CPU."""
+    measured: bool | None = None
+    """Whether those figures were measured, not estimated from a data sheet."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ def devices() -> list[Device]:
     found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, _host_memory())]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        found.append(Device(f"cuda:{i}", properties.name, f"{properties.major}.{properties.minor}", properties.total_memory))
+        capability, gpu = f"{properties.major}.{properties.minor}", gpu_of(torch.device("cuda", i))
+        found.append(Device(f"cuda:{i}", properties.name, capability, properties.total_memory, gpu.name, gpu.is_measured))
     return found
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import fastkron_py
+from fastkron_py.cli import environment
 from fastkron_py.cli.app import app
 from fastkron_py.cli.environment import choice, installed
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.runtime.checks import DTYPES
+from fastkron_py.runtime.device import gpu_of
 
 
 @pytest.fixture
@@ -52,6 +55,27 @@ def test_info_as_json(runner: CliRunner) -> None:
     assert len(auto) == len(found["devices"]) * len(DTYPES)
     assert {c["backend"] for c in auto if c["device"] == "cpu"} == {"torch"}
     assert all(c["why"] for c in auto)
+
+
+@pytest.mark.parametrize(
+    ("capability", "record", "measured"), [((9, 0), "Hopper", True), ((8, 9), "Ada", False), ((12, 1), "Blackwell RTX", False)]
+)
+def test_info_names_the_record_in_use(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], record: str, measured: bool
+) -> None:
+    properties = SimpleNamespace(name="a GPU", major=capability[0], minor=capability[1], total_memory=1 << 30, multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(environment, "choice", lambda device, dtype: environment.Choice(device, "float32", "triton", "a reason"))
+    gpu_of.cache_clear()
+    try:
+        text, data = (runner.invoke(app, arguments).output for arguments in (["info"], ["info", "--json"]))
+    finally:
+        gpu_of.cache_clear()
+    assert f"{record}, {'measured' if measured else 'estimated'}" in text
+    found = [(d["device"], d["record"], d["measured"]) for d in json.loads(data)["devices"]]
+    assert found == [("cpu", None, None), ("cuda:0", record, measured)]
 
 
 def test_info_follows_the_backend_in_force(runner: CliRunner) -> None:
