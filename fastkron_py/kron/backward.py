@@ -29,6 +29,7 @@ from fastkron_py.kron.plan.steps import padded
 from fastkron_py.kron.plan.wide import best_gradient_way
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import Scalar
@@ -110,8 +111,8 @@ class _Fused:
         num_slices = rows * before * after
         shapes = problem.factor_shapes
         local = Group(0, group.split - group.start, group.stop - group.start)
-        multiprocessors = devices.gpu_of(problem.device).multiprocessors
-        configs = fused_configs(local, shapes, problem.dtype.itemsize, num_slices, after, groups, multiprocessors)
+        gpu = devices.gpu_of(problem.device)
+        configs = fused_configs(local, shapes, problem.dtype.itemsize, num_slices, after, groups, gpu)
         chained = chained_launch(problem)
         # A program of the plain kernel leaves one partial sum.
         programs = configs[0].programs if chained is None else chained.partials
@@ -224,8 +225,8 @@ class _Wide:
             self.launch = Launcher([launch_config])
             self.is_tensor_core = True
             return
-        multiprocessors = devices.gpu_of(problem.device).multiprocessors
-        config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, multiprocessors)
+        gpu = devices.gpu_of(problem.device)
+        config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, gpu)
         self.partials = _Partials(problem, 0, 1, config.splits, True)
         compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
         common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}
@@ -334,12 +335,14 @@ class _Pass:
         )
 
 
-def _groups(ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], itemsize: int, rows: int, columns: int) -> list[Group]:
+def _groups(
+    ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], itemsize: int, rows: int, columns: int, gpu: GPU
+) -> list[Group]:
     """The groups that hold a wanted factor; what lies outside of the first and the last one is multiplied only."""
     wanted = [i for i, need in enumerate(need_factors) if need]
     first, stop = wanted[0], wanted[-1] + 1
     shapes = tuple(zip(ps[first:stop], qs[first:stop], strict=True))
-    plan = gradient_plan(shapes, itemsize, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns)
+    plan = gradient_plan(shapes, itemsize, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns, gpu)
     moved = [Group(g.start + first, g.split + first, g.stop + first, g.fused) for g in plan]
     return [g for g in moved if any(need_factors[g.start : g.stop])]
 
@@ -373,7 +376,8 @@ def add_backward(
     if not any(need_factors):
         return (add_multiply(build, dy, [f.mT for f in factors], precision, scale) if need_x else None), gradients
     state = _Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision)
-    groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3])
+    gpu = devices.gpu_of(build.device)
+    groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3], gpu)
     for i, group in enumerate(groups):
         state.carry_back(group.start)
         u, made = state.input_of(group.stop, [later.stop for later in groups[i + 1 :]])

@@ -120,9 +120,9 @@ def launch_configs(case: Case, config: Config | None = None) -> tuple[LaunchConf
     common |= {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     fastest = after if after != 1 else before
     configs: tuple[SingleConfig | ChainConfig, ...] = (
-        chain_configs(launch, case.dtype.itemsize, num_slices, fastest)
+        chain_configs(launch, case.dtype.itemsize, num_slices, fastest, case.gpu)
         if chain
-        else single_configs(launch.p, launch.q, case.dtype.itemsize, num_slices)
+        else single_configs(launch.p, launch.q, case.dtype.itemsize, num_slices, case.gpu)
     )
     if isinstance(config, SingleConfig | ChainConfig):
         configs = (config, *configs)

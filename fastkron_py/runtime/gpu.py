@@ -29,6 +29,8 @@ class GPU:
         instruction_rate: instructions a second of one multiprocessor, those of all its lanes counted.
         is_measured: whether kernels were timed on it; else its rates and bandwidth are estimated from its data sheet.
         has_wgmma: tensor cores multiply what lies in shared memory for a warpgroup, as kernels in Gluon want it.
+        has_shared_operands: tensor cores read operands from shared memory; else from registers, which then hold fewer sums.
+        has_float64_cores: tensor cores multiply float64, for which other multiplications keep far more in registers.
         has_descriptors: a copy engine takes tensor descriptors.
         has_overlap: a launch can begin before the end of the one ahead ("programmatic dependent launch").
         has_approximations: functions are approximated in one of PTX's instructions each, with errors of some units in the last place.
@@ -46,6 +48,8 @@ class GPU:
     instruction_rate: float
     is_measured: bool = False
     has_wgmma: bool = False
+    has_shared_operands: bool = False
+    has_float64_cores: bool = False
     has_descriptors: bool = False
     has_overlap: bool = False
     has_approximations: bool = False
@@ -68,6 +72,8 @@ HOPPER: Final = GPU(
     instruction_rate=128 * 1.7e9,
     is_measured=True,
     has_wgmma=True,
+    has_shared_operands=True,
+    has_float64_cores=True,
     has_descriptors=True,
     has_overlap=True,
     has_approximations=True,
@@ -104,6 +110,8 @@ def _estimated(name: str, capability: tuple[int, int], multiprocessors: int, sha
         float64_rate=sheet.float64 * HOPPER.float64_rate / _H100.float64,
         float32_rate=sheet.float32 * HOPPER.float32_rate / _H100.float32,
         instruction_rate=sheet.lanes * sheet.clock * HOPPER.instruction_rate / (_H100.lanes * _H100.clock),
+        has_shared_operands=capability[0] == 10,
+        has_float64_cores=capability in ((8, 0), (10, 0)),
         has_descriptors=capability[0] > 8,
         has_approximations=True,
     )
@@ -122,7 +130,7 @@ BLACKWELL_RTX: Final = _estimated(
 )
 """A GeForce RTX 5090."""
 _NVIDIA: Final = (AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
-_BEFORE_AMPERE: Final = replace(AMPERE, name="before Ampere", shared_memory=65_536)
+_BEFORE_AMPERE: Final = replace(AMPERE, name="before Ampere", shared_memory=65_536, has_float64_cores=False)
 
 OTHER: Final = replace(
     HOPPER,

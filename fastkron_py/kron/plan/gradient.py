@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
 
 # Widest step of a fused kernel, and of a chain: beyond it the sums, operands and factors do not fit into registers.
@@ -80,7 +81,7 @@ def tile_width(group: Group, shapes: Sequence[tuple[int, int]]) -> int:
     return max(pa, qa) * max(pb, qb)
 
 
-def is_fused(group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool) -> bool:
+def is_fused(group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool, gpu: GPU) -> bool:
     """Whether one kernel can do a group: the single statement of what may be fused in the backward pass.
 
     Args:
@@ -88,9 +89,13 @@ def is_fused(group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, las
         shapes: (P, Q) of all factors.
         itemsize: bytes of an element.
         last: nothing comes after the group's modes, so that a slice is one run of memory.
+        gpu: where it runs.
     """
     chain = group.split > group.start
-    if any(max(_pads(shapes, *step)) > (CHAIN_WIDTH if chain else STEP_WIDTH) for step in group.steps):
+    widest = CHAIN_WIDTH if chain else STEP_WIDTH
+    if itemsize == 8 and not gpu.has_float64_cores:
+        widest = 0 if chain else DOT_SIDE
+    if any(max(_pads(shapes, *step)) > widest for step in group.steps):
         return False
     run = 1 if last else SECTOR_BYTES // itemsize
     return not chain or tile_width(group, shapes) * run <= LARGEST_TILE // max(1, itemsize // 4)
@@ -116,15 +121,15 @@ def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after
     return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * held + 2 * u + overhead
 
 
-def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool) -> list[Group]:
+def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool, gpu: GPU) -> list[Group]:
     # A split right after a 1 x 1 is one before it again; there may be dozens of those.
     groups = [Group(start, split, stop) for split in range(start, stop) if split == start or shapes[split - 1] != (1, 1)]
-    fused = [group for group in groups if is_fused(group, shapes, itemsize, last)]
+    fused = [group for group in groups if is_fused(group, shapes, itemsize, last, gpu)]
     return fused if fused or stop - start > 1 else [Group(start, start, stop, fused=False)]
 
 
 @lru_cache(maxsize=4096)
-def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int, columns: int) -> tuple[Group, ...]:
+def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int, columns: int, gpu: GPU) -> tuple[Group, ...]:
     """Cut factors into groups, first factors first, by dynamic programming for the least modelled time.
 
     Args:
@@ -132,6 +137,7 @@ def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int,
         itemsize: bytes of an element.
         rows: number of products that share the factors (rows of x times batches).
         columns: what comes after the last factor's mode; above 1 no slice is one run of memory.
+        gpu: where it runs.
     """
     count = len(shapes)
     overhead = 12e6 / itemsize / max(1, rows * columns)  # a launch costs about as much as moving 12 MB
@@ -139,7 +145,7 @@ def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int,
     for stop in range(1, count + 1):
         found = []
         for start in range(stop - 1, -1, -1):
-            groups = _candidates(start, stop, shapes, itemsize, stop == count and columns == 1)
+            groups = _candidates(start, stop, shapes, itemsize, stop == count and columns == 1, gpu)
             if not groups and math.prod(p * q for p, q in shapes[start:stop]) > LARGEST_TILE**2:
                 break  # longer segments only have wider tiles
             after = math.prod(q for _, q in shapes[stop:])
@@ -151,7 +157,7 @@ def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int,
 
 
 def fused_configs(
-    group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, num_slices: int, after: int, groups: int, multiprocessors: int
+    group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, num_slices: int, after: int, groups: int, gpu: GPU
 ) -> tuple[FusedConfig, ...]:
     """Tiles of a fused kernel, the preferred one first, then what a device with less shared memory may take.
 
@@ -164,7 +170,7 @@ def fused_configs(
         num_slices: slices of each batch of factors.
         after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
         groups: number of batches of factors.
-        multiprocessors: of the device.
+        gpu: where it runs.
     """
     chain = group.split > group.start
     a, b = _pads(shapes, group.start, group.split), _pads(shapes, group.split, group.stop)
@@ -176,11 +182,13 @@ def fused_configs(
     sector, run = SECTOR_BYTES // itemsize, _whole_run(after)
     if after > 1 and run >= sector:
         block_s = max(least, min(max(block_s, sector), run))
-    while block_s > least and math.ceil(num_slices / block_s) * groups < multiprocessors:
+    while block_s > least and math.ceil(num_slices / block_s) * groups < gpu.multiprocessors:
         block_s //= 2  # small problems: a program for every multiprocessor
-    warps = 8 if block_s * width > tile else 4
+    # Four warps spill some of these, least as compiled for an H100, for which tiles were chosen by their times.
+    spills = width >= CHAIN_WIDTH**2 if chain else itemsize == 8 and width > CHAIN_WIDTH
+    warps = 8 if block_s * width > tile or (spills and not gpu.is_measured) else 4
     tiles = math.ceil(num_slices / block_s)
-    most = max(1, math.ceil(multiprocessors * PROGRAMS_PER_SM[itemsize] / groups))
+    most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM[itemsize] / groups))
     programs = math.ceil(tiles / math.ceil(tiles / most))
 
     def config(block_s: int, num_warps: int, num_stages: int) -> FusedConfig:
@@ -192,7 +200,7 @@ def fused_configs(
     return (config(block_s, warps, 2), config(block_s, warps, 1), config(max(least, block_s // 2), 4, 1), config(least, 4, 1))
 
 
-def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, multiprocessors: int) -> GradientConfig:
+def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int, gpu: GPU) -> GradientConfig:
     """Tiles and splits of a factor gradient.
 
     Splits depend on the problem and the device alone, so results repeat bit for bit.
@@ -203,15 +211,18 @@ def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int,
         itemsize: bytes of an element.
         num_slices: slices that are summed.
         groups: number of batches of factors.
-        multiprocessors: of the device.
+        gpu: where it runs.
     """
     large = itemsize < 8
     block_p, block_q = _gradient_block(p, large), _gradient_block(q, large)
     wide = block_p * block_q > STEP_WIDTH * STEP_WIDTH
-    block_s = max(DOT_SIDE, min(32 if wide or itemsize == 8 else 64, next_power_of_two(num_slices)))
+    deepest = 32 if wide or itemsize == 8 else 64
+    if itemsize == 4 and not gpu.has_shared_operands:
+        deepest //= 2  # both halves of both operands are in registers
+    block_s = max(DOT_SIDE, min(deepest, next_power_of_two(num_slices)))
     tiles = math.ceil(p / block_p) * math.ceil(q / block_q) * groups
     blocks = math.ceil(num_slices / block_s)
-    splits = max(1, min(math.ceil(multiprocessors * (1 if wide else 4) / tiles), blocks))
+    splits = max(1, min(math.ceil(gpu.multiprocessors * (1 if wide else 4) / tiles), blocks))
     per_split = math.ceil(blocks / splits) * block_s
     splits = math.ceil(num_slices / per_split)
     return GradientConfig(block_s, block_p, block_q, splits, per_split, 8 if wide else 4, 2 if wide else 3)

@@ -10,6 +10,7 @@ from fastkron_py.kron.plan.chained import chained_config, run_sectors
 from fastkron_py.kron.plan.launch import Config, chain_configs, single_configs
 from fastkron_py.kron.plan.plan import MERGE_WIDTH, Launch, PlanProblem, places, plans, transposes
 from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem, is_valid, kernel_of, launch_obstacle
+from fastkron_py.runtime.gpu import GPU, HOPPER
 
 MODEL_SLACK: Final = 1.5  # plans modelled to take longer than this many times the least are not tried
 PLANS_MOST: Final = 8
@@ -25,7 +26,7 @@ VALUES: Final = {
 }
 
 
-def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> Iterator[ChosenLaunch]:
+def closed_form(launch: Launch, problem: Problem, before: int, after: int, gpu: GPU) -> Iterator[ChosenLaunch]:
     """A launch with the configurations that are its defaults, the preferred one first."""
     num_slices, itemsize = problem.rows * before * after, problem.itemsize
     configs: tuple[Config, ...]
@@ -33,14 +34,14 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int) -> It
         chained = chained_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
         configs = () if chained is None else (chained,)
     elif len(launch.steps) == 1:
-        configs = single_configs(launch.p, launch.q, itemsize, num_slices)
+        configs = single_configs(launch.p, launch.q, itemsize, num_slices, gpu)
     else:
-        configs = chain_configs(launch, itemsize, num_slices, after if after != 1 else before)
+        configs = chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
     for config in configs:
         yield ChosenLaunch(tuple((s.start, s.stop) for s in launch.steps), kernel_of(config), config)
 
 
-def starting_points(problem: Problem, chained: bool = False) -> list[Choice]:
+def starting_points(problem: Problem, chained: bool = False, gpu: GPU = HOPPER) -> list[Choice]:
     """Plans with their default configurations: the closed form's, then others in the order of modelled time.
 
     The model does not tell moving modes to the front from leaving them in place, so the closed form's plan comes in both orders.
@@ -51,17 +52,17 @@ def starting_points(problem: Problem, chained: bool = False) -> list[Choice]:
     found = default + plans(ps, qs, planned, PLANS_MOST, WIDTHS)
     near = [launches for cost, launches in found if cost <= MODEL_SLACK * default[0][0]]
     near[1:1] = [tuple(reversed(near[0]))]
-    choices = [_with_defaults(launches, problem) for launches in dict.fromkeys(near)]
+    choices = [_with_defaults(launches, problem, gpu) for launches in dict.fromkeys(near)]
     return [choice for choice in choices if choice is not None][:PLANS_MOST]
 
 
-def _with_defaults(launches: tuple[Launch, ...], problem: Problem) -> Choice | None:
+def _with_defaults(launches: tuple[Launch, ...], problem: Problem, gpu: GPU) -> Choice | None:
     """A plan with, for each launch, the first default configuration that is valid."""
     transposed = transposes(launches, len(problem.factors), problem.columns)
     sizes = [p for p, _ in problem.factors]
     chosen: list[ChosenLaunch] = []
     for launch, (before, after) in zip(launches, places(launches, sizes, problem.columns, transposed), strict=True):
-        valid = (c for c in closed_form(launch, problem, before, after) if launch_obstacle(c, problem) is None)
+        valid = (c for c in closed_form(launch, problem, before, after, gpu) if launch_obstacle(c, problem) is None)
         first = next(valid, None)
         if first is None:
             return None

@@ -219,7 +219,7 @@ class Search:
         self._tell()
         known = lookup(self.problem)
         chained = kernels.has_chained(self.multiply.device, self.multiply.dtype)
-        self.try_all([*starting_points(self.problem, chained), *([] if known is None else [known])])
+        self.try_all([*starting_points(self.problem, chained, devices.gpu_of(self.x.device)), *([] if known is None else [known])])
         expanded: set[Choice] = set()
         patience = PATIENCE
         while self.left() > 0 and patience and len(self.tried) < TRIALS_MOST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastkron_py.kron.plan import gradient
 from fastkron_py.kron.plan.steps import DOT_SIDE
+from fastkron_py.runtime.gpu import ADA, HOPPER
 
 SHAPES = [
     ((8, 8),) * 5,
@@ -25,15 +27,16 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("gpu", [HOPPER, ADA], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("columns", [1, 6, 64])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_plans(shapes, itemsize, columns):
-    plan = gradient.gradient_plan(shapes, itemsize, 100, columns)
+def test_plans(shapes, itemsize, columns, gpu):
+    plan = gradient.gradient_plan(shapes, itemsize, 100, columns, gpu)
     assert [g.start for g in plan] + [len(shapes)] == [0] + [g.stop for g in plan]
     for group in plan:
         last = group.stop == len(shapes) and columns == 1
-        assert group.fused == gradient.is_fused(group, shapes, itemsize, last)
+        assert group.fused == gradient.is_fused(group, shapes, itemsize, last, gpu)
         assert group.fused or group.stop == group.start + 1
         if group.fused:
             after = math.prod(q for _, q in shapes[group.stop :]) * columns
@@ -42,7 +45,7 @@ def test_plans(shapes, itemsize, columns):
 
 
 def check_configs(group, shapes, itemsize, num_slices, after):
-    for config in gradient.fused_configs(group, shapes, itemsize, num_slices, after, 3, 132):
+    for config in gradient.fused_configs(group, shapes, itemsize, num_slices, after, 3, HOPPER):
         tile = config.block_s * gradient.tile_width(group, shapes)
         least = DOT_SIDE * gradient.tile_width(group, shapes)
         assert config.block_s & (config.block_s - 1) == 0
@@ -67,23 +70,23 @@ def test_common_problems_take_few_passes():
         (16, 16, 5): [((0, 1), (1, 2)), ((2, 3),), ((3, 4), (4, 5))],
     }
     for (rows, width, count), expected in groups.items():
-        plan = gradient.gradient_plan(((width, width),) * count, 4, rows, 1)
+        plan = gradient.gradient_plan(((width, width),) * count, 4, rows, 1, HOPPER)
         assert [g.steps for g in plan] == expected
         assert all(g.fused for g in plan)
 
 
 def test_nothing_spilling_is_fused():
     """Two 64s in a chain spill, and so does a tile of eight slices of two 32s; 128 is too wide for one step."""
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((64, 64), (64, 64)), 4, True)
-    assert gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), 4, True)
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), 4, False)
-    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((128, 128),), 4, True)
+    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((64, 64), (64, 64)), 4, True, HOPPER)
+    assert gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), 4, True, HOPPER)
+    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), 4, False, HOPPER)
+    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((128, 128),), 4, True, HOPPER)
 
 
 def test_small_problems_have_a_program_for_every_multiprocessor():
     shapes = ((2, 2),) * 10
-    (group,) = gradient.gradient_plan(shapes, 4, 200, 1)
-    assert gradient.fused_configs(group, shapes, 4, 200, 1, 1, 132)[0].programs >= 100
+    (group,) = gradient.gradient_plan(shapes, 4, 200, 1, HOPPER)
+    assert gradient.fused_configs(group, shapes, 4, 200, 1, 1, HOPPER)[0].programs >= 100
 
 
 @given(
@@ -94,7 +97,7 @@ def test_small_problems_have_a_program_for_every_multiprocessor():
     multiprocessors=st.integers(1, 200),
 )
 def test_the_splits_of_a_wide_factor_hold_every_slice(p, q, itemsize, num_slices, multiprocessors):
-    config = gradient.gradient_config(p, q, itemsize, num_slices, 3, multiprocessors)
+    config = gradient.gradient_config(p, q, itemsize, num_slices, 3, replace(HOPPER, multiprocessors=multiprocessors))
     for block in (config.block_s, config.block_p, config.block_q):
         assert block >= DOT_SIDE
         assert block & (block - 1) == 0

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fastkron_py.kron.plan.launch import chain_configs, single_configs
-from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
+from fastkron_py.kron.plan.launch import chain_configs, chain_shared_memory, single_configs, single_shared_memory
+from fastkron_py.kron.plan.plan import CHAIN_TILE, CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
 from fastkron_py.kron.plan.steps import Step, padded
+from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
+GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
 SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
 
 
@@ -69,18 +71,28 @@ def test_padded(size, expected):
     q=st.integers(1, 600),
     itemsize=st.sampled_from([2, 4, 8]),
     num_slices=st.integers(1, 2**40),
+    gpu=st.sampled_from(GPUS),
 )
-def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices):
-    for config in single_configs(p, q, itemsize, num_slices):
+def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices, gpu):
+    for config in single_configs(p, q, itemsize, num_slices, gpu):
+        assert single_shared_memory(config, itemsize) <= gpu.shared_memory
         for block in (config.block_s, config.block_p, config.block_q):
             assert block >= 16
             assert block & (block - 1) == 0
 
 
-@given(p1=st.integers(1, 64), p2=st.integers(1, 64), itemsize=st.sampled_from([2, 4, 8]), num_slices=st.integers(1, 10**9))
-def test_chain_tiles_give_every_dot_its_rows(p1, p2, itemsize, num_slices):
+@given(
+    p1=st.integers(1, 64),
+    p2=st.integers(1, 64),
+    itemsize=st.sampled_from([2, 4, 8]),
+    num_slices=st.integers(1, 10**9),
+    gpu=st.sampled_from(GPUS),
+)
+def test_chain_tiles_give_every_dot_its_rows(p1, p2, itemsize, num_slices, gpu):
     launch = Launch((Step(0, 1, p1, p2), Step(1, 2, p2, p1)))
-    for config in chain_configs(launch, itemsize, num_slices, num_slices):
+    assume(launch.tile_width <= CHAIN_TILE[itemsize])  # else they are no chain
+    for config in chain_configs(launch, itemsize, num_slices, num_slices, gpu):
+        assert chain_shared_memory(config, launch, itemsize) <= gpu.shared_memory
         for step in launch.steps:
             others = math.prod(s.p_pad for s in launch.steps if s is not step)
             assert config.block_s * others >= 16
