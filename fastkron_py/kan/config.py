@@ -51,6 +51,7 @@ class Split(NamedTuple):
 
 
 GROUP: Final = 8  # rows of tiles that are in flight together
+_Tables = Mapping[str, Mapping[int, Sequence[Tile]]]  # by product and bytes of an operand
 
 # Largest tiles first, for half types and for four-byte operands; the small ones are for results of few elements, which wait for memory.
 _FORWARD: Final = {
@@ -75,8 +76,39 @@ _FEW_INPUT: Final = (Tile(32, 16, 32, 4, 3, 8),)
 _FEW_COEFFICIENTS: Final = (Tile(32, 32, 32, 4, 3, 2),)
 _ONE_STEP: Final = Tile(32, 64, 32, 4, 3, 4)  # of dC, of the same operands, in place of the small tile where rows are all in one block
 
+_TILES: Final[_Tables] = {"forward": _FORWARD, "input": _INPUT, "coefficients": _COEFFICIENTS}
 # Of large products in three passes, whose sums of one step and of all steps are both in registers.
 _THREE_PASSES: Final = {"forward": Tile(128, 64, 32, 8, 4), "input": Tile(128, 32, 32, 8, 2, 4), "coefficients": Tile(128, 64, 32, 8, 3, 2)}
+
+# The same for tensor cores that read operands from registers: as compiled for sm_80, sm_86 and sm_120 none of these spills.
+_FROM_REGISTERS: Final[_Tables] = {
+    "forward": {
+        2: (Tile(128, 128, 16, 8, 4), Tile(64, 64, 32, 4, 4)),
+        4: (Tile(128, 128, 16, 8, 4), Tile(64, 64, 16, 4, 4)),
+        8: _FORWARD[8],
+    },
+    "input": {
+        2: (Tile(64, 32, 64, 8, 3, 8), Tile(32, 32, 64, 4, 3, 4)),
+        4: (Tile(64, 32, 32, 8, 3, 8), Tile(32, 32, 32, 4, 3, 4)),
+        8: _INPUT[8][1:],
+    },
+    "coefficients": {
+        2: (Tile(128, 64, 32, 8, 4, 2), Tile(64, 64, 32, 4, 3, 2)),
+        4: (Tile(128, 64, 32, 8, 3, 2), Tile(64, 32, 32, 4, 3, 2)),
+        8: _COEFFICIENTS[8][1:],
+    },
+}
+_THREE_PASSES_FROM_REGISTERS: Final = {
+    "forward": Tile(128, 64, 16, 8, 4),
+    "input": Tile(64, 32, 32, 8, 2, 4),
+    "coefficients": Tile(128, 64, 16, 8, 3, 2),
+}
+# Of float64 without tensor cores, for which a thread keeps whole rows and columns of operands.
+_WITHOUT_CORES: Final[Mapping[str, Sequence[Tile]]] = {
+    "forward": (Tile(16, 32, 16, 4, 2), Tile(16, 16, 16, 8, 2)),
+    "input": (Tile(32, 16, 16, 4, 2, 4),),
+    "coefficients": (Tile(32, 16, 16, 4, 2, 1),),
+}
 
 
 # Of dx in one pass on Hopper GPUs: a tile of sums holds all degrees of some inputs. A degree's sums of an input are in the thread that has
@@ -170,15 +202,22 @@ def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Size
     return Split(-(-blocks // each), each)
 
 
-def _tiles_of(name: str, tiles: Mapping[int, Sequence[Tile]], sizes: Sizes) -> Sequence[Tile]:
-    """Tiles for operands of this size, the largest first."""
-    found = tiles[sizes.itemsize]
-    return (_THREE_PASSES[name], found[-1]) if sizes.passes == 3 else found
+def _tiles_of(name: str, sizes: Sizes) -> Sequence[Tile]:
+    """Tiles of one of the products for operands of this size on this GPU, the largest first."""
+    gpu = sizes.gpu
+    if sizes.itemsize == 8 and not gpu.has_float64_cores:
+        return _WITHOUT_CORES[name]
+    found = (_TILES if gpu.has_shared_operands else _FROM_REGISTERS)[name][sizes.itemsize]
+    if sizes.passes == 3:
+        return (_THREE_PASSES if gpu.has_shared_operands else _THREE_PASSES_FROM_REGISTERS)[name], found[-1]
+    if len(found) == 3 and not gpu.is_measured:
+        return found[1:]  # the widest spills where it is not Hopper's wgmma that it is compiled to
+    return found
 
 
 def forward(sizes: Sizes) -> tuple[Tile, Split]:
     """Of y [rows, num_out], reduced over num_in and degrees."""
-    tile = _chosen(_tiles_of("forward", _FORWARD, sizes), _FEW_FORWARD, (sizes.rows, sizes.num_out, sizes.num_in), sizes)
+    tile = _chosen(_tiles_of("forward", sizes), _FEW_FORWARD, (sizes.rows, sizes.num_out, sizes.num_in), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_out)
     if is_large(sizes):
         return tile, _shared_out(tile, programs, sizes.num_in, sizes.rows * sizes.num_out, sizes)
@@ -201,7 +240,7 @@ def _with_degrees(tile: Tile, sizes: Sizes) -> Tile:
 
 def input_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dx [rows, num_in], reduced over num_out and degrees."""
-    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", _INPUT, sizes), _FEW_INPUT))
+    tiles, few = ([_with_degrees(tile, sizes) for tile in found] for found in (_tiles_of("input", sizes), _FEW_INPUT))
     tile = _chosen(tiles, few, (sizes.rows, sizes.num_in, sizes.num_out), sizes)
     programs = _tiles(tile, sizes.rows, sizes.num_in)
     if is_large(sizes):
@@ -222,8 +261,8 @@ def input_gradient_gemm(sizes: Sizes) -> tuple[GemmTile, int] | None:
 
 def coefficient_gradient(sizes: Sizes) -> tuple[Tile, Split]:
     """Of dC, a tile [num_in, num_out] for each few degrees, reduced over rows."""
-    tiles = _tiles_of("coefficients", _COEFFICIENTS, sizes)
-    if sizes.itemsize == 4 and sizes.rows <= _ONE_STEP.block_k:
+    tiles = _tiles_of("coefficients", sizes)
+    if sizes.itemsize == 4 and sizes.rows <= _ONE_STEP.block_k and sizes.gpu.is_measured:
         tiles = (*tiles[:-1], _ONE_STEP)
     tile = _chosen(tiles, _FEW_COEFFICIENTS, (sizes.num_in, sizes.num_out, sizes.rows), sizes, sizes.terms)
     programs = _tiles(tile, sizes.num_in, sizes.num_out) * _groups(tile, sizes.terms)

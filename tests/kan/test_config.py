@@ -8,7 +8,7 @@ import pytest
 
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan.config import Sizes
-from fastkron_py.runtime.gpu import HOPPER, INTERPRETER
+from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, HOPPER, INTERPRETER
 
 SHAPES = [
     (1, 1, 1, 1),
@@ -20,7 +20,12 @@ SHAPES = [
     (5, 5000, 3, 2),
 ]
 PASSES = ((2, 1), (4, 3), (4, 1), (8, 1))
-CASES = [Sizes(*shape, itemsize, passes, gpu) for shape in SHAPES for itemsize, passes in PASSES for gpu in (INTERPRETER, HOPPER)]
+CASES = [
+    Sizes(*shape, itemsize, passes, gpu)
+    for shape in SHAPES
+    for itemsize, passes in PASSES
+    for gpu in (INTERPRETER, HOPPER, AMPERE, ADA, BLACKWELL)
+]
 PRODUCTS = {
     "forward": (tuning.forward, lambda s: s.num_in),
     "input_gradient": (tuning.input_gradient, lambda s: s.num_out),
@@ -47,8 +52,9 @@ def test_splits_cover_the_reduction(name: str) -> None:
 def test_registers_hold_the_sums() -> None:
     """Accumulators take 128 registers of a thread at most."""
     few = (*tuning._FEW_FORWARD, *tuning._FEW_INPUT, *tuning._FEW_COEFFICIENTS, tuning._ONE_STEP)
-    for tables in (tuning._FORWARD, tuning._INPUT, tuning._COEFFICIENTS, {4: few}):
-        for tile in itertools.chain(*tables.values()):
+    tables = [table for tiles in (tuning._TILES, tuning._FROM_REGISTERS) for table in tiles.values()]
+    for table in (*tables, tuning._WITHOUT_CORES, {4: few}):
+        for tile in itertools.chain(*table.values()):
             assert tile.block_m * tile.block_n * tile.degrees <= 128 * 32 * tile.warps
 
 
