@@ -91,7 +91,10 @@ _BY_POINTERS: Final[_Known] = (
     (GemmTile(64, 128, 32, 4, 3, programs=2), 0.8),
     (GemmTile(64, 64, 32, 4, 3, programs=2), 0.6),
 )
-_THREE_PASSES_BY_POINTERS: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3, programs=2), 1.0),)  # larger ones spill
+# Where tensor cores read operands from registers; finished whole, the first one spills in TF32.
+_BY_POINTERS_FROM_REGISTERS: Final[_Known] = ((GemmTile(128, 128, 32, 8, 3, parts=2), 1.0), *_BY_POINTERS[1:])
+# By pointers, or where tensor cores read operands from registers, larger ones spill.
+_THREE_PASSES_SMALL: Final[_Known] = ((GemmTile(64, 64, 32, 4, 3, programs=2), 1.0),)
 # For a product of few rows, which waits for the weight: two programs on a multiprocessor, with much of it in flight.
 _FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
 # From the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times their depth.
@@ -135,11 +138,17 @@ def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
 
 
 def _known(sizes: GemmSizes) -> _Known:
+    """The tiles that leave room for the next step's blocks beside this one's; the smallest in any case."""
+    known = _by_rate(sizes)
+    return (*[each for each in known[:-1] if _fitted(each[0], sizes).stages > 1], known[-1])
+
+
+def _by_rate(sizes: GemmSizes) -> _Known:
+    if sizes.passes == 3:
+        return _THREE_PASSES if sizes.described and sizes.gpu.has_shared_operands else _THREE_PASSES_SMALL
     if not sizes.described:
-        return _BY_POINTERS if sizes.passes == 1 else _THREE_PASSES_BY_POINTERS
-    if sizes.itemsize == 2:
-        return _HALF
-    return _TF32 if sizes.passes == 1 else _THREE_PASSES
+        return _BY_POINTERS if sizes.gpu.has_shared_operands else _BY_POINTERS_FROM_REGISTERS
+    return _HALF if sizes.itemsize == 2 else _TF32
 
 
 def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:

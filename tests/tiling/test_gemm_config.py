@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, GPU, HOPPER
 from fastkron_py.tiling.gemm_config import (
     GemmSizes,
     GemmSpan,
@@ -34,9 +34,10 @@ def llama(model: str, rows: int, beside: bool = False) -> GemmSizes:
     return GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, HOPPER, True, beside)
 
 
-def test_every_choice_is_valid() -> None:
+@pytest.mark.parametrize("gpu", [AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.name)
+def test_every_choice_is_valid(gpu: GPU) -> None:
     for sizes in SIZES:
-        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2)
+        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2, gpu=gpu)
         tile = gemm_tile(stored)
         assert is_valid(tile, stored), (tile, stored)
 
