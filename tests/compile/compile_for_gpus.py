@@ -1,0 +1,177 @@
+"""Compile each kernel's first choice for one architecture, on a machine without a GPU; a line of JSON for each kernel.
+
+Arguments: the compute capability, such as 8.6, and features of its record to leave out, such as has_wgmma.
+Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from canonical_cases import backward, multiply
+from compile_for_h100 import H100, resources
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+# name: (dtype, rows, width of the factors, how many, whether the gradients are compiled as well)
+KRON: dict[str, tuple[torch.dtype, int, int, int, bool]] = {
+    **{f"kron {p}^{n}": (SINGLE, 1024, p, n, p != 4) for p, n in ((4, 6), (8, 5), (16, 4), (32, 3), (64, 2), (128, 2))},
+    **{f"kron {p}^{n}, bfloat16": (HALF, 1024, p, n, p in (16, 128)) for p, n in ((16, 4), (64, 2), (128, 2))},
+    **{f"kron {p}^{n}, float64": (DOUBLE, 1024, p, n, p in (8, 32, 128)) for p, n in ((8, 4), (16, 3), (32, 3), (64, 2), (128, 2))},
+}
+# name: (rows, in, out, degree, dtype, precision)
+KAN: dict[str, tuple[int, int, int, int, torch.dtype, str]] = {
+    "kan, large": (8192, 768, 768, 8, SINGLE, "highest"),
+    "kan, large, TF32": (8192, 768, 768, 8, SINGLE, "high"),
+    "kan, large, bfloat16": (8192, 768, 768, 8, HALF, "highest"),
+    "kan, large, float64": (2048, 512, 512, 8, DOUBLE, "highest"),
+    "kan, small": (64, 256, 512, 15, SINGLE, "highest"),
+    "kan, one step": (32, 512, 1024, 24, SINGLE, "highest"),
+    "kan, middle": (1000, 1024, 1024, 3, SINGLE, "highest"),
+    "kan, middle, bfloat16": (1000, 1024, 1024, 3, HALF, "highest"),
+    "kan, small, bfloat16": (64, 256, 512, 15, HALF, "highest"),
+    "kan, small, float64": (64, 256, 512, 8, DOUBLE, "highest"),
+}
+# name: (dtype, channels)
+RATIONAL: dict[str, tuple[torch.dtype, int]] = {
+    "rational": (SINGLE, 768),
+    "rational, bfloat16": (HALF, 768),
+    "rational, float64": (DOUBLE, 192),
+}
+# name: (rows, hidden, in, dtype, precision)
+GATED: dict[str, tuple[int, int, int, torch.dtype, str]] = {
+    "gated, large, bfloat16": (4096, 14336, 4096, HALF, "highest"),
+    "gated, one token, bfloat16": (1, 14336, 4096, HALF, "highest"),
+    "gated, TF32": (4096, 4096, 1024, SINGLE, "high"),
+    "gated, float32": (4096, 1024, 512, SINGLE, "highest"),
+    "gated, odd, bfloat16": (1000, 500, 300, HALF, "highest"),
+}
+
+
+def run_kron(dtype: torch.dtype, rows: int, width: int, count: int, with_backward: bool) -> None:
+    size = width**count
+    x, factors = torch.empty(1, rows, size, 1, dtype=dtype), [torch.empty(1, width, width, dtype=dtype)] * count
+    multiply(x, factors)
+    if with_backward:
+        backward(x, x, factors)
+
+
+def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:
+    from fastkron_py.kan import triton_backend
+    from fastkron_py.kan.bases.registry import find_basis
+    from fastkron_py.kan.layer_config import LayerConfig
+    from fastkron_py.runtime.builder import Builder
+
+    layer = LayerConfig("chebyshev", tuple(find_basis("chebyshev").parameters.values()), degree + 1, "tanh", 0)
+    x, dy = torch.empty(rows, num_in, dtype=dtype), torch.empty(rows, num_out, dtype=dtype)
+    coefficients = torch.empty(degree + 1, num_out, num_in, dtype=dtype)
+    build = Builder((x, coefficients, None))
+    build.program([triton_backend.add_forward(build, tuple(build.inputs), layer, precision)])((x, coefficients))
+    build = Builder((dy, x, coefficients))
+    found = triton_backend.add_gradients(build, tuple(build.inputs), (True, True, False), layer, precision)
+    build.program(found)((dy, x, coefficients))
+
+
+def run_rational(dtype: torch.dtype, channels: int) -> None:
+    from fastkron_py.rational import launches, layer_norm_launch
+
+    shape = (64, 197, channels)
+    x = torch.empty(1, dtype=dtype).expand(shape)
+    kind = DOUBLE if dtype == DOUBLE else SINGLE
+    a, b = torch.empty(8, 6, dtype=kind), torch.empty(8, 4, dtype=kind)
+    runs = launches.find_runs(shape, [torch.empty(shape, device="meta").stride()] * 3, 8)
+    assert runs is not None
+    function = launches.coefficients(a, b, "B", (kind,), x.device)
+    forward = launches.Problem(runs._replace(row_strides=runs.row_strides[:2]), function, (dtype, dtype, kind, kind))
+    launches.forward_launcher(forward)(x, a, b, x)
+    made = launches.backward_launchers(launches.Problem(runs, function, (dtype, dtype, dtype, kind, kind)))
+    partial = torch.empty(16, dtype=made.dtype)
+    made.first(x, x, a, b, x, partial)
+    made.second(partial, b, a, b)
+    weight, mean, sums = torch.empty(channels, dtype=kind), torch.empty(16, dtype=kind), torch.empty(16, dtype=DOUBLE)
+    normalised = layer_norm_launch.Problem(64 * 197, channels, function, 1e-6)
+    layer_norm_launch.forward_launcher(normalised)(x, weight, weight, a, b, x, mean, mean)
+    gradients = layer_norm_launch.backward_launchers(normalised)
+    gradients.first(x, x, mean, mean, weight, weight, a, b, x, mean)
+    gradients.columns(mean, weight, weight, sums)
+    gradients.second(sums, b, a, b)
+
+
+def run_linear_rational() -> None:
+    from fastkron_py.rational import program_linear_rational
+
+    x, weight, bias = (torch.empty(s, dtype=HALF) for s in ((2048, 768), (3072, 768), (3072,)))
+    tensors = (x, weight, bias, torch.empty(1, 6), torch.empty(8, 4))
+    program_linear_rational.forward(tensors, ("B",), True)(tensors)
+
+
+def run_gated(rows: int, hidden: int, depth: int, dtype: torch.dtype, precision: str) -> None:
+    from fastkron_py.gated import launches
+    from fastkron_py.runtime.builder import Builder
+
+    x, dy, weight = (torch.empty(s, dtype=dtype) for s in ((rows, depth), (rows, hidden), (2 * hidden, depth)))
+    gated = launches.Gated("silu", "interleaved", precision)
+    build = Builder((x, weight, None, None))
+    launches.add_forward(build, tuple(build.inputs), gated)
+    build.program([])([x, weight])
+    build = Builder((dy, x, weight, None, None))
+    launches.add_recomputed_gradients(build, build.inputs[0], tuple(build.inputs[1:]), gated, again=True)
+    build.program([])([dy, x, weight])
+    build = Builder((dy, torch.empty(rows, 2 * hidden, dtype=dtype)))
+    launches.add_stored_gradients(build, *build.inputs, gated=gated, in_place=True)
+    build.program([])([dy, torch.empty(rows, 2 * hidden, dtype=dtype)])
+
+
+def problems() -> dict[str, Callable[[], None]]:
+    """What is launched, by name."""
+    table: list[tuple[Callable[..., None], dict[str, Any]]] = [
+        (run_kron, KRON),
+        (run_kan, KAN),
+        (run_rational, RATIONAL),
+        (run_linear_rational, {"linear layer and rational, bfloat16": ()}),
+        (run_gated, GATED),
+    ]
+    return {name: lambda run=run, given=given: run(*given) for run, cases in table for name, given in cases.items()}
+
+
+class Target(H100):
+    """As much of a driver as compiling for this architecture asks for."""
+
+    def __init__(self, major: int, minor: int) -> None:
+        self.arch = 10 * major + minor
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def main() -> None:
+    major, minor = map(int, sys.argv[1].split("."))
+    driver.set_active(Target(major, minor))
+    launch = jit.JITFunction.run
+    current = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        line = {"problem": current, "kernel": self.__name__, "shared": compiled.metadata.shared}
+        print(json.dumps({**line, **resources(compiled.asm["cubin"])}), flush=True)
+
+    jit.JITFunction.run = compile_only
+    from fastkron_py.runtime import device as devices
+    from fastkron_py.runtime.gpu import nvidia
+
+    gpu = replace(nvidia(major, minor), **dict.fromkeys(sys.argv[2:], False))
+    devices.gpu_of = lambda device: gpu  # type: ignore[assignment]
+    for name, run in problems().items():
+        current = name
+        run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Each kernel's first choice compiles for every architecture, within its shared memory, and spills no more than for sm_90."""
+
+from __future__ import annotations
+
+import pytest
+from compiled_for_gpus import BASELINES, Compiled, Kernels, compiled_for_gpus
+from compiled_for_h100 import LIMIT
+
+from fastkron_py.runtime.gpu import nvidia
+
+# One worker: what is compiled serves all tests here.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_gpus")]
+
+ARCHITECTURES = pytest.mark.parametrize("capability", BASELINES)
+NOTHING = Compiled(0, 0, 0)  # of a kernel that sm_90 has no launch of in this problem
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Kernels]:
+    """With a cache of its own, so that they are really compiled."""
+    return compiled_for_gpus(tmp_path_factory.mktemp("triton"))
+
+
+def test_every_problem_was_compiled(kernels: dict[tuple[str, ...], Kernels]) -> None:
+    problems = [{problem for problem, _ in found} for found in kernels.values()]
+    assert len(problems[0]) > 25
+    assert all(each == problems[0] for each in problems)
+
+
+@ARCHITECTURES
+def test_shared_memory_suffices(kernels: dict[tuple[str, ...], Kernels], capability: str) -> None:
+    major, minor = map(int, capability.split("."))
+    limit = nvidia(major, minor).shared_memory
+    assert {name: found.shared for name, found in kernels[capability,].items() if found.shared > limit} == {}
+
+
+@ARCHITECTURES
+def test_no_more_is_spilled_than_on_hopper(kernels: dict[tuple[str, ...], Kernels], capability: str) -> None:
+    hopper = kernels[BASELINES[capability]]
+    spilled = {name: (found.spilled, hopper.get(name, NOTHING).spilled) for name, found in kernels[capability,].items()}
+    assert {name: pair for name, pair in spilled.items() if pair[0] > pair[1]} == {}

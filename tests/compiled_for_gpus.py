@@ -1,0 +1,72 @@
+"""Each kernel's first choice, compiled for every architecture that has a record; run as a script, the table of docs/gpus.md.
+
+python tests/compiled_for_gpus.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from compiled_for_h100 import compiled
+
+# Where tensor cores are not Hopper's, and where nothing takes tensor descriptors either, sm_90's figures are those of the same kernels.
+WITHOUT_WGMMA = ("9.0", "has_wgmma")
+BY_POINTERS = (*WITHOUT_WGMMA, "has_descriptors")
+BASELINES = {"8.0": BY_POINTERS, "8.6": BY_POINTERS, "8.9": BY_POINTERS, "9.0": ("9.0",), "10.0": WITHOUT_WGMMA, "12.0": WITHOUT_WGMMA}
+
+
+class Compiled(NamedTuple):
+    """The most that any of a problem's launches of one kernel takes."""
+
+    shared: int  # bytes of a program
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack
+
+
+Kernels = dict[tuple[str, str], Compiled]  # by problem and kernel
+
+
+def compiled_for_gpus(cache: Path) -> dict[tuple[str, ...], Kernels]:
+    """By the arguments of ``compile_for_gpus.py``: a compute capability, and what its record is without. Two processes at a time.
+
+    Args:
+        cache: an empty folder. Shared, since much of what is compiled for sm_90 is the same with and without some features.
+    """
+    targets = list(dict.fromkeys([*BASELINES.values(), *[(capability,) for capability in BASELINES]]))
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(targets, pool.map(lambda target: _kernels(cache, target), targets), strict=True))
+
+
+def _kernels(cache: Path, target: tuple[str, ...]) -> Kernels:
+    found: Kernels = {}
+    for line in compiled("compile_for_gpus.py", cache, *target):
+        name, most = (line["problem"], line["kernel"]), Compiled(line["shared"], line["reg"], line["stack"])
+        found[name] = Compiled(*map(max, found.get(name, most), most))
+    return found
+
+
+def table(kernels: dict[tuple[str, ...], Kernels]) -> list[str]:
+    """Lines of Markdown: kilobytes of shared memory, registers, and bytes that are spilled, where any are."""
+    architectures = [(capability,) for capability in BASELINES]
+    names = dict.fromkeys(name for target in architectures for name in kernels[target])
+    head = ["problem", "kernel", *[f"sm_{capability.replace('.', '')}" for capability in BASELINES]]
+    rows = [head, ["---"] * len(head)]
+    for problem, kernel in names:
+        found = [kernels[target].get((problem, kernel)) for target in architectures]
+        rows.append([problem, f"`{kernel.strip('_').removesuffix('_kernel')}`", *[_cell(each) for each in found]])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _cell(found: Compiled | None) -> str:
+    if found is None:
+        return ""
+    spilled = f", spills {found.spilled}" if found.spilled else ""
+    return f"{found.shared / 1024:.0f} KB, {found.registers}{spilled}"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print("\n".join(table(compiled_for_gpus(Path(folder)))))
