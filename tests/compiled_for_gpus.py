@@ -50,12 +50,14 @@ def _kernels(cache: Path, target: tuple[str, ...]) -> Kernels:
 
 def table(kernels: dict[tuple[str, ...], Kernels]) -> list[str]:
     """Lines of Markdown: kilobytes of shared memory, registers, and bytes that are spilled, where any are."""
-    architectures = [(capability,) for capability in BASELINES]
-    names = dict.fromkeys(name for target in architectures for name in kernels[target])
-    head = ["problem", "kernel", *[f"sm_{capability.replace('.', '')}" for capability in BASELINES]]
+    columns = {f"sm_{capability.replace('.', '')}": (capability,) for capability in BASELINES}
+    columns["sm_90, plain"] = BY_POINTERS
+    names = dict.fromkeys(name for target in columns.values() for name in kernels[target])
+    problems = list(dict.fromkeys(problem for problem, _ in names))
+    head = ["problem", "kernel", *columns]
     rows = [head, ["---"] * len(head)]
-    for problem, kernel in names:
-        found = [kernels[target].get((problem, kernel)) for target in architectures]
+    for problem, kernel in sorted(names, key=lambda name: problems.index(name[0])):
+        found = [kernels[target].get((problem, kernel)) for target in columns.values()]
         rows.append([problem, f"`{kernel.strip('_').removesuffix('_kernel')}`", *[_cell(each) for each in found]])
     return [f"| {' | '.join(row)} |" for row in rows]
 
