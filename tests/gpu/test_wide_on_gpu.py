@@ -34,22 +34,23 @@ WAYS = ("wgmma", "matmul", "transposing", "looped")
 def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma: way)
     monkeypatch.setattr(backward_module, "best_gradient_way", lambda mode, has_wgmma: way)
-    if way == "looped":
-        monkeypatch.setattr(launches, "takes_tensor_cores", lambda case: False)
+    monkeypatch.setattr(launches, "takes_tensor_cores", lambda case: way == "wgmma")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"), [*[(way, torch.float32) for way in WAYS], ("wgmma", torch.bfloat16), ("wgmma", torch.float16)], ids=str
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_every_way_is_right(way: str, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_is_right(way: str, dtype: torch.dtype, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    if way == "wgmma" and not kernels.has_wide(device, torch.float32):
+    if way == "wgmma" and not kernels.has_wide(device, dtype):
         pytest.skip("needs a Hopper GPU")
     choose(monkeypatch, way)
     groups, rows, ps, qs, columns = shape
     torch.manual_seed(0)
-    x, factors = problem(torch.float32, device, groups, rows, ps, qs, columns)
+    x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
     wanted = dense(x, factors)
-    z, dy = (torch.randn(wanted.shape, device=device) for _ in range(2))
+    z, dy = (torch.randn(wanted.shape, device=device).to(dtype) for _ in range(2))
     steps = 2 * len(ps)
     assert_close(multiply(x, factors), wanted, steps=steps)
     assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)

@@ -28,7 +28,7 @@ def wide_kernel() -> Any:
 
 def has_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel for wide factors can run here."""
-    return dtype == torch.float32 and devices.gpu_of(device).has_wgmma and wide_kernel() is not None
+    return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and wide_kernel() is not None
 
 
 def has_chained(device: torch.device, dtype: torch.dtype) -> bool:

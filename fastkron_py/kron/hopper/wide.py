@@ -190,7 +190,8 @@ def _store(sums, first_n, where, OPTIONS: gl.constexpr, SUMS: gl.constexpr, WIDT
     if IS_SLICES[0]:
         rows = batch * z_strides[0] + _row_offsets(first_m, i, height, z_strides, slices, True, ROWS, WHERE)
         z_offsets = rows[:, None] + (n.to(gl.int64) * z_strides[3])[None, :]
-    gl.store(out_ptr + offsets, EPILOGUE(sums, alpha, beta, z_ptr, z_offsets, mask), mask=mask)
+    sums = EPILOGUE(sums, alpha, beta, z_ptr, z_offsets, mask)
+    gl.store(out_ptr + offsets, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit(do_not_specialize=["alpha", "beta"])

@@ -13,7 +13,7 @@ from fastkron_py.runtime.launch import LaunchConfig
 
 _GROUP: Final = 8  # rows of tiles that are in flight together
 _REGISTERS: Final = (160, 96, 96)  # of a thread that holds sums; of those that bring operands
-_VECTOR: Final = 4  # of float32: 16 bytes
+_VECTOR: Final = 16  # bytes that a thread loads at once
 _UNUSED: Final = (0, 0, 0, 0, 0)
 
 
@@ -41,7 +41,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
             "out_strides": common["y_strides"],
             "IS_SLICES": (True, False, False, False),
             "ALONG_ROWS": (along_x != 1, along_p != 1),
-            "VECTORS": (_vector(along_x, common["x_strides"][:3]), _vector(along_p, (batch, along_q))),
+            "VECTORS": (_vector(along_x, common["x_strides"][:3], mode.itemsize), _vector(along_p, (batch, along_q), mode.itemsize)),
             "STRIDES": (along_x if is_fixed or along_x == 1 else -1, along_p),
             "EPILOGUE": common["EPILOGUE"],
         },
@@ -75,7 +75,7 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
             "ALONG_ROWS": (mode.after == 1, mode.after == 1),
             "k_strides": along,
             "STRIDES": along,
-            "VECTORS": tuple(_vector(s[fastest], (*s[:fastest], *s[fastest + 1 :], runs)) for s in operands),
+            "VECTORS": tuple(_vector(s[fastest], (*s[:fastest], *s[fastest + 1 :], runs), mode.itemsize) for s in operands),
             "EPILOGUE": epilogue_plain,
             "alpha": 0,
             "beta": 0,
@@ -85,9 +85,9 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
     return launch, config.splits
 
 
-def _vector(along: int, others: Sequence[int]) -> int:
+def _vector(along: int, others: Sequence[int], itemsize: int) -> int:
     """Neighbours along k that are one run at a multiple of their number, where k and all else have these strides."""
-    return math.gcd(_VECTOR, *others) if along == 1 else 1
+    return math.gcd(_VECTOR // itemsize, *others) if along == 1 else 1
 
 
 def _launch(
@@ -115,7 +115,7 @@ def _launch(
         "GROUP": _GROUP,
         "STAGES": config.stages,
         "FLUSH": FLUSH if three else 0,
-        "PRECISION": "split" if three else "cut",
+        "PRECISION": "half" if mode.itemsize == 2 else "split" if three else "cut",
         "REGISTERS": _REGISTERS,
         "num_warps": 4,
     }

@@ -13,26 +13,31 @@ WIDE: Final = 64
 RESIDENT: Final = 128
 
 BLOCK_M: Final = 128  # rows of two warpgroups
-BLOCK_K: Final = 32  # 128 bytes of float32: a row of the swizzled layout in shared memory
+BLOCK_K: Final = 32  # as a producer's registers hold a tile, and the next one
 FLUSH: Final = (
     2  # steps between two additions to the float32 sum: 64 terms, which tensor cores, which cut sums off, may add up by themselves
 )
 _BLOCKS_N: Final = (128, 64, 32)
-_STAGES: Final = {128: 3, 64: 4, 32: 5}  # of 64, 48 and 40 KB in three-pass TF32
+_RING: Final = 196_608  # bytes of operands in shared memory
+_MOST_STAGES: Final = 6
 _SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
-_MOST_SPLITS: Final = 64
+_MOST_SPLITS: Final = 132
 
 # Shares of a GPU's rate that the ways reach, measured on an H200.
-_WGMMA: Final = 0.85
+_WGMMA: Final = {2: 0.2, 4: 0.85, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
+_WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
+_WGMMA_SCATTERED: Final = 4.0  # and times that it takes where k runs over slices that are not one run
 _MATMUL: Final = 0.95
 _LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
 _LOOPED_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.25}  # where blocks reach beyond the factor
 _PROGRAMS: Final = 2  # of the plain kernel on a multiprocessor
+_SCATTERED: Final = 0.15  # of its rate for a gradient, where blocks of slices are not one run
 _LOOP_STEP: Final = 2e-6  # seconds that a step of the plain kernel takes at least
 _RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip
 _MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take, of which the sum is split
 _UNALIGNED: Final = 7.0  # times that torch's products of half types take where rows do not begin on 16 bytes
 _TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take
+_DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch
 _LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
 
 
@@ -69,6 +74,11 @@ class Mode(NamedTuple):
         """Floating-point operations."""
         return 2.0 * self.batches * self.slices * self.p * self.q
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether blocks of neighbouring slices are not one run of memory."""
+        return self.after > 1 and self.after % BLOCK_K != 0
+
     def traffic(self, passes: float = 1.0) -> float:
         """Seconds to read the operand and write the result this many times, with the factors."""
         moved = passes * self.slices * (self.p + self.q) + self.p * self.q
@@ -95,25 +105,27 @@ def _ceil(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int) -> tuple[float, WideConfig]:
+def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, scattered: float = 1.0) -> tuple[float, WideConfig]:
     """The seconds of ``[height, depth] @ [depth, width]``, and its tiles."""
-    rate = mode.gpu.tf32_rate / mode.passes * _WGMMA / mode.gpu.multiprocessors
+    rate = mode.gpu.rate(mode.itemsize) / mode.passes * _WGMMA[mode.itemsize] / mode.gpu.multiprocessors
     found = []
     for block_n in _BLOCKS_N:
         if block_n > _BLOCKS_N[-1] and width <= block_n // 2:
             continue
         tiles = _ceil(height, BLOCK_M) * _ceil(width, block_n) * mode.batches
         all_steps = _ceil(depth, BLOCK_K)
-        step = 2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n])
+        stage = (BLOCK_M + block_n) * BLOCK_K * mode.itemsize * (2 if mode.passes == 3 else 1)
+        stages = min(_MOST_STAGES, _RING // stage)
+        step = scattered * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
         finish = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
-        counts = {1} | {s for s in (_ceil(mode.gpu.multiprocessors * k, tiles) for k in (1, 2, 3, 4)) if s <= min(most_splits, all_steps)}
+        counts = {1, *[min(_ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
         for wanted in counts:
             steps = _ceil(all_steps, wanted)
             splits = _ceil(all_steps, steps)
             waves = _ceil(tiles * splits, mode.gpu.multiprocessors)
             partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
             programs = min(tiles * splits, mode.gpu.multiprocessors)
-            config = WideConfig(block_n, _STAGES[block_n], splits, steps, tiles * splits, programs)
+            config = WideConfig(block_n, stages, splits, steps, tiles * splits, programs)
             found.append((waves * (steps * step + finish) + partial, config))
     return min(found)
 
@@ -126,7 +138,8 @@ def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
 
 def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
-    seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS)
+    scattered = _WGMMA_SCATTERED if mode.is_scattered else 1.0
+    seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, scattered)
     return max(seconds, mode.traffic()) + 2 * _LAUNCH, config
 
 
@@ -207,12 +220,15 @@ def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
     operations = mode.operations / _matmul_rate(mode)
     filled = _filled(mode.p, 32) * _filled(mode.q, 32) / (1.0 if _is_aligned(mode) else _UNALIGNED)
     share = (_LOOPED_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
+    share *= _SCATTERED if mode.is_scattered else 1.0
     looped = mode.operations / (_filled(mode.p, 64) * _filled(mode.q, 64) * gpu.rate(mode.itemsize) / mode.passes * share)
     ways = {"looped": max(looped, mode.traffic(2.0)) + 2 * _LAUNCH}
     if has_wgmma:
         ways["wgmma"], _ = gradient_config(mode)
     if mode.after == 1:
-        ways["matmul"] = max(operations / filled, mode.traffic()) + 2 * _LAUNCH
+        # Of float64 torch's products do not split the sum.
+        alone = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and _ceil(mode.p, 64) * _ceil(mode.q, 64) < gpu.multiprocessors else 0.0
+        ways["matmul"] = max(operations / filled, mode.traffic(), alone) + 2 * _LAUNCH
     else:
         sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth if mode.runs > 1 else 0.0
         ways["matmul"] = max(operations / filled / _filled(mode.after, 16), mode.traffic()) + sums + 3 * _LAUNCH

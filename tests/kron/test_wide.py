@@ -1,0 +1,99 @@
+"""Wide factors: every way to multiply a mode, and to a factor's gradient, and the model that chooses among them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from canonical_cases import backward, dense, multiply, problem
+
+from fastkron_py.kron.plan.wide import Mode, best_gradient_way, best_way, gradient_config, multiply_config
+from fastkron_py.runtime.gpu import HOPPER, nvidia
+from fastkron_py.testing import assert_close
+
+# (batches, rows, P, Q, R); bfloat16's interpreter needs few terms
+SHAPES = {
+    "first": (1, 3, (130, 3), (129, 2), 1),
+    "last": (2, 2, (3, 130), (4, 129), 1),
+    "columns": (1, 2, (140,), (3,), 5),
+    "between": (3, 2, (5, 131, 2), (4, 7, 3), 1),
+}
+WAYS = ("matmul", "transposing", "looped")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_right(way: str, shape: tuple, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastkron_py.kron import backward as backward_module  # imports Triton, which reads TRITON_INTERPRET
+    from fastkron_py.kron import forward
+
+    monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma: way)
+    monkeypatch.setattr(backward_module, "best_gradient_way", lambda mode, has_wgmma: way)
+    groups, rows, ps, qs, columns = shape
+    torch.manual_seed(0)
+    x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
+    wanted = dense(x, factors)
+    z, dy = (torch.randn(wanted.shape, device=device).to(dtype) for _ in range(2))
+    steps = 4 * len(ps)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+    assert_close(multiply(x, factors), wanted, steps=steps)
+    assert_close(multiply(x, factors, alpha=3.0), 3 * wanted, steps=steps)
+    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
+    x64, *f64 = (t.double().requires_grad_() for t in (x, *factors))
+    slopes = torch.autograd.grad(dense(x64, f64), [x64, *f64], dy.double())
+    dx, dfs = backward(dy, x, factors)
+    for got, slope in zip([dx, *dfs], slopes, strict=True):
+        assert_close(got, slope, steps=steps)
+    dx, dfs = backward(dy, x, factors, alpha=-2.0)
+    for got, slope in zip([dx, *dfs], slopes, strict=True):
+        assert_close(got, -2 * slope, steps=steps)
+
+
+def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4) -> Mode:
+    return Mode(batches, runs, after, p, q, itemsize, 3 if itemsize == 4 else 1, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "itemsize", "way"),
+    [
+        ((1024, 256, 256, 256), 4, "wgmma"),
+        ((262144, 1, 256, 256), 4, "wgmma"),
+        ((2000, 7, 300, 200), 4, "wgmma"),
+        ((1024, 256, 256, 256), 2, "matmul"),
+        ((72, 1, 1033, 1033), 2, "matmul"),
+        ((40, 1, 1500, 1500), 4, "matmul"),
+        ((2000, 7, 300, 200), 8, "transposing"),
+    ],
+    ids=str,
+)
+def test_the_fastest_measured_way_is_chosen(sizes: tuple[int, ...], itemsize: int, way: str) -> None:
+    """The ways that were the fastest on an H200."""
+    assert best_way(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == way
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_take_torchs_products_or_plain_triton(capability: tuple[int, int]) -> None:
+    for sizes, itemsize in itertools.product([(1024, 256, 256, 256), (9, 1, 700, 5), (50, 3, 5, 700)], (2, 4, 8)):
+        m = mode(1, *sizes, itemsize=itemsize)._replace(gpu=nvidia(*capability))
+        assert best_way(m, False) in WAYS
+        assert best_gradient_way(m, False) in WAYS
+
+
+def test_batches_with_a_tail_are_no_product_of_torch() -> None:
+    assert best_way(mode(3, 1024, 256, 256, 256, 2), False) != "matmul"
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_cover_the_product(itemsize: int) -> None:
+    """Splits cover the reduction and none is empty, the ring fits shared memory, and programs the multiprocessors."""
+    for runs, after, p, q in itertools.product((1, 40, 5000), (1, 7, 256), (5, 130, 2048), (3, 65, 3000)):
+        m = mode(1, runs, after, p, q, itemsize)
+        for (_, config), depth in ((multiply_config(m), p), (gradient_config(m), runs * after)):
+            steps = -(-depth // 32)
+            assert (config.splits - 1) * config.steps < steps <= config.splits * config.steps
+            stage = (128 + config.block_n) * 32 * itemsize * (2 if itemsize == 4 else 1)
+            assert 2 <= config.stages <= 6
+            assert stage * config.stages <= HOPPER.shared_memory
+            assert 1 <= config.programs <= HOPPER.multiprocessors
+        assert multiply_config(m)[1].splits == 1
