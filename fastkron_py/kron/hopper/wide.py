@@ -62,7 +62,7 @@ def _load(
 ):
     """A tile of rows at these offsets and of columns ``first + k``; 0 from the last one on.
 
-    STRIDE: the stride of k where it is a constant, else -1. VECTOR: so many neighbours along k are one run at a multiple of it.
+    STRIDE: the stride of k where it is a constant, else -1. VECTOR: neighbours along k that are one run, at a multiple of their number.
     """
     if IS_SLICES and (WHERE[0] or WHERE[1]) and not WHERE[2]:
         columns = _slice_offsets(first, gl.minimum(k, depth - 1 - first), strides, slices, BLOCK_K, WHERE)

@@ -14,9 +14,8 @@ RESIDENT: Final = 128
 
 BLOCK_M: Final = 128  # rows of two warpgroups
 BLOCK_K: Final = 32  # as a producer's registers hold a tile, and the next one
-FLUSH: Final = (
-    2  # steps between two additions to the float32 sum: 64 terms, which tensor cores, which cut sums off, may add up by themselves
-)
+# Steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves.
+FLUSH: Final = 2
 _BLOCKS_N: Final = (128, 64, 32)
 _RING: Final = 196_608  # bytes of operands in shared memory
 _MOST_STAGES: Final = 6
@@ -34,7 +33,7 @@ _PROGRAMS: Final = 2  # of the plain kernel on a multiprocessor
 _SCATTERED: Final = 0.15  # of its rate for a gradient, where blocks of slices are not one run
 _LOOP_STEP: Final = 2e-6  # seconds that a step of the plain kernel takes at least
 _RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip
-_MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take, of which the sum is split
+_MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take: it splits their sums
 _UNALIGNED: Final = 7.0  # times that torch's products of half types take where rows do not begin on 16 bytes
 _TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take
 _DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch
