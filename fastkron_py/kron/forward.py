@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import Case, Rows, launch_configs
-from fastkron_py.kron.matmul import multiply_mode
+from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.wide import Mode, best_way, is_wide
 from fastkron_py.kron.tune.choice import Choice
@@ -130,7 +130,7 @@ class MatmulStep(NamedTuple):
         def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
             *given, alpha, beta = rest
             with torch_products(x, self.precision):
-                multiply_mode(x, factor, given[0] if given else None, out, alpha, beta, self.transposes)
+                multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None), self.transposes)
 
         build.call(run, operands, scalars=(alpha, beta))
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
+from fastkron_py.kron.matmul import PLAIN, Epilogue, product
 from fastkron_py.kron.plan.torch_plan import VECTOR, Step, plan
 from fastkron_py.kron.torch_small import (
     BLOCK_ELEMENTS,
@@ -78,48 +78,20 @@ def _rows_first(t: Tensor) -> Tensor:
     return t.transpose(2, 3).reshape(groups, rows * columns, k, 1)
 
 
-class Epilogue(NamedTuple):
-    """The epilogue of the last product of a multiply: ``alpha * product + beta * z``."""
-
-    alpha: float = 1.0
-    beta: float = 0.0
-    z: Tensor | None = None
-
-    def rows(self, start: int, stop: int, like: Tensor) -> Epilogue:
-        """The part for rows start to stop of z as a matrix with as many columns as ``like``."""
-        return self if self.z is None else self._replace(z=self.z.reshape(-1, like.shape[-1])[start:stop])
-
-
-PLAIN: Final = Epilogue()
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """``[A, I, J] @ [A, J, K]`` into a contiguous ``out``."""
-    if epilogue.z is not None:
-        torch.baddbmm(epilogue.z.reshape(out.shape), a, b, beta=epilogue.beta, alpha=epilogue.alpha, out=out)
-    elif epilogue.alpha != 1:
-        torch.baddbmm(out, a, b, beta=0, alpha=epilogue.alpha, out=out)
-    else:
-        torch.bmm(a, b, out=out)
-
-
 def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """``[A, J] @ [J, K]`` with many rows, which one matrix product would not spread well over threads."""
     length, inner = a.shape
     width = b.shape[-1]
     whole = length // BLOCK_ROWS * BLOCK_ROWS
     if whole < 2 * BLOCK_ROWS or inner * width > BLOCK_ELEMENTS:  # too few blocks to share out, or too dear
-        if epilogue.z is None and epilogue.alpha == 1:
-            torch.mm(a, b, out=out)
-        else:
-            _product(a[None], b[None], out[None], epilogue)
+        product(a[None], b[None], out[None], epilogue)
         return
     if whole:
         shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
         blocks = b.expand(shape[0], inner, width)
-        _product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), epilogue.rows(0, whole, out))
+        product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), epilogue.rows(0, whole, out))
     if whole < length:
-        _product(a[None, whole:], b[None], out[None, whole:], epilogue.rows(whole, length, out))
+        product(a[None, whole:], b[None], out[None, whole:], epilogue.rows(whole, length, out))
 
 
 def _ready(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,13 +122,13 @@ def _apply(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Ep
         a = _ready(source.reshape(1, groups * count, p), matrix.dtype)
         _tall_product(a[0], matrix[0], out.view(-1, q), epilogue)
     elif tail == 1:
-        _product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
+        product(_ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
     elif step.transposes:
         _transposed_product(source.reshape(groups, count, p, tail), matrix, out.view(groups, count, q, tail), epilogue)
     else:
         a = _ready(source.reshape(groups * count, p, tail), matrix.dtype)
         left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
-        _product(left, a, out.view(groups * count, q, tail), epilogue)
+        product(left, a, out.view(groups * count, q, tail), epilogue)
 
 
 def _transposed_product(source: Tensor, matrix: Tensor, out: Tensor, epilogue: Epilogue) -> None:
@@ -166,12 +138,12 @@ def _transposed_product(source: Tensor, matrix: Tensor, out: Tensor, epilogue: E
     """
     groups, count, p, tail = source.shape
     a = source.mT.to(matrix.dtype).reshape(groups, count * tail, p)
-    product = a.new_empty(groups, count * tail, matrix.shape[2])
+    rows = a.new_empty(groups, count * tail, matrix.shape[2])
     if matrix.shape[0] == 1:
-        _tall_product(a.view(-1, p), matrix[0], product.view(-1, matrix.shape[2]), Epilogue(epilogue.alpha))
+        _tall_product(a.view(-1, p), matrix[0], rows.view(-1, matrix.shape[2]), Epilogue(epilogue.alpha))
     else:
-        _product(a, matrix, product, Epilogue(epilogue.alpha))
-    out.copy_(product.view(groups, count, tail, matrix.shape[2]).mT)
+        product(a, matrix, rows, Epilogue(epilogue.alpha))
+    out.copy_(rows.view(groups, count, tail, matrix.shape[2]).mT)
     if epilogue.z is not None:
         out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
 
