@@ -28,6 +28,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "32^4": (torch.float32, 1, 16, [(32, 32)] * 4, 1),
     "64^3": (torch.float32, 1, 256, [(64, 64)] * 3, 1),
     "128^2": (torch.float32, 1, 1024, [(128, 128)] * 2, 1),
+    "256^2": (torch.float32, 1, 1024, [(256, 256)] * 2, 1),
     "300, 451": (torch.float32, 1, 3, [(300, 300), (451, 451)], 1),
     "8^5": (torch.float32, 1, 1024, [(8, 8)] * 5, 1),
     "2^10, one launch": (torch.float32, 1, 20, [(2, 2)] * 10, 1),
@@ -47,7 +48,9 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "float16 64^2": (torch.float16, 1, 1024, [(64, 64)] * 2, 1),
 }
 # Also compiled backward: every width of a fused kernel, and some too wide for it.
-BACKWARD = ("16^4", "32^4", "64^3", "128^2", "300, 451", "8^5", "float64 32^3")
+BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "8^5", "float64 32^3")
+# How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
+WAYS = {"256^2": "wgmma", "300, 451": "looped"}
 
 
 class H100:
@@ -94,6 +97,14 @@ def unguarded_stores(cubin: bytes) -> int:
     return found
 
 
+def choose_way(way: str) -> None:
+    """Multiply modes of wide factors in this way."""
+    from fastkron_py.kron import backward, forward, launches
+
+    forward.best_way = backward.best_gradient_way = lambda mode, has_wgmma: way  # type: ignore[assignment]
+    launches.takes_tensor_cores = lambda case: way == "wgmma"  # type: ignore[assignment]
+
+
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
@@ -122,6 +133,7 @@ def main() -> None:
         x = torch.empty(groups, rows, k, columns, dtype=dtype)
         y = torch.empty(groups, rows, n, columns, dtype=dtype)
         factors = [torch.empty(groups, p, q, dtype=dtype) for p, q in shapes]
+        choose_way(WAYS.get(problem, "matmul"))
         what = "multiply"
         multiply(x, factors)
         if problem in sys.argv[1:]:
