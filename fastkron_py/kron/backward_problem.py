@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.kron.launches import Rows
+from fastkron_py.kron.launches import Rows, mode_of
 from fastkron_py.kron.plan.gradient import Group
 from fastkron_py.kron.plan.wide import Mode
-from fastkron_py.runtime.device import gpu_of
 
 
 class GradientProblem(NamedTuple):
@@ -60,9 +59,7 @@ class GradientProblem(NamedTuple):
     @property
     def mode(self) -> Mode:
         """The sizes of a group of one factor."""
-        groups, rows, before, after = self.around
-        passes = 3 if self.dtype == torch.float32 and self.precision == "highest" else 1
-        return Mode(groups, rows * before, after, *self.sizes, self.dtype.itemsize, passes, gpu_of(self.device))
+        return mode_of(self.around, *self.sizes, self.dtype, self.precision, self.device)
 
     @property
     def dx_strides(self) -> tuple[int, ...]:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.launches import Case, Rows, launch_configs
+from fastkron_py.kron.launches import Case, Rows, launch_configs, mode_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
-from fastkron_py.kron.plan.wide import Mode, best_way, is_wide
+from fastkron_py.kron.plan.wide import best_way, is_wide
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
-from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import torch_products
@@ -174,9 +173,7 @@ def _way(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
     if launch.chained or launch.stop - launch.start > 1 or not is_wide(launch.p, launch.q):
         return "kernels"
     groups, rows, _, _ = problem.shape
-    passes = 3 if problem.dtype == torch.float32 and problem.precision == "highest" else 1
-    gpu = devices.gpu_of(problem.device)
-    mode = Mode(groups, rows * place.before, place.after, launch.p, launch.q, problem.dtype.itemsize, passes, gpu)
+    mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
     way = best_way(mode, kernels.has_wide(problem.device, problem.dtype))
     return way if way in ("matmul", "transposing") else "kernels"
 

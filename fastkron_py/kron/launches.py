@@ -46,6 +46,13 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
+def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, device: torch.device) -> Mode:
+    """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode."""
+    groups, rows, before, after = shape
+    passes = 3 if dtype == torch.float32 and precision == "highest" else 1
+    return Mode(groups, rows * before, after, p, q, dtype.itemsize, passes, devices.gpu_of(device))
+
+
 _EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby}
 
 
@@ -75,9 +82,7 @@ class Case:
 
     def mode(self) -> Mode:
         """The sizes of a launch of one step."""
-        groups, rows, before, after = self.shape
-        passes = 3 if self.dtype == torch.float32 and self.precision == "highest" else 1
-        return Mode(groups, rows * before, after, self.launch.p, self.launch.q, self.dtype.itemsize, passes, self.gpu)
+        return mode_of(self.shape, self.launch.p, self.launch.q, self.dtype, self.precision, self.device)
 
 
 def launch_configs(case: Case, config: Config | None = None) -> tuple[LaunchConfig, ...]:

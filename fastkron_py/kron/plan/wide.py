@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
@@ -129,12 +130,14 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sc
     return min(found)
 
 
+@lru_cache(maxsize=1024)
 def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a multiply by the kernel for Hopper, and its tiles."""
     seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1)
     return max(seconds, mode.traffic()) + _LAUNCH, config
 
 
+@lru_cache(maxsize=1024)
 def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
     scattered = _WGMMA_SCATTERED if mode.is_scattered else 1.0
