@@ -201,7 +201,7 @@ class _Matmul:
 def _single(problem: GradientProblem) -> _Wide | _Matmul:
     """The gradient of one factor too wide for a fused kernel, the fastest way."""
     chained = chained_launch(problem)
-    way = "looped" if chained is not None else best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
+    way = "chained" if chained is not None else best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
     return _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way, chained)
 
 
@@ -211,19 +211,16 @@ class _Wide:
     def __init__(self, problem: GradientProblem, way: str, chained: ChainedLaunch | None) -> None:
         groups = problem.around[0]
         ((p, q),) = problem.factor_shapes
-        self.is_tensor_core = False
+        self.way = way
         if chained is not None:
             self.partials = _Partials(problem, 0, 1, chained.partials, False)
             self.launch = Launcher([chained.config])
-            self.whole = True
             return
-        self.whole = False
         addresses = problem.addresses
         if way == "wgmma":
             launch_config, splits = gradient_launch(problem.mode, addresses)
             self.partials = _Partials(problem, 0, 1, splits, True)
             self.launch = Launcher([launch_config])
-            self.is_tensor_core = True
             return
         gpu = devices.gpu_of(problem.device)
         config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, gpu)
@@ -253,9 +250,9 @@ class _Wide:
     def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """``[dF]``."""
         partial = self.partials.empty(build)
-        if self.whole:
+        if self.way == "chained":
             build.launch(self.launch, (u, g, tuple(factors), u, (partial, partial)), (alpha,))
-        elif self.is_tensor_core:
+        elif self.way == "wgmma":
             build.launch(self.launch, (u, (g,), partial, partial))
         else:
             build.launch(self.launch, (u, g, partial))
