@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.rational.kernels.function import _load_coefficients, _rational_slopes
+from fastkron_py.rational.kernels.function import COEFFICIENT, _load_coefficients, _rational_slopes
 from fastkron_py.rational.launches import SUM_BLOCK, coefficients
 from fastkron_py.rational.program_linear_rational import params
 from fastkron_py.runtime.builder import Builder
@@ -48,7 +48,7 @@ def epilogue_rational_gradients(
     tl.static_assert(((first.shape[1] - 1) & WIDTH) == 0)
     group = tl.minimum(column, columns - 1) // WIDTH
     a = _load_coefficients(tensors[0] + group * PARAMS[4], 1, unchanged, A_COUNT, tl.float32)
-    b = _load_coefficients(tensors[1] + group * PARAMS[5], 1, tensors[3].coefficient, B_COUNT, tl.float32)
+    b = _load_coefficients(tensors[1] + group * PARAMS[5], 1, tensors[3][COEFFICIENT], B_COUNT, tl.float32)
     x = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)
     is_row = (row + tl.arange(0, first.shape[0]) < rows)[:, None]
     dy = tl.where(is_row, first, 0.0)

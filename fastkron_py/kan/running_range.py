@@ -58,7 +58,7 @@ class Calls:
         Without a host's look at the numbers.
         """
         after = moved(running, own, momentum)  # in the graph: of a number among an operator's arguments, graphs are compiled anew
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # an exported graph is no part of this layer
+        if torch.compiler.is_compiling() and not _is_exporting():  # an exported graph is no part of this layer
             bounds, after = torch.ops.fastkron.running_range(own, running, after, self.handle)
             return bounds, after
         return self.decide(own, running, after)
@@ -113,6 +113,12 @@ class _Latest:
 def _is_real(t: Tensor) -> bool:
     """Whether a tensor may outlive the call: not one of a compiler, of a fake mode or of a transform."""
     return type(t) is Tensor and not t.is_meta and not torch.compiler.is_compiling() and not transforms_active()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """As torch's function, which torch 2.11 takes for True wherever it compiles."""
+    return torch.compiler.is_exporting()
 
 
 def is_second_run() -> bool:

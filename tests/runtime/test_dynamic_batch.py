@@ -41,7 +41,7 @@ class Model(nn.Module):
             self.parameters_ = nn.ParameterList()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.parameters_)
+        return self.function(x, *list(self.parameters_))
 
 
 @pytest.mark.parametrize("name", [*CASES, "GroupRational", "GRKAN"])

@@ -37,6 +37,7 @@ pytestmark = [
 ]
 
 F64 = torch.float64
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COEFFICIENTS = [(2, 4), (2, 2)]
 VERBS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "kron_matmul": (lambda x, a, b: kron_matmul(x, [a, b], alpha=0.5), [(3, 4), (2, 3), (2, 2)]),
@@ -75,7 +76,7 @@ def wanted() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     generator = torch.Generator().manual_seed(1)
     found = {}
     for verb, (_, shapes) in VERBS.items():
-        tensors = [torch.randn(shape, dtype=F64, generator=generator).requires_grad_() for shape in shapes]
+        tensors = [torch.randn(shape, dtype=F64, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
         found[verb] = tensors, results(verb, tensors)
     return found
 
@@ -222,9 +223,10 @@ def test_a_broken_name(name: str, fault: str, wanted: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_and_transforms_with_a_broken_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right; but for batches of gradients, which torch refuses where the library does not know of them."""
-    x, a, b = (torch.randn(s, dtype=F64, generator=torch.Generator().manual_seed(2)).requires_grad_() for s in VERBS["rational"][1])
-    plain = tuple([t.detach() for t in (x, a, b)])
-    rows = torch.ones(2, 3, 4, dtype=F64)
+    generator = torch.Generator().manual_seed(2)
+    plain = tuple([torch.randn(s, dtype=F64, generator=generator).to(DEVICE) for s in VERBS["rational"][1]])
+    x, a, b = (t.detach().requires_grad_() for t in plain)
+    rows = torch.ones(2, 3, 4, dtype=F64, device=DEVICE)
     ways: dict[str, Callable[[], Tensor]] = {
         "batches of gradients": lambda: torch.autograd.grad(rational(x, a, b), x, rows, is_grads_batched=True)[0],
         "vmap": lambda: torch.func.vmap(rational, (0, None, None))(*plain),

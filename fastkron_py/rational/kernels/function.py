@@ -14,6 +14,7 @@ from fastkron_py.tiling.approximations import quick_reciprocal
 COEFFICIENT = tl.constexpr(0)
 SUM = tl.constexpr(2)
 VALUE = tl.constexpr(3)
+SLOPES = tl.constexpr(4)
 
 
 @triton.jit
@@ -54,11 +55,11 @@ def _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: t
     b are coefficients as DENOMINATOR keeps them.
     """
     p, dp = polynomial(a, x, A_COUNT)
-    s, ds = DENOMINATOR.sum(b, x, B_COUNT)
-    inverse = _reciprocal(DENOMINATOR.value(s), APPROXIMATE)
+    s, ds = DENOMINATOR[SUM](b, x, B_COUNT)
+    inverse = _reciprocal(DENOMINATOR[VALUE](s), APPROXIMATE)
     u = dy * inverse  # of P
     v = -u * (p * inverse)  # of Q
-    even, odd = DENOMINATOR.slopes(v, x, s)
+    even, odd = DENOMINATOR[SLOPES](v, x, s)
     return u * dp + odd * ds, u, even, odd
 
 

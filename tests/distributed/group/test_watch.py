@@ -178,4 +178,4 @@ def test_two_gpus_of_which_one_waits_for_a_rank_that_is_killed() -> None:
     assert found["returncode"] == watch.EXIT_CODE, found
     assert re.match(r"kron_matmul: columns to rows, chunk \d of \d: exchange of [\d.]+ MB with ranks 0-1$", found["error"]["stage"])
     assert len(found["told"]) == 2
-    assert any("distributed_fault.py" in line for line in found["errors"])
+    assert any("fault.py" in line for line in found["errors"])
