@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ratios import geometric_mean, medians
+from benchmarks.ratios import device_medians, geometric_mean, medians
 
 BETTER: Final = "the better peer"
 WIDE: Final = 128  # factors over this on both sides
@@ -34,7 +34,7 @@ def rows_over(found: dict[str, Any], peer: str) -> list[Row]:
     """The problems where both this library and the peer (or `BETTER`) have a time, worst first."""
     rows, subject = [], found["subject"]
     for case in found["cases"]:
-        times, of = medians(case), case["parameters"]
+        times, of = device_medians(case), case["parameters"]
         ours = times.pop(subject, None)
         seconds = min(times.values(), default=None) if peer == BETTER else times.get(peer)
         if ours is not None and seconds is not None:

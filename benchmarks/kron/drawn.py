@@ -293,7 +293,6 @@ register(
         inputs=drawn_inputs,
         check=largest_error,
         baseline="matmul + transpose",
-        graphs=False,
         rounds=(5, 60),
         case_seconds=0.4,
         notes=("Errors are the largest of an element over the largest element of the float64 reference.",),

@@ -1,30 +1,32 @@
 """The launches of the backward pass: gradients of a Kronecker multiply in canonical form.
 
-For each group of factors (`tuning.gradient`), first factors first: its input u, which is x with the later factors applied,
-and its incoming gradient g, which is dy with the earlier ones applied backwards, give the group's factor gradients and the
-next group's g. The next g takes u's place in memory where u was made here.
+For each group of factors (`plan.gradient`), in the order of least time (`plan.gradient_order`): its input u, which is x with the later
+groups applied, and its incoming gradient g, which is dy with the earlier ones applied backwards, give the group's factor gradients and
+the next group's g. The next g takes u's place in memory where u was made here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.backward_pass import Pass
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
-from fastkron_py.kron.forward import PLAIN, Part, Scale, add_multiply, mergeable, rows_of
+from fastkron_py.kron.forward import Scale, add_multiply, mergeable
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
 from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
+from fastkron_py.kron.launches import passes_of
 from fastkron_py.kron.matmul import factor_gradient
 from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
+from fastkron_py.kron.plan.gradient_order import best_order
 from fastkron_py.kron.plan.steps import padded
 from fastkron_py.kron.plan.wide import best_gradient_way
 from fastkron_py.runtime import device as devices
@@ -38,8 +40,6 @@ from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.partials import _sum_partials_kernel
 
 _SUMMED: Final = 2048  # partial sums that a program adds up at a time
-# Intermediates of x's size that may be alive at once, besides x, the result and their gradients.
-_KEPT: Final = 2
 
 
 class _Partials:
@@ -198,13 +198,6 @@ class _Matmul:
         return [build.call(run, operands, describe((batches, p, q), u.dtype), scalars=(alpha if isinstance(alpha, Scalar) else 1.0,))]
 
 
-def _single(problem: GradientProblem) -> _Wide | _Matmul:
-    """The gradient of one factor too wide for a fused kernel, the fastest way."""
-    chained = chained_launch(problem)
-    way = "chained" if chained is not None else best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
-    return _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way, chained)
-
-
 class _Wide:
     """The gradient of one factor too wide for a fused kernel."""
 
@@ -259,77 +252,17 @@ class _Wide:
         return self.partials.add(build, partial, factors, alpha)
 
 
-class _Pass:
-    """One backward pass: the tensors that are alive, and how far they have come."""
-
-    def __init__(self, build: Builder, dy: Tensor, x: Tensor, factors: Sequence[Tensor], precision: str) -> None:
-        self.build, self.x, self.factors, self.precision = build, x, factors, precision
-        self.transposed = [f.mT for f in factors]
-        self.ps, self.qs = tuple([f.shape[1] for f in factors]), tuple([f.shape[2] for f in factors])
-        self.g = dy
-        self.done = 0  # modes of g before this one have been multiplied back
-        self.kept: dict[int, Tensor] = {len(factors): x}  # x with the factors from this one on applied
-
-    def input_of(self, stop: int, later: Sequence[int]) -> tuple[Tensor, bool]:
-        """Compute x with the factors from stop on applied; also returned is whether it was made here, and is not x itself.
-
-        On the way the inputs of some groups that come later are kept, as many as memory is meant for.
-
-        Args:
-            stop: where the factors begin.
-            later: the same of each later group whose input will be wanted, ascending.
-        """
-        ancestor = min(i for i in self.kept if i >= stop)
-        used = [self._width(stop), *[self._width(i) for i in self.kept if i < len(self.factors)]]
-        room = _KEPT * max(self._width(0), self._width(len(self.factors))) - sum(used)
-        if self.done > 0:
-            room -= math.prod(self.ps[: self.done] + self.qs[self.done :])
-        stations = [stop]
-        for i in later:
-            if i < ancestor and self._width(i) <= room:
-                stations.append(i)
-                room -= self._width(i)
-        u = self.kept[ancestor]
-        for to, since in reversed(list(pairwise([*stations, ancestor]))):
-            if to < since:
-                part = Part(to, since, self.ps[:since] + self.qs[since:])
-                u = add_multiply(self.build, u, self.factors, self.precision, part=part)
-            if to != stop:
-                self.kept[to] = u
-        made = stop < len(self.factors)
-        if made:
-            self.kept.pop(stop, None)
-        return u, made
-
-    def _width(self, start: int) -> int:
-        """Elements of a row of x with the factors from this one on applied."""
-        return math.prod(self.ps[:start] + self.qs[start:])
-
-    def carry_back(self, to: int, scale: Scale = PLAIN) -> None:
-        """Multiply g's modes up to this one back."""
-        if to > self.done or not scale.is_one:
-            part = Part(self.done, to, self.ps[: self.done] + self.qs[self.done :])
-            self.g = add_multiply(self.build, self.g, self.transposed, self.precision, scale, part=part)
-            self.done = to
-
-    def problem(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> GradientProblem:
-        """The group's problem."""
-        groups, rows, _, columns = self.x.shape
-        mine = self.factors[group.start : group.stop]
-        return GradientProblem(
-            group,
-            (groups, rows, math.prod(self.ps[: group.start]), math.prod(self.qs[group.stop :]) * columns),
-            rows_of(u),
-            rows_of(self.g),
-            tuple(zip(self.ps[group.start : group.stop], self.qs[group.start : group.stop], strict=True)),
-            tuple([f.stride() for f in mine]),
-            need_x,
-            tuple(need_factors[group.start : group.stop]),
-            scaled,
-            self.precision,
-            u.dtype,
-            self.build.device,
-        )
+def _add_single(
+    build: Builder, problem: GradientProblem, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int
+) -> list[Tensor | None]:
+    """``[dF]`` of one factor too wide for a fused kernel, the fastest way; it lies in memory as the factor does."""
+    if problem.is_transposed:
+        (df,) = _add_single(build, problem.swapped(), g, u, [f.mT for f in factors], alpha)
+        return [None if df is None else df.mT]
+    chained = chained_launch(problem)
+    way = "chained" if chained is not None else best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
+    single = _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way, chained)
+    return single.add(build, u, g, factors, alpha)
 
 
 def _groups(
@@ -372,21 +305,27 @@ def add_backward(
     gradients: list[Tensor | None] = [None] * count
     if not any(need_factors):
         return (add_multiply(build, dy, [f.mT for f in factors], precision, scale) if need_x else None), gradients
-    state = _Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision)
+    shapes = [(f.shape[1], f.shape[2]) for f in factors]
+    ps, qs = (tuple([s[i] for s in shapes]) for i in (0, 1))
     gpu = devices.gpu_of(build.device)
-    groups = _groups(state.ps, state.qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3], gpu)
+    groups = _groups(ps, qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3], gpu)
+    order = list(range(count))
+    if all(need_factors):
+        passes = passes_of(x.dtype, precision)
+        groups, order = best_order(groups, shapes, math.prod(x.shape) // math.prod(ps), x.element_size(), passes, gpu)
+    state = Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision, order)
+    needed = [need_factors[i] for i in order]
     for i, group in enumerate(groups):
         state.carry_back(group.start)
         u, made = state.input_of(group.stop, [later.stop for later in groups[i + 1 :]])
-        mine = slice(group.start, group.stop)
+        numbers = order[group.start : group.stop]
+        mine = slice(numbers[0], numbers[-1] + 1)
         go_on = need_x or i + 1 < len(groups)
         if not group.fused:
-            gradients[mine] = _single(state.problem(group, u, False, need_factors, False)).add(
-                build, u, state.g, factors[mine], scale.alpha
-            )
+            gradients[mine] = _add_single(build, state.problem(group, u, False, needed, False), u, state.g, factors[mine], scale.alpha)
             continue
         final = need_x and group.stop == count
-        fused = _Fused(state.problem(group, u, go_on, need_factors, final and not scale.is_one))
+        fused = _Fused(state.problem(group, u, go_on, needed, final and not scale.is_one))
         dx = (u if made else build.empty(u.shape, u.dtype)) if go_on else None
         gradients[mine] = fused.add(build, u, state.g, factors[mine], dx, scale.alpha)
         if dx is not None:

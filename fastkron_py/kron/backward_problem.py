@@ -57,6 +57,18 @@ class GradientProblem(NamedTuple):
         return self._replace(around=(groups, rows, before // count, after), neighbours=count)
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether the columns of a factor, not its rows, are runs of memory, as in the left form."""
+        _, p_stride, q_stride = self.factor_strides[0]
+        return p_stride == 1 and q_stride != 1
+
+    def swapped(self) -> GradientProblem:
+        """The problem of the same gradient, transposed, of a group of one factor: u and g change places."""
+        ((p, q),) = self.factor_shapes
+        ((batch, p_stride, q_stride),) = self.factor_strides
+        return self._replace(u=self.g, g=self.u, factor_shapes=((q, p),), factor_strides=((batch, q_stride, p_stride),))
+
+    @property
     def mode(self) -> Mode:
         """The sizes of a group of one factor."""
         return mode_of(self.around, *self.sizes, self.dtype, self.precision, self.device)

@@ -14,7 +14,7 @@ from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import Case, Rows, launch_configs, mode_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
-from fastkron_py.kron.plan.wide import best_way, is_wide
+from fastkron_py.kron.plan.wide import best_way, has_choice
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime.builder import Builder
@@ -170,11 +170,13 @@ def case_of(
 
 def _way(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
     """How a launch of the closed form is done: by "kernels", or torch's "matmul" or "transposing"."""
-    if launch.chained or launch.stop - launch.start > 1 or not is_wide(launch.p, launch.q):
+    if launch.stop - launch.start > 1:
         return "kernels"
     groups, rows, _, _ = problem.shape
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
-    way = best_way(mode, kernels.has_wide(problem.device, problem.dtype))
+    if not has_choice(mode, problem.stop - problem.start == 1):
+        return "kernels"
+    way = best_way(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
     return way if way in ("matmul", "transposing") else "kernels"
 
 

@@ -46,11 +46,15 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
+def passes_of(dtype: torch.dtype, precision: str) -> int:
+    """Products of tensor cores that a product of this precision takes."""
+    return 3 if dtype == torch.float32 and precision == "highest" else 1
+
+
 def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, device: torch.device) -> Mode:
     """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode."""
     groups, rows, before, after = shape
-    passes = 3 if dtype == torch.float32 and precision == "highest" else 1
-    return Mode(groups, rows * before, after, p, q, dtype.itemsize, passes, devices.gpu_of(device))
+    return Mode(groups, rows * before, after, p, q, dtype.itemsize, passes_of(dtype, precision), devices.gpu_of(device))
 
 
 _EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby}

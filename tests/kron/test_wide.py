@@ -18,6 +18,7 @@ SHAPES = {
     "last": (2, 2, (3, 130), (4, 129), 1),
     "columns": (1, 2, (140,), (3,), 5),
     "between": (3, 2, (5, 131, 2), (4, 7, 3), 1),
+    "two, the second wider": (1, 2, (66, 2, 70), (2, 3, 67), 1),
 }
 WAYS = ("matmul", "transposing", "looped")
 
@@ -29,7 +30,7 @@ def test_every_way_is_right(way: str, shape: tuple, dtype: torch.dtype, device: 
     from fastkron_py.kron import backward as backward_module  # imports Triton, which reads TRITON_INTERPRET
     from fastkron_py.kron import forward
 
-    monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma: way)
+    monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma, is_chained: way)
     monkeypatch.setattr(backward_module, "best_gradient_way", lambda mode, has_wgmma: way)
     groups, rows, ps, qs, columns = shape
     torch.manual_seed(0)

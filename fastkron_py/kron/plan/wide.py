@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from fastkron_py.kron.plan.steps import padded
 from fastkron_py.runtime.gpu import GPU
-from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
 
-# Factors wider than this, on either side, choose among the ways below.
+# Factors wider than this, on either side, choose among the ways below; where a factor is the only one, narrower ones of half types and
+# float64 do, of which torch's products are faster.
 WIDE: Final = 64
+ALONE: Final = 32
 # Up to this width the plain kernel keeps the whole factor on chip, but for float64.
 RESIDENT: Final = 128
 
@@ -26,17 +30,27 @@ _MOST_SPLITS: Final = 132
 # Shares of a GPU's rate that the ways reach, measured on an H200.
 _WGMMA: Final = {2: 0.2, 4: 0.85, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
 _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
-_WGMMA_SCATTERED: Final = 4.0  # and times that it takes where k runs over slices that are not one run
+_WGMMA_SCATTERED: Final = 2.2  # and times that it takes where k runs over slices that are not one run
 _MATMUL: Final = 0.95
 _LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
-_LOOPED_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.25}  # where blocks reach beyond the factor
+_LOOPED_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.17}  # where blocks reach beyond the factor
+_GRADIENT_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.36}  # the same of a gradient,
+_GRADIENT_SCATTERED: Final = {2: 0.045, 4: 0.05, 8: 0.36}  # and where blocks of slices are not one run
+_GRADIENT_START: Final = 3e-6  # seconds that its programs take at least
 _PROGRAMS: Final = 2  # of the plain kernel on a multiprocessor
-_SCATTERED: Final = 0.15  # of its rate for a gradient, where blocks of slices are not one run
+_PARTIAL_SECTORS: Final = 3.5  # passes' time to write a result in runs shorter than a sector
 _LOOP_STEP: Final = 2e-6  # seconds that a step of the plain kernel takes at least
-_RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip
+_RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
+_CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel
+_WORTH: Final = 0.75  # of whose time another way takes at most: launches of one kind alone read whole runs of memory
 _MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take: it splits their sums
 _UNALIGNED: Final = 7.0  # times that torch's products of half types take where rows do not begin on 16 bytes
-_TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take
+_TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take,
+_BOTH_TRANSPOSED: Final = {2: 5.0, 4: 4.0, 8: 3.0}  # and those of both operands of a gradient
+# Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum; two share a multiprocessor.
+_TILE: Final = 1.3e-6
+_TILE_TERM: Final = {2: 5e-9, 4: 2e-8, 8: 5e-8}
+_TILE_TERM_UNALIGNED: Final = 3.5e-8  # of half types
 _DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch
 _LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
 
@@ -101,6 +115,12 @@ def is_wide(p: int, q: int) -> bool:
     return max(p, q) > WIDE
 
 
+def has_choice(mode: Mode, is_alone: bool) -> bool:
+    """Whether a multiply chooses among the ways; is_alone: it is of one factor."""
+    widest = max(mode.p, mode.q)
+    return widest > WIDE or (is_alone and widest > ALONE and (mode.itemsize == 8 or (mode.itemsize == 2 and mode.after == 1)))
+
+
 def _ceil(n: int, block: int) -> int:
     return -(-n // block)
 
@@ -162,6 +182,13 @@ def _is_aligned(mode: Mode) -> bool:
     return mode.itemsize > 2 or all(width % 8 == 0 for width in widths)
 
 
+def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) -> float:
+    """Seconds that a batch of torch's products takes at least: of matrices [height, terms] and [terms, width]."""
+    tiles = count * _ceil(height, 128) * _ceil(width, 128)
+    term = _TILE_TERM[mode.itemsize] if _is_aligned(mode) else _TILE_TERM_UNALIGNED
+    return max(1.0, tiles / (2 * mode.gpu.multiprocessors)) * (_TILE + terms * term)
+
+
 def matmul_seconds(mode: Mode) -> float:
     """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
     work = mode.operations / _filled(mode.q, 32) * (1.0 if _is_aligned(mode) else _UNALIGNED) / _matmul_rate(mode)
@@ -169,7 +196,7 @@ def matmul_seconds(mode: Mode) -> float:
         tiles = _ceil(mode.slices, 128) * _ceil(mode.q, 128) * mode.batches
         work *= min(_MOST_IDLE, _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles)
     else:
-        work /= _filled(mode.after, 32)
+        work = max(work / _filled(mode.after, 32), _batch_seconds(mode, mode.batches * mode.runs, mode.q, mode.after, mode.p))
     return max(work, mode.traffic()) + _LAUNCH
 
 
@@ -191,18 +218,26 @@ def looped_seconds(mode: Mode) -> float:
     share = (_LOOPED_UNEVEN if uneven else _LOOPED)[mode.itemsize]
     rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
     step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP)
-    return max(waves * _ceil(mode.p, block_p) * step, mode.traffic(1.3)) + _LAUNCH
+    has_partial_sectors = mode.after > 1 and mode.after * mode.itemsize < SECTOR_BYTES
+    passes = 1.3 + (_PARTIAL_SECTORS * mode.q / (mode.p + mode.q) if has_partial_sectors else 0.0)
+    return max(waves * _ceil(mode.p, block_p) * step, mode.traffic(passes)) + _LAUNCH
 
 
-def best_way(mode: Mode, has_wgmma: bool) -> str:
-    """The fastest way to multiply a mode: "wgmma", "matmul", "transposing" or "looped".
+def chained_seconds(mode: Mode) -> float:
+    """Seconds of the register-chained kernel, which keeps a factor of up to 128 rows and columns on chip."""
+    return mode.traffic(_CHAINED[mode.itemsize]) + 2 * _LAUNCH
+
+
+def best_way(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
+    """The fastest way to multiply a mode: "chained", "wgmma", "matmul", "transposing" or "looped".
 
     Args:
         mode: the multiply.
         has_wgmma: whether the kernel for Hopper may be used.
+        is_chained: whether the plan takes the register-chained kernel, in place of it and of the plain one.
     """
-    ways = {"looped": looped_seconds(mode)}
-    if has_wgmma:
+    ways = {"chained": _WORTH * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
+    if has_wgmma and not is_chained:
         ways["wgmma"], _ = multiply_config(mode)
     if mode.batches == 1 or mode.after == 1:
         ways["matmul"] = matmul_seconds(mode)
@@ -212,7 +247,13 @@ def best_way(mode: Mode, has_wgmma: bool) -> str:
 
 
 def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
-    """The fastest way to a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "transposing" or "looped".
+    """The fastest of `gradient_ways`."""
+    ways = gradient_ways(mode, has_wgmma)
+    return min(ways, key=lambda way: ways[way])
+
+
+def gradient_ways(mode: Mode, has_wgmma: bool) -> dict[str, float]:
+    """Seconds of each way to a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "transposing" and "looped".
 
     Args:
         mode: the multiply that is differentiated.
@@ -221,10 +262,10 @@ def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
     gpu = mode.gpu
     operations = mode.operations / _matmul_rate(mode)
     filled = _filled(mode.p, 32) * _filled(mode.q, 32) / (1.0 if _is_aligned(mode) else _UNALIGNED)
-    share = (_LOOPED_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
-    share *= _SCATTERED if mode.is_scattered else 1.0
-    looped = mode.operations / (_filled(mode.p, 64) * _filled(mode.q, 64) * gpu.rate(mode.itemsize) / mode.passes * share)
-    ways = {"looped": max(looped, mode.traffic(2.0)) + 2 * _LAUNCH}
+    share = (_GRADIENT_SCATTERED if mode.is_scattered else _GRADIENT_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
+    blocks = [_filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
+    looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
+    ways = {"looped": max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * _LAUNCH}
     if has_wgmma:
         ways["wgmma"], _ = gradient_config(mode)
     if mode.after == 1:
@@ -233,6 +274,8 @@ def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
         ways["matmul"] = max(operations / filled, mode.traffic(), alone) + 2 * _LAUNCH
     else:
         sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth if mode.runs > 1 else 0.0
-        ways["matmul"] = max(operations / filled / _filled(mode.after, 16), mode.traffic()) + sums + 3 * _LAUNCH
-        ways["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
-    return min(ways, key=lambda way: ways[way])
+        least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
+        launches = 3 if mode.runs > 1 else 1
+        ways["matmul"] = max(operations / filled / _filled(mode.after, 16), least, mode.traffic()) + sums + launches * _LAUNCH
+        ways["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_BOTH_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
+    return ways
