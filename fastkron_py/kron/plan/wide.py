@@ -44,7 +44,9 @@ _RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel 
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel
 _WORTH: Final = 0.75  # of whose time another way takes at most: launches of one kind alone read whole runs of memory
 _MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take: it splits their sums
-_UNALIGNED: Final = 7.0  # times that torch's products of half types take where rows do not begin on 16 bytes
+# Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
+_UNALIGNED: Final = 4.5
+_ODD: Final = 7.0
 _TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take,
 _BOTH_TRANSPOSED: Final = {2: 5.0, 4: 4.0, 8: 3.0}  # and those of both operands of a gradient
 # Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum; two share a multiprocessor.
@@ -176,22 +178,26 @@ def _filled(size: int, block: int) -> float:
     return size / (_ceil(size, block) * block)
 
 
-def _is_aligned(mode: Mode) -> bool:
-    """Whether all rows begin on 16 bytes, as tensor cores want half types; other dtypes do not depend on it as much."""
+def _slowdown(mode: Mode) -> float:
+    """Times that torch's products take by the alignment of rows, on which those of half types depend most."""
     widths = (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.q)
-    return mode.itemsize > 2 or all(width % 8 == 0 for width in widths)
+    if mode.itemsize > 2 or all(width % 8 == 0 for width in widths):
+        return 1.0
+    return _ODD if any(width % 2 for width in widths) else _UNALIGNED
 
 
 def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) -> float:
     """Seconds that a batch of torch's products takes at least: of matrices [height, terms] and [terms, width]."""
+    if count == 1:
+        return 0.0  # one product, whose sum torch splits
     tiles = count * _ceil(height, 128) * _ceil(width, 128)
-    term = _TILE_TERM[mode.itemsize] if _is_aligned(mode) else _TILE_TERM_UNALIGNED
+    term = _TILE_TERM[mode.itemsize] if _slowdown(mode) == 1 else _TILE_TERM_UNALIGNED
     return max(1.0, tiles / (2 * mode.gpu.multiprocessors)) * (_TILE + terms * term)
 
 
 def matmul_seconds(mode: Mode) -> float:
     """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
-    work = mode.operations / _filled(mode.q, 32) * (1.0 if _is_aligned(mode) else _UNALIGNED) / _matmul_rate(mode)
+    work = mode.operations / _filled(mode.q, 32) * _slowdown(mode) / _matmul_rate(mode)
     if mode.after == 1:
         tiles = _ceil(mode.slices, 128) * _ceil(mode.q, 128) * mode.batches
         work *= min(_MOST_IDLE, _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles)
@@ -261,21 +267,22 @@ def gradient_ways(mode: Mode, has_wgmma: bool) -> dict[str, float]:
     """
     gpu = mode.gpu
     operations = mode.operations / _matmul_rate(mode)
-    filled = _filled(mode.p, 32) * _filled(mode.q, 32) / (1.0 if _is_aligned(mode) else _UNALIGNED)
+    filled = _filled(mode.p, 32) * _filled(mode.q, 32) / _slowdown(mode)
     share = (_GRADIENT_SCATTERED if mode.is_scattered else _GRADIENT_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
     blocks = [_filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
     looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
     ways = {"looped": max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * _LAUNCH}
     if has_wgmma:
         ways["wgmma"], _ = gradient_config(mode)
-    if mode.after == 1:
+    is_one = mode.after == 1 or mode.runs == 1  # product of all slices
+    if is_one:
         # Of float64 torch's products do not split the sum.
         alone = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and _ceil(mode.p, 64) * _ceil(mode.q, 64) < gpu.multiprocessors else 0.0
         ways["matmul"] = max(operations / filled, mode.traffic(), alone) + 2 * _LAUNCH
     else:
-        sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth if mode.runs > 1 else 0.0
+        sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
         least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
-        launches = 3 if mode.runs > 1 else 1
-        ways["matmul"] = max(operations / filled / _filled(mode.after, 16), least, mode.traffic()) + sums + launches * _LAUNCH
+        ways["matmul"] = max(operations / filled / _filled(mode.after, 16), least, mode.traffic()) + sums + 3 * _LAUNCH
+    if mode.after > 1:
         ways["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_BOTH_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
     return ways
