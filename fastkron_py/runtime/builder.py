@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,25 +26,25 @@ class Spanning(NamedTuple):
     other: Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class _Value:
-    """A buffer, or a tensor that a call returns."""
+    """An input, a buffer, or a tensor that a call returns.
 
+    Attributes:
+        number: in the program.
+        tensor: without memory, of its shape, strides and dtype.
+        steps: that use it, by index.
+        is_called: a call of torch, which wants tensors, reads or makes it: it is not in the pool.
+        is_returned: a call returns it, so no memory is allocated for it.
+        result: its shape as a result of the program, if it is one.
+    """
+
+    number: int
     tensor: Tensor
-    called: bool = False  # read or made by a call of torch, which wants tensors: not in the pool
-    span: list[int] = field(default_factory=list)  # the steps that use it
-    result: bool = False
-
-    nbytes: int = 0
-
-
-class _Use(NamedTuple):
-    """A launch or a call as it was added."""
-
-    run: Any
-    operands: tuple[Any, ...]
-    scalars: tuple[Any, ...]
-    results: tuple[int, ...] | None
+    steps: list[int] = field(default_factory=list)
+    is_called: bool = False
+    is_returned: bool = False
+    result: tuple[int, ...] | None = None
 
 
 class Builder:
@@ -63,34 +64,31 @@ class Builder:
                 megabyte, or half of the largest input's.
         """
         given = [t for t in tensors if t is not None]
-        self.device = given[0].device
+        self.device, self._dtype = given[0].device, given[0].dtype
         self._addresses = [t.data_ptr() for t in given]
         self._alignments: dict[int, bool] = {}
         self._orders: dict[tuple[int, int, int], int] = {}
-        self.inputs: list[Any] = []
-        self._values: list[_Value] = []
-        self._numbers: dict[int, int] = {}
-        for t in tensors:
-            self.inputs.append(None if t is None else self._add(_meta(t.shape, t.dtype, t.stride())))
-        self._given = len(self._values)
-        self._shared = max(_SMALL, max([v.nbytes for v in self._values]) // 2) if shared is None else shared
-        self._uses: list[_Use] = []
+        self._shared = max(_SMALL, max([t.nbytes for t in given]) // 2) if shared is None else shared
+        self._numbers = itertools.count()
+        self._values: dict[int, _Value] = {}  # by the storage of their tensors, which views share
+        self._steps: list[Step] = []
+        self.inputs: list[Any] = [None if t is None else self.empty(t.shape, t.dtype, t.stride()) for t in tensors]
 
     # ---- operands --------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
         """A buffer that a later step writes."""
-        return self._add(_meta(shape, dtype, strides))
+        return self._add(describe(shape, dtype, strides)).tensor
 
     def empty_like(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `torch.empty_like`."""
-        return self._add(torch.empty_like(t, dtype=dtype))
+        return self._add(torch.empty_like(t, dtype=dtype)).tensor
 
     def contiguous(self, t: Tensor) -> Tensor:
         """The tensor itself, or a contiguous copy."""
         if t.is_contiguous():
             return t
-        made: Tensor = self.call(Tensor.contiguous, (t,), _meta(t.shape, t.dtype))
+        made: Tensor = self.call(Tensor.contiguous, (t,), describe(t.shape, t.dtype))
         return made
 
     def reshape(self, t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -108,13 +106,13 @@ class Builder:
         def copy(t: Tensor) -> Tensor:
             return t.new_empty_strided(shape, strides).copy_(t)
 
-        copied: Tensor = self.call(copy, (t,), _meta(shape, t.dtype, strides))
+        copied: Tensor = self.call(copy, (t,), describe(shape, t.dtype, strides))
         return copied
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether a tensor begins at a 16-byte boundary, in every call that the program is for."""
-        number, offset, _ = self._place(t)
-        if offset % 16 or number >= self._given:
+        number, offset = self._place(t)
+        if offset % 16 or number >= len(self._addresses):
             return offset % 16 == 0
         self._alignments[number] = self._addresses[number] % 16 == 0
         return self._alignments[number]
@@ -125,10 +123,10 @@ class Builder:
         It is 0 where a descriptor cannot span both: at the same place, too far apart, or in buffers of their own. Where these are two
         inputs, the operator's `places` have to tell their orders apart.
         """
-        (one, begin, _), (other, end, _) = self._place(first), self._place(second)
+        (one, begin), (other, end) = self._place(first), self._place(second)
         if one == other:
             return order_of(end - begin)
-        if max(one, other) >= self._given:
+        if max(one, other) >= len(self._addresses):
             return 0
         found = order_of(self._addresses[other] + end - self._addresses[one] - begin)
         self._orders[one, other, end - begin] = found
@@ -144,7 +142,9 @@ class Builder:
             operands: tensors, tuples of tensors, descriptors, `Spanning`s.
             scalars: integers and `Scalar`s.
         """
-        self._use(_Use(launcher, tuple(operands), tuple(scalars), None))
+        step = Step(launcher, (), tuple(scalars), None)
+        step.operands = tuple([self._operand(o, step) for o in operands])
+        self._steps.append(step)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Tensor], *results: Tensor, scalars: Sequence[Any] = ()) -> Any:
         """Add a call of torch, which returns tensors like the results described; gives these as operands of later steps.
@@ -155,14 +155,15 @@ class Builder:
             results: tensors without memory, as `describe` makes them.
             scalars: numbers and `Scalar`s.
         """
-        for t in operands:
-            self._values[self._number(t)].called = True
-        made = [self._add(t) for t in results]
-        numbers = [self._number(t) for t in made]
-        for number in numbers:
-            self._values[number].called = True
-        self._use(_Use(function, tuple(operands), tuple(scalars), tuple(numbers)))
-        return made[0] if len(made) == 1 else made
+        read, made = [self._value(t) for t in operands], [self._add(t) for t in results]
+        for value in made:
+            value.is_returned = True
+        for value in (*read, *made):
+            value.is_called = True
+            value.steps.append(len(self._steps))
+        views = tuple([_view(value, t) for value, t in zip(read, operands, strict=True)])
+        self._steps.append(Step(function, views, tuple(scalars), tuple([value.number for value in made])))
+        return results[0] if len(results) == 1 else list(results)
 
     def program(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None) -> Program:
         """The program that returns these tensors; each all of a value, in the shape given if there is one.
@@ -170,166 +171,91 @@ class Builder:
         Raises:
             ValueError: a result is an input, or no step uses it.
         """
-        wanted = {}
-        for i, t in enumerate(results):
-            value = self._values[self._number(t)]
-            if not value.span or self._number(t) < self._given:
-                raise value_error("results", "tensors that steps make", "an input" if value.span else "one that no step uses")
-            value.result = True
-            wanted[self._number(t)] = tuple(t.shape if shapes is None else shapes[i])
+        returned = [self._value(t) for t in results]
+        for value, shape in zip(returned, shapes or [t.shape for t in results], strict=True):
+            if not value.steps or value.number < len(self._addresses):
+                raise value_error("results", "tensors that steps make", "an input" if value.steps else "one that no step uses")
+            value.result = tuple(shape)
+        used = [v for v in self._values.values() if v.steps and v.number >= len(self._addresses)]
+        # One allocation for small buffers. Of a large one, which may be one of few that are alive at a time, the
+        # memory is had when it is needed and no longer.
+        pooled = [v for v in used if not v.is_called and v.result is None and v.tensor.nbytes <= self._shared and v.tensor.is_contiguous()]
+        for value in used:
+            if value not in pooled:
+                self._allocate(value)
+        offsets, nbytes = _places([(v.tensor.nbytes, (v.steps[0], v.steps[-1])) for v in pooled])
+        parts = [(v.number, at, tuple(v.tensor.shape), v.tensor.dtype) for v, at in zip(pooled, offsets, strict=True)]
         places = Places(tuple(self._alignments.items()), tuple(self._orders.items()))
-        numbering = _Numbering(self._values, self._given, self._uses, self._shared, wanted)
-        return numbering.program([self._number(t) for t in results], places, self.device)
+        count = next(self._numbers)
+        found = [Result(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
+        return Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device)
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _add(self, t: Tensor) -> Tensor:
-        self._numbers[t.untyped_storage()._cdata] = len(self._values)
-        self._values.append(_Value(t, nbytes=t.numel() * t.element_size()))
-        return t
+    def _add(self, t: Tensor) -> _Value:
+        """A new value."""
+        value = self._values[t.untyped_storage()._cdata] = _Value(next(self._numbers), t)
+        return value
 
-    def _number(self, t: Tensor) -> int:
-        return self._numbers[t.untyped_storage()._cdata]
+    def _value(self, t: Tensor) -> _Value:
+        """The value that a tensor is a view of."""
+        return self._values[t.untyped_storage()._cdata]
 
-    def _use(self, use: _Use) -> None:
-        step = len(self._uses)
-        self._uses.append(_Use(use.run, tuple([self._resolved(o) for o in use.operands]), use.scalars, use.results))
-        for operand in self._uses[-1].operands:
-            for number, *_ in operand.parts if operand.other is None else (*operand.parts, operand.other):
-                self._values[number].span.append(step)
-        for number in use.results or ():
-            self._values[number].span.append(step)
+    def _place(self, t: Tensor) -> tuple[int, int]:
+        """(number of the value, bytes) where a tensor begins."""
+        return self._value(t).number, int(t.storage_offset()) * t.element_size()
 
-    def _resolved(self, operand: Any) -> _Operand:
-        if isinstance(operand, tuple) and not isinstance(operand, Spanning):
-            return _Operand(parts=tuple([self._place(t) for t in operand]))
+    def _operand(self, operand: Any, step: Step) -> int:
+        """The number of a launch's operand: of a value, or of a place, a tuple or a descriptor that the step derives from values."""
         if isinstance(operand, Tensor):
-            return _Operand(parts=(self._place(operand),), single=True, view=operand)
-        descriptor = operand.descriptor if isinstance(operand, Spanning) else operand
-        if not self.is_aligned(descriptor.base):
-            raise ValueError(f"operands: expected a descriptor of memory from a 16-byte boundary on; got {descriptor}")
-        place = self._place(descriptor.base)
-        if not isinstance(operand, Spanning):
-            return _Operand(parts=(place,), single=True, descriptor=descriptor)
-        other = self._place(operand.other)
-        if other[0] != place[0]:
-            return _Operand(parts=(place,), single=True, descriptor=descriptor, other=other)
-        apart = replace(descriptor, strides=[other[2] - place[2], *descriptor.strides[1:]])  # in one value, the same in every call
-        return _Operand(parts=(place,), single=True, descriptor=apart)
+            value, offset = self._value(operand), int(operand.storage_offset())
+            value.steps.append(len(self._steps))
+            if not offset:
+                return value.number
+            step.shifts.append(Shift(next(self._numbers), value.number, offset * operand.element_size(), offset))
+            return step.shifts[-1].number
+        if isinstance(operand, tuple) and not isinstance(operand, Spanning):
+            step.tuples.append((next(self._numbers), tuple([self._operand(t, step) for t in operand])))
+            return step.tuples[-1][0]
+        return self._descriptor(operand, step)
 
-    def _place(self, t: Tensor) -> tuple[int, int, int]:
-        """(value, bytes, elements) where a tensor begins."""
-        elements = int(t.storage_offset())
-        return self._number(t), elements * t.element_size(), elements
+    def _descriptor(self, operand: Any, step: Step) -> int:
+        """The number of a descriptor, which the step makes."""
+        descriptor, other = operand if isinstance(operand, Spanning) else (operand, None)
+        base = descriptor.base
+        if not self.is_aligned(base):
+            raise ValueError(f"operands: expected a descriptor of memory from a 16-byte boundary on; got {descriptor}")
+        if other is not None and self._value(other) is self._value(base):  # in one value, the same in every call
+            descriptor = replace(descriptor, strides=[other.storage_offset() - base.storage_offset(), *descriptor.strides[1:]])
+            other = None
+        source, end = self._operand(base, step), None if other is None else self._operand(other, step)
+        box = Box(next(self._numbers), source, type(descriptor), template_of(descriptor), end, base.element_size())
+        step.boxes.append(box)
+        return box.number
+
+    def _allocate(self, value: _Value) -> None:
+        """Let the first step that uses a buffer allocate it, in the shape of a result where it is one, and the last one drop it."""
+        t = value.tensor
+        if not value.is_returned:
+            shape = tuple(t.shape) if value.is_called or value.result is None else value.result
+            strides = None if t.is_contiguous() else t.stride()
+            self._steps[value.steps[0]].makes.append(Make(value.number, shape, strides, None if t.dtype == self._dtype else t.dtype))
+        if value.result is None:
+            self._steps[value.steps[-1]].drops.append(value.number)
 
 
 def describe(shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
     """A tensor without memory, as `Builder.call` wants its results described."""
-    return _meta(shape, dtype, strides)
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
-    shape = tuple(shape)
     if strides is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.empty_strided(shape, tuple(strides), dtype=dtype, device="meta")
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """An operand by numbers of values."""
-
-    parts: tuple[tuple[int, int, int], ...]
-    single: bool = False
-    descriptor: Any = None
-    other: tuple[int, int, int] | None = None
-    view: Tensor | None = None
-
-
-class _Numbering:
-    """The final numbers of values: inputs, the pool's buffers, others, and what steps derive from them."""
-
-    def __init__(self, values: list[_Value], given: int, uses: list[_Use], shared: int, wanted: dict[int, tuple[int, ...]]) -> None:
-        self._values, self._given, self._uses, self._wanted = values, given, uses, wanted
-        used = [i for i in range(given, len(values)) if values[i].span]
-        small = [i for i in used if not values[i].called and not values[i].result and values[i].nbytes <= shared]
-        # One allocation for small buffers. Of a large one, which may be one of few that are alive at a time, the
-        # memory is had when it is needed and no longer.
-        self._pooled = [i for i in small if values[i].tensor.is_contiguous()]
-        pooled = set(self._pooled)
-        self._others = [i for i in used if i not in pooled]
-        order = [*range(given), *self._pooled, *self._others]
-        self._final = {value: number for number, value in enumerate(order)}
-        self._count = len(order)
-
-    def program(self, results: Sequence[int], places: Places, device: torch.device) -> Program:
-        """The program with these results."""
-        steps = [self._step(i, use) for i, use in enumerate(self._uses)]
-        spans = [(self._values[i].nbytes, (min(self._values[i].span), max(self._values[i].span))) for i in self._pooled]
-        offsets, nbytes = _places(spans)
-        parts = [
-            (at, tuple(self._values[i].tensor.shape), self._values[i].tensor.dtype) for at, i in zip(offsets, self._pooled, strict=True)
-        ]
-        returned = [self._result(i) for i in results]
-        return Program(steps, self._count, self._given, Pool(nbytes, tuple(parts)), returned, places, device)
-
-    def _is_made(self, value: int) -> bool:
-        """Whether a value is a buffer, not what a call returns."""
-        return not any([value in (use.results or ()) for use in self._uses])
-
-    def _result(self, value: int) -> Result:
-        same = self._wanted[value] == tuple(self._values[value].tensor.shape) or self._is_made(value)
-        return Result(self._final[value], None if same else self._wanted[value])
-
-    def _step(self, index: int, use: _Use) -> Step:
-        makes = [self._make(i) for i in self._others if self._is_made(i) and min(self._values[i].span) == index]
-        drops = [self._final[i] for i in self._others if max(self._values[i].span) == index and not self._values[i].result]
-        if use.results is not None:
-            views = tuple([self._view(operand) for operand in use.operands])
-            found = tuple([self._final[i] for i in use.results])
-            return Step(use.run, views, use.scalars, found, tuple(makes), drops=tuple(drops))
-        shifts: list[Shift] = []
-        tuples: list[tuple[int, tuple[int, ...]]] = []
-        boxes: list[Box] = []
-        operands = []
-        for operand in use.operands:
-            places = [self._placed(part, shifts) for part in operand.parts]
-            if operand.descriptor is not None:
-                descriptor = operand.descriptor
-                other = None if operand.other is None else self._placed(operand.other, shifts)
-                itemsize = descriptor.base.element_size()
-                boxes.append(Box(self._next(), places[0], type(descriptor), template_of(descriptor), other, itemsize))
-                operands.append(boxes[-1].number)
-            elif operand.single:
-                operands.append(places[0])
-            else:
-                tuples.append((self._next(), tuple(places)))
-                operands.append(tuples[-1][0])
-        return Step(use.run, tuple(operands), use.scalars, None, tuple(makes), tuple(shifts), tuple(tuples), tuple(boxes), tuple(drops))
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1
-
-    def _placed(self, place: tuple[int, int, int], shifts: list[Shift]) -> int:
-        value, nbytes, elements = place
-        if not nbytes:
-            return self._final[value]
-        shifts.append(Shift(self._next(), self._final[value], nbytes, elements))
-        return shifts[-1].number
-
-    def _view(self, operand: _Operand) -> View:
-        (value, _, offset), t = operand.parts[0], operand.view
-        whole = self._values[value].tensor
-        if t is None or (t.shape == self._wanted.get(value, whole.shape) and t.stride() == whole.stride() and not offset):
-            return View(self._final[value])
-        return View(self._final[value], tuple(t.shape), t.stride(), offset)
-
-    def _make(self, value: int) -> Make:
-        t = self._values[value].tensor
-        shape = self._wanted.get(value, tuple(t.shape))
-        strides = None if t.is_contiguous() else t.stride()
-        return Make(self._final[value], shape, strides, None if t.dtype == self._values[0].tensor.dtype else t.dtype)
+def _view(value: _Value, t: Tensor) -> View:
+    """A tensor that torch is handed, by its value."""
+    if t.shape == value.tensor.shape and t.stride() == value.tensor.stride() and not t.storage_offset():
+        return View(value.number)
+    return View(value.number, tuple(t.shape), t.stride(), int(t.storage_offset()))
 
 
 def _places(buffers: Sequence[tuple[int, tuple[int, int]]]) -> tuple[list[int], int]:

@@ -1,7 +1,7 @@
 """Programs: the launches, torch calls and buffers of a call as data, and running them.
 
 A slice builds a `Program` for a problem (`runtime/builder.py`). The first call on such a problem runs it, and so does every later one.
-Values are numbered: the inputs, then buffers that a step writes, then places inside of these, tuples and descriptors. A run makes
+Values are numbered: the inputs first, then buffers, places inside of values, tuples and descriptors, as steps are added. A run makes
 the buffers, and hands addresses to compiled kernels and tensors to torch.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -72,7 +72,7 @@ class View(NamedTuple):
     offset: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """One launch of a kernel, or one call of torch, and what happens around it.
 
@@ -92,34 +92,34 @@ class Step:
     operands: tuple[Any, ...]
     scalars: tuple[Any, ...]
     results: tuple[int, ...] | None
-    makes: tuple[Make, ...] = ()
-    shifts: tuple[Shift, ...] = ()
-    tuples: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    boxes: tuple[Box, ...] = ()
-    drops: tuple[int, ...] = ()
+    makes: list[Make] = field(default_factory=list)
+    shifts: list[Shift] = field(default_factory=list)
+    tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
 
 
 class _Ready(NamedTuple):
     """A step with its kernel compiled: a launch past everything that looks at arguments."""
 
-    makes: tuple[Make, ...]
+    makes: Sequence[Make]
     called: Step | None  # a call of torch, which has none of what follows
-    shifts: tuple[Shift, ...]
+    shifts: Sequence[Shift]
     tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]
-    boxes: tuple[Box, ...]
+    boxes: Sequence[Box]
     launch: Callable[..., None]
     grid: int
     first: tuple[Any, ...]  # arguments of the launcher before the kernel's
     operands: Callable[[Any], tuple[Any, ...]]
     rest: tuple[Any, ...]  # the kernel's arguments after the operands: strides, scalars, constants
-    drops: tuple[int, ...]
+    drops: Sequence[int]
 
 
 class Pool(NamedTuple):
-    """One allocation for small buffers: its size, and (offset, shape, dtype) of each, numbered after the inputs."""
+    """One allocation for small buffers: its size, and (number, offset, shape, dtype) of each."""
 
     nbytes: int
-    parts: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    parts: tuple[tuple[int, int, tuple[int, ...], torch.dtype], ...]
 
 
 class Result(NamedTuple):
@@ -166,15 +166,15 @@ class Program:
             steps: in order.
             count: of all values.
             inputs: how many of them, the first, are inputs.
-            pool: of the values after these.
+            pool: of small buffers.
             results: of the program.
             places: of the inputs.
             device: of all values.
         """
         self._steps = tuple(steps)
         self._inputs, self._pool, self._results = inputs, pool, tuple(results)
-        self._blank = [None] * (count - inputs - len(pool.parts))
-        self._offsets = [offset for offset, *_ in pool.parts]
+        self._blank = [None] * (count - inputs)
+        self._offsets = [(number, offset) for number, offset, *_ in pool.parts]
         self._has_calls = any([step.results is not None for step in steps])
         launches = [step for step in steps if step.results is None]
         self._is_calls_alone = not launches and not pool.parts
@@ -251,11 +251,12 @@ class Program:
         stream = self._get_stream(self._device)
         like = given[0]
         held: dict[int, Tensor] = {}
+        addresses += self._blank
         if self._offsets:
             pool = like.new_empty(self._pool.nbytes, dtype=torch.uint8)
             base = pool.data_ptr()
-            addresses += [base + offset for offset in self._offsets]
-        addresses += self._blank
+            for number, offset in self._offsets:
+                addresses[number] = base + offset
         for makes, called, shifts, tuples, boxes, launch, grid, first, operands, rest, drops in compiled[1]:
             for number, shape, strides, dtype in makes:
                 if strides is not None:
@@ -301,13 +302,12 @@ class Program:
     def _run_by_tensors(self, given: Sequence[Tensor], scalars: tuple[float, ...], patterns: tuple[int, ...]) -> list[Tensor]:
         """The same through Triton's JIT functions, which also compile, and take any alignment."""
         like = given[0]
-        values: list[Any] = [*given]
+        values: list[Any] = [*given, *self._blank]
         if self._pool.parts:
             pool = like.new_empty(self._pool.nbytes, dtype=torch.uint8)
-            for offset, shape, dtype in self._pool.parts:
+            for number, offset, shape, dtype in self._pool.parts:
                 size = dtype.itemsize * math.prod(shape)
-                values.append(pool[offset : offset + size].view(dtype).view(shape))
-        values += self._blank
+                values[number] = pool[offset : offset + size].view(dtype).view(shape)
         for step in self._steps:
             for make in step.makes:
                 values[make.number] = _made(make, like)
