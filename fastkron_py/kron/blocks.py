@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.forward import MultiplyLaunch, Scale, case_of, plan_problem
+from fastkron_py.kron.forward import MultiplyLaunch, Scale, launch_problem, plan_problem
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.launches import Rows, launch_configs
 from fastkron_py.kron.plan.plan import InBlocks, Launch, places, plan, transposes
@@ -100,10 +100,10 @@ def _steps(problem: MultiplyProblem, blocks: int, outs: int) -> list[_Step]:
         times = parts if reads or writes else 1
         inner, outer = before * launch.p * after, before * launch.q * after
         x, y = (Rows(0, width // parts if apart else width, 1) for width, apart in ((inner, reads), (outer, writes)))
-        case = case_of(problem, launch, (1, rows, before // times, after), transposed, before, x, y, i == last)
+        made = launch_problem(problem, launch, (1, rows, before // times, after), transposed, before, x, y, i == last)
         shift = (before if transposed else outer) // times
-        made = MultiplyLaunch(launch.start, launch.stop, (1, rows, outer, 1), Launcher(launch_configs(case)))
-        found.append(_Step(made, times, reads, writes, inner // times, shift, outer))
+        multiply = MultiplyLaunch(launch.start, launch.stop, (1, rows, outer, 1), Launcher(launch_configs(made)))
+        found.append(_Step(multiply, times, reads, writes, inner // times, shift, outer))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.launches import Case, Rows, launch_configs, mode_of
+from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.wide import best_way, has_choice
@@ -141,23 +141,30 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
     return PlanProblem(problem.dtype.itemsize, groups * rows * before, after, kernels.has_chained(problem.device, problem.dtype), before)
 
 
-def case_of(
-    problem: MultiplyProblem, launch: Launch, shape: tuple[int, int, int, int], transposed: bool, apart: int, x: Rows, y: Rows, final: bool
-) -> Case:
-    """A launch of a multiply, from x to y; the final one scales, and adds z.
+def launch_problem(
+    problem: MultiplyProblem,
+    launch: Launch,
+    shape: tuple[int, int, int, int],
+    transposed: bool,
+    mode_stride: int,
+    x: Rows,
+    y: Rows,
+    final: bool,
+) -> LaunchProblem:
+    """The problem of one launch of a multiply, from x to y; the final one scales, and adds z.
 
-    Shape and apart are those of `Case`; transposed holds for all launches.
+    Shape and mode_stride are those of `LaunchProblem`; transposed holds for all launches.
     """
     z = problem.z if final else None
     groups, span = shape[0], slice(launch.start, launch.stop)
-    return Case(
+    return LaunchProblem(
         launch,
         problem.dtype,
         problem.precision,
         "axpby" if z is not None else "scale" if final and problem.scaled else "plain",
         shape,
-        transposed and apart > 1,
-        apart,
+        transposed and mode_stride > 1,
+        mode_stride,
         problem.shape[3] == 1,
         x,
         y,
@@ -168,16 +175,16 @@ def case_of(
     )
 
 
-def _way(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
-    """How a launch of the closed form is done: by "kernels", or torch's "matmul" or "transposing"."""
+def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
+    """The algorithm of a launch of the closed form: "kernels", or torch's "matmul" or "transposing"."""
     if launch.stop - launch.start > 1:
         return "kernels"
     groups, rows, _, _ = problem.shape
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
     if not has_choice(mode, problem.stop - problem.start == 1):
         return "kernels"
-    way = best_way(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
-    return way if way in ("matmul", "transposing") else "kernels"
+    found = best_way(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
+    return found if found in ("matmul", "transposing") else "kernels"
 
 
 def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[MultiplyLaunch | MatmulStep]:
@@ -196,21 +203,23 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Multipl
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
-    in_place = list(places(launches, problem.sizes, columns, False))
-    ways = [_way(problem, launch, place) if choice is None else "kernels" for launch, place in zip(launches, in_place, strict=True)]
-    transposed = transposes(launches, len(shapes), columns) and set(ways) == {"kernels"}
+    in_place = places(launches, problem.sizes, columns, False)
+    algorithms = [
+        _algorithm(problem, launch, place) if choice is None else "kernels" for launch, place in zip(launches, in_place, strict=True)
+    ]
+    transposed = transposes(launches, len(shapes), columns) and set(algorithms) == {"kernels"}
     found: list[MultiplyLaunch | MatmulStep] = []
     x = problem.x
     for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, transposed), strict=True)):
         width = before * launch.q * after
         y = Rows(rows * width, width, 1)
         final = i == len(launches) - 1
-        case = case_of(problem, launch, (groups, rows, before, after), transposed, before, x, y, final)
+        made = launch_problem(problem, launch, (groups, rows, before, after), transposed, before, x, y, final)
         shape = (groups, rows, width // columns, columns)
-        if ways[i] == "kernels":
-            found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(case, configs[i]))))
+        if algorithms[i] == "kernels":
+            found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, configs[i]))))
         else:
-            found.append(MatmulStep(launch.start, launch.stop, shape, after, ways[i] == "transposing", problem.precision, final))
+            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i] == "transposing", problem.precision, final))
         x = y
     return found
 

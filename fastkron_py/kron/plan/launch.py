@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import TypeVar
 
 from fastkron_py.kron.plan.chained import ChainedConfig
@@ -63,8 +64,8 @@ def _halves(itemsize: int) -> int:
 
 
 def _fitting(configs: Sequence[_C], shared_memory: Callable[[_C], int], gpu: GPU) -> tuple[_C, ...]:
-    """Those that a GPU has shared memory for; the last one, which needs least, in any case."""
-    return (*[c for c in configs[:-1] if shared_memory(c) <= gpu.shared_memory], configs[-1])
+    """Those from the first on that a GPU has shared memory for: later ones need less. The last one in any case."""
+    return (*dropwhile(lambda c: shared_memory(c) > gpu.shared_memory, configs[:-1]), configs[-1])
 
 
 def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, gpu: GPU) -> tuple[ChainConfig, ...]:

@@ -8,7 +8,7 @@ Everything here is closed-form: no timing, no device, no Triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
@@ -111,22 +111,26 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
 
 
-def _cost(launch: Launch, elements: tuple[float, float]) -> float:
-    """Modelled time of a launch, in units of moving one element once (fitted to an H100).
+def _cost(launch: Launch, num_slices: float, moved: float) -> float:
+    """The modelled time of a plain launch, in units of moving one element once (fitted to an H100).
 
-    A single step costs a tenth more than its traffic, and two to three times as much beyond a width of 64. In a
-    chain nothing hides the products, whose time grows
-    with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to keep two tiles on
-    a multiprocessor.
+    A single step costs a tenth more than its traffic, and two to three times as much beyond a width of 64. In a chain nothing
+    hides the products. Their time grows with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to
+    keep two tiles on a multiprocessor.
+
+    Args:
+        launch: its steps.
+        num_slices: slices there are in all.
+        moved: elements that it reads and writes.
     """
-    moved = sum(elements)
     if len(launch.steps) == 1:
-        return (1.1 if launch.tile_width <= CHAIN_WIDTH else 2.6) * moved
+        (step,) = launch.steps
+        return (1.1 if max(step.p, step.q) <= CHAIN_WIDTH else 2.6) * moved
     on_chip = 0.0
-    slices = elements[0] / launch.p
+    jump = 1.3 if launch.tile_width > 1024 else 0.0
     width = math.prod(s.p_pad for s in launch.steps)
     for s in reversed(launch.steps):
-        on_chip += slices * width * (s.p_pad * s.q_pad / 1450 + (1.3 if launch.tile_width > 1024 else 0.0))
+        on_chip += num_slices * width * (s.p_pad * s.q_pad / 1450 + jump)
         width = width // s.p_pad * s.q_pad
     return moved + on_chip
 
@@ -163,10 +167,11 @@ def _candidates(
     last = stop == len(ps) and problem.columns == 1
     # Sizes around this segment as if everything later were done and everything earlier were not.
     outside = math.prod(ps[:start]) * math.prod(qs[stop:])
+    moved = outside * (math.prod(ps[start:stop]) + math.prod(qs[start:stop]))
     found = []
     for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
-            found.append((_cost(plain, (float(outside * plain.p), float(outside * plain.q))), plain))
+            found.append((_cost(plain, float(outside), float(moved)), plain))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)
@@ -182,7 +187,7 @@ def _candidates(
                         cost *= 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * itemsize)) ** 2)
                     elif run * itemsize <= SECTOR_BYTES:
                         cost *= SINGLE_SECTORS
-                found.append((outside * (launch.p + launch.q) * cost, launch))
+                found.append((moved * cost, launch))
     return found
 
 
@@ -256,10 +261,11 @@ def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
     return count == 0 and columns == 1
 
 
-def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, transposed: bool) -> Iterator[Place]:
+def places(launches: Sequence[Launch], sizes: Sequence[int], columns: int, transposed: bool) -> list[Place]:
     """The place of each launch, in the order in which they run, from the current width of every mode."""
-    widths = list(sizes)
+    widths, found = list(sizes), []
     for launch in launches:
         before, after = math.prod(widths[: launch.start]), math.prod(widths[launch.stop :]) * columns
-        yield Place(before * after, 1) if transposed else Place(before, after)
+        found.append(Place(before * after, 1) if transposed else Place(before, after))
         widths[launch.start : launch.stop] = [launch.q] + [1] * (launch.stop - launch.start - 1)
+    return found
