@@ -34,7 +34,7 @@ from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
 from fastkron_py.runtime.autocast import autocasted
-from fastkron_py.runtime.checks import check_precision, check_scalar, check_scalar_fits
+from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 PLACEMENTS: Final = (Shard(0), Shard(1))
@@ -278,7 +278,6 @@ def _checked(given: Any, grid: ProcessGrid) -> _Call:
     x, plan, left = given.x, given.plan, given.left
     listed = [_plain_factor(f, i, x) for i, f in enumerate(factor_list(given.factors))]
     z, local = _plain_z(given.z, x), _plain_x(x)
-    alpha, beta = check_scalar("alpha", given.alpha), check_scalar("beta", given.beta)
     check_precision(given.precision)
     if plan is not None and not isinstance(plan, Plan):
         raise type_error("plan", "a Plan or None", type_name(plan))
@@ -288,8 +287,7 @@ def _checked(given: Any, grid: ProcessGrid) -> _Call:
     if isinstance(local, Tensor):
         local, listed, z = autocasted(local, listed, z)
     check_tensors(local, listed, z, ("x", "factors", "z"))
-    check_scalar_fits("alpha", alpha, local)
-    check_scalar_fits("beta", beta, local)
+    alpha, beta = (check_scalar(name, scalar, local) for name, scalar in (("alpha", given.alpha), ("beta", given.beta)))
     if local.device != grid.device:
         raise value_error("x", f"a tensor on the grid's device {grid.device}", local.device)
     if local.ndim != 2:

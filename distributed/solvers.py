@@ -25,7 +25,7 @@ from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.local import LocalKroneckerProduct, check_square, per_factor
 from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
-from fastkron_py.runtime.checks import check_integer, check_scalar, check_scalar_fits
+from fastkron_py.runtime.checks import check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 SYMMETRY: float = 64.0
@@ -259,8 +259,7 @@ def agree_on_solve(
     """
     first = product.factors[0]
     try:
-        shift = check_scalar("shift", shift)
-        check_scalar_fits("shift", shift, first, "factors[0]")
+        shift = check_scalar("shift", shift, first, "factors[0]")
         if first.dtype not in (torch.float32, torch.float64):
             raise type_error("factors", "float32 or float64 for a solve with a shift", first.dtype)
         if product.shape[0] != product.shape[1]:

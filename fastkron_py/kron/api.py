@@ -12,10 +12,10 @@ from torch import Tensor
 from fastkron_py.kron import operator
 from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocast_dtype, autocasted
+from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.checks import check_precision, check_scalar, check_scalar_fits
+from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error
 
@@ -193,18 +193,16 @@ def _multiply(
     key: tuple[Any, ...] | None = None,
 ) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
-    alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     check_precision(precision)
-    given, is_autocast = [x, *factors, z], autocast_dtype(x) is not None
-    x, factors, z = autocasted(x, factors, z)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, factors, z = cast(x, dtype), [cast(f, dtype) for f in factors], cast(z, dtype)
+        key = None  # which does not tell autocast's dtype
     check_tensors(x, factors, z, names)
-    check_scalar_fits("alpha", alpha, x, names[0])
-    check_scalar_fits("beta", beta, x, names[0])
+    alpha, beta = check_scalar("alpha", alpha, x, names[0]), check_scalar("beta", beta, x, names[0])
     shape = check_problem(x, factors, beta, z, left, names)
     if z is not None and not isinstance(beta, Tensor) and beta == 0:
-        z = None
-    if is_autocast or any([a is not b for a, b in zip(given, (x, *factors, z), strict=True)]):
-        key = None  # which is of tensors as they were given, and tells nothing of autocast's dtype
+        z = key = None  # the key is of all tensors that were given
     if x.ndim == 1:
         x = x.unsqueeze(-1 if left else 0)
         if z is not None:

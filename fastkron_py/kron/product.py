@@ -15,7 +15,7 @@ from fastkron_py.kron.checks import factor_list
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_integer, check_scalar, check_scalar_fits, check_tensor
+from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DENSE_LIMIT: Final = 2**26
@@ -358,11 +358,11 @@ class KroneckerProduct:
 
     def _scalar(self, value: Any) -> Any:
         """A finite number, or a 0-dimensional tensor for torch factors, that leaves dtype and device as they are."""
-        value = check_scalar("scalar", value)
         first = self._factors[0]
         if isinstance(first, Tensor):
-            check_scalar_fits("scalar", value, first, "factors[0]")
-        elif isinstance(value, Tensor):
+            return check_scalar("scalar", value, first, "factors[0]")
+        value = check_scalar("scalar", value)
+        if isinstance(value, Tensor):
             raise type_error("scalar", "a number, since the factors are not torch tensors", "a torch tensor")
         elif isinstance(value, complex) and first.dtype.kind != "c":
             raise type_error("scalar", f"a real number, since the factors are of {first.dtype}", value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program, Scalar, bits
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
-_ONE: Final = bits(1.0)
+_ONE, _ZERO = bits(1.0), bits(0.0)
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
@@ -63,7 +63,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
     problem = canonical(x, factors, left, build.reshape)
     z4 = None if z is None else problem.pack(z.expand(shape))
-    scale = Scale(_ONE if alpha == 1 else _ALPHA, bits(0.0) if z is None else _BETA)
+    scale = Scale(_ONE if alpha == 1 else _ALPHA, _ZERO if z is None else _BETA)
     y4 = add_multiply(build, problem.x, problem.factors, resolved(precision), scale, z4)
     return build.program([y4], [shape])
 

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 
-def has_autocast(device_type: str) -> bool:
-    """Torch 2.11 cannot trace its own question, hence the names of those that are asked about most."""
-    return device_type in ("cpu", "cuda") or (device_type != "meta" and torch.amp.is_autocast_available(device_type))
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Autocast's dtype on x's device, where it is on."""
     device_type = x.device.type
-    if not (has_autocast(device_type) and torch.is_autocast_enabled(device_type)):
-        return None
-    return torch.get_autocast_dtype(device_type)
+    # Torch 2.11 cannot trace `is_autocast_available`, so the devices of most calls are named.
+    has_autocast = device_type in ("cpu", "cuda") or (device_type != "meta" and torch.amp.is_autocast_available(device_type))
+    return torch.get_autocast_dtype(device_type) if has_autocast and torch.is_autocast_enabled(device_type) else None
 
 
 def cast(t: Any, dtype: torch.dtype) -> Any:

@@ -73,7 +73,8 @@ class CallCache:
             entries = self._calls.get(full)
         except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, a nested one: a check will say so
             return None
-        if entries is None or is_watched():
+        # Guards do not tell of modes and forward-mode levels, which want to see every call; and each call's choices are logged.
+        if entries is None or _is_watching() or logger.isEnabledFor(DEBUG):
             return None
         for entry in entries:
             check, enabled, program, *_ = entry
@@ -130,11 +131,6 @@ class CallCache:
 
 
 CACHE: Final = CallCache()
-
-
-def is_watched() -> bool:
-    """Whether something in this thread that guards do not tell of wants to see every call."""
-    return _is_watching() or logger.isEnabledFor(DEBUG)
 
 
 def _touch(kept: OrderedDict[Hashable, Any], key: Hashable) -> None:

@@ -16,14 +16,32 @@ DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, to
 _SCALAR: Final = "a number or a 0-dimensional floating-point tensor"
 
 
-def check_scalar(name: str, value: Any) -> Any:
-    """Accept a finite number (NumPy's too) or a 0-dimensional tensor, whose value is not looked at.
+def check_scalar(name: str, value: Any, x: Any = None, x_name: str = "x") -> Any:
+    """Accept a finite number (NumPy's too) or a 0-dimensional tensor, whose value is not read.
+
+    Args:
+        name: of the argument.
+        value: the scalar.
+        x: a tensor that it multiplies, whose dtype and device it must not change: no complex scalar for a real x. None for no such check.
+        x_name: of x.
 
     Returns:
         A float, a complex, a symbolic number of a compiler, or the tensor.
+
+    Raises:
+        TypeError: it is no scalar, or complex where x is real.
+        ValueError: it is not finite, has dimensions, or is on another device than x and the CPU.
     """
     if type(value) is float and -math.inf < value < math.inf and not torch.compiler.is_compiling():
         return value
+    number = _number(name, value)
+    if x is not None:
+        _check_fits(name, number, x, x_name)
+    return number
+
+
+def _number(name: str, value: Any) -> Any:
+    """The scalar as Python's number, or the tensor."""
     if isinstance(value, Tensor):
         if value.dtype not in DTYPES:
             raise type_error(name, _SCALAR, f"a tensor of {value.dtype}")
@@ -45,8 +63,8 @@ def check_scalar(name: str, value: Any) -> Any:
     return number
 
 
-def check_scalar_fits(name: str, value: Any, x: Tensor, x_name: str = "x") -> None:
-    """A checked scalar must not change the result's dtype or device: no complex one for a real x."""
+def _check_fits(name: str, value: Any, x: Tensor, x_name: str) -> None:
+    """Refuse a scalar that would change the dtype or the device of x."""
     if isinstance(value, Tensor):
         if value.is_complex() and not x.is_complex():
             raise type_error(name, f"a real number, since {x_name} is of {x.dtype}", f"a tensor of {value.dtype}")

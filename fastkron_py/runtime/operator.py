@@ -216,7 +216,7 @@ class Operator:
         return self.name, *given, *[i for i, t in enumerate(tensors) if t is None]
 
     def _program(self, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Program:
-        about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in _present(tensors)]
+        about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in tensors if t is not None]
         places = None if self._places is None else self._places(tensors)
         key = self._key(tensors, options), *about, tensors[0].device, places  # type: ignore[union-attr]
         return CACHE.program(key, lambda: self._build(tensors, options))

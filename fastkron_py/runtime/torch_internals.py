@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -18,9 +19,6 @@ from torch.autograd import forward_ad
 logger = logging.getLogger("fastkron_py")
 
 Guard = Callable[..., bool]
-
-_lock = threading.Lock()
-_failures: dict[str, str] | None = None  # None before the names have been tried
 
 
 # ---- the names -----------------------------------------------------------------------------------
@@ -109,38 +107,25 @@ def precision_getter() -> Callable[[str, str], Any]:
 
 def obstacle() -> str | None:
     """Why calls are not cached here, None if they are."""
-    for reason in _tried().values():
-        return reason
-    return None
+    return next(iter(failures().values()), None)
 
 
 def works(names: str) -> bool:
     """Whether some of the names answer as expected: those that `_TRIALS` has by this word."""
-    return names not in _tried()
+    return names not in failures()
 
 
 def forget() -> None:
     """Try the names again when they are next needed."""
-    global _failures
-    _failures = None
+    failures.cache_clear()
 
 
-def _tried() -> dict[str, str]:
-    """Reasons of the names that fail, which are tried when this is first asked."""
-    global _failures
-    found = _failures
-    if found is None:
-        with _lock:
-            found = _failures
-            if found is None:
-                found = _failures = _try_all()
-                for reason in found.values():
-                    logger.warning("calls are not cached: %s", reason)
-    return found
+@lru_cache(maxsize=1)
+def failures() -> dict[str, str]:
+    """The reasons why names fail, by the words of `_TRIALS`. The names are tried when this is first asked.
 
-
-def _try_all() -> dict[str, str]:
-    """Try every name in a thread of its own, in which no mode, transform or tracing of the caller's is in force."""
+    They are tried in a thread of its own, in which no mode, transform or tracing of the caller's is in force.
+    """
     found: dict[str, str] = {}
 
     def attempt() -> None:
@@ -154,6 +139,8 @@ def _try_all() -> dict[str, str]:
     thread = threading.Thread(target=attempt)
     thread.start()
     thread.join()
+    for reason in found.values():
+        logger.warning("calls are not cached: %s", reason)
     return found
 
 

@@ -213,10 +213,10 @@ def test_a_broken_name(name: str, fault: str, wanted: Any, monkeypatch: pytest.M
         obstacle = torch_internals.obstacle()
     assert obstacle is not None
     assert not torch_internals.works(GROUPS[name])
-    assert any(GROUPS[name] in reason for reason in torch_internals._tried().values())
+    assert any(GROUPS[name] in reason for reason in torch_internals.failures().values())
     assert not CACHE._calls
     warned = [r.message for r in caplog.records if r.message.startswith("calls are not cached")]
-    assert len(warned) == len(torch_internals._tried())  # once for each reason, not for each call
+    assert len(warned) == len(torch_internals.failures())  # once for each reason, not for each call
     assert f"call cache: off: {obstacle}" in CliRunner().invoke(app, ["info"], env={"COLUMNS": "200"}).output
 
 
