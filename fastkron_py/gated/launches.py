@@ -22,7 +22,7 @@ from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.gemm_config import GemmTile
 from fastkron_py.tiling.gemm_launch import add_gemm, add_rowwise
-from fastkron_py.tiling.gemm_problem import Gemm, is_describable
+from fastkron_py.tiling.gemm_problem import Gemm, takes_descriptor
 
 _ELEMENTWISE_BLOCK: Final = (16, 128)
 
@@ -89,7 +89,7 @@ def add_recomputed_gradients(build: Builder, dy: Tensor, wide: Wide, gated: Gate
     """
     x, weight, gate, bias = wide
     dy = add_rowwise(build, dy)
-    y = (dy if is_describable(build, dy) else build.empty_like(dy)) if again else None
+    y = (dy if takes_descriptor(build, dy) else build.empty_like(dy)) if again else None
     d = build.empty((x.shape[0], 2 * hidden_size(weight, gate)), x.dtype)
     call = gated.gemm(epilogue_gradients_and_gate if again else epilogue_gradients, x.dtype, build.device)
     pair, pair2 = gated.pair_targets(d)

@@ -25,10 +25,10 @@ _GAIN: Final = 0.97  # at most this share of the time, else it is not worth a ke
 _OVERLAPPING: Final = GemmTile(128, 128, 64, 8, 3, parts=4, programs=2)
 
 
-def linear_tile(sizes: GemmSizes, described: bool) -> GemmTile:
-    """Blocks of the product that is finished with the function; described: operands have tensor descriptors."""
+def linear_tile(sizes: GemmSizes, has_descriptors: bool) -> GemmTile:
+    """Blocks of the product that is finished with the function; has_descriptors: operands have tensor descriptors."""
     is_large = sizes.rows >= _OVERLAPPING.block_m and sizes.columns >= _OVERLAPPING.block_n and sizes.depth >= _OVERLAPPING.block_k
-    return _OVERLAPPING if described and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
+    return _OVERLAPPING if has_descriptors and sizes.itemsize == 2 and is_large else gemm_tile(sizes)
 
 
 def seconds_apart(rows: int, columns: int, depth: int, itemsize: int, gpu: GPU) -> float:

@@ -19,7 +19,7 @@ from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.gemm import epilogue_plain
 from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
 from fastkron_py.tiling.gemm_launch import add_gemm, add_rowwise
-from fastkron_py.tiling.gemm_problem import Gemm, is_describable
+from fastkron_py.tiling.gemm_problem import Gemm, takes_descriptor
 
 
 def params(a: Tensor, b: Tensor, columns: int, device: torch.device) -> tuple[Any, ...]:
@@ -33,9 +33,9 @@ def _tile(build: Builder, x: Tensor, weight: Tensor, keep: bool) -> GemmTile:
     size = x.element_size()
     passes = 3 if x.dtype == torch.float32 else 1
     stored = 2 * size if keep else size
-    described = is_describable(build, x) and is_describable(build, weight)
-    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, devices.gpu_of(build.device), described)
-    return linear_tile(sizes, described)
+    has_descriptors = takes_descriptor(build, x) and takes_descriptor(build, weight)
+    sizes = GemmSizes(x.shape[0], weight.shape[0], x.shape[1], size, passes, stored, False, devices.gpu_of(build.device), has_descriptors)
+    return linear_tile(sizes, has_descriptors)
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False) -> Program:

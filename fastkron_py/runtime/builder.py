@@ -111,25 +111,26 @@ class Builder:
 
     def is_aligned(self, t: Tensor) -> bool:
         """Whether a tensor begins at a 16-byte boundary, in every call that the program is for."""
-        number, offset = self._place(t)
+        number, offset = self._value(t).number, t.storage_offset() * t.element_size()
         if offset % 16 or number >= len(self._addresses):
             return offset % 16 == 0
         self._alignments[number] = self._addresses[number] % 16 == 0
         return self._alignments[number]
 
     def order(self, first: Tensor, second: Tensor) -> int:
-        """1 if the second tensor begins behind the first one, -1 if ahead of it, in every call that the program is for; else 0.
+        """1 if the second tensor begins behind the first one, of the same dtype, -1 if ahead of it, else 0: in every call of the program.
 
         It is 0 where a descriptor cannot span both: at the same place, too far apart, or in buffers of their own. Where these are two
         inputs, the operator's `places` have to tell their orders apart.
         """
-        (one, begin), (other, end) = self._place(first), self._place(second)
+        one, other = self._value(first).number, self._value(second).number
+        apart = int(second.storage_offset() - first.storage_offset()) * first.element_size()
         if one == other:
-            return order_of(end - begin)
+            return order_of(apart)
         if max(one, other) >= len(self._addresses):
             return 0
-        found = order_of(self._addresses[other] + end - self._addresses[one] - begin)
-        self._orders[one, other, end - begin] = found
+        found = order_of(self._addresses[other] - self._addresses[one] + apart)
+        self._orders[one, other, apart] = found
         return found
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -200,10 +201,6 @@ class Builder:
     def _value(self, t: Tensor) -> _Value:
         """The value that a tensor is a view of."""
         return self._values[t.untyped_storage()._cdata]
-
-    def _place(self, t: Tensor) -> tuple[int, int]:
-        """(number of the value, bytes) where a tensor begins."""
-        return self._value(t).number, int(t.storage_offset()) * t.element_size()
 
     def _operand(self, operand: Any, step: Step) -> int:
         """The number of a launch's operand: of a value, or of a place, a tuple or a descriptor that the step derives from values."""

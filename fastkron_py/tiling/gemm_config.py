@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
@@ -13,7 +14,7 @@ _NARROWEST: Final = 16  # that a tensor core takes
 
 
 class GemmSizes(NamedTuple):
-    """What a launch depends on."""
+    """The sizes that a launch's blocks depend on."""
 
     rows: int
     columns: int  # of the product, both of every pair counted
@@ -23,7 +24,7 @@ class GemmSizes(NamedTuple):
     stored: int  # bytes that a column of the product has stored, and read beside it, when it is finished
     paired: bool
     gpu: GPU
-    described: bool  # operands have descriptors, as on Hopper GPUs
+    has_descriptors: bool  # operands have descriptors, as on Hopper GPUs
     beside: bool = False  # two launches overlap, and registers have room for programs of both
 
 
@@ -109,25 +110,17 @@ _STILL_BETWEEN: Final = 0.5
 _LEAST_GAIN_BESIDE: Final = 0.98
 
 
-def _ceil(n: int, block: int) -> int:
-    return -(-n // block)
-
-
-def tiles(tile: GemmTile, sizes: GemmSizes) -> int:
-    """How many there are."""
-    return _ceil(sizes.rows, tile.block_m) * _ceil(sizes.columns, tile.block_n)
+def tiles(tile: GemmTile, rows: int, columns: int) -> int:
+    """The number of tiles of a product."""
+    return math.ceil(rows / tile.block_m) * math.ceil(columns / tile.block_n)
 
 
 def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
-    """No block much larger than what it is a block of; as few parts, and as many stages, as shared memory has room for."""
-
-    def fit(block: int, size: int, least: int = _NARROWEST) -> int:
-        return min(block, max(least, next_power_of_two(size)))
-
+    """No block much larger than its side of the product; as few parts, and as many stages, as shared memory has room for."""
     least = _NARROWEST * (2 if sizes.paired else 1)
-    tile = tile._replace(
-        block_m=fit(tile.block_m, sizes.rows), block_n=fit(tile.block_n, sizes.columns, least), block_k=fit(tile.block_k, sizes.depth)
-    )
+    sides = (tile.block_m, sizes.rows, _NARROWEST), (tile.block_n, sizes.columns, least), (tile.block_k, sizes.depth, _NARROWEST)
+    block_m, block_n, block_k = (min(block, max(narrowest, next_power_of_two(size))) for block, size, narrowest in sides)
+    tile = tile._replace(block_m=block_m, block_n=block_n, block_k=block_k)
     most_parts = max(1, min(4, tile.block_n // least))
     for stages in range(tile.stages, 0, -1):
         for parts in (p for p in (1, 2, 4) if min(tile.parts, most_parts) <= p <= most_parts):
@@ -145,8 +138,8 @@ def _known(sizes: GemmSizes) -> _Known:
 
 def _by_rate(sizes: GemmSizes) -> _Known:
     if sizes.passes == 3:
-        return _THREE_PASSES if sizes.described and sizes.gpu.has_shared_operands else _THREE_PASSES_SMALL
-    if not sizes.described:
+        return _THREE_PASSES if sizes.has_descriptors and sizes.gpu.has_shared_operands else _THREE_PASSES_SMALL
+    if not sizes.has_descriptors:
         return _BY_POINTERS if sizes.gpu.has_shared_operands else _BY_POINTERS_FROM_REGISTERS
     return _HALF if sizes.itemsize == 2 else _TF32
 
@@ -154,12 +147,13 @@ def _by_rate(sizes: GemmSizes) -> _Known:
 def _seconds(known: tuple[GemmTile, float], sizes: GemmSizes) -> float:
     """Time of a launch: its waves of programs, in sums for each multiprocessor."""
     tile, rate = known
-    return _ceil(tiles(tile, sizes), sizes.gpu.multiprocessors) * tile.block_m * tile.block_n / rate
+    waves = math.ceil(tiles(tile, sizes.rows, sizes.columns) / sizes.gpu.multiprocessors)
+    return waves * tile.block_m * tile.block_n / rate
 
 
 def _is_short(sizes: GemmSizes) -> bool:
     """Whether a product has so few rows that it waits for the weight."""
-    return sizes.rows <= _FEW_ROWS.block_m and sizes.described and sizes.passes == 1
+    return sizes.rows <= _FEW_ROWS.block_m and sizes.has_descriptors and sizes.passes == 1
 
 
 def gemm_tile(sizes: GemmSizes) -> GemmTile:
@@ -176,6 +170,12 @@ def _fits_beside(tile: GemmTile, first: GemmSizes, last: GemmSizes) -> bool:
     return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(_BESIDE[0], last), last) <= first.gpu.shared_memory
 
 
+def _whole_waves(tile: GemmTile, sizes: GemmSizes) -> int:
+    """The columns that whole waves of a tile make."""
+    programs = tiles(tile, sizes.rows, sizes.columns) // sizes.gpu.multiprocessors * sizes.gpu.multiprocessors
+    return programs // math.ceil(sizes.rows / tile.block_m) * tile.block_n
+
+
 def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
     """The columns of two launches, where they take less time than one: full waves of a tile, then what is left in tiles that fit it better.
 
@@ -184,15 +184,14 @@ def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
     if _is_short(sizes):
         return ()
     known = _known(sizes)
+    cuts = [(each, cut) for each in known if 0 < (cut := _whole_waves(each[0], sizes)) < sizes.columns]
+    if not cuts:
+        return ()
     one = best = min([_seconds(each, sizes) for each in known])
     between = _BETWEEN_LAUNCHES / sizes.depth
     found: tuple[GemmSpan, ...] = ()
-    for each in known:
+    for each, cut in cuts:
         tile = each[0]
-        waves = tiles(tile, sizes) // sizes.gpu.multiprocessors
-        cut = waves * sizes.gpu.multiprocessors // _ceil(sizes.rows, tile.block_m) * tile.block_n
-        if not 0 < cut < sizes.columns:
-            continue
         first, last = sizes._replace(columns=cut), sizes._replace(columns=sizes.columns - cut)
         rests = [(other, _seconds(other, last) + between, _LEAST_GAIN * one) for other in known]
         if _fits_beside(tile, first, last):

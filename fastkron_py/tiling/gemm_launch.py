@@ -11,6 +11,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastkron_py.runtime.builder import Builder, Spanning, describe
+from fastkron_py.runtime.device import gpu_of
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.arithmetic import arithmetic
@@ -52,7 +53,6 @@ def _boxes(problem: Problem, tile: GemmTile) -> _Boxes:
 
 def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     """The launch on (a, b, b2, bias, out, pair, pair2, side, tensors)."""
-    sizes = problem.sizes()
     compute, _, precision = arithmetic(problem.a.dtype, problem.precision, True)
     out, pair, _, side = problem.others
     arguments = {
@@ -90,7 +90,7 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
     }
     if overlap.last:
         arguments["launch_pdl"] = True
-    grid = (min(tuning.tiles(tile, sizes), sizes.gpu.multiprocessors * tile.programs),)
+    grid = (min(tuning.tiles(tile, problem.rows, problem.columns), gpu_of(problem.device).multiprocessors * tile.programs),)
     stages = range(tile.stages, 0, -1)
     return Launcher([LaunchConfig(_gemm_kernel, grid, {**arguments, "num_stages": s}) for s in stages])
 
@@ -170,38 +170,40 @@ def add_gemm(
         b, b2 = build.call(_stacked, (b, b2), describe((2, *b.shape), b.dtype))
     operands = _Operands(a, b, b2, bias, out, pair, pair2, side)
 
-    def problem(given: _Operands, tile: GemmTile | None) -> Problem:
-        return problem_of(build, given.a, given.b, given.bias, given.others, call, precision, tile, given.b2)
+    def problem(given: _Operands) -> Problem:
+        return problem_of(build, given.a, given.b, given.bias, given.others, call, precision, given.b2)
 
-    whole = problem(operands, tile)
-    spans = tuning.gemm_spans(whole.sizes()) if call.divisible and tile is None else ()
+    whole = problem(operands)
+    sizes = whole.sizes()
+    spans = tuning.gemm_spans(sizes) if call.divisible and tile is None else ()
     if not spans:
-        _add_launch(build, whole, operands, tensors, _ALONE)
+        _add_launch(build, whole, tile or tuning.gemm_tile(sizes), operands, tensors, _ALONE)
         return
     last = len(spans) - 1 if whole.overlaps() else 0
     for i, span in enumerate(spans):
         part = operands.part(span, whole)
-        _add_launch(build, problem(part, span.tile), part, tensors, Overlap(i < last, 0 < i <= last))
+        _add_launch(build, problem(part), span.tile, part, tensors, Overlap(i < last, 0 < i <= last))
 
 
 def _stacked(b: Tensor, b2: Tensor) -> Tensor:
     return torch.stack([b, b2])
 
 
-def _add_launch(build: Builder, problem: Problem, operands: _Operands, tensors: tuple[Tensor, ...], overlap: Overlap) -> None:
+def _add_launch(
+    build: Builder, problem: Problem, tile: GemmTile, operands: _Operands, tensors: tuple[Tensor, ...], overlap: Overlap
+) -> None:
     """Add one launch; descriptors are made where the kernel is to have them."""
-    tile = problem.tile or tuning.gemm_tile(problem.sizes())
     boxes = _boxes(problem, tile)
     a, b, b2, bias, *others = operands
 
     def source(t: Tensor | None, operand: Operand | None, box: Sequence[int] | None) -> Any:
         if t is None:  # never read; a pointer stands in, since None would make another kernel
             return a
-        if operand is None or box is None or not operand.described:
+        if operand is None or box is None or not operand.has_descriptor:
             return t
         return TensorDescriptor(t, list(t.shape), [operand.stride, 1], list(box))
 
-    if b2 is not None and problem.b.described:
+    if b2 is not None and problem.b.has_descriptor:
         of_b = _descriptor_of_both(*((b2, b) if problem.swapped else (b, b2)), problem.b.stride, boxes.b), a
     else:
         of_b = source(b, problem.b, boxes.b), source(b2, None, None)

@@ -12,7 +12,7 @@ from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.descriptors import FARTHEST
 from fastkron_py.tiling.gemm import begin_nothing, prologue_plain, value_plain
-from fastkron_py.tiling.gemm_config import GemmSizes, GemmTile
+from fastkron_py.tiling.gemm_config import GemmSizes
 
 _LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
 
@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     """A matrix, as far as a launch depends on it."""
 
     stride: int  # of rows
-    described: bool
+    has_descriptor: bool
     dtype: torch.dtype
     share: int = 1  # columns for each column of the result
 
@@ -61,7 +61,6 @@ class Problem(NamedTuple):
     gemm: Gemm
     precision: str
     device: torch.device
-    tile: GemmTile | None
 
     def overlaps(self) -> bool:
         """Whether one of several launches may begin while the one ahead ends."""
@@ -74,9 +73,9 @@ class Problem(NamedTuple):
         stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
         stored = -(-stored // self.gemm.fan)
         itemsize = self.a.dtype.itemsize
-        described = self.a.described and self.b.described
-        stores_described = all([o is None or o.described for o in self.others])  # pointers take more registers
-        beside = self.gemm.light and self.bias is None and described and stores_described and itemsize == 2 and self.overlaps()
+        has_descriptors = self.a.has_descriptor and self.b.has_descriptor
+        stores_by_descriptors = all([o is None or o.has_descriptor for o in self.others])  # pointers take more registers
+        beside = self.gemm.light and self.bias is None and has_descriptors and stores_by_descriptors and itemsize == 2 and self.overlaps()
         return GemmSizes(
             self.rows,
             self.columns,
@@ -86,18 +85,18 @@ class Problem(NamedTuple):
             stored,
             self.gemm.pairs != "",
             devices.gpu_of(self.device),
-            described,
+            has_descriptors,
             beside,
         )
 
 
-def _layout(build: Builder, t: Tensor) -> tuple[int, bool]:
-    """(stride of rows ``[R, C]``; of a single row, one that a descriptor can have; whether a descriptor is possible)."""
+def _operand(build: Builder, t: Tensor, share: int = 1) -> Operand:
+    """A matrix ``[R, C]`` as an operand; a single row has a stride that a descriptor takes."""
     size = t.element_size()
     rows, columns = t.shape
     stride = t.stride(0) if rows > 1 else -(-columns // 8) * 8
     step = stride * size
-    described = (
+    has_descriptor = (
         devices.gpu_of(build.device).has_descriptors
         and build.is_aligned(t)
         and columns * size % 16 == 0  # copies are of 16 bytes, also beyond a last column that ends elsewhere: seen on an H100
@@ -107,24 +106,20 @@ def _layout(build: Builder, t: Tensor) -> tuple[int, bool]:
         and rows < _LONGEST
         and columns < _LONGEST
     )
-    return stride, described
+    return Operand(stride, has_descriptor, t.dtype, share)
 
 
-def is_describable(build: Builder, t: Tensor) -> bool:
+def takes_descriptor(build: Builder, t: Tensor) -> bool:
     """Whether a matrix can have a descriptor."""
-    return _layout(build, t)[1]
-
-
-def _operand(build: Builder, t: Tensor, share: int = 1) -> Operand:
-    return Operand(*_layout(build, t), t.dtype, share)
+    return _operand(build, t).has_descriptor
 
 
 def _pair(build: Builder, b: Tensor, b2: Tensor) -> tuple[Operand, bool]:
     """(both as one operand ``[2, R, C]``, whether b2 comes first there), of matrices of the same strides anywhere in memory."""
     operand = _operand(build, b)
     # The stride from one to the other is an ordinary one to the copy engine, which asks for no common allocation.
-    order = build.order(b, b2) if operand.described and is_describable(build, b2) else 0
-    return operand._replace(described=order != 0), order < 0
+    order = build.order(b, b2) if operand.has_descriptor and takes_descriptor(build, b2) else 0
+    return operand._replace(has_descriptor=order != 0), order < 0
 
 
 def problem_of(
@@ -135,7 +130,6 @@ def problem_of(
     others: Sequence[Tensor | None],
     call: Gemm,
     precision: str,
-    tile: GemmTile | None,
     b2: Tensor | None = None,
 ) -> Problem:
     """Of a launch on these; arguments as of `gemm_launch.add_gemm`, rows of a, b and b2 being runs of memory."""
@@ -157,5 +151,4 @@ def problem_of(
         call,
         precision,
         build.device,
-        tile,
     )

@@ -123,9 +123,9 @@ def test_several_tiles(layout: str, backward: str, small_tiles: None, device: to
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("hidden", [72, 77])
-@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("has_descriptors", [True, False])
 def test_two_launches(
-    described: bool,
+    has_descriptors: bool,
     hidden: int,
     layout: str,
     divided: list[list[int]],
@@ -134,7 +134,7 @@ def test_two_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values and gradients, with a bias; 77: without descriptors of results. The third call is cached, and divided like the first."""
-    if not described:
+    if not has_descriptors:
         monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
     x, up, gate, dy = problem(37, hidden, 24, torch.float32, device, generator)
     biases = torch.randn(2, hidden, generator=generator).to(device)
@@ -210,12 +210,12 @@ def test_pointers(
             assert_gradients(actual, expected_gradients(*given, "silu"), torch.float32)
 
 
-@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("has_descriptors", [True, False])
 def test_a_whole_mlp(
-    described: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    has_descriptors: bool, small_tiles: None, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gated result, which the gradient of the down projection takes, is made again in backward."""
-    if not described:
+    if not has_descriptors:
         monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
     x, up, gate, _ = problem(70, 72, 40, torch.float32, device, generator)
     down, dy = torch.randn(24, 72, device=device) / 8, torch.randn(70, 24, device=device)

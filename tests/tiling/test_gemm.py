@@ -29,7 +29,7 @@ TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3, parts=2, group=2
 
 
 @pytest.fixture(params=[True, False], ids=["descriptors", "pointers"])
-def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def has_descriptors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways to reach memory, as far as the device has them."""
     if not request.param:
         monkeypatch.setattr(devices, "gpu_of", lambda device: replace(INTERPRETER, has_descriptors=False))
@@ -61,7 +61,7 @@ def inner(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("shape", [(37, 72, 40), (70, 33, 19)], ids=str)
-def test_linear_layer(tile: GemmTile, shape: tuple[int, int, int], described: bool, device: torch.device) -> None:
+def test_linear_layer(tile: GemmTile, shape: tuple[int, int, int], has_descriptors: bool, device: torch.device) -> None:
     m, n, k = shape
     x, weight, bias = torch.randn(m, k, device=device), torch.randn(n, k, device=device), torch.randn(n, device=device)
     whole, out = inner(m, n, torch.float32, device)
@@ -72,7 +72,7 @@ def test_linear_layer(tile: GemmTile, shape: tuple[int, int, int], described: bo
 
 
 @pytest.mark.parametrize("tile", TILES[:2], ids=str)
-def test_prologue_and_function_of_the_sums(tile: GemmTile, described: bool, device: torch.device) -> None:
+def test_prologue_and_function_of_the_sums(tile: GemmTile, has_descriptors: bool, device: torch.device) -> None:
     """What a KAN's linear layer is made of: the left operand a function of x by column, the result one of the sums by column."""
     m, n, k = 37, 40, 43
     x, weight = torch.randn(m, k, device=device), torch.randn(n, k, device=device) / 7
@@ -95,7 +95,7 @@ def placed(where: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("where", ["interleaved", "stacked", "apart", "apart, gate first"])
-def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device) -> None:
+def test_pairs(tile: GemmTile, where: str, has_descriptors: bool, device: torch.device) -> None:
     m, h, k = 37, 40, 24
     x, weight, bias = torch.randn(m, k, device=device), torch.randn(2, h, k, device=device), torch.randn(2, h, device=device)
     up, gate = (x.double() @ weight[i].double().mT + bias[i].double() for i in range(2))
@@ -108,8 +108,8 @@ def test_pairs(tile: GemmTile, where: str, described: bool, device: torch.device
         b, b2 = placed(where, weight)
         build = Builder([x, b, bias, b2, out])
         *operands, meta_b2, target = build.inputs
-        problem = gemm_problem.problem_of(build, *operands, [target, None, None, None], call, "highest", tile, meta_b2)
-        assert (problem.b.described, problem.swapped) == (described, described and where == "apart, gate first")
+        problem = gemm_problem.problem_of(build, *operands, [target, None, None, None], call, "highest", meta_b2)
+        assert (problem.b.has_descriptor, problem.swapped) == (has_descriptors, has_descriptors and where == "apart, gate first")
         gemm(x, b, bias, call, out, tile=tile, b2=b2)
     assert_close(out, up * gate.relu())
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
@@ -141,7 +141,7 @@ def test_which_launches_may_stand_beside_another(other: dict[str, Any], beside: 
     bias = torch.empty(2, hidden, dtype=dtype) if other.get("bias") else None
     build = Builder([x, weight, bias])
     x, (b, b2), bias = build.inputs
-    problem = gemm_problem.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", None, b2)
+    problem = gemm_problem.problem_of(build, x, b, bias, [build.empty((40, hidden), dtype), None, None, None], call, "highest", b2)
     assert problem.sizes().beside is beside
     assert problem.overlaps() is other.get("overlap", True)
 
@@ -168,4 +168,4 @@ def test_columns_that_end_between_two_runs_of_16_bytes(dtype: torch.dtype, devic
     y.fill_(torch.nan)
     assert bool(result.isnan().all())
     build = Builder([y])
-    assert not gemm_problem.is_describable(build, build.inputs[0])
+    assert not gemm_problem.takes_descriptor(build, build.inputs[0])

@@ -19,8 +19,8 @@ from fastkron_py.tiling.gemm_config import (
 )
 
 SIZES = [
-    GemmSizes(rows, columns, depth, itemsize, passes, stored, paired, HOPPER, described)
-    for rows, columns, depth, itemsize, passes, stored, paired, described in itertools.product(
+    GemmSizes(rows, columns, depth, itemsize, passes, stored, paired, HOPPER, has_descriptors)
+    for rows, columns, depth, itemsize, passes, stored, paired, has_descriptors in itertools.product(
         (1, 17, 100, 512, 5000, 1 << 20), (2, 246, 4096, 106496), (1, 40, 16384), (2, 4), (1, 3), (1, 3, 5), (False, True), (False, True)
     )
     if (passes == 1 or itemsize == 4) and not (paired and columns % 2)
@@ -58,7 +58,7 @@ def test_spans_are_all_columns(beside: bool) -> None:
         assert first.stop // 2 * sizes.itemsize % 16 == 0  # where descriptors can begin
         parts = [stored._replace(columns=span.stop - span.start) for span in spans]
         assert all(is_valid(span.tile, part) for span, part in zip(spans, parts, strict=True))
-        waves = tiles(first.tile, parts[0]) / 132
+        waves = tiles(first.tile, sizes.rows, first.stop) / 132
         assert -(-waves // 1) - waves < -(-sizes.rows // first.tile.block_m) / 132
     assert divided >= 5
 
@@ -96,7 +96,7 @@ def test_the_second_launch_beside_the_first(model: str, rows: int, cut: int | No
         {"stored": 3},  # with both of each pair: no room in shared memory
         {"itemsize": 4, "stored": 2},
         {"itemsize": 4, "stored": 2, "passes": 3},
-        {"described": False},
+        {"has_descriptors": False},
         {"depth": 256},  # what is between launches is longer
     ],
     ids=str,
@@ -116,7 +116,7 @@ def test_llama(rows: int, model: str) -> None:
 def test_few_tiles_become_smaller() -> None:
     """A product that large tiles would leave most multiprocessors without."""
     sizes = GemmSizes(1000, 1024, 1024, 2, 1, 1, True, HOPPER, True)
-    assert tiles(gemm_tile(sizes), sizes) >= 100
+    assert tiles(gemm_tile(sizes), sizes.rows, sizes.columns) >= 100
 
 
 @pytest.mark.parametrize(
