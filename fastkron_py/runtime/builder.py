@@ -72,7 +72,8 @@ class Builder:
         self._numbers = itertools.count()
         self._values: dict[int, _Value] = {}  # by the storage of their tensors, which views share
         self._steps: list[Step] = []
-        self.inputs: list[Any] = [None if t is None else self.empty(t.shape, t.dtype, t.stride()) for t in tensors]
+        bare = [None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        self.inputs: list[Any] = [None if t is None else self._add(t).tensor for t in bare]
 
     # ---- operands --------------------------------------------------------------------------------
 

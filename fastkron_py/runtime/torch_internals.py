@@ -257,14 +257,9 @@ _TRIALS: Final[dict[str, Callable[[], bool]]] = {
 
 
 def guard(tensors: Sequence[Tensor]) -> Guard:
-    """The question whether other tensors, as arguments, are like these."""
+    """The function that tells whether other tensors, as arguments, are like these."""
     # One guard for all refuses a tensor that comes twice; then there is one for each.
-    if len({id(t) for t in tensors}) == len(tensors):
-        return _check(*tensors)
-    checks = [_check(t) for t in tensors]
-    return lambda *given: all([check(t) for check, t in zip(checks, given, strict=True)])
-
-
-def _check(*tensors: Tensor) -> Guard:
-    check: Guard = tensor_guards()(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+    is_distinct = len({id(t) for t in tensors}) == len(tensors)
+    guards, groups = tensor_guards(), [tensors] if is_distinct else [(t,) for t in tensors]
+    checks: list[Guard] = [guards(*group, dynamic_dims_sizes=None, dynamic_dims_strides=None).check for group in groups]
+    return checks[0] if is_distinct else lambda *given: all([check(t) for check, t in zip(checks, given, strict=True)])
