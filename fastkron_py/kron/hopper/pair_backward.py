@@ -2,7 +2,7 @@
 
 Like `chained_backward`, whose tiles and loads these are. Each warp takes slices of its own, and what one product leaves in its
 registers is the next one's operand as it stands, so that all that crosses shared memory are u, g, and dx where slices are
-neighbours in memory. `g A^T` is made twice, once for each operand that it is: cheaper than turning it.
+neighbours in memory. `g A^T` is made twice, once for each operand that it is: cheaper than transposing it.
 """
 
 from triton.experimental import gluon
@@ -17,10 +17,10 @@ from fastkron_py.tiling.addresses import factor_tile, round_to_tf32, scalar
 
 
 @gluon.jit
-def _turn(t, TURN: gl.constexpr):
+def _permuted(t, PERMUTATION: gl.constexpr):
     """A tensor's elements in another order of its index bits."""
-    ORDER: gl.constexpr = _item(TURN, 0)
-    return gl.reshape(in_order(gl.reshape(t, twos(ORDER)), ORDER), _shape(_item(TURN, 1)))
+    ORDER: gl.constexpr = _item(PERMUTATION, 0)
+    return gl.reshape(in_order(gl.reshape(t, twos(ORDER)), ORDER), _shape(_item(PERMUTATION, 1)))
 
 
 @gluon.jit
@@ -106,17 +106,17 @@ def _chained_pair_bwd_kernel(
     G_TILE: gl.constexpr,
     U_LEFT: gl.constexpr,  # (registers, lanes, warps, order, shape)
     C_FACTOR: gl.constexpr,  # (tile, operand)
-    C_TURN: gl.constexpr,  # (order, shape)
+    C_PERMUTATION: gl.constexpr,  # (order, shape)
     G_SUM: gl.constexpr,
     G_LEFT: gl.constexpr,
     H_FACTOR: gl.constexpr,
-    H_TURN: gl.constexpr,
+    H_PERMUTATION: gl.constexpr,
     U_SUM: gl.constexpr,
-    G_TURN: gl.constexpr,
+    G_PERMUTATION: gl.constexpr,
     AGAIN_FACTOR: gl.constexpr,
-    AGAIN_TURN: gl.constexpr,
+    AGAIN_PERMUTATION: gl.constexpr,
     X_FACTOR: gl.constexpr,
-    X_TURN: gl.constexpr,
+    X_PERMUTATION: gl.constexpr,
     X_STORE: gl.constexpr,
     SUMS: gl.constexpr,
     STRIDES: gl.constexpr,  # (slice, mode) of u, g and dx
@@ -193,7 +193,7 @@ def _chained_pair_bwd_kernel(
             if NEED_A:
                 u = _rounded(_load_operand(u_tile, U_LEFT, LEFT), THREE)
                 c = _times_factor(u, _low_half(u), c_high, c_low, _item(C_FACTOR, 1), ACC, CHUNK * PA, THREE)
-                c = gl.convert_layout(_turn(c, C_TURN), gl.DotOperandLayout(0, SUM, 1), assert_trivial=True)
+                c = gl.convert_layout(_permuted(c, C_PERMUTATION), gl.DotOperandLayout(0, SUM, 1), assert_trivial=True)
                 part_a = _add_product(c, _load_operand(g_tile, G_SUM, gl.DotOperandLayout(1, SUM, 1)), part_a, THREE)
                 if chunk == CHUNKS - 1:
                     # Rounded, where a tensor core's own sum would be cut off, tile after tile.
@@ -204,26 +204,26 @@ def _chained_pair_bwd_kernel(
             if NEED_B:
                 h = _times_factor(g, low, h_high, h_low, _item(H_FACTOR, 1), ACC, CHUNK * QB, THREE)
             if NEED_X:
-                g = gl.convert_layout(_turn(g, G_TURN), RIGHT, assert_trivial=True)
+                g = gl.convert_layout(_permuted(g, G_PERMUTATION), RIGHT, assert_trivial=True)
                 high = _load_operand(a_high, A_PLACES, gl.DotOperandLayout(0, ACROSS, 1))
                 t = gl.zeros([PA, CHUNK * QB], gl.float32, ACROSS)
                 if THREE:
-                    low = gl.convert_layout(_turn(low, G_TURN), RIGHT, assert_trivial=True)
+                    low = gl.convert_layout(_permuted(low, G_PERMUTATION), RIGHT, assert_trivial=True)
                     t = mma_v2(high, low, t, input_precision="tf32")
                     t = mma_v2(_load_operand(a_low, A_PLACES, gl.DotOperandLayout(0, ACROSS, 1)), g, t, input_precision="tf32")
                 t = mma_v2(high, g, t, input_precision="tf32")
-                t = _rounded(gl.convert_layout(_turn(t, AGAIN_TURN), LEFT, assert_trivial=True), THREE)
+                t = _rounded(gl.convert_layout(_permuted(t, AGAIN_PERMUTATION), LEFT, assert_trivial=True), THREE)
                 x = _times_factor(t, _low_half(t), x_high, x_low, _item(X_FACTOR, 1), ACC, CHUNK * PA, THREE)
                 if SCALE:
                     x *= scalar(alpha, gl.float32)
-                x = gl.convert_layout(_turn(x, X_TURN), STORE, assert_trivial=True)
+                x = gl.convert_layout(_permuted(x, X_PERMUTATION), STORE, assert_trivial=True)
                 if not TAIL:
                     i = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, STORE))
                     p = gl.arange(0, PA * PB, gl.SliceLayout(0, STORE))
                     base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
                     gl.store(dx_ptr + base + (offsets[:, None] + p[None, :] * X_STRIDES[1]), x)
             if NEED_B:
-                h = gl.convert_layout(_turn(h, H_TURN), gl.DotOperandLayout(1, SUM, 1), assert_trivial=True)
+                h = gl.convert_layout(_permuted(h, H_PERMUTATION), gl.DotOperandLayout(1, SUM, 1), assert_trivial=True)
                 part_b = _add_product(_load_operand(u_tile, U_SUM, gl.DotOperandLayout(0, SUM, 1)), h, part_b, THREE)
                 if chunk == CHUNKS - 1:
                     total_b += part_b

@@ -30,7 +30,7 @@ THREAD_ELEMENTS: Final = 64  # of a tile that a thread can hold
 WARP_TILE: Final = 32768
 WARP_WIDTH: Final = 16
 BUSY: Final = 64  # tiles of that size: fewer take as long
-PADDING: Final = 0.4  # what a tile that is half padding takes longer
+PADDING: Final = 0.4  # share of its time that a tile takes longer if half of it is padding
 WARP_ROWS: Final = 16
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
 
@@ -189,7 +189,7 @@ def chained_layout(steps: Sequence[Step], block_s: int, num_warps: int, itemsize
             vector = digits_of(4 // itemsize)
         second = None
         if chosen and chosen[-1].second in columns:
-            # What the last accumulator held in one register quad is one quad of this operand.
+            # A register quad of the last accumulator is one quad of this operand.
             columns.remove(chosen[-1].second)
             columns.insert(2, chosen[-1].second)
             second = Bit(m + 1, 0)
@@ -230,7 +230,7 @@ class ChainedConfig:
 
 
 def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup: bool = True) -> bool:
-    """Whether the kernel can take a chain on tiles of block_s slices: the single statement of what it can.
+    """Whether the kernel can take a chain on tiles of block_s slices: the single statement of its limits.
 
     Args:
         steps: of the launch, first factors first.
@@ -249,7 +249,7 @@ def fits_chained(steps: Sequence[Step], block_s: int, num_warps: int, warpgroup:
 
 
 def _extent(pads: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(rows of the shortest left operand, most elements) that one slice comes to on its way through a chain."""
+    """(rows of the shortest left operand, most elements) of one slice as it passes through a chain."""
     width = most = shortest = math.prod(p for p, _ in pads)
     for p, q in reversed(pads):
         shortest = min(shortest, width // p)

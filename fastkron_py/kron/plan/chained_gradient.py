@@ -22,7 +22,7 @@ TILE: Final = 4096
 # Slices that one warp, or all that share a sum, take at a time.
 CHUNK: Final = 16
 ROW: Final = 32  # elements of a row of shared memory: every bank once
-_VECTOR: Final = 2  # bits of what a thread moves at once, 16 bytes
+_VECTOR: Final = 2  # bits of the elements that a thread moves at once, 16 bytes
 # A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
 PART_ELEMENTS: Final = 1024
 # A step of 8 is narrower than a product of two operands that are no factors: neighbours of the mode before are taken along, as one
@@ -59,7 +59,7 @@ class Back:
 class StepGradient:
     """The tiles and products of one step."""
 
-    u_tile: tuple[Bit, ...]  # what the bits of a place in shared memory stand for, lowest first
+    u_tile: tuple[Bit, ...]  # the element's bit for each bit of a place in shared memory, lowest first
     g_tile: tuple[Bit, ...]
     left: Operand  # u of a chunk, in u^T g
     right: Operand  # g of a chunk
@@ -235,7 +235,7 @@ def bases(operand: Operand) -> tuple[Bases, Bases, Bases]:
 def step_gradient_config(
     p: int, q: int, num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int, need_x: bool
 ) -> StepGradientConfig | None:
-    """The tile for a step, or None where the kernel cannot take it: the single statement of what it can.
+    """The tile for a step, or None where the kernel cannot take it: the single statement of its limits.
 
     Args:
         p: rows of the factor.
@@ -261,7 +261,7 @@ def step_gradient_config(
     tiles = num_slices // block_s
     if tiles * groups < multiprocessors:
         return None
-    per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # what shared memory has room for
+    per_sm = 1 if wide else 2 if max(p, q) == STEP_WIDTHS[-1] else 3  # programs that shared memory has room for
     most = max(1, -(-multiprocessors * per_sm // groups))
     programs = -(-tiles // -(-tiles // most))
     # Warps of a narrow step take neighbours of their own, others slices.

@@ -1,8 +1,8 @@
 """Where each element of u and g sits while a Hopper tensor core makes gradients of a chain of two steps `u (A (x) B)`.
 
 As in `plan.chained_gradient`, tiles wait in shared memory and operands are loaded in fragment order. Every warp takes slices
-of its own, so that what one product leaves in its registers is an operand of the next: which bits are a product's rows and
-columns is chosen such that they are the same registers under other names. Of the modes a and b of u, and a' and b' of g:
+of its own, and the accumulators of one product are an operand of the next. The bits of a product's rows and columns are
+chosen such that both are the same registers. Of the modes a and b of u, and a' and b' of g:
 
 | product | rows | columns | summed over |
 | --- | --- | --- | --- |
@@ -34,8 +34,8 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A result under its next name: dimensions of it, seen as 2 x 2 x ... x 2, and the shape that they make."""
+class Permutation:
+    """A permutation of a tile seen as 2 x 2 x ... x 2, and the shape that the result is read in: an accumulator as the next operand."""
 
     order: Order
     shape: tuple[int, ...]
@@ -53,21 +53,21 @@ class Constant:
 class PairGradient:
     """The tiles and products of a chain of two."""
 
-    u_tile: tuple[Bit, ...]  # what the bits of a place in shared memory stand for, lowest first; mode 0 is the whole slice's
+    u_tile: tuple[Bit, ...]  # the element's bit for each bit of a place in shared memory, lowest first; mode 0 is the whole slice's
     g_tile: tuple[Bit, ...]
     u_left: Operand  # of c
     c_factor: Constant  # B
-    c_turn: Turn  # to dA's left operand
+    c_permutation: Permutation  # to dA's left operand
     g_sum: Operand  # dA's right one
     g_left: Operand  # of h
     h_factor: Constant  # A^T
-    h_turn: Turn  # to dB's right operand
+    h_permutation: Permutation  # to dB's right operand
     u_sum: Operand  # dB's left one
-    g_turn: Turn  # of g_left, to the right operand of h^T
+    g_permutation: Permutation  # of g_left, to the right operand of h^T
     again_factor: Constant  # A
-    again_turn: Turn  # to dx's left operand
+    again_permutation: Permutation  # to dx's left operand
     x_factor: Constant  # B^T
-    x_turn: Turn  # to [slices, modes], or to the place of u's tile
+    x_permutation: Permutation  # to [slices, modes], or to the place of u's tile
     x_store: TileLayout | Operand
     sums: tuple[tuple[Order, Order], tuple[Order, Order]]  # of dA and dB: bit that each bit of a row, and of a column, stands for
 
@@ -106,10 +106,10 @@ def _without(bits: Sequence[Bit], *taken: Sequence[Bit]) -> list[Bit]:
     return [b for b in bits if b not in gone]
 
 
-def _turn(before: Sequence[Sequence[Bit]], after: Sequence[Sequence[Bit]]) -> Turn:
+def _permutation(before: Sequence[Sequence[Bit]], after: Sequence[Sequence[Bit]]) -> Permutation:
     """From dimensions of these bits, lowest first, to others."""
     state = [b for dim in before for b in reversed(dim)]
-    return Turn(tuple(state.index(b) for dim in after for b in reversed(dim)), tuple(1 << len(dim) for dim in after))
+    return Permutation(tuple(state.index(b) for dim in after for b in reversed(dim)), tuple(1 << len(dim) for dim in after))
 
 
 def _constant(dims: tuple[list[Bit], list[Bit]], lanes: list[Bit], row_mode: int) -> Constant:
@@ -212,29 +212,29 @@ def pair_gradient(p: tuple[int, int], q: tuple[int, int], config: PairGradientCo
     x_lane_bits = [*x_columns[1:3], *x_lanes]
     store: TileLayout | Operand
     if runs:
-        x_turn = _turn(x, (u.places[5:], u.places[:5]))
+        x_permutation = _permutation(x, (u.places[5:], u.places[:5]))
         places = u.places
         index = [places.index(b) for b in x_lane_bits]
         store = operand_of(len(places), [list(range(5, len(places))), list(range(5))], index, [places.index(b) for b in warps])
     else:
-        x_turn = _turn(x, (chunk, [*u.inner, *u.outer]))
+        x_permutation = _permutation(x, (chunk, [*u.inner, *u.outer]))
         store = _store(u, x_lane_bits, warps, config.chunk)
     return PairGradient(
         u.flat(),
         g.flat(),
         u.operand(u_left, u.along_inner),
         _constant((u_left[1], c[1]), [*b_pair, *c[1][:3]], B),
-        _turn(c, c_left),
+        _permutation(c, c_left),
         g.operand(g_sum, g.along_inner),
         g.operand(g_left, g.along_outer),
         _constant((g_left[1], h[1]), [*ao_pair, *h[1][:3]], A),
-        _turn(h, h_right),
+        _permutation(h, h_right),
         u.operand(u_sum, u.along_outer),
-        _turn(g_left, g_right),
+        _permutation(g_left, g_right),
         _constant(again_left, [*ao_pair, *x_lanes], A),
-        _turn(again, x_left),
+        _permutation(again, x_left),
         _constant((back, x_columns), [*back[:2], *x_columns[:3]], B),
-        x_turn,
+        x_permutation,
         store,
         ((_digits(c_left[1]), _digits(g_sum[2])), (_digits(u_sum[1]), _digits(h_right[2]))),
     )
@@ -256,7 +256,7 @@ def _store(u: _Side, lanes: list[Bit], warps: list[Bit], chunk: int) -> TileLayo
 def pair_gradient_config(
     p: tuple[int, int], q: tuple[int, int], num_slices: int, after: int, fastest: int, groups: int, multiprocessors: int
 ) -> PairGradientConfig | None:
-    """The tile for a chain of two, or None where the kernel cannot take it: the single statement of what it can.
+    """The tile for a chain of two, or None where the kernel cannot take it: the single statement of its limits.
 
     Args:
         p: rows of A and B.
@@ -277,7 +277,7 @@ def pair_gradient_config(
     tiles = num_slices // block_s
     if tiles * groups < multiprocessors:
         return None
-    per_sm = 3 if width <= WIDTHS[0] * WIDTHS[1] and after == 1 else 2  # what registers and shared memory have room for
+    per_sm = 3 if width <= WIDTHS[0] * WIDTHS[1] and after == 1 else 2  # programs that registers and shared memory have room for
     most = max(1, -(-multiprocessors * per_sm // groups))
     programs = -(-tiles // -(-tiles // most))
     return PairGradientConfig(block_s, block_s if after > 1 else WARPS, 2, programs)

@@ -53,7 +53,7 @@ def chain_shared_memory(config: ChainConfig, launch: Launch, itemsize: int) -> i
 
 
 def single_shared_memory(config: SingleConfig, itemsize: int) -> int:
-    """Bytes of a program, at most: blocks of slices that are loaded ahead, one that is turned, and the factor's."""
+    """Bytes of a program, at most: blocks of slices that are loaded ahead, one that changes its layout, and the factor's."""
     slices = config.block_s * config.block_p * (config.num_stages - 1) + config.block_s * max(config.block_p, config.block_q)
     return (slices + config.block_p * config.block_q * _halves(itemsize)) * itemsize
 

@@ -98,7 +98,7 @@ def _balanced(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, count
 
 
 def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
-    """Whether a chain's tile fits on chip: the single statement of what may be fused.
+    """Whether a chain's tile fits on chip: the single statement of the limits of fusion.
 
     Args:
         launch: the steps.
@@ -179,7 +179,7 @@ def _candidates(
             num_slices = max(1, problem.rows * problem.columns * outside)
             config = chained_config(launch.steps, itemsize, sectors, num_slices)
             if config is not None:
-                # Tiles that cross the runs of what comes after have an address for each element.
+                # Tiles that cross runs of the trailing elements have an address for each element.
                 cost = chained_cost(launch.steps, config, num_slices)
                 if problem.columns > 1:
                     run = math.gcd(problem.columns * math.prod(qs[stop:]), config.block_s)

@@ -17,7 +17,7 @@ from fastkron_py.kron.plan.chained_pair import (
     Constant,
     PairGradient,
     PairGradientConfig,
-    Turn,
+    Permutation,
     pair_gradient,
     pair_gradient_config,
 )
@@ -47,12 +47,12 @@ def spread(digits: tuple[int, ...]) -> Tensor:
     return sum((((i >> n) & 1) << digit for n, digit in enumerate(digits)), torch.zeros_like(i))
 
 
-def turned(t: Tensor, turn: Turn | Operand) -> Tensor:
-    return t.reshape([2] * len(turn.order)).permute(turn.order).reshape(turn.shape)
+def permuted(t: Tensor, permutation: Permutation | Operand) -> Tensor:
+    return t.reshape([2] * len(permutation.order)).permute(permutation.order).reshape(permutation.shape)
 
 
 def staged(f: Tensor, constant: Constant) -> Tensor:
-    return turned(f[index(constant.tile)], constant.operand)
+    return permuted(f[index(constant.tile)], constant.operand)
 
 
 def carry_out(u: Tensor, g: Tensor, a: Tensor, b: Tensor, plan: PairGradient, config: PairGradientConfig, runs: bool) -> tuple[Tensor, ...]:
@@ -62,13 +62,13 @@ def carry_out(u: Tensor, g: Tensor, a: Tensor, b: Tensor, plan: PairGradient, co
     found = []
     sums = [torch.zeros(1, *f.shape, dtype=u.dtype) for f in (a, b)]
     for uc, gc in zip(us.reshape(chunks, -1), gs.reshape(chunks, -1), strict=True):
-        c = turned(uc, plan.u_left) @ staged(b, plan.c_factor)
-        sums[0] = sums[0] + turned(c, plan.c_turn) @ turned(gc, plan.g_sum)
-        left = turned(gc, plan.g_left)
+        c = permuted(uc, plan.u_left) @ staged(b, plan.c_factor)
+        sums[0] = sums[0] + permuted(c, plan.c_permutation) @ permuted(gc, plan.g_sum)
+        left = permuted(gc, plan.g_left)
         h = left @ staged(a, plan.h_factor)
-        sums[1] = sums[1] + turned(uc, plan.u_sum) @ turned(h, plan.h_turn)
-        again = staged(a, plan.again_factor) @ turned(left, plan.g_turn)
-        found.append(turned(turned(again, plan.again_turn) @ staged(b, plan.x_factor), plan.x_turn))
+        sums[1] = sums[1] + permuted(uc, plan.u_sum) @ permuted(h, plan.h_permutation)
+        again = staged(a, plan.again_factor) @ permuted(left, plan.g_permutation)
+        found.append(permuted(permuted(again, plan.again_permutation) @ staged(b, plan.x_factor), plan.x_permutation))
     gradients = []
     for total, (rows, columns) in zip(sums, plan.sums, strict=True):
         t = torch.full(total.shape[1:], torch.nan, dtype=u.dtype)
