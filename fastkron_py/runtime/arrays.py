@@ -1,4 +1,4 @@
-"""NumPy and CuPy arrays in, the same kind out: views of one memory, never a copy where a view will do.
+"""NumPy and CuPy arrays in, arrays of the same library out: views of one memory, never a copy where a view will do.
 
 `find_bridge` names the library that all arguments share. Its bridge loads them as torch tensors, gives
 results back, and has the context (device, stream) in which all of that has to happen. Neither NumPy,

@@ -1,4 +1,4 @@
-"""Which backend multiplies: the process's default, a context's override, and what "auto" means."""
+"""The backend of a call: the process's default, a context's override, and the choice of "auto"."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def choose_backend(name: str, x: Tensor) -> str:
 
     Args:
         name: one of `BACKENDS`, or "" for the one in force in this thread.
-        x: a tensor of the kind that is multiplied.
+        x: an operand, for its dtype and device.
 
     Raises:
         ValueError: "triton" was asked for and cannot take x.

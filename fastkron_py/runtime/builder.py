@@ -13,14 +13,14 @@ from torch import Tensor
 
 from fastkron_py.runtime.descriptors import order_of, template_of
 from fastkron_py.runtime.errors import value_error
-from fastkron_py.runtime.program import Box, Make, Places, Pool, Program, Result, Shift, Step, View
+from fastkron_py.runtime.program import Descriptor, Make, Places, Pool, Program, Result, Shift, Step, View
 
 _ALIGNMENT: Final = 512  # of a buffer in the pool, as torch's own allocations on a GPU
 _SMALL: Final = 1 << 20  # bytes of a buffer that may be in the pool, however small the inputs are
 
 
 class Spanning(NamedTuple):
-    """A descriptor whose outermost dimension goes on at another tensor, wherever that lies behind the first; see `Builder.order`."""
+    """A descriptor whose outermost dimension continues in another tensor, anywhere behind the first one; see `Builder.order`."""
 
     descriptor: Any
     other: Tensor
@@ -149,7 +149,7 @@ class Builder:
         self._steps.append(step)
 
     def call(self, function: Callable[..., Any], operands: Sequence[Tensor], *results: Tensor, scalars: Sequence[Any] = ()) -> Any:
-        """Add a call of torch, which returns tensors like the results described; gives these as operands of later steps.
+        """Add a call of torch; return its results, which are tensors without memory, as operands of later steps.
 
         Args:
             function: of the operands and scalars, to a tensor or a tuple of tensors; None if it writes to an operand.
@@ -227,9 +227,9 @@ class Builder:
             descriptor = replace(descriptor, strides=[other.storage_offset() - base.storage_offset(), *descriptor.strides[1:]])
             other = None
         source, end = self._operand(base, step), None if other is None else self._operand(other, step)
-        box = Box(next(self._numbers), source, type(descriptor), template_of(descriptor), end, base.element_size())
-        step.boxes.append(box)
-        return box.number
+        template = template_of(descriptor)
+        step.descriptors.append(Descriptor(next(self._numbers), source, type(descriptor), template, end, base.element_size()))
+        return step.descriptors[-1].number
 
     def _allocate(self, value: _Value) -> None:
         """Let the first step that uses a buffer allocate it, in the shape of a result where it is one, and the last one drop it."""

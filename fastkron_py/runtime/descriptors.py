@@ -1,10 +1,10 @@
-"""Descriptors of matrices for the copy engine, made anew of what Triton checked once."""
+"""Tensor descriptors for the copy engine, made again from fields that Triton checked once."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-Template = dict[str, Any]  # what a descriptor holds besides the matrix
+Template = dict[str, Any]  # the fields of a descriptor besides the matrix
 FARTHEST: Final = 1 << 40  # bytes from one index of a dimension to the next, which are fewer
 _new: Final = object.__new__
 
@@ -34,8 +34,8 @@ def template_of(descriptor: Any) -> Template:
     return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 
-def remade(kind: Any, template: Template, base: Any) -> Any:
+def remade(cls: Any, template: Template, base: Any) -> Any:
     """A descriptor of this class, equal to one that is made of the same and checked; base begins at a 16-byte boundary."""
-    made = _new(kind)
+    made = _new(cls)
     made.__dict__ = {**template, "base": base}
     return made

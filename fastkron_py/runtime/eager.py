@@ -52,7 +52,7 @@ def transforms_active() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    # What transforms take is right without one, too; where there is one, the dispatcher may leave out a tangent.
+    # The path for transforms is correct without one, too. With one, the dispatcher may leave out a tangent.
     return not torch_internals.works("transforms") or torch_internals.is_transforming()
 
 

@@ -28,7 +28,7 @@ class GPU:
         float32_rate: of products in float32 without tensor cores.
         instruction_rate: instructions a second of one multiprocessor, those of all its lanes counted.
         is_measured: whether kernels were timed on it; else its rates and bandwidth are estimated from its data sheet.
-        has_wgmma: tensor cores multiply what lies in shared memory for a warpgroup, as kernels in Gluon want it.
+        has_wgmma: a warpgroup's tensor cores multiply operands in shared memory, as kernels in Gluon need.
         has_shared_operands: tensor cores read operands from shared memory; else from registers, which then hold fewer sums.
         has_float64_cores: tensor cores multiply float64, for which other multiplications keep far more in registers.
         has_descriptors: a copy engine takes tensor descriptors.

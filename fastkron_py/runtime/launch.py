@@ -30,12 +30,12 @@ class Ready(NamedTuple):
 
 def ready_of(compiled: Any, grid: tuple[int], between: tuple[Any, ...], after: tuple[Any, ...]) -> Ready | None:
     """A compiled kernel, launched as its JIT function does it, but without hooks; None where that is not known how."""
-    kind = type(compiled)
-    if kind not in _obstacles:
-        _obstacles[kind] = found = _obstacle(compiled)
+    cls = type(compiled)
+    if cls not in _obstacles:
+        _obstacles[cls] = found = _obstacle(compiled)
         if found is not None:
             logger.warning("kernels are launched by the slower front door of Triton %s: %s", triton.__version__, found)
-    if _obstacles[kind] is not None:
+    if _obstacles[cls] is not None:
         return None
     first = (compiled.function, compiled.packed_metadata, None, None, None)
     return Ready(grid[0], between, after, compiled.run, first)

@@ -1,4 +1,4 @@
-"""Operators: one declaration registers everything with torch, and is called in eager mode with less ado."""
+"""Operators: one declaration registers everything with torch. Eager calls bypass the dispatcher where that is safe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sign(*functions: type[torch.autograd.Function]) -> None:
 
 
 def undecorated(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``apply`` without what torch.autograd.Function adds for torch.func's transforms, which the fast path never sees."""
+    """``apply`` without the part of torch.autograd.Function for torch.func's transforms, which the fast path never sees."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
@@ -62,12 +62,12 @@ class _Schema:
     def __init__(self, schema: str) -> None:
         self.name, _, rest = schema.partition("(")
         given, _, returns = rest.rpartition(") -> ")
-        kinds = [argument.split()[0].replace("(a!)", "").rstrip("?") for argument in given.split(", ")]
-        self.count = sum([kind in ("Tensor", "Tensor[]") for kind in kinds])
-        if any([kind.startswith("Tensor") for kind in kinds[self.count :]]):
+        types = [argument.split()[0].replace("(a!)", "").rstrip("?") for argument in given.split(", ")]
+        self.count = sum([t in ("Tensor", "Tensor[]") for t in types])
+        if any([t.startswith("Tensor") for t in types[self.count :]]):
             raise ValueError(f"schema: expected tensors before other arguments, got {schema}")
-        self.options = len(kinds) - self.count
-        self._listed = kinds.index("Tensor[]") if "Tensor[]" in kinds else None
+        self.options = len(types) - self.count
+        self._listed = types.index("Tensor[]") if "Tensor[]" in types else None
         self.returns = returns
 
     def split(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -96,7 +96,7 @@ class _Schema:
 
 
 class Operator:
-    """An operator of tensors and options, registered with torch, and called by the shortest way that is right.
+    """An operator of tensors and options, registered with torch, and called by the shortest correct path.
 
     On the eager fast path that is its program, within an autograd function where gradients are wanted. Inside torch.func's
     transforms and forward mode it is that function, or the same result by torch's own operations. Else it is the registered operator,
@@ -123,7 +123,7 @@ class Operator:
         Args:
             schema: name, arguments and results, as torch writes them; tensors first, no defaults: the dispatcher drops arguments that
                 equal theirs, and the autograd wrapper then miscounts.
-            program: from (tensors, options) to what makes the results; the tensors' numbers are not read.
+            program: from (tensors, options) to the program that makes the results; the tensors' values are not read.
             fake: from the arguments to results without numbers.
             backward: from (saved, cotangents ...) to the tensors' gradients; its operations are derived for the next order.
             jvp: from (saved, tangents of the tensors) to those of the results.
@@ -132,7 +132,7 @@ class Operator:
             kept: how many of the results, the last, are for the backward pass alone.
             unsaved: tensors whose values the derivatives do not read, by index.
             scalars: options that a program is run with, by index; all others it is built for.
-            places: from the tensors to what the program depends on of their addresses, beyond their alignment.
+            places: from the tensors to the properties of their addresses that the program depends on, beyond alignment.
         """
         self._schema = _Schema(schema)
         self.name = self._schema.name
@@ -157,7 +157,7 @@ class Operator:
 
         Args:
             arguments: as in the schema.
-            key: that the verb which calls has looked the call up by, without finding it; it says all that the options do.
+            key: of the call in the cache, if the verb has looked it up without success; it covers the options.
         """
         if torch.compiler.is_compiling():
             return self._shown(self.registered(*arguments))
@@ -245,7 +245,7 @@ class Operator:
     # ---- the rules, for the operator and for its function ------------------------------------------
 
     def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> tuple[Any, ...]:
-        """Save what the derivatives read; the tensors among it."""
+        """Save the values that the derivatives read; return the tensors among them."""
         ctx.options, ctx.shapes, ctx.alone = options, None, alone
         ctx.absent = [i for i, t in enumerate(tensors) if t is None]
         values = tensors

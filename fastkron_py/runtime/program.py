@@ -52,12 +52,12 @@ class Shift(NamedTuple):
     elements: int
 
 
-class Box(NamedTuple):
+class Descriptor(NamedTuple):
     """A tensor descriptor of a value."""
 
     number: int
     source: int
-    kind: Any  # the descriptor's class
+    type: Any  # the descriptor's class
     template: Template
     other: int | None  # the value where the outermost dimension goes on: how far away it is differs from call to call
     itemsize: int
@@ -74,7 +74,7 @@ class View(NamedTuple):
 
 @dataclass
 class Step:
-    """One launch of a kernel, or one call of torch, and what happens around it.
+    """One launch of a kernel, or one call of torch, with the buffers, places and descriptors that it needs.
 
     Attributes:
         run: a `Launcher`, or the function of torch.
@@ -84,7 +84,7 @@ class Step:
         makes: buffers that are allocated before it.
         shifts: places that are worked out before it.
         tuples: tuples of addresses, by number.
-        boxes: descriptors.
+        descriptors: tensor descriptors that are made before it.
         drops: buffers that no later step uses.
     """
 
@@ -95,7 +95,7 @@ class Step:
     makes: list[Make] = field(default_factory=list)
     shifts: list[Shift] = field(default_factory=list)
     tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    boxes: list[Box] = field(default_factory=list)
+    descriptors: list[Descriptor] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
 
 
@@ -103,10 +103,10 @@ class _Ready(NamedTuple):
     """A step with its kernel compiled: a launch past everything that looks at arguments."""
 
     makes: Sequence[Make]
-    called: Step | None  # a call of torch, which has none of what follows
+    called: Step | None  # a call of torch, which has none of the fields below
     shifts: Sequence[Shift]
     tuples: tuple[tuple[int, Callable[[Any], tuple[Any, ...]]], ...]
-    boxes: Sequence[Box]
+    descriptors: Sequence[Descriptor]
     launch: Callable[..., None]
     grid: int
     first: tuple[Any, ...]  # arguments of the launcher before the kernel's
@@ -213,7 +213,7 @@ class Program:
         if self._has_calls:
             run = self._run_calls if self._is_calls_alone else self._run
             with unseen_by_autograd(given[0]):
-                if not torch.is_grad_enabled():  # as in autograd functions: another context costs what a small product does
+                if not torch.is_grad_enabled():  # as in autograd functions: another context costs as much as a small product
                     return run(given, scalars)
                 with torch.no_grad():
                     return run(given, scalars)
@@ -257,7 +257,7 @@ class Program:
             base = pool.data_ptr()
             for number, offset in self._offsets:
                 addresses[number] = base + offset
-        for makes, called, shifts, tuples, boxes, launch, grid, first, operands, rest, drops in compiled[1]:
+        for makes, called, shifts, tuples, descriptors, launch, grid, first, operands, rest, drops in compiled[1]:
             for number, shape, strides, dtype in makes:
                 if strides is not None:
                     made = like.new_empty_strided(shape, strides, dtype=dtype)
@@ -274,9 +274,11 @@ class Program:
                     addresses[number] = addresses[source] + nbytes
                 for number, parts in tuples:
                     addresses[number] = parts(addresses)
-                for box in boxes:
-                    number, source, kind, template, other, _ = box
-                    addresses[number] = remade(kind, template, Place(addresses[source])) if other is None else _described(box, addresses)
+                for descriptor in descriptors:
+                    number, source, type_, template, other, _ = descriptor
+                    addresses[number] = (
+                        remade(type_, template, Place(addresses[source])) if other is None else _made_descriptor(descriptor, addresses)
+                    )
                 launch(grid, 1, 1, stream, *first, *operands(addresses), *rest)
             for number in drops:  # held until its last reader is launched: from then on, the stream's order guards it
                 del held[number]
@@ -294,7 +296,7 @@ class Program:
                 return None
             tuples = tuple([(number, _picker(parts)) for number, parts in step.tuples])
             rest = (*ready.between, *_with_scalars(step.scalars, patterns), *ready.after)
-            around = (step.makes, None, step.shifts, tuples, step.boxes)
+            around = (step.makes, None, step.shifts, tuples, step.descriptors)
             found.append(_Ready(*around, ready.launch, ready.grid, ready.first, _picker(step.operands), rest, step.drops))
         self._compiled = (patterns, tuple(found))
         return self._compiled
@@ -320,10 +322,10 @@ class Program:
                     values[number] = t.as_strided((1,), (1,), t.storage_offset() + elements)
                 for number, parts in step.tuples:
                     values[number] = tuple([values[part] for part in parts])
-                for box in step.boxes:
-                    values[box.number] = _described(box, values)
+                for descriptor in step.descriptors:
+                    values[descriptor.number] = _made_descriptor(descriptor, values)
                 step.run(*[values[number] for number in step.operands], *_with_scalars(step.scalars, patterns))
-            derived: tuple[Any, ...] = (*step.shifts, *step.tuples, *step.boxes)
+            derived: tuple[Any, ...] = (*step.shifts, *step.tuples, *step.descriptors)
             for number in (*step.drops, *[one[0] for one in derived]):
                 values[number] = None
         return [values[number] if shape is None else values[number].view(shape) for number, shape in self._results]
@@ -341,14 +343,14 @@ def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: 
     return (found,) if isinstance(found, Tensor) else () if found is None else found
 
 
-def _described(box: Box, values: Sequence[Any]) -> Any:
+def _made_descriptor(descriptor: Descriptor, values: Sequence[Any]) -> Any:
     """A descriptor of a value, which is an address or a tensor."""
-    base, template = values[box.source], box.template
+    base, template = values[descriptor.source], descriptor.template
     is_address = isinstance(base, int)
-    if box.other is not None:
-        begin, end = (v if is_address else v.data_ptr() for v in (base, values[box.other]))
-        template = {**template, "strides": [(end - begin) // box.itemsize, *template["strides"][1:]]}
-    return remade(box.kind, template, Place(base) if is_address else base)
+    if descriptor.other is not None:
+        begin, end = (v if is_address else v.data_ptr() for v in (base, values[descriptor.other]))
+        template = {**template, "strides": [(end - begin) // descriptor.itemsize, *template["strides"][1:]]}
+    return remade(descriptor.type, template, Place(base) if is_address else base)
 
 
 def _made(make: Make, like: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ class Registry(Generic[N]):
 
     Args:
         argument: the name of a look-up's argument in errors.
-        kind: the records' class.
+        cls: the records' class.
         expected: the class with its article, in errors.
         built_in: gives the library's own records. The first look-up calls it, since their modules may import Triton.
     """
 
-    def __init__(self, argument: str, kind: type[N], expected: str, built_in: Callable[[], list[N]] = list) -> None:
-        self._argument, self._kind, self._expected = argument, kind, expected
-        self._registered = kind.__name__.lower()  # the argument of the public function that adds a record
+    def __init__(self, argument: str, cls: type[N], expected: str, built_in: Callable[[], list[N]] = list) -> None:
+        self._argument, self._cls, self._expected = argument, cls, expected
+        self._registered = cls.__name__.lower()  # the argument of the public function that adds a record
         self._found: dict[str, N] = {}
         self._built_in: Callable[[], list[N]] | None = built_in
 
@@ -54,7 +54,7 @@ class Registry(Generic[N]):
             TypeError: it is of another class.
             ValueError: its name is taken or empty.
         """
-        if not isinstance(record, self._kind):
+        if not isinstance(record, self._cls):
             raise type_error(self._registered, self._expected, type_name(record))
         if not record.name or record.name in self._all():
             raise value_error(self._registered, "a name that is not taken", repr(record.name))
@@ -100,13 +100,13 @@ class Registry(Generic[N]):
         return list(self._all())
 
 
-def records(package: str, kind: type[N]) -> list[N]:
+def records(package: str, cls: type[N]) -> list[N]:
     """Return the records that a package's modules hold, in alphabetical order of their names.
 
     Args:
         package: its modules are imported, all of them.
-        kind: the records' class. A record is the constant of a module that is called like the class: `BASIS` for a `Basis`.
+        cls: the records' class. A record is the constant of a module that is called like the class: `BASIS` for a `Basis`.
     """
     modules = [import_module(f"{package}.{module.name}") for module in iter_modules(import_module(package).__path__)]
-    found: list[N] = [record for module in modules if (record := vars(module).get(kind.__name__.upper())) is not None]
+    found: list[N] = [record for module in modules if (record := vars(module).get(cls.__name__.upper())) is not None]
     return sorted(found, key=lambda record: record.name)
