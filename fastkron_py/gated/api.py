@@ -198,7 +198,7 @@ def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:
 
 
 def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, Tensor]:
-    """(up, gate), views of what `pack_gated` made.
+    """(up, gate), views of a weight that `pack_gated` packed.
 
     Raises:
         TypeError: not a tensor.

@@ -37,7 +37,7 @@ _NEEDS = "bool need_x, bool need_weight, bool need_gate, bool need_bias, bool ne
 
 
 def order(weight: Any, gate: Any) -> int | None:
-    """Which of two weights is ahead in memory, as `order_of` says; None where there is one, or no memory."""
+    """The order of two weights in memory, as of `order_of`; None for one weight, or without memory."""
     if gate is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Gated linear layers in torch: the backend of the CPU and of float64, and what higher derivatives are taken of."""
+"""Gated linear layers in torch: the backend of the CPU and of float64, and of higher derivatives."""
 
 from __future__ import annotations
 

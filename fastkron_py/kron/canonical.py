@@ -18,7 +18,7 @@ from fastkron_py.kron.shapes import Shape, broadcast_batch
 
 
 class Canonical(NamedTuple):
-    """A problem in canonical form and the way back."""
+    """A problem in canonical form, and the conversion of results."""
 
     x: Tensor  # [B, L, K, R]
     factors: list[Tensor]  # [B, P_i, Q_i]; a batch stride of 0 where B factors are one
@@ -52,7 +52,7 @@ class Canonical(NamedTuple):
 
 def canonical(x: Tensor, factors: Sequence[Tensor], left: bool, reshape: Callable[[Tensor, Shape], Tensor] = Tensor.reshape) -> Canonical:
     """Bring ``x [*batch, M, K]`` (left: ``[*batch, K, M]``) and its factors to canonical form; copies are made by reshape."""
-    if x.ndim == 2 and all([f.ndim == 2 for f in factors]):  # what most calls are, in the fewest operations
+    if x.ndim == 2 and all([f.ndim == 2 for f in factors]):  # most calls, in the fewest operations
         x4 = x.unsqueeze(0).unsqueeze(0) if left else x.unsqueeze(0).unsqueeze(3)
         return Canonical(x4, [(f.mT if left else f).unsqueeze(0) for f in factors], (), left, reshape)
     factor_batch = broadcast_batch([tuple(f.shape[:-2]) for f in factors], "factors")

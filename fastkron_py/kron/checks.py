@@ -28,7 +28,7 @@ def check_tensors(x: Any, factors: Sequence[Any], z: Any, names: tuple[str, str,
     check_tensor(names[0], x, x, names[0])
     dtype, device = x.dtype, x.device
     for i, f in enumerate(factors):
-        # What check_tensor looks at, in the fewest steps; names are put together for those that fail alone.
+        # The checks of check_tensor in the fewest steps: names are made for tensors that fail alone.
         if isinstance(f, Tensor) and f.dtype == dtype and f.device == device and f.layout == torch.strided and not f.is_nested:
             continue
         check_tensor(f"{names[1]}[{i}]", f, x, names[0])

@@ -209,7 +209,7 @@ def _chain_constants(launch: Launch, batches: int) -> dict[str, Any]:
     }
 
 
-# TF32 holds float16 and bfloat16 exactly, and its truncated sums more than bfloat16 can say.
+# TF32 holds float16 and bfloat16 exactly, and its truncated sums have more bits than bfloat16.
 _ROUND = {torch.float32: 2, torch.float16: 1, torch.bfloat16: 0}
 _RUNTIME = 0  # a stride that a kernel is not compiled for,
 _RUNTIME_NARROW = -1  # with all of a tile's offsets below 2^31

@@ -8,9 +8,9 @@ them and launches; `tiling/gemm_config.py` chooses blocks. An operator passes in
 ``PROLOGUE(a, k, K, tensors, PARAMS)``
     the left operand ``[BLOCK_M, BLOCK_K]``, of the tile of a whose first column is k. Columns from K on have to be finite; they meet zeros.
 ``EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)``
-    stores what becomes of float32 sums (bias added) ``[BLOCK_M, width]`` with `store_tile`. place is (first row, first column, rows,
-    columns), of the piece and of the whole result; targets are (out, pair, pair2, side), and it may read side with `load_tile`;
-    strides those of the rows of out, pair and side.
+    computes results from float32 sums (bias added) ``[BLOCK_M, width]``, and stores them with `store_tile`. place is (first row,
+    first column, rows, columns), of the piece and of the whole result. targets are (out, pair, pair2, side); it may read side with
+    `load_tile`. strides are those of the rows of out, pair and side.
 ``BEGIN(row, tile_n, tensors, strides, rows, BLOCK_M, BLOCK_N, PARAMS)``
     work to start before a tile's sums, such as prefetching EPILOGUE's operands into a cache; it returns nothing.
 

@@ -50,7 +50,7 @@ class GemmSpan(NamedTuple):
 
 
 def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
-    """Bytes of a program, about: blocks in flight, and what passes through when a part is finished."""
+    """Bytes of a program, about: blocks in flight, and the staging buffer of a part that is finished."""
     blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
     return blocks + tile.block_m * tile.block_n // tile.parts * sizes.stored + _BARRIERS
 
@@ -101,10 +101,11 @@ _FEW_ROWS: Final = GemmTile(64, 128, 64, 4, 4, programs=2)
 # From the last product of a launch to the first of the next, some 5 microseconds: sums of a multiprocessor, times their depth.
 _BETWEEN_LAUNCHES: Final = 128 * 256 * 512
 _LEAST_GAIN: Final = 0.99  # that a second launch has to bring
-# What full waves of the first tile leave, in launches that overlap: one program more on each multiprocessor, beside the first launch's,
-# whose products go on while those finish tiles. The tile, the rate and the share are fitted to trials on an H100 of Llama's layers, by
-# two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take 0.975 (0.97). Gains of 2%
-# could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both more and less, and stay one launch.
+# The columns after full waves of the first tile, in launches that overlap: one more program on each multiprocessor, beside those of
+# the first launch. Its products go on while those finish tiles. The tile, the rate and the share are fitted to trials on an H100 of
+# Llama's layers, by two figures: of one launch's time, 512 tokens of 8B take 0.89 (measured: 0.88, 0.88 and 0.91) and 4096 take
+# 0.975 (0.97). Gains of 2% could not be told from noise: 512 tokens of 405B, with 1.8% to gain, and of 70B, with none, gave both
+# more and less, and stay one launch.
 _BESIDE: Final = (GemmTile(64, 128, 32, 4, 4), 1.0)
 _STILL_BETWEEN: Final = 0.5
 _LEAST_GAIN_BESIDE: Final = 0.98
@@ -164,7 +165,7 @@ def gemm_tile(sizes: GemmSizes) -> GemmTile:
 
 
 def _fits_beside(tile: GemmTile, first: GemmSizes, last: GemmSizes) -> bool:
-    """Whether a program of what is left can run beside one of the tile that this was measured with; fewer rows wait for the weight."""
+    """Whether a program of the last columns can run beside one of the first tile; with fewer rows, a product waits for the weight."""
     if not first.beside or tile is not _HALF[0][0] or first.rows <= tile.block_m:
         return False
     return shared_memory(_fitted(tile, first), first) + shared_memory(_fitted(_BESIDE[0], last), last) <= first.gpu.shared_memory
@@ -177,9 +178,9 @@ def _whole_waves(tile: GemmTile, sizes: GemmSizes) -> int:
 
 
 def gemm_spans(sizes: GemmSizes) -> tuple[GemmSpan, ...]:
-    """The columns of two launches, where they take less time than one: full waves of a tile, then what is left in tiles that fit it better.
+    """The columns of two launches, where they take less time than one.
 
-    Empty where one launch is as good.
+    The first has full waves of a tile, the second the last columns in tiles that fit them better. Empty where one launch is as good.
     """
     if _is_short(sizes):
         return ()

@@ -80,7 +80,7 @@ def _launcher(problem: Problem, tile: GemmTile, overlap: Overlap) -> Launcher:
         "GROUP": tile.group,
         "PARTS": tile.parts,
         "COMPUTE": compute,
-        # Operands stay in shared memory as they are: a tensor core cuts off what TF32 does not hold.
+        # Operands stay in shared memory as they are: a tensor core cuts off the bits that TF32 does not hold.
         "PRECISION": "cut" if precision == "tf32" else precision,
         "MADE": problem.gemm.prologue is not prologue_plain,
         "FLATTEN": not knobs.runtime.interpret,
@@ -146,7 +146,7 @@ def add_gemm(
     tile: GemmTile | None = None,
     b2: Tensor | None = None,
 ) -> None:
-    """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.epilogue`` store what becomes of the sums.
+    """Multiply ``a [M, K]`` with the transpose of ``b [N, K]`` and let ``call.epilogue`` store the results.
 
     Args:
         build: of the program.
@@ -158,7 +158,7 @@ def add_gemm(
         pair: ``[M, N / 2]`` or ``[M, N]``.
         pair2: ``[M, N / 2]``.
         side: ``[M, N / 2]``, which the epilogue reads; for no pairs ``[M, N]``.
-        tensors: what prologue and epilogue read besides.
+        tensors: further ones that prologue and epilogue read.
         precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
         tile: blocks; None lets the closed form choose.
         b2: ``[N / 2, K]`` for "stacked" pairs, in memory of b's or of its own: of two inputs an operator's `places` tell the order.

@@ -1,4 +1,4 @@
-"""What a launch of the linear layers' main loop depends on: operands as they lie in memory, and what an operator passes in."""
+"""The problem of a launch of the linear layers' main loop: operands in memory, and the operator's functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST: Final = 1 << 31  # sizes of a descriptor, and indices in tiles
 
 
 class Gemm(NamedTuple):
-    """What an operator passes to the main loop: see `tiling/gemm.py`."""
+    """The jit functions and constants that an operator passes to the main loop: see `tiling/gemm.py`."""
 
     epilogue: Any
     prologue: Any = prologue_plain
@@ -67,9 +67,9 @@ class Problem(NamedTuple):
         return self.gemm.divisible and devices.gpu_of(self.device).has_overlap
 
     def sizes(self) -> GemmSizes:
-        """What the closed form chooses by."""
+        """The sizes that tiles are chosen by."""
         passes = 3 if self.a.dtype == torch.float32 and self.precision == "highest" else 1
-        # Descriptors' stores go through shared memory, pointers' too, to be turned into runs.
+        # Stores go through shared memory: those of descriptors by design, those by pointers to become runs.
         stored = sum(o.dtype.itemsize * o.share for o in self.others if o is not None)
         stored = -(-stored // self.gemm.fan)
         itemsize = self.a.dtype.itemsize
@@ -132,7 +132,7 @@ def problem_of(
     precision: str,
     b2: Tensor | None = None,
 ) -> Problem:
-    """Of a launch on these; arguments as of `gemm_launch.add_gemm`, rows of a, b and b2 being runs of memory."""
+    """The problem of a launch on these operands; arguments as of `gemm_launch.add_gemm`, rows of a, b and b2 being runs of memory."""
     columns = b.shape[0] if b2 is None else 2 * b.shape[0]
     width = columns // call.fan
     operand_b, swapped = (_operand(build, b), False) if b2 is None else _pair(build, b, b2)

@@ -18,11 +18,11 @@ class Activation:
     Attributes:
         name: the argument ``activation`` by which users ask for it.
         host: of a tensor, element by element, in operations that torch can differentiate.
-        host_derivative: its derivative, in the same way.
+        host_derivative: its derivative, in such operations too.
         value: the first as a jit function of a tile.
         derivative: the second as a jit function of a tile.
         quick_value: the first with an error of some 1e-7, in few instructions, for NVIDIA GPUs and results that are rounded to half types.
-        quick_derivative: the second, in the same way.
+        quick_derivative: the second with such an error.
         formula: in a line of text.
         aliases: other names that `nn.GatedMLP` takes for it, as papers call a whole layer by its gate. A name comes before an alias, and an
             earlier activation's alias before a later one's.

@@ -55,7 +55,8 @@ def epilogue_gradients_and_gate(
 ):
     """The same, and ``out [M, H] = first * VALUE(second)``; it may be dy's own memory where both have descriptors.
 
-    Without, threads could store what others have not loaded yet, and a barrier would keep the main loop from being pipelined.
+    Without descriptors, threads could overwrite elements that others have not loaded yet. A barrier would keep the main loop from
+    being pipelined.
     """
     row, column, rows, columns = place
     dy = load_tile(targets[3], row, column, rows, columns, strides[2], first.shape[0], first.shape[1]).to(tl.float32)

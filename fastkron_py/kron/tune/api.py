@@ -40,7 +40,7 @@ def tune(
     progress: bool | Report = True,
     save: bool = True,
 ) -> TuningResult:
-    """Search for the fastest way to multiply with Kronecker products of this problem, and use it from now on.
+    """Search for the fastest launches for Kronecker products of this problem, and use them from now on.
 
     Calls multiply with launches chosen by a closed form, which times nothing; this times others. Candidates are compiled
     in several processes, their results are compared with the closed form's, and where one is clearly faster, later calls of
@@ -58,7 +58,7 @@ def tune(
         precision: as in `kron_matmul`.
         dtype: where x is a number: float32 unless given.
         device: where x is a number: the current CUDA device unless given, or the CPU where there is none.
-        budget: seconds to spend, about. Compiling takes most of them; 60 is enough for most kinds.
+        budget: seconds to spend, about. Compiling takes most of them; 60 is enough for most problems.
         progress: show it on a terminal's standard error; or a function that is called after every trial.
         save: write the result to the user's table.
 
@@ -136,7 +136,7 @@ def example(
         raise value_error("x", "a product that is not empty", f"a result of shape {shape} from x of shape {tuple(x.shape)}")
     obstacle = triton_obstacle(x)
     if obstacle is not None:
-        raise value_error("device" if "dtype" not in obstacle else "dtype", "what Triton's kernels take", obstacle)
+        raise value_error("device" if "dtype" not in obstacle else "dtype", "one that Triton's kernels take", obstacle)
     if x.ndim == 1:
         x = x.unsqueeze(-1 if left else 0)
     x, matrices = _random_like(x.detach()), [_random_like(f.detach()) for f in matrices]

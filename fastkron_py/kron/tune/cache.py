@@ -85,8 +85,8 @@ def read(path: Path) -> dict[Problem, Entry]:
 def merge(path: Path, entries: Sequence[Entry]) -> bool:
     """Add entries to the table in a file, in place of those for the same problems. Whether that succeeded, else with a warning.
 
-    Several processes lose nothing: each reads, merges and replaces under a lock. What was written but is not valid is kept
-    as it stands; a file that is no table of this schema is put aside under another name.
+    Several processes lose nothing: each reads, merges and replaces under a lock. Invalid entries are kept
+    as they are; a file that is no table of this schema is put aside under another name.
     """
     new = [entry_to_json(entry) for entry in entries]
     return _locked(path, lambda: _replace(path, _merged(_raw_entries(path), new)))

@@ -1,4 +1,4 @@
-"""Tuned choices as plain data, the problems they are for, and the one predicate that says which are valid."""
+"""Tuned choices as plain data, their problems, and the one predicate of valid choices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARPS: Final = (1, 2, 4, 8, 16)
 STAGES_MOST: Final = 8
 PROGRAMS_MOST: Final = 32
 REGISTERS: Final = (32, 255)  # fewest and most of a thread
-# Elements of any one tile of a single step: more than fits on any device, and what a compiler still takes in seconds.
+# Elements of any one tile of a single step: more than fits on any device, and the most that a compiler takes in seconds.
 SINGLE_TILE: Final = 1 << 15
 
 
@@ -158,7 +158,7 @@ def _chained_obstacle(launch: Launch, config: Any, problem: Problem) -> str | No
 
 
 class Kernel(NamedTuple):
-    """A kernel that a choice can name: its configuration's type, and what stands in the way of a launch with it."""
+    """A kernel that a choice can name: its configuration's type, and the reason why a launch with it is not valid, if there is one."""
 
     config: type
     obstacle: Callable[[Launch, Any, Problem], str | None]
@@ -195,7 +195,7 @@ def obstacle(choice: Choice, problem: Problem) -> str | None:
 
 
 def is_valid(choice: Choice, problem: Problem) -> bool:
-    """Whether nothing stands in the way of a choice (see `obstacle`)."""
+    """Whether a choice has no `obstacle`."""
     return obstacle(choice, problem) is None
 
 

@@ -72,7 +72,7 @@ def _problem(task: dict[str, Any]) -> MultiplyProblem:
 
 
 def _stack(compiled: Any) -> int:
-    """Bytes of stack that a thread uses, which is what was spilled, where a tool can tell."""
+    """Bytes that a thread spills to its stack; 0 without the tool that reads them."""
     cubin = compiled.asm.get("cubin")
     if cubin is None:
         return 0
@@ -119,7 +119,7 @@ def answer(line: str) -> dict[str, Any]:
 def main() -> None:
     """Answer until the input ends."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a compiler prints does not belong between the answers
+    os.dup2(2, 1)  # a compiler's output does not belong between the answers
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(line)), file=out, flush=True)

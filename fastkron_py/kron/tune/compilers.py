@@ -107,7 +107,7 @@ class Compilers:
     """Compile choices in several processes; a context manager, at whose end no process is left.
 
     Args:
-        target: what to compile for (Triton's GPUTarget), or None under the interpreter, which compiles nothing.
+        target: the GPU to compile for (Triton's GPUTarget), or None under the interpreter, which compiles nothing.
         processes: how many at most; None takes one for every two CPUs, up to eight.
         limit: seconds for one choice.
     """

@@ -15,7 +15,7 @@ class Entry:
     """One tuned problem.
 
     Attributes:
-        problem: what it is for.
+        problem: that the choice is for.
         choice: the fastest launches, or None where nothing was faster than the closed form.
         default_us: microseconds of the closed form.
         best_us: microseconds of the choice.
@@ -27,13 +27,13 @@ class Entry:
     best_us: float
 
 
-def _take(data: Any, name: str, kind: type) -> Any:
+def _take(data: Any, name: str, cls: type) -> Any:
     """A member of a JSON object, of exactly this type (True is no integer)."""
     value = data[name] if isinstance(data, dict) and name in data else None
-    if kind is float and type(value) is int:
+    if cls is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{name}: expected {kind.__name__}, got {value!r:.60}")
+    if type(value) is not cls:
+        raise ValueError(f"{name}: expected {cls.__name__}, got {value!r:.60}")
     return value
 
 
@@ -63,7 +63,7 @@ def problem_from_json(data: Any) -> Problem:
     """
     hints = get_type_hints(Problem)
     _exactly(data, set(hints))
-    values: dict[str, Any] = {name: _pairs(data, name) if name == "factors" else _take(data, name, kind) for name, kind in hints.items()}
+    values: dict[str, Any] = {name: _pairs(data, name) if name == "factors" else _take(data, name, cls) for name, cls in hints.items()}
     problem = Problem(**values)
     known = problem.operation in OPERATIONS and problem.dtype in ITEMSIZE and problem.precision in ("highest", "high")
     sizes = (problem.rows, problem.columns, *(size for pair in problem.factors for size in pair))
@@ -93,11 +93,11 @@ def _launch_from_json(data: Any) -> ChosenLaunch:
     name = _take(data, "kernel", str)
     if name not in KERNELS:
         raise ValueError(f"kernel: expected one of {', '.join(KERNELS)}, got {name!r:.60}")
-    kind = KERNELS[name].config
+    cls = KERNELS[name].config
     # A field with a default is younger than some tables.
-    config = {f.name: f.default for f in fields(kind) if f.default is not MISSING} | _take(data, "config", dict)
-    _exactly(config, {f.name for f in fields(kind)})
-    return ChosenLaunch(_pairs(data, "steps"), name, kind(**{n: _take(config, n, hint) for n, hint in get_type_hints(kind).items()}))
+    config = {f.name: f.default for f in fields(cls) if f.default is not MISSING} | _take(data, "config", dict)
+    _exactly(config, {f.name for f in fields(cls)})
+    return ChosenLaunch(_pairs(data, "steps"), name, cls(**{n: _take(config, n, hint) for n, hint in get_type_hints(cls).items()}))
 
 
 def entry_to_json(entry: Entry) -> dict[str, Any]:

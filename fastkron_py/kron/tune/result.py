@@ -36,13 +36,13 @@ class TuningResult:
     """The result of a search.
 
     Attributes:
-        problem: what was tuned.
+        problem: that was tuned.
         default_seconds: time of the closed form's choice.
-        best_seconds: time of the best choice, measured in turn with the closed form's.
+        best_seconds: time of the best choice, measured alternately with the closed form's.
         choice: the best choice, or None where nothing was clearly faster than the closed form.
         trials: how many choices were tried.
         dropped: those that failed, each as (choice, reason).
-        seconds: what it took.
+        seconds: that the search took.
         saved: whether the result was written to the user's table.
     """
 

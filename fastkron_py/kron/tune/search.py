@@ -83,7 +83,7 @@ class Timer:
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """Fill fresh memory with NaN, so that what a kernel does not write cannot pass for an earlier result."""
+    """Fill fresh memory with NaN, so that elements that a kernel does not write are not taken for an earlier result."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filling = memory.fill_uninitialized_memory
@@ -208,11 +208,11 @@ class Search:
         dtype = torch.float16 if self.x.dtype == torch.float32 and self.multiply.precision != "highest" else self.x.dtype
         bounds = tolerances(dtype, 2 * len(self.factors))  # multiplied out, a factor may be rounded once more
         error = y.sub_(self.expected)
-        for order, bound, what in ((2, bounds[0], "RMS"), (float("inf"), bounds[1], "largest")):
+        for order, bound, norm in ((2, bounds[0], "RMS"), (float("inf"), bounds[1], "largest")):
             size = float(torch.linalg.vector_norm(self.expected.flatten(), order, dtype=_wide(self.x.dtype)))
             off = float(torch.linalg.vector_norm(error.flatten(), order, dtype=_wide(self.x.dtype)))
             if not off <= 2 * bound * size:  # NaN is no better than a large error
-                raise DroppedError(f"wrong: {what} error {off / size if size else off:.2g}, allowed {2 * bound:.2g}")
+                raise DroppedError(f"wrong: {norm} error {off / size if size else off:.2g}, allowed {2 * bound:.2g}")
 
     def run(self) -> TuningResult:
         """Search until the budget is spent or nothing near the best gets better."""
@@ -234,7 +234,7 @@ class Search:
         return self._decide()
 
     def _decide(self) -> TuningResult:
-        """Time the fastest again, in turn with the closed form, now that nothing is compiled beside them."""
+        """Time the fastest again, alternately with the closed form, while nothing is compiled."""
         best = sorted(self.times, key=self.times.__getitem__)[:FINALISTS]
         contenders = {None: self.default} | {choice: self.program(choice)[0] for choice in best}
         taken: dict[Choice | None, list[float]] = {choice: [] for choice in contenders}

@@ -1,4 +1,4 @@
-"""Which tuned choice a multiply takes: its problem told to the tables."""
+"""The tuned choice of a multiply, looked up by its problem."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_deterministic_mode_is_left_as_it_was(tables, quick):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
-        ((4, [8]), {"dtype": torch.complex64}, ValueError, "dtype: expected what Triton's kernels take"),
+        ((4, [8]), {"dtype": torch.complex64}, ValueError, "dtype: expected one that Triton's kernels take"),
         ((4, [8]), {"dtype": torch.int32}, TypeError, "dtype: expected a dtype among"),
         ((0, [8]), {}, ValueError, "x: expected a number of rows of at least 1"),
         ((4.0, [8]), {}, TypeError, "x: expected a torch tensor, or a number of rows"),
@@ -292,7 +292,7 @@ def test_bad_arguments(tables, arguments, options, error, match):
 
 def test_without_gpu_and_interpreter(tables, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="device: expected what Triton's kernels take; got device cpu is not cuda"):
+    with pytest.raises(ValueError, match="device: expected one that Triton's kernels take; got device cpu is not cuda"):
         fastkron_py.tune(4, [8], device="cpu")
 
 
