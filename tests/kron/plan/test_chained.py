@@ -159,7 +159,7 @@ def touched(layout, stride_s: int, stride_m: int, itemsize: int, vector: int) ->
 @pytest.mark.parametrize("shapes", [[(8, 8)] * 3, [(16, 16)] * 2, [(32, 32)] * 2, [(64, 64)], [(8, 8)] * 2, [(32, 32)]])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_whole_sectors_are_stored(shapes, itemsize):
-    """A warp's store fills every sector that it touches, in the turned form, where slices run in y."""
+    """A warp's store fills every sector that it touches, in the transposed form, where slices run in y."""
     steps = steps_of(shapes)
     config = chained_config(steps, itemsize, 1, 10**6)
     assert config is not None
