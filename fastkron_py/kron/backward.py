@@ -28,7 +28,7 @@ from fastkron_py.kron.matmul import factor_gradient
 from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
 from fastkron_py.kron.plan.gradient_order import best_order
 from fastkron_py.kron.plan.steps import padded
-from fastkron_py.kron.plan.wide import best_gradient_way
+from fastkron_py.kron.plan.wide import best_gradient_algorithm
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import GPU
@@ -201,16 +201,16 @@ class _Matmul:
 class _Wide:
     """The gradient of one factor too wide for a fused kernel."""
 
-    def __init__(self, problem: GradientProblem, way: str, chained: ChainedLaunch | None) -> None:
+    def __init__(self, problem: GradientProblem, algorithm: str, chained: ChainedLaunch | None) -> None:
         groups = problem.around[0]
         ((p, q),) = problem.factor_shapes
-        self.way = way
+        self.algorithm = algorithm
         if chained is not None:
             self.partials = _Partials(problem, 0, 1, chained.partials, False)
             self.launch = Launcher([chained.config])
             return
         addresses = problem.addresses
-        if way == "wgmma":
+        if algorithm == "wgmma":
             launch_config, splits = gradient_launch(problem.mode, addresses)
             self.partials = _Partials(problem, 0, 1, splits, True)
             self.launch = Launcher([launch_config])
@@ -243,9 +243,9 @@ class _Wide:
     def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """``[dF]``."""
         partial = self.partials.empty(build)
-        if self.way == "chained":
+        if self.algorithm == "chained":
             build.launch(self.launch, (u, g, tuple(factors), u, (partial, partial)), (alpha,))
-        elif self.way == "wgmma":
+        elif self.algorithm == "wgmma":
             build.launch(self.launch, (u, (g,), partial, partial))
         else:
             build.launch(self.launch, (u, g, partial))
@@ -255,13 +255,13 @@ class _Wide:
 def _add_single(
     build: Builder, problem: GradientProblem, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int
 ) -> list[Tensor | None]:
-    """``[dF]`` of one factor too wide for a fused kernel, the fastest way; it lies in memory as the factor does."""
+    """``[dF]`` of one factor too wide for a fused kernel, the fastest algorithm; it lies in memory as the factor does."""
     if problem.is_transposed:
         (df,) = _add_single(build, problem.swapped(), g, u, [f.mT for f in factors], alpha)
         return [None if df is None else df.mT]
     chained = chained_launch(problem)
-    way = "chained" if chained is not None else best_gradient_way(problem.mode, kernels.has_wide(problem.device, problem.dtype))
-    single = _Matmul(problem, way == "transposing") if way in ("matmul", "transposing") else _Wide(problem, way, chained)
+    algorithm = "chained" if chained is not None else best_gradient_algorithm(problem.mode, kernels.has_wide(problem.device, problem.dtype))
+    single = _Matmul(problem, algorithm == "transposing") if algorithm in ("matmul", "transposing") else _Wide(problem, algorithm, chained)
     return single.add(build, u, g, factors, alpha)
 
 

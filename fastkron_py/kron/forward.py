@@ -14,7 +14,7 @@ from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
-from fastkron_py.kron.plan.wide import best_way, has_choice
+from fastkron_py.kron.plan.wide import best_algorithm, has_choice
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime.builder import Builder
@@ -183,7 +183,7 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
     if not has_choice(mode, problem.stop - problem.start == 1):
         return "kernels"
-    found = best_way(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
+    found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
     return found if found in ("matmul", "transposing") else "kernels"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from canonical_cases import backward, multiply
-from compile_for_h100 import H100, choose_way, resources
+from compile_for_h100 import H100, choose_algorithm, resources
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -168,7 +168,7 @@ def main() -> None:
 
     gpu = replace(nvidia(major, minor), **dict.fromkeys(sys.argv[2:], False))
     devices.gpu_of = lambda device: gpu  # type: ignore[assignment]
-    choose_way("looped")  # torch's products need no compiler
+    choose_algorithm("looped")  # torch's products need no compiler
     for name, run in problems().items():
         current = name
         run()

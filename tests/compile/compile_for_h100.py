@@ -50,7 +50,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
 # Also compiled backward: every width of a fused kernel, and some too wide for it.
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "8^5", "float64 32^3")
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
-WAYS = {"256^2": "wgmma", "300, 451": "looped"}
+ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped"}
 
 
 class H100:
@@ -97,12 +97,12 @@ def unguarded_stores(cubin: bytes) -> int:
     return found
 
 
-def choose_way(way: str) -> None:
-    """Multiply modes of wide factors in this way."""
+def choose_algorithm(algorithm: str) -> None:
+    """Multiply modes of wide factors by this algorithm."""
     from fastkron_py.kron import backward, forward, launches
 
-    forward.best_way = backward.best_gradient_way = lambda mode, has_wgmma: way  # type: ignore[assignment]
-    launches.takes_tensor_cores = lambda case: way == "wgmma"  # type: ignore[assignment]
+    forward.best_algorithm = backward.best_gradient_algorithm = lambda mode, has_wgmma, is_chained=False: algorithm  # type: ignore[assignment]
+    launches.takes_tensor_cores = lambda case: algorithm == "wgmma"  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
         x = torch.empty(groups, rows, k, columns, dtype=dtype)
         y = torch.empty(groups, rows, n, columns, dtype=dtype)
         factors = [torch.empty(groups, p, q, dtype=dtype) for p, q in shapes]
-        choose_way(WAYS.get(problem, "matmul"))
+        choose_algorithm(ALGORITHMS.get(problem, "matmul"))
         what = "multiply"
         multiply(x, factors)
         if problem in sys.argv[1:]:

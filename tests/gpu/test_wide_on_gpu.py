@@ -1,4 +1,4 @@
-"""Wide factors on a Hopper GPU: each way to multiply a mode, and to its gradient, gives the numbers of float64."""
+"""Wide factors on a Hopper GPU: each algorithm for a mode, and for its gradient, gives the numbers of float64."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ SHAPES = {
     "long": (1, 4, (3000, 4), (140, 4), 1),
     "few tiles": (1, 40, (1500,), (300,), 1),
 }
-WAYS = ("wgmma", "matmul", "transposing", "looped")
+ALGORITHMS = ("wgmma", "matmul", "transposing", "looped")
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma: way)
-    monkeypatch.setattr(backward_module, "best_gradient_way", lambda mode, has_wgmma: way)
-    monkeypatch.setattr(launches, "takes_tensor_cores", lambda case: way == "wgmma")
+def choose(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    monkeypatch.setattr(forward, "best_algorithm", lambda mode, has_wgmma, is_chained: algorithm)
+    monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
+    monkeypatch.setattr(launches, "takes_tensor_cores", lambda case: algorithm == "wgmma")
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"), [*[(way, torch.float32) for way in WAYS], ("wgmma", torch.bfloat16), ("wgmma", torch.float16)], ids=str
+    ("algorithm", "dtype"),
+    [*[(algorithm, torch.float32) for algorithm in ALGORITHMS], ("wgmma", torch.bfloat16), ("wgmma", torch.float16)],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_every_way_is_right(way: str, dtype: torch.dtype, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_algorithm_is_right(algorithm: str, dtype: torch.dtype, shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    if way == "wgmma" and not kernels.has_wide(device, dtype):
+    if algorithm == "wgmma" and not kernels.has_wide(device, dtype):
         pytest.skip("needs a Hopper GPU")
-    choose(monkeypatch, way)
+    choose(monkeypatch, algorithm)
     groups, rows, ps, qs, columns = shape
     torch.manual_seed(0)
     x, factors = problem(dtype, device, groups, rows, ps, qs, columns)

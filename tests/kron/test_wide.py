@@ -1,4 +1,4 @@
-"""Wide factors: every way to multiply a mode, and to a factor's gradient, and the model that chooses among them."""
+"""Wide factors: every algorithm for a mode, and for a factor's gradient, and the model that chooses among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from canonical_cases import backward, dense, multiply, problem
 
-from fastkron_py.kron.plan.wide import Mode, best_gradient_way, best_way, gradient_config, multiply_config
+from fastkron_py.kron.plan.wide import Mode, best_algorithm, best_gradient_algorithm, gradient_config, multiply_config
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
@@ -20,18 +20,20 @@ SHAPES = {
     "between": (3, 2, (5, 131, 2), (4, 7, 3), 1),
     "two, the second wider": (1, 2, (66, 2, 70), (2, 3, 67), 1),
 }
-WAYS = ("matmul", "transposing", "looped")
+ALGORITHMS = ("matmul", "transposing", "looped")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_is_right(way: str, shape: tuple, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_is_right(
+    algorithm: str, shape: tuple, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fastkron_py.kron import backward as backward_module  # imports Triton, which reads TRITON_INTERPRET
     from fastkron_py.kron import forward
 
-    monkeypatch.setattr(forward, "best_way", lambda mode, has_wgmma, is_chained: way)
-    monkeypatch.setattr(backward_module, "best_gradient_way", lambda mode, has_wgmma: way)
+    monkeypatch.setattr(forward, "best_algorithm", lambda mode, has_wgmma, is_chained: algorithm)
+    monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
     groups, rows, ps, qs, columns = shape
     torch.manual_seed(0)
     x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
@@ -56,7 +58,7 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "itemsize", "way"),
+    ("sizes", "itemsize", "algorithm"),
     [
         ((1024, 256, 256, 256), 4, "wgmma"),
         ((262144, 1, 256, 256), 4, "wgmma"),
@@ -68,21 +70,21 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
     ],
     ids=str,
 )
-def test_the_fastest_measured_way_is_chosen(sizes: tuple[int, ...], itemsize: int, way: str) -> None:
-    """The ways that were the fastest on an H200."""
-    assert best_way(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == way
+def test_the_fastest_measured_algorithm_is_chosen(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
+    """The algorithms that were the fastest on an H200."""
+    assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_take_torchs_products_or_plain_triton(capability: tuple[int, int]) -> None:
     for sizes, itemsize in itertools.product([(1024, 256, 256, 256), (9, 1, 700, 5), (50, 3, 5, 700)], (2, 4, 8)):
         m = mode(1, *sizes, itemsize=itemsize)._replace(gpu=nvidia(*capability))
-        assert best_way(m, False) in WAYS
-        assert best_gradient_way(m, False) in WAYS
+        assert best_algorithm(m, False) in ALGORITHMS
+        assert best_gradient_algorithm(m, False) in ALGORITHMS
 
 
 def test_batches_with_a_tail_are_no_product_of_torch() -> None:
-    assert best_way(mode(3, 1024, 256, 256, 256, 2), False) != "matmul"
+    assert best_algorithm(mode(3, 1024, 256, 256, 256, 2), False) != "matmul"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

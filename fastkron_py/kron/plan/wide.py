@@ -1,4 +1,4 @@
-"""Wide factors: the ways to multiply one mode, their times, and the tiles of the kernel for Hopper. Closed-form."""
+"""Wide factors: the algorithms that multiply one mode, their times, and the tiles of the kernel for Hopper. Closed-form."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastkron_py.kron.plan.steps import padded
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
 
-# Factors wider than this, on either side, choose among the ways below; where a factor is the only one, narrower ones of half types and
-# float64 do, of which torch's products are faster.
+# Factors wider than this, on either side, choose among the algorithms below. A factor that is the only one does from the second width
+# on, in half types and float64, where torch's products are faster.
 WIDE: Final = 64
 ALONE: Final = 32
 # Up to this width the plain kernel keeps the whole factor on chip, but for float64.
@@ -27,7 +27,7 @@ _MOST_STAGES: Final = 6
 _SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
 _MOST_SPLITS: Final = 132
 
-# Shares of a GPU's rate that the ways reach, measured on an H200.
+# Shares of a GPU's rate that the algorithms reach, measured on an H200.
 _WGMMA: Final = {2: 0.2, 4: 0.85, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
 _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
 _WGMMA_SCATTERED: Final = 2.2  # and times that it takes where k runs over slices that are not one run
@@ -42,7 +42,7 @@ _PARTIAL_SECTORS: Final = 3.5  # passes' time to write a result in runs shorter 
 _LOOP_STEP: Final = 2e-6  # seconds that a step of the plain kernel takes at least
 _RESIDENT: Final = {2: 2.0, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel
-_WORTH: Final = 0.75  # of whose time another way takes at most: launches of one kind alone read whole runs of memory
+_WORTH: Final = 0.75  # of its time, which another algorithm has to beat: where all launches are kernels, they read whole runs of memory
 _MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take: it splits their sums
 # Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
 _UNALIGNED: Final = 4.5
@@ -118,7 +118,7 @@ def is_wide(p: int, q: int) -> bool:
 
 
 def has_choice(mode: Mode, is_alone: bool) -> bool:
-    """Whether a multiply chooses among the ways; is_alone: it is of one factor."""
+    """Whether a multiply chooses among the algorithms; is_alone: it is of one factor."""
     widest = max(mode.p, mode.q)
     return widest > WIDE or (is_alone and widest > ALONE and (mode.itemsize == 8 or (mode.itemsize == 2 and mode.after == 1)))
 
@@ -234,32 +234,32 @@ def chained_seconds(mode: Mode) -> float:
     return mode.traffic(_CHAINED[mode.itemsize]) + 2 * _LAUNCH
 
 
-def best_way(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
-    """The fastest way to multiply a mode: "chained", "wgmma", "matmul", "transposing" or "looped".
+def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
+    """The fastest algorithm that multiplies a mode: "chained", "wgmma", "matmul", "transposing" or "looped".
 
     Args:
         mode: the multiply.
         has_wgmma: whether the kernel for Hopper may be used.
         is_chained: whether the plan takes the register-chained kernel, in place of it and of the plain one.
     """
-    ways = {"chained": _WORTH * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
+    times = {"chained": _WORTH * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
     if has_wgmma and not is_chained:
-        ways["wgmma"], _ = multiply_config(mode)
+        times["wgmma"], _ = multiply_config(mode)
     if mode.batches == 1 or mode.after == 1:
-        ways["matmul"] = matmul_seconds(mode)
+        times["matmul"] = matmul_seconds(mode)
     if mode.after > 1:
-        ways["transposing"] = transposing_seconds(mode)
-    return min(ways, key=lambda way: ways[way])
+        times["transposing"] = transposing_seconds(mode)
+    return min(times, key=times.__getitem__)
 
 
-def best_gradient_way(mode: Mode, has_wgmma: bool) -> str:
-    """The fastest of `gradient_ways`."""
-    ways = gradient_ways(mode, has_wgmma)
-    return min(ways, key=lambda way: ways[way])
+def best_gradient_algorithm(mode: Mode, has_wgmma: bool) -> str:
+    """The fastest of `gradient_times`."""
+    times = gradient_times(mode, has_wgmma)
+    return min(times, key=times.__getitem__)
 
 
-def gradient_ways(mode: Mode, has_wgmma: bool) -> dict[str, float]:
-    """Seconds of each way to a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "transposing" and "looped".
+def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
+    """Seconds of each algorithm for a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "transposing" and "looped".
 
     Args:
         mode: the multiply that is differentiated.
@@ -271,18 +271,18 @@ def gradient_ways(mode: Mode, has_wgmma: bool) -> dict[str, float]:
     share = (_GRADIENT_SCATTERED if mode.is_scattered else _GRADIENT_UNEVEN if mode.p % 64 or mode.q % 64 else _LOOPED)[mode.itemsize]
     blocks = [_filled(size, min(64, padded(size))) for size in (mode.p, mode.q)]
     looped = mode.operations / (math.prod(blocks) * gpu.rate(mode.itemsize) / mode.passes * share)
-    ways = {"looped": max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * _LAUNCH}
+    times = {"looped": max(looped, mode.traffic(2.0)) + _GRADIENT_START + 2 * _LAUNCH}
     if has_wgmma:
-        ways["wgmma"], _ = gradient_config(mode)
+        times["wgmma"], _ = gradient_config(mode)
     is_one = mode.after == 1 or mode.runs == 1  # product of all slices
     if is_one:
         # Of float64 torch's products do not split the sum.
         alone = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and _ceil(mode.p, 64) * _ceil(mode.q, 64) < gpu.multiprocessors else 0.0
-        ways["matmul"] = max(operations / filled, mode.traffic(), alone) + 2 * _LAUNCH
+        times["matmul"] = max(operations / filled, mode.traffic(), alone) + 2 * _LAUNCH
     else:
         sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
         least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
-        ways["matmul"] = max(operations / filled / _filled(mode.after, 16), least, mode.traffic()) + sums + 3 * _LAUNCH
+        times["matmul"] = max(operations / filled / _filled(mode.after, 16), least, mode.traffic()) + sums + 3 * _LAUNCH
     if mode.after > 1:
-        ways["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_BOTH_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
-    return ways
+        times["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_BOTH_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
+    return times

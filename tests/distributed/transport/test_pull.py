@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory  # torch 2.11 does not import it by itself
 from torch import Tensor
 
 from fastkron_py.distributed.pipeline import _wave
