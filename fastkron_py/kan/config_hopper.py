@@ -15,6 +15,13 @@ _MOST_SEGMENTS: Final = 16
 _RING: Final = 196_608  # bytes of a ring of operands
 _NARROW: Final = 0.72  # speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8, on an H100)
 _REGISTERS: Final = (160, 184)
+_REGISTERS_OF_DX: Final = (192, 120)  # one has derivatives beside the sums, the other makes less
+_LEAST_PRODUCTS: Final = 0.25  # of those that plain Triton's kernels prepare operands for: three passes take that much sooner
+_SECOND_STAGE: Final = 2e-6  # seconds of a launch that adds up partial sums, beside their traffic
+# Speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it made
+# (4096 x 200 -> 800, degree 5, on an H200: 1.11, 1.25 and 1.75 us a step).
+_REMADE: Final = {8: 1.0, 4: 1.0, 2: 0.89, 1: 0.63}
+_SUMMED_UP: Final = {4: 1.0, 2: 0.95}  # the same of dx, which goes through the derivatives after each of them
 
 
 class Pipelined(NamedTuple):
@@ -33,12 +40,12 @@ class Pipelined(NamedTuple):
 
 
 def takes(sizes: Sizes) -> bool:
-    """Whether products are large, of two tiles' rows at least, and rows of operands can be copied 16 bytes at a time."""
+    """Whether products are large, of two tiles' rows at least, and 16-bit rows of operands can be copied 16 bytes at a time."""
     if sizes.itemsize == 8 or sizes.rows < plain.LARGE_ROWS // 4:
         return False
-    vector = 16 // sizes.itemsize
+    copies = sizes.itemsize == 4 or (sizes.num_in % 8 == 0 and sizes.num_out % 8 == 0)
     work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
-    return work >= plain.LARGE_PRODUCTS and sizes.num_in % vector == 0 and sizes.num_out % vector == 0
+    return copies and work >= (_LEAST_PRODUCTS if sizes.passes == 3 else 1) * plain.LARGE_PRODUCTS
 
 
 def _tiles(height: int, width: int, block_n: int) -> int:
@@ -82,32 +89,14 @@ def forward(sizes: Sizes) -> Pipelined:
     return Pipelined(width, block_k, _stages(width, block_k, sizes), flush, 1, programs, splits, each, items, _REGISTERS)
 
 
-def _side_by_side(sizes: Sizes) -> int:
-    """How many degrees stand side by side: as many as leave the last group of them nearly full."""
-    most = 4 if sizes.passes == 3 else 8
+def _degrees(sizes: Sizes) -> tuple[int, ...]:
+    """How many degrees may stand side by side in a gradient's tile."""
+    if sizes.passes == 3:
+        return 4, 2, 1
     # By twos, values would be made anew too often.
-    counts = [count for count in (8, 4, 2) if count <= most and (count > 2 or sizes.terms <= 2)]
+    counts = (8, 4) if sizes.terms > 2 else (8, 4, 2)
     # Each group goes through the degrees before it once more, hence the small preference for many.
-    return max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + 0.02 * count))
-
-
-# Passes in which dx is made by the kernel for Hopper. In one pass plain Triton's is faster (on an H100, in TF32 281 us beside 345 for
-# 8192 x 768 -> 768, in bfloat16 544 beside 710 for 16384 x 1024 -> 1024, degree 8).
-INPUT_GRADIENT_PASSES = (3,)
-
-
-def input_gradient(sizes: Sizes) -> Pipelined | None:
-    """Of dx [rows, num_in], reduced over num_out and degrees; None where plain Triton's kernel is faster, or tiles are too few."""
-    if sizes.passes not in INPUT_GRADIENT_PASSES:
-        return None
-    degrees = _side_by_side(sizes)
-    width = _widths(sizes)[0] // degrees
-    tiles = _tiles(sizes.rows, sizes.num_in, width)
-    if 2 * tiles < sizes.gpu.multiprocessors:
-        return None
-    block_k = 128 // sizes.itemsize
-    stages, flush = (3, FLUSH_TERMS // block_k) if sizes.passes == 3 else (4, 0)
-    return Pipelined(width, block_k, stages, flush, degrees, min(tiles, sizes.gpu.multiprocessors))
+    return (max(counts, key=lambda count: sizes.terms / (-(-sizes.terms // count) * count) * (1 + 0.02 * count)),)
 
 
 def segments_of(tiles: int, blocks: int, parts: int) -> int:
@@ -120,26 +109,73 @@ def segments_of(tiles: int, blocks: int, parts: int) -> int:
     return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(tiles))
 
 
+class _Dealt(NamedTuple):
+    """Tiles of some degrees side by side, whose sums are dealt out to parts."""
+
+    seconds: float
+    degrees: int
+    width: int
+    parts: int
+
+
+def _dealt(degrees: int, tiles: int, units: int, block_k: int, results: int, speed: float, sizes: Sizes) -> _Dealt:
+    """The parts that take least time: their busiest multiprocessor's steps, and the traffic of partial sums.
+
+    Args:
+        degrees: side by side.
+        tiles: number of them.
+        units: steps of each tile's sum.
+        block_k: of a step.
+        results: elements.
+        speed: of a step, beside the best one's.
+        sizes: of the layer.
+    """
+    gpu = sizes.gpu
+    width = _widths(sizes)[0]
+    step = 2 * BLOCK_M * width * block_k * sizes.passes * gpu.multiprocessors / gpu.rate(sizes.itemsize) / speed
+
+    def seconds(parts: int) -> float:
+        busiest = -(-tiles * units // parts) * -(-parts // gpu.multiprocessors)
+        segments = 1 if parts <= tiles and tiles % parts == 0 else 2 if parts < tiles else -(-parts // tiles) + (parts % tiles > 0)
+        partial = (2 * segments + 1) * results * 4 / gpu.bandwidth + _SECOND_STAGE if segments > 1 else 0.0
+        return step * busiest + partial
+
+    # Whole tiles; tiles in equal parts, which run through the same operands together; or a share for each multiprocessor.
+    choices = [tiles * splits for splits in range(1, min(_MOST_SEGMENTS, units) + 1)]
+    if gpu.multiprocessors <= tiles * min(_MOST_SEGMENTS - 1, units):
+        choices.append(gpu.multiprocessors)
+    parts = min(choices, key=seconds)
+    return _Dealt(seconds(parts), degrees, width // degrees, parts)
+
+
+def _pipelined(dealt: _Dealt, block_k: int, registers: tuple[int, int], sizes: Sizes) -> Pipelined:
+    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
+    programs = min(dealt.parts, sizes.gpu.multiprocessors)
+    stages = _stages(dealt.degrees * dealt.width, block_k, sizes)
+    return Pipelined(dealt.width, block_k, stages, flush, dealt.degrees, programs, items=dealt.parts, registers=registers)
+
+
+def input_gradient(sizes: Sizes) -> Pipelined | None:
+    """Of dx [rows, num_in], reduced over num_out and degrees; None where other kernels are faster: in one pass."""
+    if sizes.passes != 3:
+        return None
+    block_k = 32
+
+    def dealt(degrees: int) -> _Dealt:
+        tiles = _tiles(sizes.rows, sizes.num_in, WIDEST // 2 // degrees)
+        units = -(-sizes.terms // degrees) * -(-sizes.num_out // block_k)
+        return _dealt(degrees, tiles, units, block_k, sizes.rows * sizes.num_in, _SUMMED_UP[degrees], sizes)
+
+    return _pipelined(min([dealt(d) for d in _degrees(sizes) if d > 1]), block_k, _REGISTERS_OF_DX, sizes)
+
+
 def coefficient_gradient(sizes: Sizes) -> Pipelined:
     """Of dC, tiles [num_out, (degree, num_in)], reduced over rows."""
-    degrees = _side_by_side(sizes)
-    width = _widths(sizes)[0] // degrees
     block_k = 128 // sizes.itemsize
-    tiles = _tiles(sizes.num_out, sizes.num_in, width) * -(-sizes.terms // degrees)
-    blocks = -(-sizes.rows // block_k)
-    results = sizes.terms * sizes.num_in * sizes.num_out * 4
 
-    def seconds(parts: int, segments: int) -> float:
-        busiest = -(-tiles * blocks // parts) * -(-parts // sizes.gpu.multiprocessors)
-        partial = (2 * segments + 1) * results / sizes.gpu.bandwidth if segments > 1 else 0.0
-        return _work(sizes) * busiest * sizes.gpu.multiprocessors / (tiles * blocks) + partial
+    def dealt(degrees: int) -> _Dealt:
+        tiles = _tiles(sizes.num_out, sizes.num_in, _widths(sizes)[0] // degrees) * -(-sizes.terms // degrees)
+        results = sizes.terms * sizes.num_in * sizes.num_out
+        return _dealt(degrees, tiles, -(-sizes.rows // block_k), block_k, results, _REMADE[degrees], sizes)
 
-    # Whole tiles; tiles in equal parts, which run through the same rows together; or, of many tiles, a share for each multiprocessor.
-    choices = [(tiles * splits, splits) for splits in range(1, min(_MOST_SEGMENTS, blocks) + 1)]
-    if tiles > sizes.gpu.multiprocessors:
-        choices.append((sizes.gpu.multiprocessors, 2))
-    parts, _ = min(choices, key=lambda choice: seconds(*choice))
-    flush = FLUSH_TERMS // block_k if sizes.passes == 3 else 0
-    programs = min(parts, sizes.gpu.multiprocessors)
-    stages = _stages(degrees * width, block_k, sizes)
-    return Pipelined(width, block_k, stages, flush, degrees, programs, items=parts, registers=_REGISTERS)
+    return _pipelined(min([dealt(degrees) for degrees in _degrees(sizes)]), block_k, _REGISTERS, sizes)

@@ -204,6 +204,11 @@ def coefficient_gradient(problem: Problem) -> Product:
     return hopper.coefficient_gradient(problem) if hopper.takes(problem) else _gradients(problem, None, _of_coefficients(problem))
 
 
+def takes_both(problem: Problem) -> bool:
+    """Whether one launch makes both gradients: of small layers, for which nothing is prepared."""
+    return not problem.is_large and not hopper.takes(problem)
+
+
 def both_gradients(problem: Problem) -> Product:
     """The launch of dx and dC of a small layer, for which nothing is prepared, on (dy, dy, x, C, C, table)."""
     return _gradients(problem, _of_input(problem), _of_coefficients(problem))

@@ -53,11 +53,23 @@ def aligned(build: Builder, t: Tensor) -> Tensor:
     return t if build.is_aligned(t) else build.copy(t, t)
 
 
-def low_halves(build: Builder, t: Tensor) -> Tensor:
-    """The part of every number of a contiguous tensor that TF32 leaves out."""
-    low = build.empty_like(t)
-    _launch(build, _low_halves_kernel, -(-t.numel() // _LOW_BLOCK), (t, low), size=t.numel(), BLOCK=_LOW_BLOCK, num_warps=4)
-    return low
+def halves(build: Builder, t: Tensor, with_low: bool, pads: bool) -> tuple[Tensor, Tensor]:
+    """A contiguous tensor ``[..., N]``, and the part of every number that TF32 leaves out, for which else the tensor stands in.
+
+    Where the copy engine reads them (pads), both begin on boundaries of 16 bytes, and float32 rows have `whole_vectors` of columns.
+    """
+    columns = t.shape[-1]
+    stride = whole_vectors(columns) if pads and t.dtype == torch.float32 else columns
+    copies = stride != columns
+    if pads and not copies:
+        t = aligned(build, t)
+    if not with_low and not copies:
+        return t, t
+    low = build.empty((*t.shape[:-1], stride), t.dtype)
+    copy = build.empty_like(low) if copies else t
+    sizes = {"size": low.numel(), "columns": columns, "stride": stride, "COPY": copies}
+    _launch(build, _low_halves_kernel, -(-low.numel() // _LOW_BLOCK), (t, low, copy), **sizes, BLOCK=_LOW_BLOCK, num_warps=4)
+    return copy, low if with_low else copy
 
 
 class Transposed(NamedTuple):
@@ -68,12 +80,21 @@ class Transposed(NamedTuple):
     sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
 
 
-def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool) -> Transposed:
-    """Contiguous ``[B, M, N]`` in float32, transposed in one pass; rounds: numbers become such that cutting rounds them."""
+def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool, pads: bool) -> Transposed:
+    """Contiguous ``[B, M, N]`` in float32, transposed in one pass.
+
+    Args:
+        build: of the program.
+        t: the matrices.
+        with_low: whether to make low halves.
+        rounds: whether numbers become such that cutting rounds them.
+        pads: whether rows of the result have `whole_vectors` of columns; padding columns are not written.
+    """
     batches, rows, columns = t.shape
-    out = build.empty((batches, columns, rows), t.dtype)
+    stride = whole_vectors(rows) if pads else rows
+    out = build.empty((batches, columns, stride), t.dtype)
     low = build.empty_like(out) if with_low else out
-    _transpose(build, t, (out, low, out), rows, {"LOW": with_low, "ROUND": rounds})
+    _transpose(build, t, (out, low, out), stride, {"LOW": with_low, "ROUND": rounds})
     return Transposed(out, low, out)
 
 

@@ -28,9 +28,7 @@ def add_forward(build: Builder, given: tuple[Any, ...], layer: LayerConfig, prec
     product = launches.forward(problem)
     if product.first:  # degree 0 is a bias
         bias = operands.constant(build, coefficients, bias, problem.wide)
-    if product.pipelined:
-        coefficients = operands.aligned(build, coefficients)
-    low = operands.low_halves(build, coefficients) if product.with_low else coefficients
+    coefficients, low = operands.halves(build, coefficients, product.with_low, product.pipelined)
     y = build.empty((problem.rows, problem.num_out), x.dtype)
     table = _table(build, x, layer)
     _add_product(build, product, (x, *_described(product, coefficients, low), table, x if bias is None else bias), (y,))
@@ -66,7 +64,7 @@ def _add_gradients_of_product(
     build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool], layer: LayerConfig, precision: str
 ) -> list[Tensor]:
     given = (build, dy, x, coefficients, layer, precision)
-    if all(needs) and not _problem(build, x, coefficients, dy, False, layer, precision).is_large:
+    if all(needs) and launches.takes_both(_problem(build, x, coefficients, dy, False, layer, precision)):
         return _add_both_gradients(*given)
     found = [_add_input_gradient(*given)] if needs[0] else []
     return [*found, _add_coefficient_gradient(*given)] if needs[1] else found
@@ -81,8 +79,6 @@ def _add_both_gradients(build: Builder, dy: Tensor, x: Tensor, coefficients: Ten
 
 
 def _add_input_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> Tensor:
-    if dy.dtype == torch.float32:
-        dy = build.contiguous(dy)  # as its low halves are
     problem = _problem(build, x, coefficients, dy, False, layer, precision)
     table = _table(build, x, layer)
     by_gemm = dx_gemm_launch.choose(problem)
@@ -90,13 +86,12 @@ def _add_input_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Ten
         return dx_gemm_launch.add(build, problem, by_gemm, dy, x, coefficients, table)
     product = launches.input_gradient(problem)
     if product.transposed:
-        coefficients, low, _ = operands.transposed(build, coefficients, product.with_low, product.rounds)
+        coefficients, low, _ = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined)
     else:
         coefficients = low = operands.aligned(build, coefficients)
     dx = build.empty(x.shape, x.dtype)
     if product.pipelined:
-        low_dy = operands.low_halves(build, dy) if product.with_low else dy
-        _add_product(build, product, (dy, low_dy, x, coefficients, low, table), (dx,))
+        _add_product(build, product, (dy, x, *_described(product, coefficients, low), table), (dx,))
     else:
         _add_product(build, product, (dy, dy, x, coefficients, low, table), (dx, None))
     return dx

@@ -51,14 +51,26 @@ def _low_half(x):
 
 @triton.jit
 def _low_halves_kernel(
-    x_ptr,  # [size], float32
-    low_ptr,  # [size]
-    size,
+    x_ptr,  # [M, N], float32
+    low_ptr,  # [M, STRIDE]
+    copy_ptr,  # [M, STRIDE], for COPY
+    size,  # M * STRIDE
+    columns,
+    stride,
+    COPY: tl.constexpr,  # also copy x, whose rows are shorter; else these are one run
     BLOCK: tl.constexpr,
 ):
-    """The low half of every number."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < size, other=0.0)
+    """The low half of every number; 0 beyond the last column."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = first + tl.arange(0, BLOCK)
+    if COPY:
+        at = (first % stride).to(tl.int32) + tl.arange(0, BLOCK)  # divided in 32 bits, which is quick
+        column = at % stride
+        row = first // stride + at // stride
+        x = tl.load(x_ptr + row * columns + column, mask=(i < size) & (column < columns), other=0.0)
+        tl.store(copy_ptr + i, x, mask=i < size)
+    else:
+        x = tl.load(x_ptr + i, mask=i < size, other=0.0)
     tl.store(low_ptr + i, _low_half(x), mask=i < size)
 
 

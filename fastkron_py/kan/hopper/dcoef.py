@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, bring_operand, store_sums, sum_steps
+from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, bring_operand, share_of, store_sums, sum_steps, units_of
 from fastkron_py.tiling.hopper.tiles import store_layout, store_made, transposed_layout, upright_layout
 from fastkron_py.tiling.products import known
 
@@ -42,34 +42,24 @@ def _stacked(
 
 
 @gluon.jit
-def _share_of(part, sizes, TILE: gl.constexpr):
-    """(first unit and the one after the last; first tile and the one after the last; the first tile's segment) of a part.
-
-    A unit is a tile's block of rows.
-    """
-    _rows, num_in, num_out, blocks, parts = sizes
-    GROUPS: gl.constexpr = TILE[2]
-    units = (gl.cdiv(num_out, 2 * ROWS) * gl.cdiv(num_in, TILE[0]) * GROUPS).to(gl.int64) * blocks
-    begin = part * units // parts
-    end = (part + 1) * units // parts
-    first = begin // blocks
-    owner = ((first * blocks + 1) * parts - 1) // units  # the first part with a share of this tile
-    return begin, end, first.to(gl.int32), gl.cdiv(end, blocks).to(gl.int32), part - owner
+def _tiles(sizes, TILE: gl.constexpr):
+    """(number of tiles along o, along j)."""
+    return gl.cdiv(sizes[2], 2 * ROWS), gl.cdiv(sizes[1], TILE[0])
 
 
 @gluon.jit
-def _work_of(tile, begin, end, sizes, TILE: gl.constexpr):
-    """(first o, first j and group of degrees of a tile; its first block of rows and the one after the last, of a part's units)."""
-    _rows, num_in, num_out, blocks, _parts = sizes
-    BLOCK_N: gl.constexpr = TILE[0]
-    GROUPS: gl.constexpr = TILE[2]
-    tiles_o = gl.cdiv(num_out, 2 * ROWS)
-    tiles_j = gl.cdiv(num_in, BLOCK_N)
-    whole = begin * 0 + tile
-    start = gl.maximum(begin - whole * blocks, 0).to(gl.int32)
-    stop = gl.minimum(end - whole * blocks, blocks).to(gl.int32)
-    group = tile // (tiles_o * tiles_j) if GROUPS > 1 else 0
-    return tile % tiles_o * (2 * ROWS), tile // tiles_o % tiles_j * BLOCK_N, group, start, stop
+def _share(part, sizes, TILE: gl.constexpr):
+    """`share_of` a part, whose units are blocks of rows."""
+    tiles_o, tiles_j = _tiles(sizes, TILE)
+    return share_of(part, sizes[4], tiles_o * tiles_j * TILE[2], sizes[3])
+
+
+@gluon.jit
+def _place_of(tile, sizes, TILE: gl.constexpr):
+    """(first o, first j and group of degrees) of a tile."""
+    tiles_o, tiles_j = _tiles(sizes, TILE)
+    group = tile // (tiles_o * tiles_j) if TILE[2] > 1 else 0
+    return tile % tiles_o * (2 * ROWS), tile // tiles_o % tiles_j * TILE[0], group
 
 
 @gluon.jit
@@ -113,9 +103,10 @@ def _make(
         m = gl.arange(0, BLOCK_K, gl.SliceLayout(1, MADE))[:, None]
     step = gl.program_id(0) * 0
     for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
-        begin, end, first_tile, after, _ = _share_of(part, sizes, TILE)
+        begin, end, first_tile, after, _ = _share(part, sizes, TILE)
         for tile in range(first_tile, after):
-            first_o, first_j, group, start, stop = _work_of(tile, begin, end, sizes, TILE)
+            first_o, first_j, group = _place_of(tile, sizes, TILE)
+            start, stop = units_of(tile, begin, end, sizes[3])
             j = first_j + inside
             x_tile = x_ptr + (m.to(gl.int64) * stride_xm + j)
             at = start * BLOCK_K
@@ -165,9 +156,10 @@ def _multiply(
     OPTIONS: gl.constexpr = (TERMS, TILE[0])
     step = gl.program_id(0) * 0
     for part in range(gl.program_id(0), sizes[4], gl.num_programs(0)):
-        begin, end, first_tile, after, first_segment = _share_of(part, sizes, TILE)
+        begin, end, first_tile, after, first_segment = _share(part, sizes, TILE)
         for tile in range(first_tile, after):
-            first_o, first_j, group, start, stop = _work_of(tile, begin, end, sizes, TILE)
+            first_o, first_j, group = _place_of(tile, sizes, TILE)
+            start, stop = units_of(tile, begin, end, sizes[3])
             segment = first_segment * (tile == first_tile).to(gl.int64)
             sums, step = sum_steps(ring, step, stop - start, WIDTH, STAGES, FLUSH, PRECISION, ALONG, HALF)
             first_d = FIRST + group * TILE[3]

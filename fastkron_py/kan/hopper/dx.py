@@ -1,13 +1,17 @@
-"""The gradient of a polynomial KAN layer's inputs on Hopper GPUs: derivatives are multiplied to what the tensor cores have summed."""
+"""The gradient of a polynomial KAN layer's inputs on Hopper GPUs: derivatives are multiplied to what the tensor cores have summed.
+
+One warpgroup loads dy and has coefficients copied, and two multiply (`tiling.hopper.ring`).
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastkron_py.runtime.gluon_names import barrier
-from fastkron_py.tiling.hopper.tiles import begin_product, copy_layout, fetch, product_groups, shared_layout, sums_layout
+from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, begin_operand, copied_bytes, share_of, sum_steps, units_of
+from fastkron_py.tiling.hopper.tiles import made_layout, store_made, sums_layout
 from fastkron_py.tiling.products import known, tile_of
+
+_STATES = gl.constexpr(32)  # columns whose states are in registers together
 
 
 @gluon.jit
@@ -39,64 +43,194 @@ def _add_degrees(
 
 
 @gluon.jit
-def _fetch_for_dx(
-    step,
-    operands,  # dy, its low halves, the coefficients, theirs
-    buffers,  # for each of them
-    sizes,  # rows, inputs, outputs, steps, blocks of a step's depth
-    strides,  # of dy's rows, of the coefficients' o and j
-    places,  # m and k of the left operand, (d, j) and k of the right, in the shapes that make tiles
+def _halves(parts, COUNT: gl.constexpr, WIDTH: gl.constexpr):
+    """The left and the right halves of COUNT tiles that stand side by side. No data leaves its thread."""
+    HALF: gl.constexpr = WIDTH // 2
+    left, right = gl.split(gl.permute(gl.reshape(parts, [ROWS, COUNT, 2, HALF]), (0, 1, 3, 2)))
+    return gl.reshape(left, [ROWS, COUNT * HALF]), gl.reshape(right, [ROWS, COUNT * HALF])
+
+
+@gluon.jit
+def _add_group(
+    dx,
+    sums,
+    x,
+    group,
+    table_ptr,
+    BLOCK_N: gl.constexpr,
+    DEGREES: gl.constexpr,
     TERMS: gl.constexpr,
     FIRST: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    PRECISION: gl.constexpr,
+    PARAMS: gl.constexpr,
+    START: gl.constexpr,
+    STEP: gl.constexpr,
+    VALUE: gl.constexpr,
+    NORM: gl.constexpr,
 ):
-    """Begin to copy both operands of a step, counted over all of a program's tiles."""
-    rows, num_in, num_out, steps, blocks = sizes
-    stride_gm, stride_co, stride_ci = strides
-    dy_ptr, low_dy_ptr, coef_ptr, low_ptr = operands
-    left, low_left, right, low_right = buffers
-    m, k_left, wide, k_right = places
-    BLOCK_M: gl.constexpr = BLOCKS[0]
-    BLOCK_N: gl.constexpr = BLOCKS[1]
-    BLOCK_K: gl.constexpr = BLOCKS[2]
-    GROUP: gl.constexpr = BLOCKS[3]
-    DEGREES: gl.constexpr = BLOCKS[4]
-    STAGES: gl.constexpr = BLOCKS[5]
-    GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
-    tile = gl.program_id(0) + step // (blocks * GROUPS) * gl.num_programs(0)
-    row, column = tile_of(tile, gl.cdiv(rows, BLOCK_M), gl.cdiv(num_in, BLOCK_N), GROUP)
-    first_k = step % blocks * BLOCK_K
-    m = row * BLOCK_M + m
-    k_left = first_k + k_left
-    mask = (m < rows) & (k_left < num_out) & (step < steps)
-    fetch(left, low_left, dy_ptr, low_dy_ptr, m.to(gl.int64) * stride_gm + k_left, mask, step % STAGES, PRECISION)
-    d = FIRST + step // blocks % GROUPS * DEGREES + wide // BLOCK_N
-    j = column * BLOCK_N + wide % BLOCK_N
-    k_right = first_k + k_right
-    mask = (d < TERMS) & (j < num_in) & (k_right < num_out) & (step < steps)
-    size = num_out.to(gl.int64) * num_in
-    offsets = d * size + j.to(gl.int64) * stride_ci + k_right.to(gl.int64) * stride_co
-    fetch(right, low_right, coef_ptr, low_ptr, offsets, mask, step % STAGES, PRECISION)
-    async_copy.commit_group()
+    """dx plus a group's sums, times the derivatives; of a few columns at a time, for whose state there are registers.
+
+    The state is made anew for each group, and takes none while products are summed up.
+    """
+    LAYOUT: gl.constexpr = sums_layout(BLOCK_N, x.dtype, 4)
+    if BLOCK_N > _STATES:
+        HALF: gl.constexpr = BLOCK_N // 2
+        dx0, dx1 = _halves(dx, 1, BLOCK_N)
+        x0, x1 = _halves(x, 1, BLOCK_N)
+        sums0, sums1 = _halves(sums, DEGREES, BLOCK_N)
+        dx0 = _add_group(dx0, sums0, x0, group, table_ptr, HALF, DEGREES, TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+        dx1 = _add_group(dx1, sums1, x1, group, table_ptr, HALF, DEGREES, TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+        both = gl.reshape(gl.permute(gl.join(dx0, dx1), (0, 2, 1)), [ROWS, BLOCK_N])
+        return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+    else:
+        dx = gl.convert_layout(dx, LAYOUT, assert_trivial=True)
+        state = START(NORM(gl.convert_layout(x, LAYOUT, assert_trivial=True)), TERMS, PARAMS)
+        for skipped in gl.static_range(FIRST):
+            state = STEP(state, group * 0 + skipped, TERMS, PARAMS)
+        if TERMS - FIRST > DEGREES:
+            for skipped in range(0, group * DEGREES):
+                state = STEP(state, FIRST + skipped, TERMS, PARAMS)
+        d = FIRST + group * DEGREES
+        dx, state = _add_degrees(dx, state, d, sums, table_ptr, DEGREES, ROWS, BLOCK_N, TERMS, PARAMS, STEP, VALUE, LAYOUT)
+        return dx
+
+
+@gluon.jit
+def _share(part, sizes, TILE: gl.constexpr):
+    """`share_of` a part; a tile's units are blocks of o, for each group of degrees."""
+    rows, num_in, num_out, parts = sizes
+    return share_of(part, parts, gl.cdiv(rows, 2 * ROWS) * gl.cdiv(num_in, TILE[0]), gl.cdiv(num_out, TILE[1]) * TILE[2])
+
+
+@gluon.jit
+def _place_of(tile, sizes, TILE: gl.constexpr):
+    """(first m, first j) of a tile."""
+    row, column = tile_of(tile, gl.cdiv(sizes[0], 2 * ROWS), gl.cdiv(sizes[1], TILE[0]), TILE[4])
+    return row * (2 * ROWS), column * TILE[0]
+
+
+@gluon.jit
+def _bring(
+    dy_ptr,
+    coef_desc,
+    low_desc,
+    ring,
+    sizes,
+    stride_gm,
+    FIRST: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALIGN_OUT: gl.constexpr,
+):
+    """One warpgroup: dy, in both halves, and copies of a few degrees' coefficients, step by step."""
+    BLOCK_N: gl.constexpr = TILE[0]
+    BLOCK_K: gl.constexpr = TILE[1]
+    DEGREES: gl.constexpr = TILE[3]
+    left, left_low, right, right_low, full, empty = ring
+    MADE: gl.constexpr = made_layout(BLOCK_K, left.dtype)
+    rows = sizes[0]
+    num_out = known(sizes[2], ALIGN_OUT)
+    blocks = gl.cdiv(num_out, BLOCK_K)
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, MADE))
+    step = gl.program_id(0) * 0
+    for part in range(gl.program_id(0), sizes[3], gl.num_programs(0)):
+        begin, end, first_tile, after, _ = _share(part, sizes, TILE)
+        for tile in range(first_tile, after):
+            first_m, first_j = _place_of(tile, sizes, TILE)
+            start, stop = units_of(tile, begin, end, blocks * TILE[2])
+            m = first_m + gl.arange(0, 2 * ROWS, gl.SliceLayout(1, MADE))
+            dy_tile = dy_ptr + (m.to(gl.int64)[:, None] * known(stride_gm, ALIGN_OUT) + k[None, :])
+            mask_m = (m < rows)[:, None]
+            at = start % blocks * BLOCK_K
+            ahead = gl.load(dy_tile + at, mask=mask_m & (at + k < num_out)[None, :], other=0.0)
+            for i in range(start, stop):
+                here = ahead
+                column = at
+                # dy, a step ahead.
+                at = (i + 1) % blocks * BLOCK_K
+                ahead = gl.load(dy_tile + at, mask=mask_m & (at + k < num_out)[None, :], other=0.0)
+                s = step % STAGES
+                mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
+                store_made(left.index(s), left_low.index(s), here, PRECISION)
+                fence_async_shared()
+                mbarrier.expect(full.index(s), DEGREES * copied_bytes(coef_desc, PRECISION))
+                d = FIRST + i // blocks * DEGREES
+                for u in gl.static_range(DEGREES):
+                    copy = right.index(s).slice(u * BLOCK_N, BLOCK_N)
+                    low_copy = right_low.index(s).slice(u * BLOCK_N, BLOCK_N)
+                    # Rows beyond the last of a degree are the next one's: they are summed up where nothing is stored.
+                    row = (d + u) * sizes[1] + first_j
+                    begin_operand(coef_desc, low_desc, row, column, copy, low_copy, full.index(s), PRECISION)
+                step += 1
+
+
+@gluon.jit
+def _multiply(
+    x_ptr,
+    table_ptr,
+    dx_ptr,
+    ring,
+    sizes,
+    stride_xm,
+    TERMS: gl.constexpr,
+    FIRST: gl.constexpr,
+    PARAMS: gl.constexpr,
+    START: gl.constexpr,
+    STEP: gl.constexpr,
+    VALUE: gl.constexpr,
+    NORM: gl.constexpr,
+    SLOPE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,
+    PRECISION: gl.constexpr,
+    ALIGN_IN: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """One warpgroup, with one half of each tile's rows: products of what lies in the ring, times the derivatives."""
+    BLOCK_N: gl.constexpr = TILE[0]
+    DEGREES: gl.constexpr = TILE[3]
+    WIDTH: gl.constexpr = DEGREES * BLOCK_N
+    PART: gl.constexpr = sums_layout(BLOCK_N, ring[0].dtype, 4)
+    rows = sizes[0]
+    num_in = known(sizes[1], ALIGN_IN)
+    stride_xm = known(stride_xm, ALIGN_IN)
+    blocks = gl.cdiv(sizes[2], TILE[1])
+    step = gl.program_id(0) * 0
+    for part in range(gl.program_id(0), sizes[3], gl.num_programs(0)):
+        begin, end, first_tile, after, first_segment = _share(part, sizes, TILE)
+        for tile in range(first_tile, after):
+            first_m, first_j = _place_of(tile, sizes, TILE)
+            start, stop = units_of(tile, begin, end, blocks * TILE[2])
+            m = (first_m + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PART))).to(gl.int64)
+            j = first_j + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PART))
+            mask = (m < rows)[:, None] & (j < num_in)[None, :]
+            x = gl.load(x_ptr + (m[:, None] * stride_xm + j[None, :]), mask=mask, other=0.0)
+            dx = gl.zeros([ROWS, BLOCK_N], gl.float32, PART)
+            for group in range(start // blocks, gl.cdiv(stop, blocks)):
+                count = gl.minimum(stop, (group + 1) * blocks) - gl.maximum(start, group * blocks)
+                sums, step = sum_steps(ring, step, count, WIDTH, STAGES, FLUSH, PRECISION, True, HALF)
+                dx = _add_group(dx, sums, x, group, table_ptr, BLOCK_N, DEGREES, TERMS, FIRST, PARAMS, START, STEP, VALUE, NORM)
+            dx *= SLOPE(x)
+            segment = first_segment * (tile == first_tile).to(gl.int64)
+            out = dx_ptr + ((segment * rows + m)[:, None] * num_in + j[None, :])
+            gl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def _poly_kan_pipelined_dx_kernel(
-    dy_ptr,  # [M, O]
-    low_dy_ptr,
+    dy_ptr,  # [M, O], float32
     x_ptr,  # [M, I]
-    coef_ptr,  # [TERMS, O, I] in these strides
-    low_ptr,
+    coef_desc,  # [TERMS * I, O] in boxes [BLOCK_N, BLOCK_K]
+    low_desc,  # its low halves
     table_ptr,
-    dx_ptr,  # [M, I]
+    dx_ptr,  # [segments, M, I]
     rows,
     num_in,
     num_out,
     stride_gm,
     stride_xm,
-    stride_co,
-    stride_ci,
+    parts,
     TERMS: gl.constexpr,
     FIRST: gl.constexpr,
     PARAMS: gl.constexpr,
@@ -106,109 +240,78 @@ def _poly_kan_pipelined_dx_kernel(
     NORM: gl.constexpr,
     SLOPE: gl.constexpr,
     DEGREES: gl.constexpr,  # of one product
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     FLUSH: gl.constexpr,
     PRECISION: gl.constexpr,
+    REGISTERS: gl.constexpr,
     ALIGN_IN: gl.constexpr,
-    ALIGN_OUT: gl.constexpr,
-    ALIGN_GM: gl.constexpr,
-    ALIGN_CO: gl.constexpr,
-    ALIGN_CI: gl.constexpr,
+    ALIGN_OUT: gl.constexpr,  # divides num_out and dy's stride
 ):
-    """Tiles of dx, one program after the other: products with a few degrees' coefficients side by side, then their derivatives.
+    """Tiles of dx: products with a few degrees' coefficients side by side, then their derivatives.
 
-    Copies run ahead into the next tile while the derivatives of this one are made.
+    All tiles' steps are dealt out evenly to parts, as in `_poly_kan_pipelined_dcoef_kernel`.
     """
-    DTYPE: gl.constexpr = dy_ptr.dtype.element_ty
-    WIDTH: gl.constexpr = DEGREES * BLOCK_N
-    IS_TURNED: gl.constexpr = DTYPE.primitive_bitwidth == 32  # coefficients [d, j, o]
     GROUPS: gl.constexpr = (TERMS - FIRST + DEGREES - 1) // DEGREES
-    SUMS: gl.constexpr = sums_layout(WIDTH, DTYPE)
-    PART: gl.constexpr = sums_layout(BLOCK_N, DTYPE)
-    LEFT: gl.constexpr = shared_layout(BLOCK_M, BLOCK_K, DTYPE)
-    COPY: gl.constexpr = copy_layout(BLOCK_K, DTYPE)
-    num_in = known(num_in, ALIGN_IN)
-    stride_xm = known(stride_xm, ALIGN_IN)
-    num_out = known(num_out, ALIGN_OUT)
-    stride_gm = known(stride_gm, ALIGN_GM)
-    stride_co = known(stride_co, ALIGN_CO)
-    stride_ci = known(stride_ci, ALIGN_CI)
-    left = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], LEFT)
-    m_copied = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))[:, None]
-    k_left = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :]
-    HEIGHT: gl.constexpr = WIDTH if IS_TURNED else BLOCK_K
-    LENGTH: gl.constexpr = BLOCK_K if IS_TURNED else WIDTH
-    RIGHT: gl.constexpr = shared_layout(HEIGHT, LENGTH, DTYPE)
-    right = gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, LENGTH], RIGHT)
-    if IS_TURNED:
-        wide = gl.arange(0, WIDTH, gl.SliceLayout(1, COPY))[:, None]
-        k_right = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :]
-    else:
-        COPY_WIDE: gl.constexpr = copy_layout(WIDTH, DTYPE)
-        wide = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_WIDE))[None, :]
-        k_right = gl.arange(0, BLOCK_K, gl.SliceLayout(1, COPY_WIDE))[:, None]
-    low_left = left
-    low_right = right
-    if PRECISION == "split":
-        low_left = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], LEFT)
-        low_right = gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, LENGTH], RIGHT)
-    tiles_m = gl.cdiv(rows, BLOCK_M)
-    tiles_n = gl.cdiv(num_in, BLOCK_N)
-    mine = (tiles_m * tiles_n - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-    blocks = gl.cdiv(num_out, BLOCK_K)
-    steps = mine * GROUPS * blocks
-    operands = (dy_ptr, low_dy_ptr, coef_ptr, low_ptr)
-    buffers = (left, low_left, right, low_right)
-    sizes = (rows, num_in, num_out, steps, blocks)
-    strides = (stride_gm, stride_co, stride_ci)
-    places = (m_copied, k_left, wide, k_right)
-    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, DEGREES, STAGES)
-    for s in gl.static_range(STAGES - 1):
-        _fetch_for_dx(steps * 0 + s, operands, buffers, sizes, strides, places, TERMS, FIRST, BLOCKS, PRECISION)
-    step = steps * 0
-    length = blocks if FLUSH == 0 else steps * 0 + FLUSH
-    for tile in range(0, mine):
-        row, column = tile_of(gl.program_id(0) + tile * gl.num_programs(0), tiles_m, tiles_n, GROUP)
-        m = row * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PART))
-        j = column * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PART))
-        mask = (m < rows)[:, None] & (j < num_in)[None, :]
-        x = gl.load(x_ptr + (m.to(gl.int64)[:, None] * stride_xm + j[None, :]), mask=mask, other=0.0)
-        state = START(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, PART), TERMS, PARAMS)
-        dx = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, PART)
-        for group in range(0, GROUPS):
-            parts = gl.zeros([BLOCK_M, WIDTH], gl.float32, SUMS)
-            total = parts
-            for begin in range(0, blocks, length):
-                for i in range(begin, gl.minimum(begin + length, blocks)):
-                    async_copy.wait_group(STAGES - 2)
-                    barrier()
-                    a = left.index(step % STAGES)
-                    a_low = low_left.index(step % STAGES)
-                    b = right.index(step % STAGES)
-                    b_low = low_right.index(step % STAGES)
-                    if IS_TURNED:
-                        b = b.permute((1, 0))
-                        b_low = b_low.permute((1, 0))
-                    parts = begin_product(a, a_low, b, b_low, parts, i > begin, PRECISION)
-                    parts = warpgroup_mma_wait(product_groups(1, PRECISION), deps=(parts,))
-                    barrier()
-                    _fetch_for_dx(step + STAGES - 1, operands, buffers, sizes, strides, places, TERMS, FIRST, BLOCKS, PRECISION)
-                    step += 1
-                parts = warpgroup_mma_wait(0, deps=(parts,))
-                if FLUSH > 0:
-                    total += parts
-            if FLUSH == 0:
-                total = parts
-            if group == 0:
-                state = START(NORM(x.to(gl.float32)), TERMS, PARAMS)
-                for skipped in gl.static_range(FIRST):
-                    state = STEP(state, steps * 0 + skipped, TERMS, PARAMS)
-            d = FIRST + group * DEGREES
-            dx, state = _add_degrees(dx, state, d, total, table_ptr, DEGREES, BLOCK_M, BLOCK_N, TERMS, PARAMS, STEP, VALUE, PART)
-        dx *= SLOPE(x.to(gl.float32))
-        out = dx_ptr + (m.to(gl.int64)[:, None] * num_in + j[None, :])
-        gl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    TILE: gl.constexpr = (BLOCK_N, BLOCK_K, GROUPS, DEGREES, GROUP)
+    ring = allocate_ring(coef_desc.dtype, DEGREES * BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 1)
+    sizes = (rows, num_in, num_out, parts)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    x_ptr,
+                    table_ptr,
+                    dx_ptr,
+                    ring,
+                    sizes,
+                    stride_xm,
+                    TERMS,
+                    FIRST,
+                    PARAMS,
+                    START,
+                    STEP,
+                    VALUE,
+                    NORM,
+                    SLOPE,
+                    TILE,
+                    STAGES,
+                    FLUSH,
+                    PRECISION,
+                    ALIGN_IN,
+                    0,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    x_ptr,
+                    table_ptr,
+                    dx_ptr,
+                    ring,
+                    sizes,
+                    stride_xm,
+                    TERMS,
+                    FIRST,
+                    PARAMS,
+                    START,
+                    STEP,
+                    VALUE,
+                    NORM,
+                    SLOPE,
+                    TILE,
+                    STAGES,
+                    FLUSH,
+                    PRECISION,
+                    ALIGN_IN,
+                    1,
+                ),
+            ),
+            (_bring, (dy_ptr, coef_desc, low_desc, ring, sizes, stride_gm, FIRST, TILE, STAGES, PRECISION, ALIGN_OUT)),
+        ],
+        [4, 4],
+        REGISTERS,
+    )

@@ -16,14 +16,16 @@ from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.tiling.products import _sum_segments_kernel
 
 _SUM_ROWS: Final = 32
+_DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the order in which the second kernel finds their shares
 
 
 def takes(problem: Problem) -> bool:
     """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
     if not problem.layer.found.any_dialect or not kernels.has_pipelined(problem.device, problem.dtype):
         return False
-    vector = 16 // problem.dtype.itemsize
-    return problem.stride_x % vector == 0 and problem.stride_g % vector == 0 and tuning.takes(problem.sizes())
+    # Float32 is prepared, with rows that the copy engine takes.
+    copies = problem.dtype == torch.float32 or (problem.stride_x % 8 == 0 and problem.stride_g % 8 == 0)
+    return copies and tuning.takes(problem.sizes())
 
 
 def _sizes(problem: Problem) -> Sizes:
@@ -96,27 +98,30 @@ def forward(problem: Problem) -> Product:
 
 
 def input_gradient(problem: Problem) -> Product | None:
-    """The launch of dx, on (dy, its low halves, x, C, its low halves, table), where this kernel is best and there is enough of it."""
+    """The launch of dx, on (dy, x, C, its low halves, table), where this kernel is best."""
     choice = tuning.input_gradient(_sizes(problem))
     if choice is None:
         return None
     _, kernel, _ = kernels.pipelined_kernels()
-    transposed = problem.dtype == torch.float32
+    units = -(-problem.num_out // choice.block_k) * -(-_sizes(problem).terms // choice.degrees)
+    tiles = -(-problem.rows // tuning.BLOCK_M) * -(-problem.num_in // choice.block_n)
+    segments = tuning.segments_of(tiles, units, choice.items)
     arguments = {
         **_constants(problem, choice, True),
+        "parts": choice.items,
         "stride_gm": problem.stride_g,
-        "stride_co": 1 if transposed else problem.num_in,
-        "stride_ci": problem.num_out if transposed else 1,
         "SLOPE": problem.layer.normalizer.device_functions(True)[1],
         "DEGREES": choice.degrees,
-        "BLOCK_M": tuning.BLOCK_M,
-        "GROUP": GROUP,
-        "ALIGN_OUT": math.gcd(problem.num_out, ALIGNED),
-        "ALIGN_GM": math.gcd(problem.stride_g, ALIGNED),
-        "ALIGN_CO": 1 if transposed else math.gcd(problem.num_in, ALIGNED),
-        "ALIGN_CI": math.gcd(problem.num_out, ALIGNED) if transposed else 1,
+        "GROUP": GROUP if segments == 1 else _DOWN,
+        "REGISTERS": choice.registers,
+        "ALIGN_OUT": math.gcd(problem.num_out, problem.stride_g, ALIGNED),
     }
-    return _product(problem, kernel, choice, arguments, Stored(), None)
+    result = Stored()
+    if segments > 1:
+        shape = (1, problem.rows, problem.num_in)
+        result = _segments(shape, 0, 1, choice, units, segments)
+    boxes = _boxes([choice.block_n, choice.block_k], problem.num_out, problem.dtype)
+    return _product(problem, kernel, choice, arguments, result, boxes)
 
 
 def coefficient_gradient(problem: Problem) -> Product:
@@ -137,27 +142,30 @@ def coefficient_gradient(problem: Problem) -> Product:
     boxes = _boxes(box, problem.rows if transposed else problem.num_out, problem.dtype)
     tiles = -(-problem.num_out // tuning.BLOCK_M) * -(-problem.num_in // choice.block_n) * -(-sizes.terms // choice.degrees)
     segments = tuning.segments_of(tiles, blocks, choice.items)
-    result = Stored() if segments == 1 else _segments(problem, choice, blocks, segments)
+    result = Stored()
+    if segments > 1:
+        shape = (problem.layer.terms, problem.num_out, problem.num_in)
+        result = _segments(shape, problem.layer.first, choice.degrees, choice, blocks, segments)
     return _product(problem, kernel, choice, arguments, result, boxes)
 
 
-def _segments(problem: Problem, choice: Pipelined, blocks: int, segments: int) -> Stored:
-    """Partial sums of dC; a second kernel adds those of each tile."""
-    terms, first = problem.layer.terms, problem.layer.first
+def _segments(shape: tuple[int, int, int], first: int, degrees: int, choice: Pipelined, units: int, segments: int) -> Stored:
+    """Partial sums of a result [terms, rows, columns], from term first on; a second kernel adds those of each tile."""
+    terms, rows, columns = shape
     arguments = {
-        "num_in": problem.num_in,
-        "num_out": problem.num_out,
-        "blocks": blocks,
+        "num_in": columns,
+        "num_out": rows,
+        "blocks": units,
         "programs": choice.items,
         "segments": segments,
         "TERMS": terms,
         "FIRST": first,
-        "DEGREES": choice.degrees,
+        "DEGREES": degrees,
         "BLOCK_M": tuning.BLOCK_M,
         "BLOCK_N": choice.block_n,
         "ROWS": _SUM_ROWS,
         "num_warps": 4,
     }
-    programs = -(-problem.num_in // choice.block_n) * -(-problem.num_out // _SUM_ROWS) * (terms - first)
+    programs = -(-columns // choice.block_n) * -(-rows // _SUM_ROWS) * (terms - first)
     launcher = Launcher([LaunchConfig(_sum_segments_kernel, (programs,), arguments)])
-    return Stored((segments, terms, problem.num_out, problem.num_in), launcher)
+    return Stored((segments, *shape), launcher)

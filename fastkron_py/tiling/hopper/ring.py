@@ -54,18 +54,46 @@ def allocate_ring(
     return left, left_low, right, right_low, full, empty
 
 
+@gluon.constexpr_function
+def copied_bytes(desc, precision):
+    """Bytes of an operand's tile and, for "split", of its low halves."""
+    return desc.block_type.nbytes * (2 if precision == "split" else 1)
+
+
+@gluon.jit
+def begin_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
+    """Begin to copy an operand's tile, and, for "split", that of its low halves; beyond the last row and column there is 0."""
+    if PRECISION == "split":
+        begin_described_copy(low_desc, [row, column], full, low_buffer)
+    begin_described_copy(desc, [row, column], full, buffer)
+
+
 @gluon.jit
 def bring_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
-    """Have an operand's tile copied, and, for "split", that of its low halves; beyond the last row and column there is 0.
+    """Copy an operand, and tell the barrier of the copies' bytes, and that what this warpgroup stored is ready."""
+    mbarrier.expect(full, copied_bytes(desc, PRECISION))
+    begin_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION)
 
-    The barrier is told of the copies' bytes, and that what this warpgroup stored is ready.
+
+@gluon.jit
+def share_of(part, parts, tiles, length):
+    """(first unit and the one after the last; first tile and the one after the last; the first tile's segment) of a part.
+
+    A unit is a step of a tile's sum, or several; a tile has `length` of them. A tile of several parts has a segment for each, in order.
     """
-    if PRECISION == "split":
-        mbarrier.expect(full, 2 * desc.block_type.nbytes)
-        begin_described_copy(low_desc, [row, column], full, low_buffer)
-    else:
-        mbarrier.expect(full, desc.block_type.nbytes)
-    begin_described_copy(desc, [row, column], full, buffer)
+    units = (part * 0 + tiles).to(gl.int64) * length
+    begin = part * units // parts
+    end = (part + 1) * units // parts
+    first = begin // length
+    owner = ((first * length + 1) * parts - 1) // units  # the first part with a share of this tile
+    return begin, end, first.to(gl.int32), gl.cdiv(end, length).to(gl.int32), part - owner
+
+
+@gluon.jit
+def units_of(tile, begin, end, length):
+    """(first unit of a tile and the one after the last) of those from begin to end."""
+    whole = begin * 0 + tile
+    return gl.maximum(begin - whole * length, 0).to(gl.int32), gl.minimum(end - whole * length, length).to(gl.int32)
 
 
 @gluon.jit
