@@ -424,11 +424,18 @@ def _base(t: Any) -> Tensor:
     return t if isinstance(t, Tensor) else t.base
 
 
+def _run(t: Tensor) -> Tensor:
+    """All memory from a tensor's first element to its last."""
+    t = t.detach()
+    return t.as_strided((1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)),), (1,))
+
+
 def launch(kernel: Any, programs: int, tensors: Sequence[Any], arguments: dict[str, Any]) -> None:
-    """Run all programs of a kernel on contiguous tensors, or descriptors of any; the last is the one that is written, and begins as NaN."""
+    """Run all programs of a kernel on tensors, or descriptors of contiguous ones; the last is what is written, and begins as NaN."""
     held: dict[int, np.ndarray] = {}
-    for t in map(_base, tensors):
-        held.setdefault(t.data_ptr(), t.detach().float().numpy().reshape(-1).copy())
+    for t in tensors:
+        given = _run(t) if isinstance(t, Tensor) else t.base.reshape(-1)
+        held.setdefault(_base(t).data_ptr(), given.float().numpy().copy())
     held[tensors[-1].data_ptr()][...] = np.nan
     names = [n for n in kernel.arg_names[len(tensors) :]]
     for program in range(programs):

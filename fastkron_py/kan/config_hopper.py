@@ -15,8 +15,10 @@ _MOST_SEGMENTS: Final = 16
 _RING: Final = 196_608  # bytes of a ring of operands
 _NARROW: Final = 0.72  # speed of a product half as wide (271 us beside 200 in TF32, for 65536 x 256 -> 256, degree 8, on an H100)
 _REGISTERS: Final = (160, 184)
-_REGISTERS_OF_DX: Final = (192, 120)  # one has derivatives beside the sums, the other makes less
-_LEAST_PRODUCTS: Final = 0.25  # of those that plain Triton's kernels prepare operands for: three passes take that much sooner
+_REGISTERS_OF_DX: Final = (232, 40)  # one has derivatives beside the sums, the other makes nothing
+# Of three passes, for which plain Triton's kernels split every operand in every tile.
+_LEAST_ROWS: Final = 3 / 32  # of those from which on plain Triton's kernels prepare operands: a tile is three quarters full
+_LEAST_PRODUCTS: Final = 1 / 4  # in the forward pass; half of that in the backward pass, which prepares operands for two
 _SECOND_STAGE: Final = 2e-6  # seconds of a launch that adds up partial sums, beside their traffic
 # Speed of dC with as many degrees side by side: the fewer, the more often a value's input is read, and the degrees before it made
 # (4096 x 200 -> 800, degree 5, on an H200: 1.11, 1.25 and 1.75 us a step).
@@ -39,13 +41,14 @@ class Pipelined(NamedTuple):
     registers: tuple[int, int] | None = None  # of a thread that holds sums; of one that makes values
 
 
-def takes(sizes: Sizes) -> bool:
-    """Whether products are large, of two tiles' rows at least, and 16-bit rows of operands can be copied 16 bytes at a time."""
-    if sizes.itemsize == 8 or sizes.rows < plain.LARGE_ROWS // 4:
+def takes(sizes: Sizes, backward: bool) -> bool:
+    """Whether products are large enough, and 16-bit rows of operands can be copied 16 bytes at a time."""
+    if sizes.itemsize == 8:
         return False
+    rows, products = (_LEAST_ROWS, _LEAST_PRODUCTS / (1 + backward)) if sizes.passes == 3 else (1 / 4, 1)
     copies = sizes.itemsize == 4 or (sizes.num_in % 8 == 0 and sizes.num_out % 8 == 0)
     work = sizes.rows * sizes.num_in * sizes.num_out * sizes.terms
-    return copies and work >= (_LEAST_PRODUCTS if sizes.passes == 3 else 1) * plain.LARGE_PRODUCTS
+    return copies and sizes.rows >= rows * plain.LARGE_ROWS and work >= products * plain.LARGE_PRODUCTS
 
 
 def _tiles(height: int, width: int, block_n: int) -> int:

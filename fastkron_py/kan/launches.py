@@ -79,7 +79,7 @@ def _product(kernel: Any, programs: int, arguments: dict[str, Any], blocks: _Blo
 
 def forward(problem: Problem) -> Product:
     """The launch of y, on (x, C, its low halves, table, bias)."""
-    if hopper.takes(problem):
+    if hopper.takes(problem, False):
         return hopper.forward(problem)
     blocks = _blocks(problem, tuning.forward, False)
     tile, split = blocks.tile, blocks.split
@@ -163,6 +163,7 @@ def _of_coefficients(problem: Problem) -> _Gradient:
     return _Gradient(blocks, arguments, programs, stored(splits, (terms, problem.num_out, problem.num_in)))
 
 
+_PREPARED_TOGETHER: Final = 1 << 23  # elements of dy and C
 _TENSORS: Final = 8  # that the kernel takes
 _UNREAD: Final = ("stride_go", "stride_co", "stride_ci", "blocks_x", "blocks_c", "ALIGN_CO")  # integers of the gradient that is not made
 
@@ -195,18 +196,24 @@ def input_gradient(problem: Problem) -> Product:
 
     See `dx_gemm_launch` for another one.
     """
-    found = hopper.input_gradient(problem) if hopper.takes(problem) else None
+    found = hopper.input_gradient(problem) if hopper.takes(problem, True) else None
     return found or _gradients(problem, _of_input(problem), None)
 
 
 def coefficient_gradient(problem: Problem) -> Product:
     """The launch of dC alone, on (dy, its low halves, x, table), between which plain Triton's kernel takes C and its low halves."""
-    return hopper.coefficient_gradient(problem) if hopper.takes(problem) else _gradients(problem, None, _of_coefficients(problem))
+    return hopper.coefficient_gradient(problem) if hopper.takes(problem, True) else _gradients(problem, None, _of_coefficients(problem))
 
 
 def takes_both(problem: Problem) -> bool:
     """Whether one launch makes both gradients: of small layers, for which nothing is prepared."""
-    return not problem.is_large and not hopper.takes(problem)
+    return not problem.is_large and not hopper.takes(problem, True)
+
+
+def prepares_both(problem: Problem) -> bool:
+    """Whether both gradients' operands are prepared in one launch: where a launch counts, and memory for them at a time does not."""
+    elements = problem.rows * problem.num_out + problem.layer.terms * problem.num_out * problem.num_in
+    return hopper.takes(problem, True) and problem.is_split and elements <= _PREPARED_TOGETHER
 
 
 def both_gradients(problem: Problem) -> Product:

@@ -17,7 +17,7 @@ from fastkron_py.kan.problem import whole_vectors
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.sizes import next_power_of_two
-from fastkron_py.tiling.products import _low_halves_kernel, _transpose_kernel
+from fastkron_py.tiling.products import _low_halves_kernel, _transpose_both_kernel, _transpose_kernel
 
 _TILE: Final = 64  # rows and columns of a tile that is transposed
 _LOW_BLOCK: Final = 1024
@@ -80,8 +80,8 @@ class Transposed(NamedTuple):
     sums: Tensor  # [..., parts of M, N], each part's columns of the original summed up, where asked for
 
 
-def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool, pads: bool) -> Transposed:
-    """Contiguous ``[B, M, N]`` in float32, transposed in one pass.
+def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool, pads: bool, first: int) -> Transposed:
+    """Contiguous ``[B, M, N]`` in float32, from matrix first on, transposed in one pass.
 
     Args:
         build: of the program.
@@ -89,24 +89,66 @@ def transposed(build: Builder, t: Tensor, with_low: bool, rounds: bool, pads: bo
         with_low: whether to make low halves.
         rounds: whether numbers become such that cutting rounds them.
         pads: whether rows of the result have `whole_vectors` of columns; padding columns are not written.
+        first: matrix; those before are left out.
     """
-    batches, rows, columns = t.shape
-    stride = whole_vectors(rows) if pads else rows
-    out = build.empty((batches, columns, stride), t.dtype)
-    low = build.empty_like(out) if with_low else out
-    _transpose(build, t, (out, low, out), stride, {"LOW": with_low, "ROUND": rounds})
-    return Transposed(out, low, out)
+    found = _empty_transposed(build, t, with_low, pads, first)
+    _transpose(build, t, found, found.itself.shape[-1], {"LOW": with_low, "ROUND": rounds, "FIRST": first})
+    return found
 
 
 def transposed_gradient(build: Builder, dy: Tensor, with_low: bool, rounds: bool, with_sums: bool) -> Transposed:
     """``[M, N]`` in float32, whose rows are runs, transposed to `whole_vectors` of columns; padding columns are not written."""
+    found = _empty_gradient(build, dy, with_low, with_sums)
+    _transpose(build, dy[None], found, found.itself.shape[-1], {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums})
+    return found
+
+
+class Prepared(NamedTuple):
+    """Operands of both gradients in three passes, whose rows the copy engine takes."""
+
+    coefficients: Transposed
+    turned: Transposed  # dy, transposed
+    dy: tuple[Tensor, Tensor]  # and its low halves
+
+
+def prepared(build: Builder, coefficients: Tensor, dy: Tensor, first: int) -> Prepared:
+    """`transposed`, `transposed_gradient` and `halves` in one launch; sums of dy's columns if a degree is left out."""
+    c, turned = _empty_transposed(build, coefficients, True, True, first), _empty_gradient(build, dy, True, first > 0)
+    degrees, c_rows, c_columns = coefficients.shape
     rows, columns = dy.shape
-    stride = whole_vectors(rows)
-    out = build.empty((columns, stride), dy.dtype)
-    low = build.empty_like(out) if with_low else out
+    copies = dy.stride(0) % 4 != 0
+    low = build.empty((rows, whole_vectors(columns)), dy.dtype)
+    upright = build.empty_like(low) if copies else dy
+    programs = (degrees - first) * -(-c_rows // _TILE) * -(-c_columns // _TILE)
+    sizes = {
+        "a_rows": c_rows,
+        "a_columns": c_columns,
+        "a_stride_n": c.itself.shape[-1],
+        "a_programs": programs,
+        "rows": rows,
+        "columns": columns,
+        "stride_m": dy.stride(0),
+        "stride_n": turned.itself.shape[-1],
+        "stride_low": low.shape[1],
+    }
+    programs += -(-rows // _TILE) * -(-columns // _TILE)
+    operands = (coefficients, c.itself, c.low, dy, *turned, low, upright)
+    flags = {"FIRST": first, "SUMS": first > 0, "COPY": copies, "BLOCK": _TILE, "num_warps": 8}
+    _launch(build, _transpose_both_kernel, programs, operands, **sizes, **flags)
+    return Prepared(c, turned, (upright, low))
+
+
+def _empty_transposed(build: Builder, t: Tensor, with_low: bool, pads: bool, first: int) -> Transposed:
+    batches, rows, columns = t.shape
+    out = build.empty((batches - first, columns, whole_vectors(rows) if pads else rows), t.dtype)
+    return Transposed(out, build.empty_like(out) if with_low else out, out)
+
+
+def _empty_gradient(build: Builder, dy: Tensor, with_low: bool, with_sums: bool) -> Transposed:
+    rows, columns = dy.shape
+    out = build.empty((columns, whole_vectors(rows)), dy.dtype)
     sums = build.empty((-(-rows // _TILE), columns), dy.dtype) if with_sums else out
-    _transpose(build, dy[None], (out, low, sums), stride, {"LOW": with_low, "ROUND": rounds, "SUMS": with_sums})
-    return Transposed(out, low, sums)
+    return Transposed(out, build.empty_like(out) if with_low else out, sums)
 
 
 def transposed_in_blocks(build: Builder, t: Tensor, first: int, width: int, batches: int, rounds: bool) -> Tensor:

@@ -106,7 +106,8 @@ class Product(NamedTuple):
         rounds: whether TF32, which cuts, is given numbers that cutting rounds.
         results: how each of the results is stored.
         pipelined: whether the kernel is one for Hopper GPUs.
-        boxes: of the operand with its low halves, where descriptors of these are given.
+        boxes: of the operand with its low halves, where descriptors of these are given; of dx's two, the coefficients.
+        boxes_of_dy: of dx's other one.
     """
 
     launcher: Launcher
@@ -117,6 +118,7 @@ class Product(NamedTuple):
     results: tuple[Stored, ...]
     pipelined: bool = False
     boxes: Boxes | None = None
+    boxes_of_dy: Boxes | None = None
 
 
 def whole_vectors(count: int) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastkron_py.kan import dx_gemm_launch, launches, operands
 from fastkron_py.kan.layer_config import LayerConfig, wide
-from fastkron_py.kan.problem import Problem, Product
+from fastkron_py.kan.problem import Boxes, Problem, Product
 from fastkron_py.runtime.builder import Builder, describe
 
 
@@ -31,7 +30,7 @@ def add_forward(build: Builder, given: tuple[Any, ...], layer: LayerConfig, prec
     coefficients, low = operands.halves(build, coefficients, product.with_low, product.pipelined)
     y = build.empty((problem.rows, problem.num_out), x.dtype)
     table = _table(build, x, layer)
-    _add_product(build, product, (x, *_described(product, coefficients, low), table, x if bias is None else bias), (y,))
+    _add_product(build, product, (x, *_described(product.boxes, coefficients, low), table, x if bias is None else bias), (y,))
     return y
 
 
@@ -64,10 +63,13 @@ def _add_gradients_of_product(
     build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool], layer: LayerConfig, precision: str
 ) -> list[Tensor]:
     given = (build, dy, x, coefficients, layer, precision)
-    if all(needs) and launches.takes_both(_problem(build, x, coefficients, dy, False, layer, precision)):
+    problem = _problem(build, x, coefficients, dy, False, layer, precision)
+    if all(needs) and launches.takes_both(problem):
         return _add_both_gradients(*given)
-    found = [_add_input_gradient(*given)] if needs[0] else []
-    return [*found, _add_coefficient_gradient(*given)] if needs[1] else found
+    together = all(needs) and launches.prepares_both(problem)
+    prepared = operands.prepared(build, coefficients, dy, layer.first) if together else None
+    found = [_add_input_gradient(*given, prepared)] if needs[0] else []
+    return [*found, _add_coefficient_gradient(*given, prepared)] if needs[1] else found
 
 
 def _add_both_gradients(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> list[Tensor]:
@@ -78,7 +80,15 @@ def _add_both_gradients(build: Builder, dy: Tensor, x: Tensor, coefficients: Ten
     return [dx, dcoef]
 
 
-def _add_input_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> Tensor:
+def _add_input_gradient(
+    build: Builder,
+    dy: Tensor,
+    x: Tensor,
+    coefficients: Tensor,
+    layer: LayerConfig,
+    precision: str,
+    prepared: operands.Prepared | None,
+) -> Tensor:
     problem = _problem(build, x, coefficients, dy, False, layer, precision)
     table = _table(build, x, layer)
     by_gemm = dx_gemm_launch.choose(problem)
@@ -86,26 +96,45 @@ def _add_input_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Ten
         return dx_gemm_launch.add(build, problem, by_gemm, dy, x, coefficients, table)
     product = launches.input_gradient(problem)
     if product.transposed:
-        coefficients, low, _ = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined)
+        first = product.first if product.pipelined else 0
+        if prepared is None:
+            turned = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined, first)
+        else:
+            turned = prepared.coefficients
+        coefficients, low, _ = turned
     else:
         coefficients = low = operands.aligned(build, coefficients)
     dx = build.empty(x.shape, x.dtype)
     if product.pipelined:
-        _add_product(build, product, (dy, x, *_described(product, coefficients, low), table), (dx,))
+        halves = operands.halves(build, build.contiguous(dy), product.with_low, True) if prepared is None else prepared.dy
+        described = (*_described(product.boxes_of_dy, *halves), x, *_described(product.boxes, coefficients, low), table)
+        _add_product(build, product, described, (dx,))
     else:
         _add_product(build, product, (dy, dy, x, coefficients, low, table), (dx, None))
     return dx
 
 
-def _add_coefficient_gradient(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> Tensor:
+def _add_coefficient_gradient(
+    build: Builder,
+    dy: Tensor,
+    x: Tensor,
+    coefficients: Tensor,
+    layer: LayerConfig,
+    precision: str,
+    prepared: operands.Prepared | None,
+) -> Tensor:
     product = launches.coefficient_gradient(_problem(build, x, coefficients, dy, False, layer, precision))
     dcoef = build.empty(coefficients.shape, x.dtype)
     given, low, parts = dy, dy, dy
     if product.transposed:
-        given, low, parts = operands.transposed_gradient(build, dy, product.with_low, product.rounds, product.first == 1)
+        if prepared is None:
+            turned = operands.transposed_gradient(build, dy, product.with_low, product.rounds, product.first == 1)
+        else:
+            turned = prepared.turned
+        given, low, parts = turned
     table = _table(build, x, layer)
     if product.pipelined:
-        _add_product(build, product, (*_described(product, given, low), x, table), (dcoef,))
+        _add_product(build, product, (*_described(product.boxes, given, low), x, table), (dcoef,))
     else:
         _add_product(build, product, (given, low, x, x, x, table), (None, dcoef))
     if product.first:
@@ -130,9 +159,9 @@ def _table(build: Builder, x: Tensor, layer: LayerConfig) -> Tensor:
     return table
 
 
-def _described(product: Product, operand: Tensor, low: Tensor) -> tuple[Any, Any]:
+def _described(boxes: Boxes | None, operand: Tensor, low: Tensor) -> tuple[Any, Any]:
     """An operand and its low halves as the kernel gets them."""
-    return (operand, low) if product.boxes is None else (product.boxes.describe(operand), product.boxes.describe(low))
+    return (operand, low) if boxes is None else (boxes.describe(operand), boxes.describe(low))
 
 
 def _add_product(build: Builder, product: Product, operands: tuple[Any, ...], results: tuple[Tensor | None, ...]) -> None:

@@ -28,6 +28,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert names == PLAIN | PIPELINED | CONSTANT | {
         "_low_halves_kernel",
         "_transpose_kernel",
+        "_transpose_both_kernel",
         "_gemm_kernel",
         "_sum_partials_kernel",
         "_sum_segments_kernel",
@@ -52,7 +53,7 @@ def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
     assert [k for k in large if k["kernel"] == "_poly_kan_fwd_kernel" and k["stack"] > 0] == []
     assert [k for k in large if k["kernel"] in CONSTANT and k["stack"] > 0] == []
     # Derivatives of 64 inputs beside the sums of two degrees: x and dx wait on the stack.
-    assert [k for k in large if k["problem"] == "large, five degrees" and k["stack"] > 320] == []
+    assert [k for k in large if k["problem"] == "large, five degrees" and k["stack"] > 160] == []
     quick = [k for k in large if "table" not in k["problem"] and "five" not in k["problem"]]
     assert [k for k in quick if k["kernel"] == "_poly_kan_pipelined_dcoef_kernel" and k["stack"] > 0] == []
     # Eight splines of sixteen numbers, once for a tile. Of Fourier's four tiles, 20 numbers by the assembler that comes with Triton 3.9.
@@ -67,7 +68,7 @@ def test_large_products_hardly_spill(kernels: list[dict[str, Any]]) -> None:
 
 def test_copies_wait_for_stores(kernels: list[dict[str, Any]]) -> None:
     """A buffer's barrier, which says that it is full, waits for the copy's bytes: so it is enough that a copy begins after all stores."""
-    made = [k for k in kernels if k["kernel"] in PIPELINED]
+    made = [k for k in kernels if k["kernel"] in ("_poly_kan_pipelined_fwd_kernel", "_poly_kan_pipelined_dcoef_kernel")]
     assert [k for k in made if k["copies"] == 0 or not k["ordered"]] == []
     assert [k for k in made if k["ordered without barriers"]] == []  # the check can fail
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from fastkron_py.kan import config as tuning
+from fastkron_py.kan import config_hopper as hopper
 from fastkron_py.kan.config import Sizes
 from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, HOPPER, INTERPRETER
 
@@ -75,3 +76,20 @@ def test_large_products_are_told_from_small_ones() -> None:
     assert tuning.is_large(Sizes(8192, 768, 768, 8, 4, 1, HOPPER))
     assert not tuning.is_large(Sizes(32, 512, 1024, 24, 4, 1, HOPPER))
     assert not tuning.is_large(Sizes(512, 4096, 4096, 8, 4, 1, HOPPER))
+
+
+@pytest.mark.parametrize(
+    ("shape", "passes", "forward", "backward"),
+    [
+        ((1024, 784, 256, 5), 3, True, True),
+        ((1023, 785, 257, 5), 3, True, True),
+        ((1024, 784, 256, 5), 1, False, False),
+        ((100, 1000, 1000, 4), 3, False, True),  # plain Triton's forward pass prepares nothing
+        ((64, 1024, 1024, 9), 3, False, False),  # half of each tile would be empty
+    ],
+    ids=str,
+)
+def test_where_these_kernels_are_taken(shape: tuple[int, int, int, int], passes: int, forward: bool, backward: bool) -> None:
+    sizes = Sizes(*shape, 4, passes, HOPPER)
+    assert hopper.takes(sizes, False) == forward
+    assert hopper.takes(sizes, True) == backward

@@ -8,12 +8,13 @@ import gluon_on_numpy
 import gluon_partitions
 import pytest
 import torch
-from poly_kan_cases import coefficient_gradient, config_of, forward, input_gradient, layer_gradients, problem
+from poly_kan_cases import coefficient_gradient, config_of, forward, gradients_of, input_gradient, layer_gradients, problem
 from poly_kan_on_numpy import pipelined
 from torch import Tensor
 
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan import config_hopper as poly_kan_hopper
+from fastkron_py.kan import launches
 from fastkron_py.kan.hopper import launch as hopper_launch
 from fastkron_py.kan.layer_config import LayerConfig
 from fastkron_py.kan.problem import Problem
@@ -104,7 +105,7 @@ def too_little(wait: Any) -> Any:
 # What is done wrongly, how, and which of y, dx and dC show it.
 FAULTS = {
     "products": ("warpgroup_mma_wait", too_little, "y dx dC"),
-    "stores": ("fence_async_shared", lambda fence: lambda self: None, "y dx dC"),
+    "stores": ("fence_async_shared", lambda fence: lambda self: None, "y dC"),
     "barriers": ("wait", lambda wait: lambda self, barrier, parity: self.pause(), "y dx dC"),
 }
 
@@ -164,6 +165,22 @@ def test_widths_that_no_descriptor_takes(
     assert len(launched) == (3 if precision == "highest" else 2)
 
 
+@pytest.mark.parametrize("basis", ["chebyshev", "rbf"])
+@pytest.mark.parametrize("together", [0, 1 << 30])
+def test_operands_of_both_gradients(
+    together: int, basis: str, launched: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared in one launch or in two; with a constant, whose gradient is sums of dy's columns, and without one."""
+    monkeypatch.setattr(launches, "_PREPARED_TOGETHER", together)
+    x, c, dy = problem(150, 37, 70, 3, torch.float32, torch.device("cpu"), generator)
+    wide = torch.full((150, 90), torch.nan)
+    wide[:, 8:78] = dy
+    found = gradients_of(wide[:, 8:78], x, c, config_of(basis, 3), "highest", (True, True, True))
+    for a, e in zip(found, [*layer_gradients(x, c, dy, basis)[1:], dy.double().sum(0)], strict=True):
+        assert_close(a, e, rms_tol=3e-6, max_tol=3e-5)
+    assert len(launched) == 2
+
+
 @pytest.mark.parametrize("degrees", [1, 2, 4])
 @pytest.mark.parametrize("parts", [1, 3, 5])
 def test_degrees_side_by_side(
@@ -187,7 +204,7 @@ def test_what_plain_triton_keeps(launched: list[str], generator: torch.Generator
     for dtype, width in ((torch.bfloat16, 44), (torch.float64, 40)):
         x, c, dy = problem(20, width, 16, 3, dtype, torch.device("cpu"), generator)
         sizes = (*x.shape, c.shape[1], x.stride(0), dy.stride(0))
-        assert not hopper_launch.takes(Problem(*sizes, False, config_of("chebyshev", 3), "highest", dtype, x.device))
+        assert not hopper_launch.takes(Problem(*sizes, False, config_of("chebyshev", 3), "highest", dtype, x.device), True)
 
 
 def test_choices_cover_every_tile() -> None:
@@ -207,3 +224,18 @@ def test_choices_cover_every_tile() -> None:
             for choice in (dc,) if dx is None else (dc, dx):
                 assert choice.degrees * choice.block_n == (128 if passes == 3 else 256)
                 assert 100 <= choice.programs <= 132
+
+
+def test_choices_in_middle_sizes() -> None:
+    """Five degrees do not take eight places; few tiles' steps are dealt out to all multiprocessors."""
+
+    def sizes(*shape: int) -> tuning.Sizes:
+        return tuning.Sizes(*shape, 4, 3, HOPPER)
+
+    dx = poly_kan_hopper.input_gradient(sizes(4096, 200, 800, 5))
+    assert dx is not None
+    assert (dx.degrees, dx.block_n) == (2, 64)
+    assert poly_kan_hopper.coefficient_gradient(sizes(4096, 200, 800, 5)).degrees == 2
+    dx = poly_kan_hopper.input_gradient(sizes(2048, 300, 700, 4))  # 160 tiles of 22 steps
+    assert dx is not None
+    assert (dx.degrees, dx.items, dx.programs) == (4, 132, 132)

@@ -1,14 +1,14 @@
 """The gradient of a polynomial KAN layer's inputs on Hopper GPUs: derivatives are multiplied to what the tensor cores have summed.
 
-One warpgroup loads dy and has coefficients copied, and two multiply (`tiling.hopper.ring`).
+One warpgroup has both operands copied, and two multiply (`tiling.hopper.ring`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, begin_operand, copied_bytes, share_of, sum_steps, units_of
-from fastkron_py.tiling.hopper.tiles import made_layout, store_made, sums_layout
+from fastkron_py.tiling.hopper.tiles import sums_layout
 from fastkron_py.tiling.products import known, tile_of
 
 _STATES = gl.constexpr(32)  # columns whose states are in registers together
@@ -67,7 +67,7 @@ def _add_group(
     VALUE: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """dx plus a group's sums, times the derivatives; of a few columns at a time, for whose state there are registers.
+    """Dx plus a group's sums, times the derivatives; of a few columns at a time, for whose state there are registers.
 
     The state is made anew for each group, and takes none while products are summed up.
     """
@@ -110,57 +110,40 @@ def _place_of(tile, sizes, TILE: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    dy_ptr,
+    dy_desc,
+    low_dy_desc,
     coef_desc,
     low_desc,
     ring,
     sizes,
-    stride_gm,
-    FIRST: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     PRECISION: gl.constexpr,
-    ALIGN_OUT: gl.constexpr,
 ):
-    """One warpgroup: dy, in both halves, and copies of a few degrees' coefficients, step by step."""
+    """One warpgroup: copies of dy and of a few degrees' coefficients, step by step."""
     BLOCK_N: gl.constexpr = TILE[0]
     BLOCK_K: gl.constexpr = TILE[1]
     DEGREES: gl.constexpr = TILE[3]
     left, left_low, right, right_low, full, empty = ring
-    MADE: gl.constexpr = made_layout(BLOCK_K, left.dtype)
-    rows = sizes[0]
-    num_out = known(sizes[2], ALIGN_OUT)
-    blocks = gl.cdiv(num_out, BLOCK_K)
-    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, MADE))
+    blocks = gl.cdiv(sizes[2], BLOCK_K)
     step = gl.program_id(0) * 0
     for part in range(gl.program_id(0), sizes[3], gl.num_programs(0)):
         begin, end, first_tile, after, _ = _share(part, sizes, TILE)
         for tile in range(first_tile, after):
             first_m, first_j = _place_of(tile, sizes, TILE)
             start, stop = units_of(tile, begin, end, blocks * TILE[2])
-            m = first_m + gl.arange(0, 2 * ROWS, gl.SliceLayout(1, MADE))
-            dy_tile = dy_ptr + (m.to(gl.int64)[:, None] * known(stride_gm, ALIGN_OUT) + k[None, :])
-            mask_m = (m < rows)[:, None]
-            at = start % blocks * BLOCK_K
-            ahead = gl.load(dy_tile + at, mask=mask_m & (at + k < num_out)[None, :], other=0.0)
             for i in range(start, stop):
-                here = ahead
-                column = at
-                # dy, a step ahead.
-                at = (i + 1) % blocks * BLOCK_K
-                ahead = gl.load(dy_tile + at, mask=mask_m & (at + k < num_out)[None, :], other=0.0)
                 s = step % STAGES
+                k = i % blocks * BLOCK_K
+                d = i // blocks * DEGREES
                 mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
-                store_made(left.index(s), left_low.index(s), here, PRECISION)
-                fence_async_shared()
-                mbarrier.expect(full.index(s), DEGREES * copied_bytes(coef_desc, PRECISION))
-                d = FIRST + i // blocks * DEGREES
+                mbarrier.expect(full.index(s), copied_bytes(dy_desc, PRECISION) + DEGREES * copied_bytes(coef_desc, PRECISION))
+                begin_operand(dy_desc, low_dy_desc, first_m, k, left.index(s), left_low.index(s), full.index(s), PRECISION)
                 for u in gl.static_range(DEGREES):
-                    copy = right.index(s).slice(u * BLOCK_N, BLOCK_N)
-                    low_copy = right_low.index(s).slice(u * BLOCK_N, BLOCK_N)
+                    here = right.index(s).slice(u * BLOCK_N, BLOCK_N)
+                    low = right_low.index(s).slice(u * BLOCK_N, BLOCK_N)
                     # Rows beyond the last of a degree are the next one's: they are summed up where nothing is stored.
-                    row = (d + u) * sizes[1] + first_j
-                    begin_operand(coef_desc, low_desc, row, column, copy, low_copy, full.index(s), PRECISION)
+                    begin_operand(coef_desc, low_desc, (d + u) * sizes[1] + first_j, k, here, low, full.index(s), PRECISION)
                 step += 1
 
 
@@ -219,16 +202,16 @@ def _multiply(
 
 @gluon.jit
 def _poly_kan_pipelined_dx_kernel(
-    dy_ptr,  # [M, O], float32
+    dy_desc,  # [M, O] in boxes [128, BLOCK_K], float32
+    low_dy_desc,  # its low halves, for "split"
     x_ptr,  # [M, I]
-    coef_desc,  # [TERMS * I, O] in boxes [BLOCK_N, BLOCK_K]
-    low_desc,  # its low halves
+    coef_desc,  # [(TERMS - FIRST) * I, O] in boxes [BLOCK_N, BLOCK_K]
+    low_desc,
     table_ptr,
     dx_ptr,  # [segments, M, I]
     rows,
     num_in,
     num_out,
-    stride_gm,
     stride_xm,
     parts,
     TERMS: gl.constexpr,
@@ -248,7 +231,6 @@ def _poly_kan_pipelined_dx_kernel(
     PRECISION: gl.constexpr,
     REGISTERS: gl.constexpr,
     ALIGN_IN: gl.constexpr,
-    ALIGN_OUT: gl.constexpr,  # divides num_out and dy's stride
 ):
     """Tiles of dx: products with a few degrees' coefficients side by side, then their derivatives.
 
@@ -310,7 +292,7 @@ def _poly_kan_pipelined_dx_kernel(
                     1,
                 ),
             ),
-            (_bring, (dy_ptr, coef_desc, low_desc, ring, sizes, stride_gm, FIRST, TILE, STAGES, PRECISION, ALIGN_OUT)),
+            (_bring, (dy_desc, low_dy_desc, coef_desc, low_desc, ring, sizes, TILE, STAGES, PRECISION)),
         ],
         [4, 4],
         REGISTERS,

@@ -19,13 +19,13 @@ _SUM_ROWS: Final = 32
 _DOWN: Final = 1 << 16  # rows of tiles in a group: all of them, which is the order in which the second kernel finds their shares
 
 
-def takes(problem: Problem) -> bool:
+def takes(problem: Problem, backward: bool) -> bool:
     """Whether these kernels can do a layer's products on its device, and are better than plain Triton's."""
     if not problem.layer.found.any_dialect or not kernels.has_pipelined(problem.device, problem.dtype):
         return False
     # Float32 is prepared, with rows that the copy engine takes.
     copies = problem.dtype == torch.float32 or (problem.stride_x % 8 == 0 and problem.stride_g % 8 == 0)
-    return copies and tuning.takes(problem.sizes())
+    return copies and tuning.takes(problem.sizes(), backward)
 
 
 def _sizes(problem: Problem) -> Sizes:
@@ -98,7 +98,7 @@ def forward(problem: Problem) -> Product:
 
 
 def input_gradient(problem: Problem) -> Product | None:
-    """The launch of dx, on (dy, x, C, its low halves, table), where this kernel is best."""
+    """The launch of dx, on (dy, its low halves, x, C, its low halves, table), where this kernel is best."""
     choice = tuning.input_gradient(_sizes(problem))
     if choice is None:
         return None
@@ -109,19 +109,18 @@ def input_gradient(problem: Problem) -> Product | None:
     arguments = {
         **_constants(problem, choice, True),
         "parts": choice.items,
-        "stride_gm": problem.stride_g,
         "SLOPE": problem.layer.normalizer.device_functions(True)[1],
         "DEGREES": choice.degrees,
         "GROUP": GROUP if segments == 1 else _DOWN,
         "REGISTERS": choice.registers,
-        "ALIGN_OUT": math.gcd(problem.num_out, problem.stride_g, ALIGNED),
     }
     result = Stored()
     if segments > 1:
         shape = (1, problem.rows, problem.num_in)
         result = _segments(shape, 0, 1, choice, units, segments)
     boxes = _boxes([choice.block_n, choice.block_k], problem.num_out, problem.dtype)
-    return _product(problem, kernel, choice, arguments, result, boxes)
+    product = _product(problem, kernel, choice, arguments, result, boxes)
+    return product._replace(boxes_of_dy=_boxes([tuning.BLOCK_M, choice.block_k], problem.num_out, problem.dtype))
 
 
 def coefficient_gradient(problem: Problem) -> Product:
