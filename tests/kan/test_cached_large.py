@@ -136,7 +136,7 @@ def test_no_memory_is_kept_for_long(dialect: str, generator: torch.Generator, mo
     gradients(x, c, dy, None, "highest")
     assert len(ran) == 2
     for program in ran:
-        assert all(math.prod(shape) * dtype.itemsize <= 1 << 12 for _, shape, dtype in program._pool.parts)
+        assert all(math.prod(shape) * dtype.itemsize <= 1 << 12 for *_, shape, dtype in program._pool.parts)
         dropped = sum(len(step.drops) for step in program._steps)
         assert dropped == sum(len(step.makes) for step in program._steps) - len(program._results)
     assert sum(len(step.drops) for step in ran[1]._steps) >= 2
