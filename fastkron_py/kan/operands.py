@@ -107,13 +107,13 @@ class Prepared(NamedTuple):
     """Operands of both gradients in three passes, whose rows the copy engine takes."""
 
     coefficients: Transposed
-    turned: Transposed  # dy, transposed
+    transposed_dy: Transposed
     dy: tuple[Tensor, Tensor]  # and its low halves
 
 
 def prepared(build: Builder, coefficients: Tensor, dy: Tensor, first: int) -> Prepared:
     """`transposed`, `transposed_gradient` and `halves` in one launch; sums of dy's columns if a degree is left out."""
-    c, turned = _empty_transposed(build, coefficients, True, True, first), _empty_gradient(build, dy, True, first > 0)
+    c, across = _empty_transposed(build, coefficients, True, True, first), _empty_gradient(build, dy, True, first > 0)
     degrees, c_rows, c_columns = coefficients.shape
     rows, columns = dy.shape
     copies = dy.stride(0) % 4 != 0
@@ -128,14 +128,14 @@ def prepared(build: Builder, coefficients: Tensor, dy: Tensor, first: int) -> Pr
         "rows": rows,
         "columns": columns,
         "stride_m": dy.stride(0),
-        "stride_n": turned.itself.shape[-1],
+        "stride_n": across.itself.shape[-1],
         "stride_low": low.shape[1],
     }
     programs += -(-rows // _TILE) * -(-columns // _TILE)
-    operands = (coefficients, c.itself, c.low, dy, *turned, low, upright)
+    operands = (coefficients, c.itself, c.low, dy, *across, low, upright)
     flags = {"FIRST": first, "SUMS": first > 0, "COPY": copies, "BLOCK": _TILE, "num_warps": 8}
     _launch(build, _transpose_both_kernel, programs, operands, **sizes, **flags)
-    return Prepared(c, turned, (upright, low))
+    return Prepared(c, across, (upright, low))
 
 
 def _empty_transposed(build: Builder, t: Tensor, with_low: bool, pads: bool, first: int) -> Transposed:

@@ -51,7 +51,8 @@ def add_gradients(
     found = []
     if needs[0] or needs[1]:
         x, coefficients = operands.matrix(build, x), build.contiguous(coefficients)
-        found = _add_gradients_of_product(build, dy, x, coefficients, needs[:2], layer, precision)
+        problem = _problem(build, x, coefficients, dy, False, layer, precision)
+        found = _add_gradients_of_product(build, problem, dy, x, coefficients, needs[:2])
     if needs[2]:
         db = build.empty(dy.shape[1:], dy.dtype)
         operands.store_column_sums(build, dy, db.view(1, -1, 1))  # as degree 0's coefficients of one input
@@ -60,50 +61,39 @@ def add_gradients(
 
 
 def _add_gradients_of_product(
-    build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool], layer: LayerConfig, precision: str
+    build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, needs: tuple[bool, bool]
 ) -> list[Tensor]:
-    given = (build, dy, x, coefficients, layer, precision)
-    problem = _problem(build, x, coefficients, dy, False, layer, precision)
+    given = (build, problem, dy, x, coefficients, _table(build, x, problem.layer))
     if all(needs) and launches.takes_both(problem):
         return _add_both_gradients(*given)
     together = all(needs) and launches.prepares_both(problem)
-    prepared = operands.prepared(build, coefficients, dy, layer.first) if together else None
+    prepared = operands.prepared(build, coefficients, dy, problem.layer.first) if together else None
     found = [_add_input_gradient(*given, prepared)] if needs[0] else []
     return [*found, _add_coefficient_gradient(*given, prepared)] if needs[1] else found
 
 
-def _add_both_gradients(build: Builder, dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig, precision: str) -> list[Tensor]:
-    product = launches.both_gradients(_problem(build, x, coefficients, dy, False, layer, precision))
+def _add_both_gradients(build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor) -> list[Tensor]:
+    product = launches.both_gradients(problem)
     coefficients = operands.aligned(build, coefficients)
     dx, dcoef = build.empty(x.shape, x.dtype), build.empty(coefficients.shape, x.dtype)
-    _add_product(build, product, (dy, dy, x, coefficients, coefficients, _table(build, x, layer)), (dx, dcoef))
+    _add_product(build, product, (dy, dy, x, coefficients, coefficients, table), (dx, dcoef))
     return [dx, dcoef]
 
 
 def _add_input_gradient(
-    build: Builder,
-    dy: Tensor,
-    x: Tensor,
-    coefficients: Tensor,
-    layer: LayerConfig,
-    precision: str,
-    prepared: operands.Prepared | None,
+    build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor, prepared: operands.Prepared | None
 ) -> Tensor:
-    problem = _problem(build, x, coefficients, dy, False, layer, precision)
-    table = _table(build, x, layer)
     by_gemm = dx_gemm_launch.choose(problem)
     if by_gemm is not None:
         return dx_gemm_launch.add(build, problem, by_gemm, dy, x, coefficients, table)
     product = launches.input_gradient(problem)
-    if product.transposed:
-        first = product.first if product.pipelined else 0
-        if prepared is None:
-            turned = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined, first)
-        else:
-            turned = prepared.coefficients
-        coefficients, low, _ = turned
-    else:
+    if not product.transposed:
         coefficients = low = operands.aligned(build, coefficients)
+    elif prepared is None:
+        first = product.first if product.pipelined else 0
+        coefficients, low, _ = operands.transposed(build, coefficients, product.with_low, product.rounds, product.pipelined, first)
+    else:
+        coefficients, low, _ = prepared.coefficients
     dx = build.empty(x.shape, x.dtype)
     if product.pipelined:
         halves = operands.halves(build, build.contiguous(dy), product.with_low, True) if prepared is None else prepared.dy
@@ -115,24 +105,16 @@ def _add_input_gradient(
 
 
 def _add_coefficient_gradient(
-    build: Builder,
-    dy: Tensor,
-    x: Tensor,
-    coefficients: Tensor,
-    layer: LayerConfig,
-    precision: str,
-    prepared: operands.Prepared | None,
+    build: Builder, problem: Problem, dy: Tensor, x: Tensor, coefficients: Tensor, table: Tensor, prepared: operands.Prepared | None
 ) -> Tensor:
-    product = launches.coefficient_gradient(_problem(build, x, coefficients, dy, False, layer, precision))
+    product = launches.coefficient_gradient(problem)
     dcoef = build.empty(coefficients.shape, x.dtype)
-    given, low, parts = dy, dy, dy
-    if product.transposed:
-        if prepared is None:
-            turned = operands.transposed_gradient(build, dy, product.with_low, product.rounds, product.first == 1)
-        else:
-            turned = prepared.turned
-        given, low, parts = turned
-    table = _table(build, x, layer)
+    if not product.transposed:
+        given = low = parts = dy
+    elif prepared is None:
+        given, low, parts = operands.transposed_gradient(build, dy, product.with_low, product.rounds, product.first == 1)
+    else:
+        given, low, parts = prepared.transposed_dy
     if product.pipelined:
         _add_product(build, product, (*_described(product.boxes, given, low), x, table), (dcoef,))
     else:
