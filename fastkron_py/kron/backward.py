@@ -17,17 +17,16 @@ from torch import Tensor
 from fastkron_py.kron.backward_pass import Pass
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
 from fastkron_py.kron.forward import Scale, add_multiply, mergeable
+from fastkron_py.kron.fused_launches import fused_launch
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
 from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
-from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
 from fastkron_py.kron.launches import passes_of
 from fastkron_py.kron.matmul import factor_gradient
-from fastkron_py.kron.plan.gradient import FusedConfig, GradientConfig, Group, fused_configs, gradient_config, gradient_plan
+from fastkron_py.kron.plan.gradient import GradientConfig, Group, gradient_config, gradient_plan
 from fastkron_py.kron.plan.gradient_order import best_order
-from fastkron_py.kron.plan.steps import padded
 from fastkron_py.kron.plan.wide import best_gradient_algorithm
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
@@ -107,63 +106,11 @@ class _Fused:
     """A group in one launch, and its second stage."""
 
     def __init__(self, problem: GradientProblem) -> None:
-        group, (groups, rows, before, after) = problem.group, problem.around
-        num_slices = rows * before * after
-        shapes = problem.factor_shapes
-        local = Group(0, group.split - group.start, group.stop - group.start)
-        gpu = devices.gpu_of(problem.device)
-        configs = fused_configs(local, shapes, problem.dtype.itemsize, num_slices, after, groups, gpu)
-        chained = chained_launch(problem)
-        # A program of the plain kernel leaves one partial sum.
-        programs = configs[0].programs if chained is None else chained.partials
-        steps = ((0, local.split), (local.split, local.stop))
+        split, stop = problem.group.split - problem.group.start, problem.group.stop - problem.group.start
+        programs, launch_configs = fused_launch(problem)
+        steps = ((0, split), (split, stop))
         self.steps = [_Partials(problem, *s, programs, False) if any(problem.need_factors[slice(*s)]) else None for s in steps]
-        sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
-        pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
-        # Nothing between two steps may overflow, as in the multiply.
-        compute, acc, precision = arithmetic(problem.dtype, problem.precision, local.split == 0 and len(shapes) == 1)
-        addresses = problem.addresses
-        common = {
-            **addresses,
-            "dx_strides": problem.dx_strides,
-            "factor_strides": tuple(shared_strides(s, groups) for s in problem.factor_strides),
-            "programs": programs,
-            "SHAPES": shapes,
-            "SPLIT": local.split,
-            "P_SIZES": sizes[0],
-            "P_PADS": pads[0],
-            "P_TOTAL": math.prod(pads[0]),
-            "Q_SIZES": sizes[1],
-            "Q_PADS": pads[1],
-            "Q_TOTAL": math.prod(pads[1]),
-            "NEED_X": problem.need_x,
-            "NEED_A": self.steps[0] is not None,
-            "NEED_B": self.steps[1] is not None,
-            "SCALE": problem.scaled,
-            "COMPUTE": compute,
-            "ACC": acc,
-            "PRECISION": precision,
-        }
-        launch_configs = [self._launch_config(config, common, groups) for config in configs]
-        if chained is not None:
-            launch_configs.insert(0, chained.config)
         self.launch = Launcher(launch_configs)
-
-    @staticmethod
-    def _launch_config(config: FusedConfig, common: dict[str, Any], groups: int) -> LaunchConfig:
-        num_slices, fastest = common["num_slices"], common["after"] if common["TAIL"] else common["before"]
-        arguments = {
-            **common,
-            "num_tiles": math.ceil(num_slices / config.block_s),
-            "BLOCK_S": config.block_s,
-            "PARTS_A": config.parts[0],
-            "PARTS_B": config.parts[1],
-            "ALIGNED": fastest % config.block_s == 0,
-            "EVEN": num_slices % config.block_s == 0,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
-        return LaunchConfig(_fused_multiply_bwd_kernel, (groups * common["programs"],), arguments)
 
     def add(
         self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], dx: Tensor | None, alpha: Scalar | int

@@ -10,6 +10,7 @@ import torch
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.wide_config import multiply_launch
+from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
 from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -19,6 +20,7 @@ from fastkron_py.kron.kernels.sliced_multiply import (
 )
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
+from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
@@ -143,6 +145,8 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
         return tuple(found for c in chained for found in _chained(problem, common, num_slices, c))
     gpu, chain = devices.gpu_of(problem.device), len(launch.steps) > 1
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
+    if config is None and not chain and is_narrow(launch.p, launch.q, itemsize):
+        return (_narrow(problem, common | {"ACC": acc}, narrow_config(launch.p, launch.q, num_slices, gpu), gpu),)
     plain = common | {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     configs: tuple[SingleConfig | ChainConfig, ...]
     if chain:
@@ -187,6 +191,25 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
     kernel = _sliced_multiply_fwd_kernel if isinstance(config, SingleConfig) else _fused_multiply_fwd_kernel
     grid = (min(num_tiles, gpu.multiprocessors * config.programs_per_sm),)
     return LaunchConfig(kernel, grid, arguments | {"num_tiles": num_tiles})
+
+
+def _narrow(problem: LaunchProblem, common: dict[str, Any], config: NarrowConfig, gpu: GPU) -> LaunchConfig:
+    """The launch configuration of the kernel for a narrow factor."""
+    (batches, _, before, after), launch = problem.shape, problem.launch
+    num_slices = common["num_slices"]
+    num_tiles = batches * math.ceil(num_slices / config.block_s) * math.ceil(launch.q / config.block_q)
+    arguments = common | {
+        "P": launch.p,
+        "Q": launch.q,
+        "BLOCK_S": config.block_s,
+        "BLOCK_Q": config.block_q,
+        "UNROLL": config.unroll,
+        "ALIGNED": (after if after != 1 else before) % config.block_s == 0,
+        "EVEN": num_slices % config.block_s == 0,
+        "num_tiles": num_tiles,
+        "num_warps": config.num_warps,
+    }
+    return LaunchConfig(_narrow_multiply_fwd_kernel, (min(num_tiles, gpu.multiprocessors * config.programs_per_sm),), arguments)
 
 
 def _chain_constants(launch: Launch, batches: int) -> dict[str, Any]:

@@ -1,0 +1,59 @@
+"""Kernel of the sliced multiply by a factor with few rows or columns: sums of products without tensor cores, whose tiles it would pad."""
+
+import triton
+import triton.language as tl
+
+from fastkron_py.tiling.addresses import factor_tile, slice_index, slice_mask, slice_offsets
+
+
+@triton.jit(do_not_specialize=["alpha", "beta"])
+def _narrow_multiply_fwd_kernel(
+    x_ptr,  # [B, L, before, P, after]
+    factor_ptrs,  # each [B, P_i, Q_i]
+    z_ptr,  # [B, L, before, Q, after]
+    y_ptr,  # [B, L, before, Q, after]
+    x_strides,  # (B, L, before, P, after)
+    factor_strides,  # (B, P_i, Q_i) each
+    z_strides,  # (B, L, before, Q, after)
+    y_strides,  # (B, L, before, Q, after)
+    alpha: tl.int64,  # float64 pattern
+    beta: tl.int64,
+    num_tiles,
+    num_slices,
+    before,
+    after,
+    SHAPES: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    UNROLL: tl.constexpr,  # rows of the factor whose elements are loaded together
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACC: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """``y[s, q] = epilogue(sum_p x[s, p] * F[p, q])``, a tile ``[BLOCK_Q, BLOCK_S]``: neighbouring slices are neighbouring threads."""
+    BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    COUNT: tl.constexpr = len(SHAPES)
+    blocks_s = tl.cdiv(num_slices, BLOCK_S)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        q = (tile % BLOCKS_Q) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+        batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
+        first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
+        i = tl.arange(0, BLOCK_S)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        mask_s = slice_mask(first, i, num_slices, EVEN)
+        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
+        acc = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
+        for p in tl.range(0, P, loop_unroll_factor=UNROLL):
+            x = tl.load(x_rows + tl.cast(p, tl.int64) * x_strides[3], mask=mask_s, other=0.0).to(ACC)
+            row = p + tl.arange(0, 1)[:, None]
+            acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x[None, :]
+        mask = mask_s[None, :] & (q < Q)
+        z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * z_strides[3]
+        y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * y_strides[3]
+        y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
+        tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,92 @@
+"""Narrow factors: when they are multiplied without tensor cores, and the tiles of those kernels. Closed-form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.sizes import next_power_of_two
+
+# Widest result, and most elements of a factor with its columns padded to a power of two, by bytes of an element: beyond these the
+# multiply-adds take longer than the memory, and tensor cores are faster, whose tiles a narrower factor leaves mostly empty (measured on
+# an H200).
+WIDTH: Final = 16
+ELEMENTS: Final = {2: 64, 4: 128, 8: 32}
+TILE: Final = 2048  # elements of a tile of the result
+# The same of a gradient, whose kernel has its sums and the factor in registers.
+GRADIENT_WIDTH: Final = 8
+GRADIENT_ELEMENTS: Final = {2: 16, 4: 32, 8: 32}
+GRADIENT_SUMS: Final = 16  # of a thread, at least those of one slice
+THREADS: Final = 128
+MOST_SLICES: Final = 1024
+PROGRAMS_PER_SM: Final = 8
+
+
+@dataclass(frozen=True)
+class NarrowConfig:
+    """Tiles of block_s slices and block_q columns; unroll rows of the factor are multiplied together."""
+
+    block_s: int
+    block_q: int
+    unroll: int
+    num_warps: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class NarrowGradientConfig:
+    """Tiles of block_s slices; every program of a batch of factors leaves partial sums."""
+
+    block_s: int
+    programs: int
+    num_warps: int
+
+
+def is_narrow(p: int, q: int, itemsize: int) -> bool:
+    """Whether a mode is multiplied by a factor p x q without tensor cores."""
+    return q <= WIDTH and p * next_power_of_two(q) <= ELEMENTS[itemsize]
+
+
+def narrow_config(p: int, q: int, num_slices: int, gpu: GPU) -> NarrowConfig:
+    """Tiles of a multiply by a narrow factor.
+
+    Args:
+        p: rows of the (multiplied-out) factor.
+        q: its columns.
+        num_slices: slices there are in all.
+        gpu: where it runs.
+    """
+    block_q = next_power_of_two(q)
+    block_s = min(MOST_SLICES, TILE // block_q, _spread(num_slices, 2 * gpu.multiprocessors))
+    return NarrowConfig(block_s, block_q, min(p, WIDTH), THREADS // 32, PROGRAMS_PER_SM)
+
+
+def is_narrow_gradient(p: int, q: int, itemsize: int) -> bool:
+    """Whether the gradients of a mode and of its factor p x q are computed without tensor cores."""
+    return max(p, q) <= GRADIENT_WIDTH and next_power_of_two(p) * next_power_of_two(q) <= GRADIENT_ELEMENTS[itemsize]
+
+
+def narrow_gradient_config(p: int, q: int, num_slices: int, groups: int, gpu: GPU) -> NarrowGradientConfig:
+    """Tiles of the gradients of a mode and of its narrow factor.
+
+    Programs depend on the problem and the device alone, so results repeat bit for bit.
+
+    Args:
+        p: rows of the (multiplied-out) factor.
+        q: its columns.
+        num_slices: slices of each batch of factors.
+        groups: number of batches of factors.
+        gpu: where it runs.
+    """
+    each = max(1, GRADIENT_SUMS // (next_power_of_two(p) * next_power_of_two(q)))
+    block_s = min(MOST_SLICES, THREADS * each, _spread(num_slices * groups, gpu.multiprocessors))
+    tiles = math.ceil(num_slices / block_s)
+    most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM / groups))
+    return NarrowGradientConfig(block_s, math.ceil(tiles / math.ceil(tiles / most)), THREADS // 32)
+
+
+def _spread(num_slices: int, programs: int) -> int:
+    """Slices of a tile, a power of two, one for each thread at least, so that there are about this many tiles."""
+    return max(THREADS, next_power_of_two(num_slices) // next_power_of_two(programs))

@@ -1,0 +1,115 @@
+"""Narrow factors beside wide ones: multiplied and differentiated without tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from canonical_cases import backward, dense, multiply, problem
+
+from fastkron_py.kron.plan.narrow import is_narrow, is_narrow_gradient, narrow_config, narrow_gradient_config
+from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.runtime.launch import Launcher
+from fastkron_py.testing import assert_close
+
+# (batches, rows, P, Q, R)
+SHAPES = {
+    "last": (1, 5, (70, 3), (3, 2), 1),
+    "first": (1, 2, (4, 70), (3, 69), 1),
+    "columns": (2, 2, (7,), (3,), 5),
+    "between": (3, 1, (5, 2, 70), (66, 3, 2), 2),
+    "a number": (2, 3, (1,), (1,), 1),
+    "multiplied out": (1, 3, (70, 2, 2), (2, 1, 3), 1),
+    "one for each thread and more": (1, 300, (3,), (4,), 1),
+    "few columns": (1, 140, (32,), (2,), 1),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_products_and_gradients(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+    groups, rows, ps, qs, columns = shape
+    torch.manual_seed(0)
+    x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
+    wanted = dense(x, factors)
+    z, dy = (torch.randn(wanted.shape, device=device).to(dtype) for _ in range(2))
+    steps = 4 * len(ps)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+    assert_close(multiply(x, factors), wanted, steps=steps)
+    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
+    x64, *f64 = (t.double().requires_grad_() for t in (x, *factors))
+    slopes = torch.autograd.grad(dense(x64, f64), [x64, *f64], dy.double())
+    for alpha in (1.0, -2.0):
+        dx, dfs = backward(dy, x, factors, alpha=alpha)
+        for got, slope in zip([dx, *dfs], slopes, strict=True):
+            assert_close(got, alpha * slope, steps=steps)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *[pytest.param(d, marks=pytest.mark.full) for d in (torch.float64, torch.bfloat16)]], ids=str
+)
+@pytest.mark.parametrize("q", range(1, 9))
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_every_width(p: int, q: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Each width has a layout of its own on a GPU."""
+    torch.manual_seed(p * 10 + q)
+    x, (f,) = problem(dtype, device, 1, 2, (p,), (q,), 67)
+    dy = torch.randn(1, 2, q, 67, device=device).to(dtype)
+    assert_close(multiply(x, [f]), dense(x, [f]), steps=4)
+    dx, (df,) = backward(dy, x, [f])
+    assert_close(dx, dense(dy, [f.mT]), steps=4)
+    assert_close(df, torch.einsum("blpr,blqr->bpq", x.double(), dy.double()), steps=4)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # in padding, which is not stored
+@pytest.mark.parametrize("special", [float("inf"), float("nan")])
+def test_an_infinity_stays_in_its_slice(special: float, device: torch.device) -> None:
+    """Padding is not multiplied with it."""
+    x, (f,) = problem(torch.float32, device, 1, 9, (3,), (5,), 1)
+    x[0, 4, 1] = special
+    y = multiply(x, [f])
+    rows = torch.arange(9, device=device) != 4
+    assert not y[0, 4].isfinite().any()
+    assert_close(y[:, rows], dense(x[:, rows], [f]), steps=4)
+
+
+def test_narrow_factors_take_these_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    from fastkron_py.runtime.call_cache import CACHE
+
+    taken: list[str] = []
+    make = Launcher.__init__
+
+    def watched(self: Launcher, configs: Any) -> None:
+        make(self, configs)
+        taken.append(configs[0].kernel.__name__)
+
+    monkeypatch.setattr(Launcher, "__init__", watched)
+    CACHE.forget()
+    x, factors = problem(torch.float32, device, 1, 2, (3, 300), (2, 300), 1)
+    multiply(x, factors)
+    backward(torch.randn(1, 2, 600, 1, device=device), x, factors)
+    assert "_narrow_multiply_fwd_kernel" in taken
+    assert "_narrow_multiply_bwd_kernel" in taken
+
+
+def test_limits() -> None:
+    assert is_narrow(4, 4, 4)
+    assert is_narrow(5, 13, 4)
+    assert not is_narrow(12, 14, 4)  # 18.8 us on an H200, where tensor cores took 10.5
+    assert not is_narrow(2, 64, 4)  # 40.7 us beside 16.7
+    assert not is_narrow(8, 8, 8)  # 39.8 us beside 34.0
+    assert is_narrow_gradient(3, 3, 4)
+    assert not is_narrow_gradient(8, 8, 2)  # 110 us beside 54
+
+
+@pytest.mark.parametrize("num_slices", [1, 100, 5000, 10**6, 10**9])
+def test_configurations(num_slices: int) -> None:
+    for p, q in ((1, 1), (3, 3), (5, 13), (64, 2), (8, 4)):
+        config = narrow_config(p, q, num_slices, HOPPER)
+        assert q <= config.block_q <= 2 * q
+        assert config.block_s >= config.num_warps * 32
+        if is_narrow_gradient(p, q, 4):
+            gradient = narrow_gradient_config(p, q, num_slices, 3, HOPPER)
+            tiles = -(-num_slices // gradient.block_s)
+            assert 1 <= gradient.programs <= min(tiles, 8 * HOPPER.multiprocessors)
