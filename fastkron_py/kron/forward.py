@@ -138,7 +138,14 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
     """The problem of a plan for this multiply."""
     groups, rows, _, columns = problem.shape
     before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
-    return PlanProblem(problem.dtype.itemsize, groups * rows * before, after, kernels.has_chained(problem.device, problem.dtype), before)
+    return PlanProblem(
+        problem.dtype.itemsize,
+        groups * rows * before,
+        after,
+        kernels.has_chained(problem.device, problem.dtype),
+        before,
+        kernels.half_of(problem.device, problem.dtype),
+    )
 
 
 def launch_problem(

@@ -11,6 +11,7 @@ import torch
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.wide_config import multiply_launch
 from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
+from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel
 from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -22,6 +23,7 @@ from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
+from fastkron_py.kron.plan.row_pair import row_pair_config, sides
 from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
@@ -144,6 +146,8 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
         # Where tiles are fetched ahead, also without: that needs no second tile in shared memory.
         return tuple(found for c in chained for found in _chained(problem, common, num_slices, c))
     gpu, chain = devices.gpu_of(problem.device), len(launch.steps) > 1
+    if launch.paired:
+        return (_row_pair(problem, common, gpu),)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
     if config is None and not chain and is_narrow(launch.p, launch.q, itemsize):
         return (_narrow(problem, common | {"ACC": acc}, narrow_config(launch.p, launch.q, num_slices, gpu), gpu),)
@@ -191,6 +195,25 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
     kernel = _sliced_multiply_fwd_kernel if isinstance(config, SingleConfig) else _fused_multiply_fwd_kernel
     grid = (min(num_tiles, gpu.multiprocessors * config.programs_per_sm),)
     return LaunchConfig(kernel, grid, arguments | {"num_tiles": num_tiles})
+
+
+def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
+    """The launch configuration of two steps on one slice at a time."""
+    batches, (first, second) = problem.shape[0], problem.launch.steps
+    config = row_pair_config(first, second, gpu)
+    sizes, pads = (first.p, first.q, second.p, second.q), sides(first, second)
+    programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
+    arguments = common | {
+        "programs": programs,
+        "SPLIT": first.stop - first.start,
+        "SIZES": sizes,
+        "PADS": pads,
+        "EXACT": sizes == pads,
+        "STAGES": config.stages,
+        "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
+        "num_warps": config.num_warps,
+    }
+    return LaunchConfig(_row_pair_fwd_kernel, (batches * programs,), arguments)
 
 
 def _narrow(problem: LaunchProblem, common: dict[str, Any], config: NarrowConfig, gpu: GPU) -> LaunchConfig:

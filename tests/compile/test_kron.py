@@ -24,6 +24,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     names = {k["kernel"] for k in kernels}
     assert names == {
         "_narrow_multiply_fwd_kernel",
+        "_row_pair_fwd_kernel",
         "_narrow_multiply_bwd_kernel",
         "_sliced_multiply_fwd_kernel",
         "_fused_multiply_fwd_kernel",

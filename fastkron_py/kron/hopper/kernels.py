@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -34,6 +34,14 @@ def has_wide(device: torch.device, dtype: torch.dtype) -> bool:
 def has_chained(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the register-chained kernel can multiply here."""
     return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and chained_kernel() is not None
+
+
+_HALVES: Final = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def half_of(device: torch.device, dtype: torch.dtype) -> str:
+    """The name of a half type that this device's tensor cores take from shared memory, or ""."""
+    return _HALVES.get(dtype, "") if devices.gpu_of(device).has_wgmma else ""
 
 
 def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:

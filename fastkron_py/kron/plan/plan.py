@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
+from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
@@ -32,6 +33,7 @@ class Launch:
 
     steps: tuple[Step, ...]
     chained: bool = False  # by the Hopper kernel, whose tile stays in registers
+    paired: bool = False  # two steps by the kernel that takes one slice at a time
 
     @cached_property
     def start(self) -> int:
@@ -135,6 +137,29 @@ def _cost(launch: Launch, num_slices: float, moved: float) -> float:
     return moved + on_chip
 
 
+# Time that products in half types take, relative to the register-chained kernel, which takes both types as TF32 (measured on an H200),
+HALF: Final = 0.7
+HALF_SINGLE: Final = 33  # in a single step at least this wide, and in steps of a chain
+HALF_CHAIN: Final = 16
+# A single step of less than HALF_CHAIN has two bytes a load, and takes about three readings and writings.
+HALF_NARROW: Final = 2.0
+
+
+def _half_share(launch: Launch, half: str) -> float:
+    """How many times its modelled time a launch takes in this half type, or "".
+
+    The plain kernels multiply in the half type itself, but in float16 between two steps, where it has too little range.
+    """
+    if not half:
+        return 1.0
+    sides = [min(s.p, s.q) for s in launch.steps]
+    if len(sides) == 1 and sides[0] < HALF_CHAIN:
+        return HALF_NARROW
+    if launch.chained or any(s.stop - s.start > 1 for s in launch.steps):
+        return 1.0
+    return HALF if min(sides) >= (HALF_SINGLE if len(sides) == 1 else HALF_CHAIN if half == "bfloat16" else math.inf) else 1.0
+
+
 # How much longer a register-chained launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
 # less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
 CROSSING: Final = 0.9
@@ -157,6 +182,7 @@ class PlanProblem(NamedTuple):
     columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
     chained: bool = False  # the register-chained kernel may be used
     before: int = 1  # product of the modes that stand before the factors'
+    half: str = ""  # "float16" or "bfloat16" where tensor cores take it from shared memory
 
 
 def _candidates(
@@ -171,7 +197,10 @@ def _candidates(
     found = []
     for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
-            found.append((_cost(plain, float(outside), float(moved)), plain))
+            found.append((_half_share(plain, problem.half) * _cost(plain, float(outside), float(moved)), plain))
+    if problem.half and last:
+        for pair in row_pairs(ps, qs, start, stop):
+            found.append((HALF * row_pair_cost(*pair, float(moved)), Launch(pair, paired=True)))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)
@@ -187,7 +216,7 @@ def _candidates(
                         cost *= 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * itemsize)) ** 2)
                     elif run * itemsize <= SECTOR_BYTES:
                         cost *= SINGLE_SECTORS
-                found.append((moved * cost, launch))
+                found.append((moved * cost * _half_share(launch, problem.half), launch))
     return found
 
 
@@ -253,9 +282,12 @@ class Place(NamedTuple):
 
 
 def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
-    """Whether launches move their modes to the front: they do if they run through all of count factors from the last to the first."""
+    """Whether launches move their modes to the front: they do if they run through all of count factors from the last to the first.
+
+    The kernel for two steps on one slice at a time leaves modes in place.
+    """
     for launch in launches:
-        if launch.stop != count:
+        if launch.stop != count or launch.paired:
             return False
         count = launch.start
     return count == 0 and columns == 1

@@ -1,0 +1,85 @@
+"""Two steps on one slice at a time in half types: the sizes that the kernel takes, its time, and its launch. Closed-form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fastkron_py.kron.plan.steps import Step, padded
+from fastkron_py.runtime.gpu import GPU
+
+# Rows and columns of the first step, which are padded to those of a warpgroup's products, and of the second one.
+LEAST_FIRST: Final = 33
+LEAST_SECOND: Final = 32
+WIDEST: Final = 128
+TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
+OPERATIONS: Final = 210  # floating-point operations in the time in which an element is moved (measured on an H200)
+MOST_STAGES: Final = 4
+SMALL_SLICE: Final = 4096  # elements, up to which all stages are used
+
+
+@dataclass(frozen=True)
+class RowPairConfig:
+    """A program of this number of warps multiplies one slice at a time, with the next ones on their way."""
+
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+
+
+def sides(first: Step, second: Step) -> tuple[int, int, int, int]:
+    """Padded (PA, QA, PB, QB)."""
+    least = padded(LEAST_FIRST)
+    return max(least, first.p_pad), max(least, first.q_pad), second.p_pad, second.q_pad
+
+
+def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
+    """The pairs of steps that multiply factors start to stop and that the kernel takes.
+
+    Args:
+        ps: rows of the factors.
+        qs: columns of the factors.
+        start: first factor.
+        stop: one past the last factor.
+    """
+    for split in range(start + 1, stop):
+        first, second = _step(ps, qs, start, split), _step(ps, qs, split, stop)
+        if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and max(sides(first, second)) <= WIDEST:
+            yield first, second
+
+
+def _step(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Step:
+    return Step(start, stop, math.prod(ps[start:stop]), math.prod(qs[start:stop]))
+
+
+def row_pair_cost(first: Step, second: Step, moved: float) -> float:
+    """Modelled time, in units of moving one element once.
+
+    Args:
+        first: step A.
+        second: step B.
+        moved: elements that are read and written, of all slices.
+    """
+    pa, qa, pb, qb = sides(first, second)
+    slices = moved / (first.p * second.p + first.q * second.q)
+    return max(TRAFFIC * moved, slices * 2 * pa * qb * (pb + qa) / OPERATIONS)
+
+
+def row_pair_config(first: Step, second: Step, gpu: GPU) -> RowPairConfig:
+    """The launch of two steps.
+
+    Args:
+        first: step A.
+        second: step B.
+        gpu: where it runs.
+    """
+    pa, qa, pb, qb = sides(first, second)
+    stages = MOST_STAGES if pa * pb <= SMALL_SLICE else MOST_STAGES - 1
+    shared_memory = 2 * (stages * pa * pb + pb * qb + qa * pa + pa * qb)
+    while stages > 1 and shared_memory > gpu.shared_memory:
+        stages -= 1
+        shared_memory -= 2 * pa * pb
+    programs = max(1, min(4, gpu.shared_memory // shared_memory))
+    return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > 2 * SMALL_SLICE else 4, stages, programs)

@@ -1,0 +1,117 @@
+"""Two steps on one slice at a time, in half types."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from canonical_cases import dense, multiply, problem
+
+from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.plan.plan import PlanProblem, plan
+from fastkron_py.kron.plan.row_pair import row_pair_config, sides
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.runtime.launch import Launcher
+from fastkron_py.testing import assert_close
+
+# (batches, rows, P, Q, R)
+SHAPES = {
+    "whole tiles": (1, 3, (64, 32), (64, 32), 1),
+    "padded": (1, 3, (40, 37), (33, 40), 1),
+    "batches": (3, 2, (50, 32), (50, 32), 1),
+    "multiplied out": (1, 5, (8, 5, 8, 4), (8, 6, 4, 9), 1),
+    "a factor before": (1, 2, (3, 64, 32), (2, 64, 32), 1),
+}
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def paired(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are launched; half types take this kernel on any device."""
+    monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch."))
+    monkeypatch.setattr(kernels, "has_chained", lambda device, dtype: False)
+    taken: list[str] = []
+    make = Launcher.__init__
+
+    def watched(self: Launcher, configs: Any) -> None:
+        make(self, configs)
+        taken.append(configs[0].kernel.__name__)
+
+    monkeypatch.setattr(Launcher, "__init__", watched)
+    CACHE.forget()
+    return taken
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_products(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device, paired: list[str]) -> None:
+    torch.manual_seed(0)
+    x, factors = problem(dtype, device, *shape)
+    wanted = dense(x, factors)
+    z = torch.randn(wanted.shape, device=device).to(dtype)
+    steps = 3 * len(factors)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+    assert_close(multiply(x, factors), wanted, steps=steps)
+    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
+    assert "_row_pair_fwd_kernel" in paired
+
+
+def test_nothing_between_two_steps_overflows(device: torch.device) -> None:
+    """Intermediates of 2^20 in float16, whose largest number is 65504, and of 2^-20 beside them, in another row."""
+    x, factors = problem(torch.float16, device, 1, 4, (40, 36), (40, 36), 1)
+    large, small = 2.0**10, 2.0**-10
+    x = x * torch.tensor([large, large, small, small], device=device).view(1, 4, 1, 1).half()
+    factors = [factors[0] * 2.0**-12, factors[1] * large]
+    y = multiply(x, factors)
+    assert y.isfinite().all()
+    for rows in (slice(0, 2), slice(2, 4)):
+        assert_close(y[:, rows], dense(x[:, rows], factors), steps=8)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinities_stay_in_their_slices(dtype: torch.dtype, device: torch.device) -> None:
+    x, factors = problem(dtype, device, 1, 3, (40, 36), (40, 36), 1)
+    x[0, 1, 7] = float("inf")
+    y = multiply(x, factors)
+    assert not y[0, 1].isfinite().any()
+    assert_close(y[:, ::2], dense(x[:, ::2], factors), steps=6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_infinity_of_a_factor_stays_in_its_columns(dtype: torch.dtype, device: torch.device) -> None:
+    """Also where the tile is padded: 0 times an infinity is NaN."""
+    x, (a, b) = problem(dtype, device, 1, 2, (40, 36), (40, 36), 1)
+    b[0, 3, 5] = float("inf")
+    y = multiply(x, [a, b]).view(2, 40, 36)
+    others = torch.arange(36, device=device) != 5
+    assert not y[..., 5].isfinite().any()
+    assert_close(y[..., others], dense(x, [a, b[..., others]]).view(2, 40, 35), steps=6)
+
+
+@pytest.mark.parametrize(("ps", "count"), [((64, 64), 1), ((112, 128), 1), ((86, 128), 1), ((8, 8, 8, 8), 1), ((64, 64, 64), 2)], ids=str)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
+    launches = plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half))
+    assert len(launches) == count
+    assert any(launch.paired for launch in launches)
+
+
+@pytest.mark.parametrize("ps", [(16, 16), (200, 64), (2, 300), (64, 8), (8,) * 5], ids=str)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
+    assert not any(launch.paired for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
+
+
+@pytest.mark.parametrize("shape", [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+def test_shared_memory_suffices(shape: tuple[int, int]) -> None:
+    first, second = (Step(i, i + 1, p, p) for i, p in enumerate(shape))
+    config = row_pair_config(first, second, HOPPER)
+    pa, qa, pb, qb = sides(first, second)
+    needed = 2 * (config.stages * pa * pb + pb * qb + qa * pa + pa * qb)
+    assert needed * config.programs_per_sm <= HOPPER.shared_memory
+    assert math.prod((pa, qb)) // (32 * config.num_warps) <= 64  # sums in a thread's registers
