@@ -7,6 +7,7 @@ import benchmarks.gaussian_processes.steps
 import benchmarks.kan.layers
 import benchmarks.kron.drawn
 import benchmarks.kron.first_call
+import benchmarks.kron.hadamard
 import benchmarks.kron.products
 import benchmarks.rational.activations
 import benchmarks.rational.kat

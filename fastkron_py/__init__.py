@@ -6,7 +6,18 @@ submodules ``distributed``, ``integrations``, ``nn``, ``reference`` and ``testin
 
 from typing import TYPE_CHECKING
 
-from fastkron_py.functional import KroneckerProduct, gated_linear, gekmm, gemkm, kron_matmul, kron_matmul_left, poly_kan, rational, tune
+from fastkron_py.functional import (
+    KroneckerProduct,
+    gated_linear,
+    gekmm,
+    gemkm,
+    hadamard,
+    kron_matmul,
+    kron_matmul_left,
+    poly_kan,
+    rational,
+    tune,
+)
 from fastkron_py.runtime.backend import backend, set_backend
 
 __version__ = "0.1.0"
@@ -17,6 +28,7 @@ __all__ = [
     "gated_linear",
     "gekmm",
     "gemkm",
+    "hadamard",
     "kron_matmul",
     "kron_matmul_left",
     "poly_kan",

@@ -1,0 +1,21 @@
+"""The factors of a Hadamard transform as constants of a compiled graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.hadamard import factor_sizes
+from fastkron_py.kron.hadamard import matrices as made
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def sizes(n: int) -> tuple[int, ...]:
+    """`factor_sizes`."""
+    return factor_sizes(n)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """`hadamard.matrices`."""
+    return made(sizes, dtype)

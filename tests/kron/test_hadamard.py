@@ -1,0 +1,149 @@
+"""The Walsh-Hadamard transform, and the matrices of orders other than powers of two."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastkron_py
+from fastkron_py import hadamard
+from fastkron_py.kron.hadamard import factor_sizes
+from fastkron_py.kron.hadamard_matrices import hadamard_matrix
+from fastkron_py.kron.plan.plan import PlanProblem, plan
+from fastkron_py.testing import assert_close
+
+# Those that language models' rows need, and one of each construction.
+ORDERS = (4, 12, 20, 28, 36, 44, 52, 60, 76, 92, 108, 116, 140, 148, 156, 172)
+
+
+def matrix(n: int) -> torch.Tensor:
+    """H_m (x) H_(2^k) in float64, from its factors."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    for size in factor_sizes(n):
+        power = size & (size - 1) == 0
+        h = [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)] if power else hadamard_matrix(size)
+        found = torch.kron(found, torch.tensor(np.array(h), dtype=torch.float64))
+    return found
+
+
+@pytest.mark.parametrize("m", ORDERS)
+def test_rows_are_orthogonal(m: int) -> None:
+    h = hadamard_matrix(m)
+    assert h is not None
+    assert np.array_equal(np.abs(h), np.ones((m, m)))
+    assert np.array_equal(h @ h.T, m * np.eye(m))
+
+
+def test_orders_without_a_matrix() -> None:
+    assert hadamard_matrix(188) is None
+    assert hadamard_matrix(14) is None
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 64, 256])
+def test_powers_of_two_are_scipys(n: int, device: torch.device) -> None:
+    from scipy.linalg import hadamard as sylvester
+
+    h = hadamard(torch.eye(n, dtype=torch.float64, device=device))
+    assert np.array_equal(h.cpu().numpy(), sylvester(n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+@pytest.mark.parametrize("shape", [(32,), (5, 24), (2, 3, 112), (0, 16), (2, 0, 12)], ids=str)
+def test_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    n = shape[-1]
+    x = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32, device=device).to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    y = hadamard(x, scale=n**-0.5)
+    assert y.shape == x.shape
+    assert y.dtype == dtype
+    expected = x.to(wide) @ matrix(n).to(device, wide) * n**-0.5
+    if x.numel():
+        assert_close(y, expected, steps=2 * len(factor_sizes(n)))  # the interpreter truncates to bfloat16
+        with pytest.raises(AssertionError):  # a control: two entries of each row exchanged
+            assert_close(y, (x.flip(-1)).to(wide) @ matrix(n).to(device, wide) * n**-0.5, steps=2 * len(factor_sizes(n)))
+
+
+def test_float16_has_room_between_launches(device: torch.device) -> None:
+    """Sums of 4096 numbers of 100 exceed float16's range, unless the factors are made smaller first."""
+    x = torch.full((2, 4096), 100.0, dtype=torch.float16, device=device)
+    y = hadamard(x, scale=1 / 64)
+    assert y[0, 0] == 6400
+    assert not y[:, 1:].any()
+
+
+def test_gradients(device: torch.device) -> None:
+    x = torch.randn(3, 24, dtype=torch.float64, device=device, requires_grad=True)
+    scale = torch.tensor(0.7, dtype=torch.float64, device=device, requires_grad=True)
+
+    def transformed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return hadamard(x, scale=scale)
+
+    assert torch.autograd.gradcheck(transformed, (x, scale))
+    assert torch.autograd.gradgradcheck(transformed, (x, scale))
+    (dx,) = torch.autograd.grad(hadamard(x).sum(), x)
+    assert_close(dx, torch.ones_like(x) @ matrix(24).to(device).T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_compiled_graph_has_no_breaks(dtype: torch.dtype, device: torch.device) -> None:
+    compiled = torch.compile(lambda x: hadamard(x, scale=0.25) + 1, fullgraph=True, backend="aot_eager")
+    for n in (24, 92):
+        x = torch.randn(4, n, device=device).to(dtype)
+        assert torch.equal(compiled(x), hadamard(x, scale=0.25) + 1)
+
+
+def test_transforms_modes_and_arrays(device: torch.device) -> None:
+    x = torch.randn(4, 5, 12, device=device)
+    assert_close(torch.func.vmap(hadamard)(x), x.double() @ matrix(12).to(device))
+    assert torch.equal(torch.func.jvp(hadamard, (x,), (x,))[1], hadamard(x))
+    with torch.inference_mode():
+        hadamard(torch.randn(2, 40, device=device))
+    y = torch.randn(2, 40, device=device, requires_grad=True)
+    hadamard(y).sum().backward()  # the factors were made in inference mode, and are saved now
+    with FakeTensorMode():
+        assert hadamard(torch.empty(3, 16)).shape == (3, 16)
+    array = np.random.default_rng(0).standard_normal((3, 20))
+    assert isinstance(hadamard(array), np.ndarray)
+    np.testing.assert_allclose(hadamard(array), array @ matrix(20).numpy(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(3, 7), ValueError, r"x.shape\[-1\]: expected m \* 2\^k .*; got 7"),
+        (torch.ones(3, 0), ValueError, r"x.shape\[-1\]: expected a positive length; got 0"),
+        (torch.ones(3, 8, dtype=torch.int64), TypeError, "x: expected a floating-point or complex dtype; got torch.int64"),
+        (torch.tensor(1.0), ValueError, "x: expected at least one dimension"),
+        ([1.0, 2.0], TypeError, "x: expected a torch tensor"),
+    ],
+    ids=str,
+)
+def test_refusals(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        hadamard(x)
+
+
+def test_a_scale_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="scale: expected a finite number"):
+        hadamard(torch.ones(2, 8), scale=math.inf)
+    with pytest.raises(TypeError, match="scale: expected a number, since x is"):
+        hadamard(np.ones((2, 8)), scale=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("n", [2048, 4096, 8192, 16384, 13824, 14336])
+def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
+    sizes = factor_sizes(n)
+    assert math.prod(sizes) == n
+    (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
+    assert launch.paired
+
+
+def test_it_is_public() -> None:
+    assert fastkron_py.hadamard is hadamard
+    assert "hadamard" in fastkron_py.__all__
