@@ -1,5 +1,6 @@
 """The public verbs: argument checks, array conversion, autocast, then one operator call each."""
 
+from fastkron_py.adapters.api import lokr_linear
 from fastkron_py.gated.api import gated_linear, gated_mlp
 from fastkron_py.kan.api import poly_kan
 from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
@@ -21,6 +22,7 @@ __all__ = [
     "kron_matmul_left",
     "layer_norm_rational",
     "linear_rational",
+    "lokr_linear",
     "poly_kan",
     "rational",
     "rational_linear",

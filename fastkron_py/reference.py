@@ -59,3 +59,25 @@ def kron_matmul(
     y = y if left else y.mT
     y = alpha * y.reshape(shape)
     return y if beta == 0 else y + beta * z  # type: ignore[operator]
+
+
+def lokr_linear(
+    x: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
+    w2: Tensor | tuple[Tensor, Tensor],
+    *,
+    base: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """``base + scale * x @ kron(w1, w2).T`` by the whole weight.
+
+    Args:
+        x: ``[*, in1 * in2]``.
+        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``.
+        w2: ``[out2, in2]``, or a pair.
+        base: ``[*, out1 * out2]`` or None.
+        scale: scales the product.
+    """
+    weight = kron_dense([w if isinstance(w, Tensor) else w[0] @ w[1] for w in (w1, w2)])
+    y = scale * (x @ weight.mT)
+    return y if base is None else base + y

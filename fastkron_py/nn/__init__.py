@@ -6,6 +6,7 @@ from fastkron_py.gated.api import pack_gated, unpack_gated
 from fastkron_py.kan.bases.basis import Basis
 from fastkron_py.kan.bases.registry import register_basis
 from fastkron_py.nn.gated import GatedMLP
+from fastkron_py.nn.lokr import LoKrConv2d, LoKrLinear
 from fastkron_py.nn.poly_kan import KAN, PolyKANLinear
 from fastkron_py.nn.poly_kan_conv import PolyKANConv2d
 from fastkron_py.nn.poly_kan_conversion import SplineKANLinear, convert_kan, from_chebykan, from_efficient_kan
@@ -23,6 +24,8 @@ __all__ = [
     "DeviceFunctions",
     "GatedMLP",
     "GroupRational",
+    "LoKrConv2d",
+    "LoKrLinear",
     "PolyKANConv2d",
     "PolyKANLinear",
     "SplineKANLinear",

@@ -1,0 +1,93 @@
+"""`lokr_linear`: a linear layer's result plus that of a low-rank Kronecker adapter (LoKr)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
+from fastkron_py.adapters.products import add_product
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import autocast_dtype, cast
+from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.errors import value_error
+
+ArrayT = TypeVar("ArrayT")
+
+
+def lokr_linear(
+    x: ArrayT,
+    w1: ArrayT | tuple[ArrayT, ArrayT],
+    w2: ArrayT | tuple[ArrayT, ArrayT],
+    *,
+    base: ArrayT | None = None,
+    scale: float | complex | Tensor = 1.0,
+    precision: str | None = None,
+) -> ArrayT:
+    """Add a LoKr adapter to a linear layer's result: ``base + scale * x @ kron(w1, w2).T``.
+
+    The matrix ``[out, in]`` is never built: x is multiplied by w2 and w1, and base is added in the last product. A pair of low rank
+    is multiplied out where that takes less time than two products with x. Several adapters are added one after the other, the result
+    of one as the base of the next. LoKr: Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
+    Evaluation", ICLR 2024.
+
+    Args:
+        x: ``[*, in]`` with ``in = in1 * in2``. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
+        w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``. Of x's dtype, or float32 beside an x of float16
+            or bfloat16: then it is cast once, and its gradient is float32.
+        w2: ``[out2, in2]``, or a pair; dtypes as of w1.
+        base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
+        scale: a finite number, or a 0-dimensional tensor (which gets a gradient).
+        precision: of float32 products, as in `kron_matmul`.
+
+    Returns:
+        ``[*, out]``, contiguous, of x's array type and dtype (under autocast, of autocast's dtype).
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype, or array types that differ.
+        ValueError: sizes that do not fit, devices that differ, a scale that is not finite, an unknown precision.
+
+    Example:
+        >>> x, base = torch.randn(10, 8 * 16), torch.randn(10, 4 * 32)
+        >>> w1, w2 = torch.randn(4, 8), (torch.randn(32, 2), torch.randn(2, 16))
+        >>> lokr_linear(x, w1, w2, base=base, scale=0.5).shape
+        torch.Size([10, 128])
+    """
+    parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
+    if isinstance(x, Tensor):
+        f1, f2 = (Factor(*[t for _, t in parts]) for parts in (parts1, parts2))
+        return _lokr_linear(x, f1, f2, base, scale, precision)  # type: ignore[arg-type, return-value]
+    named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
+    bridge = find_bridge([array for _, array in named], [label for label, _ in named])
+    with bridge.context():
+        loaded_base = None if base is None else bridge.load(base, "base")
+        f1, f2 = (loaded(bridge, parts) for parts in (parts1, parts2))
+        return bridge.give_back(_lokr_linear(bridge.load(x, "x"), f1, f2, loaded_base, scale, precision))  # type: ignore[no-any-return]
+
+
+def _lokr_linear(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None) -> Tensor:
+    check_precision(precision)
+    check_tensor("x", x, x, "x")
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, base = cast(x, dtype), cast(base, dtype)
+        w1, w2 = (Factor(*[cast(t, dtype) for t in w]) for w in (w1, w2))
+    for name, factor in (("w1", w1), ("w2", w2)):
+        check_factor(name, factor, x)
+    _check_sizes(x, w1, w2, base)
+    return add_product(x, w1, w2, base, check_scalar("scale", scale, x), precision)
+
+
+def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None:
+    columns = w1.size.columns * w2.size.columns
+    if x.ndim == 0 or x.shape[-1] != columns:
+        expected = f"a last dimension of {columns} = {w1.size.columns} * {w2.size.columns}, the columns of w1 and w2"
+        raise value_error("x", expected, f"shape {tuple(x.shape)}")
+    if base is None:
+        return
+    check_tensor("base", base, x, "x")
+    shape = (*x.shape[:-1], math.prod((w1.size.rows, w2.size.rows)))
+    if tuple(base.shape) != shape:
+        raise value_error("base", f"the result's shape {shape}", f"shape {tuple(base.shape)}")

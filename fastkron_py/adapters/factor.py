@@ -1,0 +1,103 @@
+"""A factor of a LoKr weight: a matrix, or a pair of low rank. Checks, dtypes and multiplying out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.adapters.plan import FactorSize
+from fastkron_py.runtime.arrays import ACCEPTED, Bridge
+from fastkron_py.runtime.checks import DTYPES
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
+_EXPECTED: Final = "a matrix [out, in] or a pair of matrices [out, rank] and [rank, in]"
+
+
+class Factor(NamedTuple):
+    """``left`` itself, ``[out, in]``, or ``left @ right`` with ``left [out, rank]`` and ``right [rank, in]``."""
+
+    left: Tensor
+    right: Tensor | None = None
+
+    @property
+    def size(self) -> FactorSize:
+        """The sizes of the factor."""
+        if self.right is None:
+            return FactorSize(self.left.shape[0], self.left.shape[1])
+        return FactorSize(self.left.shape[0], self.right.shape[1], self.right.shape[0])
+
+    def expanded(self) -> Factor:
+        """The factor as one matrix."""
+        return self if self.right is None else Factor(self.left @ self.right)
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        """The factor in another dtype."""
+        return Factor(self.left.to(dtype), None if self.right is None else self.right.to(dtype))
+
+    def scaled(self, scale: Any) -> Factor:
+        """The factor times a scalar."""
+        return self._replace(left=self.left * scale)
+
+
+def labelled(name: str, given: Any) -> list[tuple[str, Any]]:
+    """The arrays of a factor, one or two, each with its name in errors.
+
+    Raises:
+        TypeError: a list or tuple of another length, or None.
+    """
+    if isinstance(given, tuple | list):
+        if len(given) != 2:
+            raise type_error(name, _EXPECTED, f"{len(given)} of them")
+        parts = [(f"{name}[{i}]", part) for i, part in enumerate(given)]
+    else:
+        parts = [(name, given)]
+    for label, part in parts:
+        if part is None:  # which would stand for a factor that is no pair
+            raise type_error(label, ACCEPTED, "None")
+    return parts
+
+
+def loaded(bridge: Bridge, parts: Sequence[tuple[str, Any]]) -> Factor:
+    """The factor of a library's arrays."""
+    return Factor(*[bridge.load(part, label) for label, part in parts])
+
+
+def check_factor(name: str, factor: Factor, x: Tensor) -> None:
+    """Matrices on x's device that chain, of x's dtype, or float32 beside an x of a half dtype.
+
+    Raises:
+        TypeError: no dense floating-point tensor, or another dtype.
+        ValueError: another device, no matrix, or a pair that does not chain.
+    """
+    labels = (name,) if factor.right is None else (f"{name}[0]", f"{name}[1]")
+    for label, t in zip(labels, (factor.left, factor.right), strict=False):
+        check_operand(label, t, x)
+        if t is not None and t.ndim != 2:
+            raise value_error(label, "a matrix", f"shape {tuple(t.shape)}")
+    if factor.right is not None and factor.left.shape[1] != factor.right.shape[0]:
+        left, right = tuple(factor.left.shape), tuple(factor.right.shape)
+        raise value_error(name, "a pair [out, rank] and [rank, in] of one rank", f"shapes {left} and {right}")
+
+
+def check_operand(label: str, t: Any, x: Tensor) -> None:
+    """A dense tensor on x's device, of x's dtype, or float32 beside an x of a half dtype.
+
+    Raises:
+        TypeError: no dense floating-point tensor, or another dtype.
+        ValueError: another device.
+    """
+    if not isinstance(t, Tensor):
+        raise type_error(label, "a torch tensor, like x", type_name(t))
+    if t.is_nested or t.layout != torch.strided:
+        raise type_error(label, "a dense (strided) tensor", "a nested one" if t.is_nested else t.layout)
+    if t.dtype not in DTYPES:
+        raise type_error(label, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
+    if t.dtype != x.dtype and not (x.dtype in HALF_DTYPES and t.dtype == torch.float32):
+        more = " or torch.float32" if x.dtype in HALF_DTYPES else ""
+        raise type_error(label, f"x's dtype {x.dtype}{more}", t.dtype)
+    if t.device != x.device:
+        raise value_error(label, f"x's device {x.device}", t.device)

@@ -1,0 +1,84 @@
+"""Which low-rank factors of a LoKr product are multiplied out: closed-form, from sizes alone."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Final, NamedTuple
+
+# Reading or writing one element of an operand, in multiply-adds of a large product.
+CPU_PASS_COST: Final = 6.0
+GPU_PASS_COST: Final = 200.0
+
+
+class FactorSize(NamedTuple):
+    """Sizes of a factor ``[out, in]``; with a rank it is a pair ``[out, rank] @ [rank, in]``."""
+
+    rows: int
+    columns: int
+    rank: int | None = None
+
+    @property
+    def expansion_cost(self) -> int:
+        """Multiply-adds that multiply the pair out."""
+        return 0 if self.rank is None else self.rows * self.rank * self.columns
+
+
+class Plan(NamedTuple):
+    """Whether each factor of low rank is multiplied out before x is multiplied. True for a factor that is no pair."""
+
+    w1_is_dense: bool
+    w2_is_dense: bool
+
+
+def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, pass_cost: float) -> Plan:
+    """The plan of least modelled time.
+
+    A pair that is kept multiplies x in two products: its right matrix reduces a mode of x to the rank, and its left one
+    widens the mode to the output. A pair that is multiplied out costs one small product, and then works as a dense factor.
+
+    Args:
+        w1: sizes of the first factor.
+        w2: sizes of the second factor.
+        tokens: rows of x.
+        pass_cost: of one element that is read or written, in multiply-adds.
+    """
+    choices = [Plan(*kept) for kept in product(*[(True,) if w.rank is None else (False, True) for w in (w1, w2)])]
+    if len(choices) == 1:
+        return choices[0]
+    costs = [_cost(plan, w1, w2, tokens, pass_cost) for plan in choices]
+    return choices[costs.index(min(costs))]
+
+
+def _cost(plan: Plan, w1: FactorSize, w2: FactorSize, tokens: int, pass_cost: float) -> float:
+    expansion = 0
+    first, second = [], []  # the modes of the two products: sizes before and after, and whether there is a factor
+    for w, is_dense in zip((w1, w2), plan, strict=True):
+        middle = w.rows if is_dense or w.rank is None else w.rank
+        first.append(_Mode(w.columns, middle, True))
+        second.append(_Mode(middle, w.rows, not is_dense))
+        expansion += w.expansion_cost if is_dense else 0
+    cost = _product_cost(first[0], first[1], pass_cost)
+    if not all(plan):
+        cost += _product_cost(second[0], second[1], pass_cost)
+    return tokens * cost + expansion
+
+
+class _Mode(NamedTuple):
+    """A mode of x in a product; without a factor its size stays."""
+
+    before: int
+    after: int
+    has_factor: bool
+
+
+def _product_cost(first: _Mode, second: _Mode, pass_cost: float) -> float:
+    """The time of the product of one row of x, in the better order of its factors."""
+    moved = pass_cost * (first.before * second.before + first.after * second.after)
+    work_of_first, work_of_second = first.before * first.after, second.before * second.after
+    if not second.has_factor:
+        return work_of_first * second.before + moved
+    if not first.has_factor:
+        return work_of_second * first.before + moved
+    second_goes_first = work_of_second * first.before + work_of_first * second.after + 2 * pass_cost * first.before * second.after
+    first_goes_first = work_of_first * second.before + work_of_second * first.after + 2 * pass_cost * first.after * second.before
+    return min(second_goes_first, first_goes_first) + moved

@@ -1,0 +1,218 @@
+"""`LoKrLinear` and `LoKrConv2d`: layers with a low-rank Kronecker adapter, whose weight is never built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastkron_py.adapters.api import lokr_linear
+from fastkron_py.adapters.conv import Window, lokr_conv
+from fastkron_py.nn.arguments import check_positive
+from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+
+class LoKrLinear(LoKrLayer):
+    """A linear layer with a LoKr adapter: ``base_layer(x) + alpha / rank * x @ kron(w1, w2).T``.
+
+    The base layer is frozen. The adapter is 0 at first. Its parameters and their sizes are those of LyCORIS and PEFT (Yeh et al.,
+    "Navigating Text-To-Image Customization", ICLR 2024): w1 ``[out1, in1]`` and w2 ``[out2, in2]``, where w2 is a pair of rank
+    ``rank`` if that is below half of its larger side.
+
+    Args:
+        in_features: of x.
+        out_features: of the result.
+        rank: of w2, and with decompose_both of w1.
+        factor: the first size of both factorisations, or a bound of it where it does not divide; -1 splits near the square root.
+        decompose_both: make w1 a pair too, where rank is below half of its larger side.
+        alpha: the product is scaled by ``alpha / rank``; None is rank.
+        dropout: of the adapter's result.
+        rank_dropout: probability with which an output gets nothing from the adapter in a forward pass.
+        rank_dropout_scale: divide the others by their share.
+        module_dropout: probability with which the whole adapter is left out of a forward pass.
+        bias: of the base layer.
+        device: of all parameters.
+        dtype: of the base layer.
+        adapter_dtype: of the adapter's parameters; None is the base layer's dtype, and float32 for a half dtype.
+
+    Shape:
+        x ``[*, in_features]`` to ``[*, out_features]``.
+
+    Attributes:
+        base_layer: an `nn.Linear`, or a layer like it.
+        lokr_w1: ``[out1, in1]``, or None beside ``lokr_w1_a [out1, rank]`` and ``lokr_w1_b [rank, in1]``.
+        lokr_w2: ``[out2, in2]``, or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2]``.
+        alpha: a buffer.
+        is_merged: whether the adapter is part of the base layer's weight.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a size below 1, a rate outside ``[0, 1]``.
+
+    Example:
+        >>> layer = LoKrLinear(64, 128, rank=4)
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 128])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        factor: int = -1,
+        decompose_both: bool = False,
+        *,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        rank_dropout: float = 0.0,
+        rank_dropout_scale: bool = False,
+        module_dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        adapter_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            check_positive(name, size)
+        options = LoKrOptions(rank, factor, decompose_both, alpha, dropout, rank_dropout, rank_dropout_scale, module_dropout).checked()
+        super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), options, adapter_dtype)
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrLinear:
+        """An adapted layer around a layer, which is frozen and not copied.
+
+        Args:
+            layer: an `nn.Linear`.
+            rank: as in the class.
+            adapter_dtype: as in the class.
+            **options: factor, decompose_both, alpha and the dropout rates.
+
+        Raises:
+            TypeError: no `nn.Linear`, or an unknown option.
+            ValueError: options outside their range.
+
+        Example:
+            >>> LoKrLinear.from_linear(nn.Linear(64, 128), rank=4, alpha=8)(torch.randn(3, 64)).shape
+            torch.Size([3, 128])
+        """
+        if not isinstance(layer, nn.Linear):
+            raise type_error("layer", "an nn.Linear", type_name(layer))
+        made = cls.__new__(cls)
+        LoKrLayer.__init__(made, layer, LoKrOptions(rank, **options), adapter_dtype)
+        return made.train(layer.training)
+
+    def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
+        w1, w2 = self.first_factor(), self.second_factor()
+        first = w1.left if w1.right is None else (w1.left, w1.right)
+        second = w2.core if w2.left is None else (w2.left, w2.core)
+        return lokr_linear(x, first, second, base=base, scale=self.scale)
+
+
+class LoKrConv2d(LoKrLayer):
+    """A convolution with a LoKr adapter: ``base_layer(x) + alpha / rank * conv(x, kron(w1, w2))``, w2 a small kernel.
+
+    w2 convolves each of in1 groups of channels, and w1 mixes the groups. Arguments that are not named here are those of `LoKrLinear`.
+
+    Args:
+        in_channels: of x.
+        out_channels: of the result.
+        kernel_size: an integer or a pair.
+        rank: of w2, and with decompose_both of w1.
+        factor: as in `LoKrLinear`.
+        decompose_both: as in `LoKrLinear`.
+        use_tucker: factorise a w2 of more than one pixel as a core ``[rank, rank, *kernel_size]`` with a matrix on either side.
+        alpha: as in `LoKrLinear`.
+        dropout: as in `LoKrLinear`.
+        rank_dropout: as in `LoKrLinear`.
+        rank_dropout_scale: as in `LoKrLinear`.
+        module_dropout: as in `LoKrLinear`.
+        stride: as in `torch.nn.Conv2d`.
+        padding: as in `torch.nn.Conv2d`.
+        dilation: as in `torch.nn.Conv2d`.
+        bias: of the base layer.
+        device: of all parameters.
+        dtype: of the base layer.
+        adapter_dtype: as in `LoKrLinear`.
+
+    Shape:
+        x ``[N, in_channels, H, W]`` to ``[N, out_channels, H', W']``, or both without N.
+
+    Attributes:
+        base_layer: an `nn.Conv2d`.
+        lokr_w2: ``[out2, in2, *kernel_size]``; or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2 * pixels]``; in
+            Tucker's form ``lokr_t2 [rank, rank, *kernel_size]``, ``lokr_w2_a [rank, out2]`` and ``lokr_w2_b [rank, in2]``.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a size below 1, a rate outside ``[0, 1]``.
+
+    Example:
+        >>> layer = LoKrConv2d(16, 32, 3, rank=2, padding=1)
+        >>> layer(torch.randn(2, 16, 8, 8)).shape
+        torch.Size([2, 32, 8, 8])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        rank: int,
+        factor: int = -1,
+        decompose_both: bool = False,
+        *,
+        use_tucker: bool = False,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        rank_dropout: float = 0.0,
+        rank_dropout_scale: bool = False,
+        module_dropout: float = 0.0,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        adapter_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
+            check_positive(name, size)
+        rates = (dropout, rank_dropout, rank_dropout_scale, module_dropout)
+        options = LoKrOptions(rank, factor, decompose_both, alpha, *rates, use_tucker).checked()
+        base = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
+        super().__init__(base, options, adapter_dtype)
+
+    @classmethod
+    def from_conv(cls, layer: nn.Conv2d, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrConv2d:
+        """An adapted layer around a convolution, which is frozen and not copied.
+
+        Args:
+            layer: an `nn.Conv2d` of one group that pads with zeros.
+            rank: as in the class.
+            adapter_dtype: as in the class.
+            **options: factor, decompose_both, use_tucker, alpha and the dropout rates.
+
+        Raises:
+            TypeError: no `nn.Conv2d`, or an unknown option.
+            ValueError: more than one group, other padding, or options outside their range.
+
+        Example:
+            >>> LoKrConv2d.from_conv(nn.Conv2d(16, 32, 3), rank=2)(torch.randn(2, 16, 8, 8)).shape
+            torch.Size([2, 32, 6, 6])
+        """
+        if not isinstance(layer, nn.Conv2d):
+            raise type_error("layer", "an nn.Conv2d", type_name(layer))
+        if layer.groups != 1:
+            raise value_error("layer", "a convolution of one group", f"groups={layer.groups}")
+        if layer.padding_mode != "zeros":
+            raise value_error("layer", "padding_mode 'zeros'", repr(layer.padding_mode))
+        made = cls.__new__(cls)
+        LoKrLayer.__init__(made, layer, LoKrOptions(rank, **options), adapter_dtype)
+        return made.train(layer.training)
+
+    def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
+        window = Window.of(self.base_layer)
+        return lokr_conv(x, self.first_factor(), self.second_factor(), window, base=base, scale=self.scale)

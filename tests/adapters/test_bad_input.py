@@ -1,0 +1,102 @@
+"""Refused arguments: each error names the argument, the expectation and what came."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from refusals import Refusal, assert_refused
+
+from fastkron_py import lokr_linear
+
+X, W1, W2, BASE = torch.ones(3, 6), torch.ones(2, 3), torch.ones(5, 2), torch.ones(3, 10)
+LOW = (torch.ones(5, 1), torch.ones(1, 2))
+PAIR = "a matrix [out, in] or a pair of matrices [out, rank] and [rank, in]"
+LAST = "a last dimension of 6 = 3 * 2, the columns of w1 and w2"
+
+REFUSED: dict[str, Refusal] = {
+    "x_is_list": (lambda: lokr_linear([1.0], W1, W2), TypeError, "x: expected a torch tensor, a NumPy array or a CuPy array; got list"),
+    "x_of_integers": (
+        lambda: lokr_linear(X.int(), W1, W2),
+        TypeError,
+        "x: expected a dtype among float16, bfloat16, float32, float64, complex64, complex128; got torch.int32",
+    ),
+    "x_too_wide": (lambda: lokr_linear(torch.ones(3, 7), W1, W2), ValueError, f"x: expected {LAST}; got shape (3, 7)"),
+    "x_without_dimensions": (lambda: lokr_linear(torch.ones(()), W1, W2), ValueError, f"x: expected {LAST}; got shape ()"),
+    "w1_is_none": (lambda: lokr_linear(X, None, W2), TypeError, "w1: expected a torch tensor, a NumPy array or a CuPy array; got None"),
+    "w2_half_a_pair": (
+        lambda: lokr_linear(X, W1, (LOW[0], None)),
+        TypeError,
+        "w2[1]: expected a torch tensor, a NumPy array or a CuPy array; got None",
+    ),
+    "w1_is_numpy": (lambda: lokr_linear(X, W1.numpy(), W2), TypeError, "w1: expected a torch tensor, like x; got numpy.ndarray"),
+    "w1_is_tensor_beside_numpy": (
+        lambda: lokr_linear(X.numpy(), W1, W2.numpy()),
+        TypeError,
+        "w1: expected a NumPy array, like x; got torch.Tensor",
+    ),
+    "w1_of_three": (lambda: lokr_linear(X, (W1, W1, W1), W2), TypeError, f"w1: expected {PAIR}; got 3 of them"),
+    "w1_a_batch": (lambda: lokr_linear(X, torch.ones(1, 2, 3), W2), ValueError, "w1: expected a matrix; got shape (1, 2, 3)"),
+    "w1_sparse": (
+        lambda: lokr_linear(X, W1.to_sparse(), W2),
+        TypeError,
+        "w1: expected a dense (strided) tensor; got torch.sparse_coo",
+    ),
+    "w2_does_not_chain": (
+        lambda: lokr_linear(X, W1, (LOW[0], torch.ones(2, 2))),
+        ValueError,
+        "w2: expected a pair [out, rank] and [rank, in] of one rank; got shapes (5, 1) and (2, 2)",
+    ),
+    "w2_of_a_vector": (
+        lambda: lokr_linear(X, W1, (LOW[0], torch.ones(2))),
+        ValueError,
+        "w2[1]: expected a matrix; got shape (2,)",
+    ),
+    "w2_wider": (lambda: lokr_linear(X, W1, W2.double()), TypeError, "w2: expected x's dtype torch.float32; got torch.float64"),
+    "w2_narrower": (lambda: lokr_linear(X, W1, W2.half()), TypeError, "w2: expected x's dtype torch.float32; got torch.float16"),
+    "w2_float64_beside_half": (
+        lambda: lokr_linear(X.half(), W1, W2.double()),
+        TypeError,
+        "w2: expected x's dtype torch.float16 or torch.float32; got torch.float64",
+    ),
+    "w2_elsewhere": (lambda: lokr_linear(X, W1, W2.to("meta")), ValueError, "w2: expected x's device cpu; got meta"),
+    "base_of_another_shape": (
+        lambda: lokr_linear(X, W1, W2, base=BASE[0]),
+        ValueError,
+        "base: expected the result's shape (3, 10); got shape (10,)",
+    ),
+    "base_of_another_dtype": (
+        lambda: lokr_linear(X.half(), W1, W2, base=BASE),
+        TypeError,
+        "base: expected x's dtype torch.float16; got torch.float32",
+    ),
+    "base_is_a_number": (lambda: lokr_linear(X, W1, W2, base=1.0), TypeError, "base: expected a torch tensor, like x; got float"),
+    "scale_is_a_vector": (
+        lambda: lokr_linear(X, W1, W2, scale=torch.ones(2)),
+        ValueError,
+        "scale: expected a number or a 0-dimensional floating-point tensor; got a tensor of shape (2,)",
+    ),
+    "scale_is_infinite": (lambda: lokr_linear(X, W1, W2, scale=math.inf), ValueError, "scale: expected a finite number; got inf"),
+    "scale_is_complex": (
+        lambda: lokr_linear(X, W1, W2, scale=1j),
+        TypeError,
+        "scale: expected a real number, since x is of torch.float32; got 1j",
+    ),
+    "precision_unknown": (
+        lambda: lokr_linear(X, W1, W2, precision="low"),
+        ValueError,
+        "precision: expected None or one of highest, high, medium; got 'low'",
+    ),
+    "numpy_integers": (
+        lambda: lokr_linear(np.ones((3, 6), dtype=np.int64), W1.numpy(), W2.numpy()),
+        TypeError,
+        "x: expected a dtype among float16, float32, float64, complex64, complex128; got an array of int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    assert_refused(*REFUSED[name])

@@ -1,0 +1,55 @@
+"""Which pairs are multiplied out, and the sizes of the factors: plain Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastkron_py.adapters.plan import CPU_PASS_COST, GPU_PASS_COST, FactorSize, Plan, best_plan
+from fastkron_py.adapters.sizes import split_size
+
+COSTS = pytest.mark.parametrize("pass_cost", [CPU_PASS_COST, GPU_PASS_COST], ids=["cpu", "gpu"])
+
+
+@COSTS
+def test_matrices_are_matrices(pass_cost: float) -> None:
+    assert best_plan(FactorSize(8, 8), FactorSize(512, 512), 4096, pass_cost) == Plan(True, True)
+
+
+@COSTS
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_a_low_rank_stays_a_pair(tokens: int, pass_cost: float) -> None:
+    """Of rank 32 in 512 x 512: an eighth of the work, and a sixteenth of the operand between."""
+    assert best_plan(FactorSize(8, 8), FactorSize(512, 512, 32), tokens, pass_cost).w2_is_dense is False
+
+
+@COSTS
+def test_a_high_rank_is_multiplied_out_for_many_tokens(pass_cost: float) -> None:
+    w1, w2 = FactorSize(8, 8), FactorSize(128, 512, 500)
+    assert best_plan(w1, w2, 4096, pass_cost).w2_is_dense
+    assert not best_plan(w1, w2._replace(rank=100), 1, pass_cost).w2_is_dense
+
+
+@COSTS
+def test_a_first_factor_of_low_rank(pass_cost: float) -> None:
+    """Of rank 2 in 8 x 8 it leaves w2 a quarter of the work; of rank 8 it would only read x once more."""
+    w1, w2 = FactorSize(8, 8, 2), FactorSize(512, 512)
+    assert best_plan(w1, w2, 4096, pass_cost) == Plan(False, True)
+    assert best_plan(w1._replace(rank=8), w2, 4096, pass_cost) == Plan(True, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "factor", "expected"),
+    [
+        (128, -1, (8, 16)),
+        (127, -1, (1, 127)),
+        (360, -1, (18, 20)),
+        (360, 16, (15, 24)),
+        (250, 8, (5, 50)),
+        (1024, 16, (16, 64)),
+        (4, 4, (1, 4)),
+        (6, 100, (2, 3)),
+        (1, -1, (1, 1)),
+    ],
+)
+def test_sizes(size: int, factor: int, expected: tuple[int, int]) -> None:
+    assert split_size(size, factor) == expected
