@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastkron_py.gated.api import BACKWARDS
+from fastkron_py.integrations.replacement import Applied, names_read, reasons
 from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, leave
 from fastkron_py.nn.hooks import is_hooked, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_precision
@@ -29,36 +30,10 @@ FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
 )
 _PARTS: Final = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SHOWN: Final = 3  # reasons in an error
 
 
-class AppliedToLlama:
-    """The result of `apply_to_llama`. `close`, or the end of a ``with`` block, reverts it.
-
-    Attributes:
-        replaced: names of the MLPs that compute with `gated_mlp` now.
-        left_alone: names of the others, each with the reason.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module], left_alone: Mapping[str, str]) -> None:
-        self._modules = dict(modules)
-        self.replaced: tuple[str, ...] = tuple(modules)
-        self.left_alone: Mapping[str, str] = dict(left_alone)
-
-    def close(self) -> None:
-        """Change the MLPs back; a second time has no effect."""
-        for module in self._modules.values():
-            leave(module)
-        self._modules.clear()
-
-    def __enter__(self) -> AppliedToLlama:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"AppliedToLlama({len(self.replaced)} replaced, {len(self.left_alone)} left alone)"
+class AppliedToLlama(Applied):
+    """The result of `apply_to_llama`: the MLPs that compute with `gated_mlp`, and those left alone."""
 
 
 def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str | None = None) -> AppliedToLlama:
@@ -99,10 +74,10 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
             else:
                 left_alone[name] = reason
     if not replaced:
-        raise value_error("model", f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}", _nothing(model, left_alone))
+        raise value_error("model", f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}", reasons(model, left_alone))
     for module in replaced.values():
         enter(module, backward, precision)
-    return AppliedToLlama(replaced, left_alone)
+    return AppliedToLlama(replaced, left_alone, leave)
 
 
 def revert_llama(model: nn.Module) -> None:
@@ -120,14 +95,6 @@ def revert_llama(model: nn.Module) -> None:
         leave(module)
 
 
-def _nothing(model: nn.Module, left_alone: Mapping[str, str]) -> str:
-    if not left_alone:
-        return f"{type_name(model)}, which has none"
-    shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
-    more = len(left_alone) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
 # ---- what stands in the way --------------------------------------------------------------------
 
 
@@ -143,7 +110,7 @@ def _obstacle(mlp: Any) -> str | None:
     known = [f"transformers.models.{family}.modeling_{family}.{name}" for family, name in FAMILIES.items()]
     if f"{kind.__module__}.{kind.__qualname__}" not in known or set(mlp._modules) != set(_PARTS):
         return f"its class {kind.__name__} is not among {', '.join(FAMILIES.values())} of transformers"
-    if "forward" in mlp.__dict__ or not _is_known(kind.forward):
+    if "forward" in mlp.__dict__ or names_read(kind.forward) != set(_PARTS):
         return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)): another version's, or replaced by another library"
     if activation_name(mlp.act_fn) is None:
         return f"its activation {type(mlp.act_fn).__name__} is not supported, or has a hook"
@@ -152,12 +119,6 @@ def _obstacle(mlp: Any) -> str | None:
         if reason is not None:
             return reason
     return _pair_obstacle(mlp)
-
-
-def _is_known(forward: Any) -> bool:
-    """Whether a forward reads the four parts and nothing else: a class of this name may change with its library."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and set(code.co_names) == set(_PARTS)
 
 
 def _projection_obstacle(name: str, linear: Any) -> str | None:

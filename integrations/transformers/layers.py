@@ -1,7 +1,4 @@
-"""The gated form of an MLP: an instance of a subclass of its own class, with the same modules and parameters.
-
-The parameters stay as they are: objects, names and memory. Nothing that reads or writes a model's state sees a difference.
-"""
+"""The gated form of an MLP: the forward pass that `apply_to_llama` gives to it."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fastkron_py.gated.api import gated_linear, gated_mlp
+from fastkron_py.integrations import replacement
 from fastkron_py.nn.hooks import is_hooked, is_plain_linear
 
 # By class, torch's own and those of transformers.activations in the versions that were tested.
@@ -42,8 +40,10 @@ def activation_name(module: Any) -> str | None:
     return _ACTIVATIONS.get(kind.__name__)
 
 
-class GatedProjections(nn.Module):
+class GatedProjections(replacement.Replacement):
     """The forward pass of an MLP with gate_proj, up_proj, down_proj and act_fn, in place of that of the next class."""
+
+    PREFIX = "Gated"
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
@@ -67,42 +67,12 @@ class GatedProjections(nn.Module):
             y = down(gated_linear(x, weight, **options))
         return y
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (own_class(self),), self.__getstate__()  # type: ignore[no-untyped-call]
-
-
-_classes: dict[type[nn.Module], type[GatedProjections]] = {}
-
-
-def gated_class(base: type[nn.Module]) -> type[GatedProjections]:
-    """The subclass of an MLP's class that its instances are given."""
-    if base not in _classes:
-        attributes = {"__module__": __name__, "__doc__": GatedProjections.__doc__}
-        _classes[base] = type(f"Gated{base.__name__}", (GatedProjections, base), attributes)
-    return _classes[base]
-
-
-def own_class(mlp: nn.Module) -> Any:
-    """The class that an MLP had before it was changed."""
-    classes = type(mlp).__mro__
-    return classes[classes.index(GatedProjections) + 1]
-
-
-def _blank(base: type[nn.Module]) -> Any:
-    """An object for a copy's, or a file's, state."""
-    kind = gated_class(base)
-    return kind.__new__(kind)
-
 
 def enter(mlp: nn.Module, backward: str, precision: str | None) -> None:
     """Change an MLP, in place."""
-    mlp.__dict__.update(zip(OPTIONS, (backward, precision), strict=True))
-    mlp.__class__ = gated_class(type(mlp))
+    replacement.enter(mlp, GatedProjections, dict(zip(OPTIONS, (backward, precision), strict=True)))
 
 
 def leave(mlp: nn.Module) -> None:
     """Change it back; without effect on one that is not changed."""
-    if isinstance(mlp, GatedProjections):
-        mlp.__class__ = own_class(mlp)
-        for name in OPTIONS:
-            mlp.__dict__.pop(name, None)
+    replacement.leave(mlp, GatedProjections, OPTIONS)

@@ -1,0 +1,123 @@
+"""Changing modules of other libraries in place: an instance is given a subclass of its own class, which has another forward pass.
+
+Modules, parameters, their names and their memory stay as they are: nothing that reads or writes a model's state sees a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, TypeVar
+
+from torch import nn
+
+from fastkron_py.runtime.errors import type_name
+
+AppliedT = TypeVar("AppliedT", bound="Applied")
+_SHOWN: Final = 3  # reasons in an error
+
+
+class Replacement(nn.Module):
+    """The base of forward passes that take the place of that of an instance's own class, which ``super().forward`` still calls.
+
+    Attributes:
+        PREFIX: of the names of the subclasses.
+    """
+
+    PREFIX: ClassVar[str]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (type(self).__mro__[1], own_class(self)), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+_classes: dict[tuple[type[Replacement], type[nn.Module]], type[Replacement]] = {}
+
+
+def replacement_class(replacement: type[Replacement], own: type[nn.Module]) -> type[Replacement]:
+    """The subclass of both that instances of a class are given."""
+    if (replacement, own) not in _classes:
+        attributes = {"__module__": replacement.__module__, "__doc__": replacement.__doc__}
+        _classes[replacement, own] = type(f"{replacement.PREFIX}{own.__name__}", (replacement, own), attributes)
+    return _classes[replacement, own]
+
+
+def own_class(module: nn.Module) -> Any:
+    """The class that a module had before it was changed."""
+    classes = type(module).__mro__
+    return classes[classes.index(Replacement) + 1]
+
+
+def _blank(replacement: type[Replacement], own: type[nn.Module]) -> Any:
+    """An object for a copy's, or a file's, state."""
+    kind = replacement_class(replacement, own)
+    return kind.__new__(kind)
+
+
+def enter(module: nn.Module, replacement: type[Replacement], options: Mapping[str, Any]) -> None:
+    """Change a module, in place.
+
+    Args:
+        module: of any class.
+        replacement: its new forward pass.
+        options: attributes that the module is given.
+    """
+    module.__dict__.update(options)
+    module.__class__ = replacement_class(replacement, type(module))
+
+
+def leave(module: nn.Module, replacement: type[Replacement], options: tuple[str, ...] = ()) -> None:
+    """Change a module back; without effect on one that was not changed.
+
+    Args:
+        module: of any class.
+        replacement: its forward pass now.
+        options: names of the attributes that it was given.
+    """
+    if isinstance(module, replacement):
+        module.__class__ = own_class(module)
+        for name in options:
+            module.__dict__.pop(name, None)
+
+
+class Applied:
+    """Which modules of a model were changed. `close`, or the end of a ``with`` block, changes them back.
+
+    Attributes:
+        replaced: names of the modules that compute with fastkron_py now.
+        left_alone: names of the others, each with the reason.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], left_alone: Mapping[str, str], leave: Callable[[nn.Module], None]) -> None:
+        self._modules = dict(modules)
+        self._leave = leave
+        self.replaced: tuple[str, ...] = tuple(modules)
+        self.left_alone: Mapping[str, str] = dict(left_alone)
+
+    def close(self) -> None:
+        """Change the modules back; a second time has no effect."""
+        for module in self._modules.values():
+            self._leave(module)
+        self._modules.clear()
+
+    def __enter__(self: AppliedT) -> AppliedT:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.replaced)} replaced, {len(self.left_alone)} left alone)"
+
+
+def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
+    """Why nothing in a model was changed, for an error."""
+    if not left_alone:
+        return f"{type_name(model)}, which has none"
+    shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
+    more = len(left_alone) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def names_read(function: Any) -> set[str]:
+    """The global names and attributes that a function reads: those of another version differ. Empty for no Python function."""
+    code = getattr(function, "__code__", None)
+    return set() if code is None else set(code.co_names)
