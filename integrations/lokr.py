@@ -1,0 +1,76 @@
+"""What the integrations of PEFT and LyCORIS share: an adapter's product with an operand, and its place in the result."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.adapters.api import lokr_linear
+from fastkron_py.adapters.conv import Kernel, Window, lokr_conv
+from fastkron_py.adapters.factor import HALF_DTYPES, Factor
+from fastkron_py.runtime.autocast import autocast_dtype
+
+
+class Adapter(NamedTuple):
+    """``scale * kron(w1, w2)`` as the weight of a linear layer or a convolution.
+
+    Attributes:
+        w1: the first factor.
+        w2: the second factor; that of a linear layer is a kernel without a window.
+        scale: a number.
+        window: of a convolution; None of a linear layer.
+    """
+
+    w1: Factor
+    w2: Kernel
+    scale: float
+    window: Window | None
+
+    def fitting(self, x: Tensor) -> Adapter:
+        """The adapter on x's device, in a dtype that `lokr_linear` takes beside x's."""
+
+        def fit(t: Tensor) -> Tensor:
+            fits = t.dtype == x.dtype or (x.dtype in HALF_DTYPES and t.dtype == torch.float32)
+            return t.to(device=x.device, dtype=t.dtype if fits else x.dtype)
+
+        w1 = Factor(fit(self.w1.left), None if self.w1.right is None else fit(self.w1.right))
+        return self._replace(w1=w1, w2=self.w2.map(fit))
+
+    def product(self, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """The adapter's result, in x's dtype (under autocast, in autocast's), plus base."""
+        own = self.fitting(x)
+        if own.window is not None:
+            return lokr_conv(x, own.w1, own.w2, own.window, base=base, scale=own.scale)
+        first = own.w1.left if own.w1.right is None else (own.w1.left, own.w1.right)
+        second = own.w2.core if own.w2.left is None else (own.w2.left, own.w2.core)
+        return lokr_linear(x, first, second, base=base, scale=own.scale)
+
+    def added(self, x: Tensor, base: Tensor) -> Tensor:
+        """The adapter's result plus base; of other dtypes than the result's, as torch adds."""
+        return self.product(x, base) if base.dtype == _result_dtype(x) else base + self.product(x)
+
+    def per_output(self, t: Tensor) -> Tensor:
+        """A number for each output, ``[out]``, as it multiplies a result."""
+        return t if self.window is None else t.view(-1, *[1] * len(self.w2.window))
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of `Adapter.product`'s result."""
+    dtype = autocast_dtype(x)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
+
+
+def kept_rows(outputs: int, rate: float, is_scaled: bool, dtype: torch.dtype, device: Any) -> Tensor:
+    """Rank dropout's number for each output, drawn as PEFT and LyCORIS draw it: the same numbers from the same seed.
+
+    Args:
+        outputs: of the layer.
+        rate: probability of 0.
+        is_scaled: whether the others are 1 over the mean, else 1.
+        dtype: of the result.
+        device: of the result.
+    """
+    kept = (torch.rand(outputs) > rate).to(dtype)
+    return (kept / kept.mean() if is_scaled else kept).to(device)

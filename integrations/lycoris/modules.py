@@ -1,0 +1,118 @@
+"""The forward pass of LyCORIS's LoKr modules without the adapter's weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lycoris.modules.base import is_weight_only_fp8_linear
+from torch import Tensor, nn
+
+from fastkron_py.adapters.conv import Kernel, Window
+from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.norms import adapted_norms
+from fastkron_py.integrations.lokr import Adapter, kept_rows
+from fastkron_py.integrations.replacement import Replacement
+
+
+class FastLoKr(Replacement):
+    """LyCORIS's ``LokrModule.forward``, by `lokr_linear` and `lokr_conv`."""
+
+    PREFIX = "Fast"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``[*, in]`` to ``[*, out]``, or a convolution's."""
+        module: Any = self
+        if obstacle(module) is not None:
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        is_left_out = bool(module.module_dropout and module.training and torch.rand(1) < module.module_dropout)
+        base: Tensor = module.org_forward(x, *args, **kwargs)
+        if is_left_out:
+            return base
+        adapter = _adapter(module)
+        if module.bypass_mode:
+            if isinstance(module.drop, nn.Dropout) and module.training:
+                product: Tensor = module.drop(_scaled(adapter, module.multiplier).product(x))
+                return base + product
+            return _scaled(adapter, module.multiplier).added(x, base)
+        rows = None
+        if module.training and module.rank_dropout:
+            weight_dtype = module.lokr_w1.dtype if module.use_w1 else module.lokr_w1_a.dtype
+            rows = kept_rows(module.shape[0], module.rank_dropout, module.rank_dropout_scale, weight_dtype, x.device)
+        if module.wd:
+            return _decomposed(module, adapter, x, base, rows)
+        adapter = _scaled(adapter, module.multiplier)
+        if rows is None:
+            return adapter.added(x, base)
+        product = adapter.product(x)
+        return base + product * adapter.per_output(rows).to(product.dtype)
+
+
+def obstacle(module: Any) -> str | None:
+    """Why LyCORIS itself computes a module, or None."""
+    if module.kw_dict.get("groups", 1) != 1:
+        return f"its convolution has {module.kw_dict['groups']} groups"
+    if module.wd and is_weight_only_fp8_linear(module.org_module[0]):
+        return "its weight is decomposed, and the layer's of 8 bits"
+    if not module.wd or module.bypass_mode:
+        return None
+    if not module.wd_on_out and module.module_type != "linear":
+        return "the weight of its convolution is decomposed by inputs"
+    if not module.wd_on_out and module.rank_dropout:
+        return "its weight is decomposed by inputs, with rank dropout"
+    return None
+
+
+def _adapter(module: Any) -> Adapter:
+    """The adapter without the multiplier."""
+    w1 = Factor(module.lokr_w1) if module.use_w1 else Factor(module.lokr_w1_a, module.lokr_w1_b)
+    w1 = w1.scaled(module.scalar)
+    window = module.shape[2:]
+    if module.use_w2:
+        w2 = Kernel(module.lokr_w2)
+    elif module.tucker:
+        w2 = Kernel(module.lokr_t2, module.lokr_w2_a.mT, module.lokr_w2_b)
+    else:
+        core = module.lokr_w2_b
+        w2 = Kernel(core.unflatten(1, (-1, *window)) if window else core, module.lokr_w2_a)
+    moves = Window(module.kw_dict["stride"], module.kw_dict["padding"], module.kw_dict["dilation"]) if window else None
+    return Adapter(w1, w2, float(module.scale), moves)
+
+
+def _scaled(adapter: Adapter, multiplier: Any) -> Adapter:
+    return adapter._replace(scale=adapter.scale * multiplier)
+
+
+def _decomposed(module: Any, adapter: Adapter, x: Tensor, base: Tensor, rows: Tensor | None) -> Tensor:
+    """The result with a decomposed weight (DoRA): ``(W0 + K) * s``, with ``s = dora_scale / norms`` of its rows or columns.
+
+    The base layer's product u = x W0^T is part of base already, so by rows ``base + (s - 1) * u + s * (x K^T)`` is left to add;
+    by columns x is scaled, and W0 multiplies once more.
+    """
+    weight = module._current_weight().to(x.device)
+    magnitudes = module.dora_scale.to(x.device).flatten()
+    w1, w2 = adapter.w1.expanded().left, adapter.w2.expanded()
+    dtype = magnitudes.dtype
+    scaled = (w1 * adapter.scale).to(dtype)
+    mask = None if rows is None else rows.to(dtype)
+    norms = adapted_norms(weight.flatten(1), scaled, w2.flatten(1).to(dtype), by_row=module.wd_on_out, row_mask=mask)
+    ratio = magnitudes / (norms + torch.finfo(dtype).eps)
+    if module.multiplier != 1:
+        ratio = module.multiplier * (ratio - 1) + 1
+    if not module.wd_on_out:
+        added = module.op(x * (ratio - 1).to(x.dtype), weight)
+        return adapter.added(x * ratio.to(x.dtype), base + added)
+    change, factor = ((adapter.per_output(r)).to(base.dtype) for r in (ratio - 1, ratio if mask is None else ratio * mask))
+    return torch.addcmul(base, _of_weight(module, x, base, weight), change) + factor * adapter.product(x)
+
+
+def _of_weight(module: Any, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
+    """The base layer's result without its bias: base itself, less the bias, where nothing else has changed it."""
+    layer = module.org_module[0]
+    plain = type(layer) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) and getattr(layer, "padding_mode", "zeros") == "zeros"
+    if not plain or getattr(module.org_forward, "__func__", None) is not type(layer).forward:
+        return module.op(x, weight, None, **module.kw_dict)  # type: ignore[no-any-return]
+    if layer.bias is None:
+        return base
+    product: Tensor = base - layer.bias.detach().view(-1, *[1] * (weight.ndim - 2)).to(base.dtype)
+    return product
