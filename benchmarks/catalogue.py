@@ -1,5 +1,6 @@
 """All benchmarks there are: import the modules that register them here."""
 
+import benchmarks.adapters.lokr
 import benchmarks.distributed.jobs
 import benchmarks.gated.layers
 import benchmarks.gated.llama

@@ -1,0 +1,32 @@
+"""The LoKr benchmark's problems and peers: those that compute the same layer agree, and a wrong one is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+from benchmarks.adapters.lokr import ANY_RESULT, case, check, check_gradients, contenders, inputs
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_contenders(gradients: bool, rank: int | None, dtype: str, device: torch.device) -> None:
+    row = case(33, (24, 40), 4, rank, dtype, gradients)
+    given = inputs(row.parameters, device)
+    for contender in contenders(gradients):
+        found = contender.prepare(given)()
+        if contender.tolerance < ANY_RESULT:
+            assert (check_gradients if gradients else check)(given, found) <= row.tolerance
+        else:  # the control: another layer's result is far off
+            assert gradients or check(given, found) > 0.1
+
+
+def test_a_wrong_gradient_is_seen(device: torch.device) -> None:
+    given = inputs(case(33, (24, 40), 4, 2, "float32", True).parameters, device)
+    right = contenders(True)[0].prepare(given)()
+    for i in range(len(right)):
+        wrong = [g.roll(1, 0) if i == j else g for j, g in enumerate(right)]
+        assert check_gradients(given, wrong) > 0.1
