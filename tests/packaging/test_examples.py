@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,26 @@ def test_learn_blur_predicts_patches_held_out() -> None:
     assert after < before / 2
 
 
+@pytest.mark.full
+def test_lokr_llama_learns_as_with_peft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, which has torchvision's import prepared. A difference is that of sums in another order."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    import_torchvision()
+    picture = tmp_path / "lokr.png"
+    monkeypatch.setattr(sys, "argv", ["lokr_llama.py", "--steps", "6", "--device", "cpu", "--picture", str(picture)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's calls of transformers
+        runpy.run_path(str(EXAMPLES / "lokr_llama.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    ours, reversed_ = (float(n) for n in re.findall(r"losses, .*: ([\d.e+-]+)", printed))
+    assert ours < 1e-4
+    assert reversed_ < 1e-4
+    first, last = re.findall(r"fastkron_py: loss ([\d.]+) to ([\d.]+)", printed)[0]
+    assert float(last) < float(first)
+    assert picture.stat().st_size > 0
+
+
 def test_every_example_is_run() -> None:
     if not EXAMPLES.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")
@@ -50,6 +71,7 @@ def test_every_example_is_run() -> None:
         "deblur.py",
         "kat_digits.py",
         "learn_blur.py",
+        "lokr_llama.py",
         "multi_gpu_gp.py",
         "multi_gpu_kron.py",
     }  # the latter: tests/distributed
