@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = (
-    *("cupy", "gpytorch", "linear_operator", "llvmlite", "matplotlib", "mpi4py", "numba", "pandas", "PIL", "pytest", "rich"),
-    *("scipy", "skimage", "sklearn", "timm", "torchvision", "transformers", "triton", "typer"),
+    *("cupy", "gpytorch", "linear_operator", "llvmlite", "lycoris", "matplotlib", "mpi4py", "numba", "pandas", "peft", "PIL"),
+    *("pytest", "rich", "scipy", "skimage", "sklearn", "timm", "torchvision", "transformers", "triton", "typer"),
 )
 
 

@@ -28,13 +28,14 @@ def test_version_is_the_distribution_s() -> None:
 
 def test_every_room_is_installed() -> None:
     rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
-    assert rooms == {"cli", "distributed", "gated", "integrations", "kan", "kron", "nn", "rational", "runtime", "tiling"}
+    assert rooms == {"adapters", "cli", "distributed", "gated", "integrations", "kan", "kron", "nn", "rational", "runtime", "tiling"}
     assert (PACKAGE / "py.typed").is_file()
 
 
 def test_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == {"gp", "kan", "mpi", "cupy", "vision", "llm", "bench", "demo", "docs", "test", "dev"}
+    extras = {"gp", "kan", "mpi", "cupy", "vision", "llm", "lycoris", "peft", "bench", "demo", "docs", "test", "dev"}
+    assert set(project["optional-dependencies"]) == extras
 
 
 @pytest.mark.parametrize("name", fastkron_py.__all__)
