@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient
+from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program
 
 LIBRARY = torch.library.Library("fastkron", "DEF")
@@ -175,15 +175,17 @@ class Operator:
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options)
-        call = self._call_of(tensors)
+        call = self._call_of(program, tensors)
         found = call(program, given, options)
         CACHE.keep(key, given, program, call, options, self.name)
         return found
 
-    def _call_of(self, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-        """The function that runs a program on tensors like these: the autograd function, if a gradient is wanted."""
+    def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+        """The function that runs a program on tensors like these; where a gradient is wanted, autograd's or a recorded one."""
         if not wants_gradient(tensors):
             return self._run
+        if program.recorded is not None:
+            return self._recorded
         absent = [i for i, t in enumerate(tensors) if t is None]
         if not absent:
             return self._differentiable
@@ -201,6 +203,11 @@ class Operator:
         if not self._is_single:
             return self._shown(self._results(program, given, options))
         return program(given, self._numbers(options) if program.has_scalars else ())[0]
+
+    def _recorded(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
+        """The result of a program whose operations autograd records."""
+        with without_autocast(given[0].device):
+            return program.recorded(*given, *self._numbers(options))  # type: ignore[misc]
 
     def _differentiable(self, program: Program, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Any:
         """The same with gradients."""

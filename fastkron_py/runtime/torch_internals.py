@@ -102,6 +102,13 @@ def precision_getter() -> Callable[[str, str], Any]:
     return getter
 
 
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16, summed in float32, and torch uses them; False where torch does not say."""
+    asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return torch.backends.mkldnn.is_available() and any([ask is not None and ask() for ask in asked])
+
+
 # ---- trying them ---------------------------------------------------------------------------------
 
 
