@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.plan.torch_plan import VECTOR, Step
+from fastkron_py.kron.plan.torch_costs import IN_PLACE, VECTOR
+from fastkron_py.kron.plan.torch_plan import AS_IT_IS, Plan
 
 CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
+COLUMNS = 4  # a chunk of columns, whose pieces of rows are short, has this many times the bytes
 CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of cache with their part of x and y
 CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
 CHUNK_BYTES_OTHER_LEAST = 1 << 22
@@ -50,20 +52,32 @@ def _chunk_bytes(x: Tensor) -> int:
     return min(CHUNK_BYTES_PER_THREAD * torch.get_num_threads(), CHUNK_BYTES_CPU)
 
 
-def chunks(x: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Iterator[Chunk]:
+def _buffered(chosen: Plan, is_direct: bool) -> int:
+    """Elements, of each row and column, of the widest buffer: operands and results that are neither copied nor converted take none."""
+    steps = chosen.steps
+    found = [s.size_out for s in steps[:-1]]
+    found += [max(s.size_in, s.size_out) for s in steps if {s.way, s.back, s.gradient} != {IN_PLACE}]
+    if not is_direct or chosen.layout != AS_IT_IS or chosen.rotates:
+        found += [steps[0].size_in, steps[-1].size_out]
+    return max(found, default=1)
+
+
+def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype) -> Iterator[Chunk]:
     """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
 
     Many groups go together only when each is small; then a chunk holds all of their rows. Large matrices take larger chunks: each
-    product packs its matrix anew.
+    product packs its matrix anew. Columns are cut as little as possible: their pieces are copied.
     """
+    steps = chosen.steps
     groups, length, _, width = x.shape
     limit = max(_chunk_bytes(x) // dtype.itemsize, MATRICES * max(s.p * s.q for s in steps))
     widest = max(max(s.size_in, s.size_out) for s in steps)
     rows, columns, together = length, width, 1
-    if widest * width > limit:
-        rows, columns = 1, min(width, max(VECTOR, limit // widest // VECTOR * VECTOR))
+    buffered = _buffered(chosen, x.dtype == dtype) if x.device.type == "cpu" else widest
+    if widest * width > COLUMNS * limit:
+        rows, columns = 1, min(width, max(VECTOR, COLUMNS * limit // buffered // VECTOR * VECTOR))
     elif length * widest * width > limit:
-        rows = limit // (widest * width)
+        rows = max(1, limit // (widest * width))
     elif length * widest * width <= GROUP_ELEMENTS:
         together = limit // (length * widest * width)
     for g in _pieces(groups, together):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron.plan.torch_plan import Problem, recorded_plan
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -36,29 +37,20 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
         return build.program([build.call(lambda *given: of_nothing(*given[:-1], beta=given[-1]), operands, result, scalars=(_BETA,))])
     if choose_backend(backend, tensors[0]) == "torch":
-        count, columns = len(factors), x.shape[-1] if left else 1
-        # One matrix of x, and one of each factor, take no canonical form. Results are of their own memory, and z expands by itself.
-        is_plain = _is_plain(x, factors, math.prod(shape), left)
-        is_one = count == 1 and z is None and alpha == 1 and precision is None  # one product of torch and nothing else
-
-        def plain(x: Tensor, *given: Any) -> Tensor:
-            factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
-            if is_one:
-                return factors[0].mm(x) if left else x.mm(factors[0])
-            matrices = [f.mT for f in factors] if left else factors
-            with torch_products(x, precision):
-                return torch_small.multiply_small(x, matrices, shape, columns, z[0] if z else None, alpha, beta)
+        operands, scalars = (x, *factors) if z is None else (x, *factors, z), (_ALPHA, _BETA)
+        small = _small(tensors, shape, precision, left, backward=False)
+        may_record = precision is None and (z is not None or tensors[-1] is None)
+        recorded = _small(tensors, shape, precision, left, backward=True) if may_record else None
 
         def by_torch(x: Tensor, *given: Any) -> Tensor:
-            factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+            count = len(factors)
+            matrices, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
             with torch_products(x, precision):
-                problem = canonical(x, factors, left)
+                problem = canonical(x, matrices, left)
                 z4 = problem.pack(z[0].expand(shape)) if z else None
                 return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
 
-        operands = (x, *factors) if z is None else (x, *factors, z)
-        run = torch_small.in_float32(plain, x.dtype) if is_plain else by_torch
-        return build.program([build.call(run, operands, result, scalars=(_ALPHA, _BETA))])
+        return build.program([build.call(small or by_torch, operands, result, scalars=scalars)], recorded=recorded)
     from fastkron_py.kron.forward import Scale, add_multiply
 
     problem = canonical(x, factors, left, build.reshape)
@@ -68,19 +60,39 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     return build.program([y4], [shape])
 
 
-def _is_plain(x: Tensor, factors: Sequence[Tensor], elements: int, left: bool) -> bool:
-    """Whether torch multiplies one matrix by one of each factor, in one product for each and without a canonical form.
+def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left: bool, backward: bool) -> Callable[..., Tensor] | None:
+    """The product of one matrix of x and one of each factor, if it is small: a function of x, the factors, z, alpha and beta.
+
+    It takes no canonical form. The result is of its own memory, and z expands by itself.
 
     Args:
-        x: the operand.
-        factors: of the product.
-        elements: of the result.
+        tensors: x, the factors, z.
+        shape: of the result.
+        precision: of float32 products.
         left: the form.
+        backward: whether autograd records the function.
     """
+    x, *factors, _ = tensors
     if x.ndim != 2 or any([f.ndim != 2 for f in factors]):
-        return False
-    shapes = [(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors]
-    return torch_small.is_small(shapes, max(x.numel(), elements))
+        return None
+    count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
+    shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
+    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward)
+    in_half = torch_small.takes_bfloat16(problem, x)
+    problem = problem._replace(itemsize=2) if in_half else problem
+    if not torch_small.is_small(problem):
+        return None
+    steps = recorded_plan(problem).steps
+
+    def multiply(x: Tensor, *given: Any) -> Tensor:
+        factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+        if count == 1 and alpha == 1 and not z:
+            return factors[0].mm(x) if left else x.mm(factors[0])
+        matrices = [f.mT for f in factors] if left else factors
+        with torch_products(x, precision):
+            return torch_small.multiply_small(x, matrices, steps, shape, columns, z[0] if z else None, alpha, beta)
+
+    return multiply if in_half else torch_small.in_float32(multiply, x.dtype)
 
 
 def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:
@@ -100,12 +112,6 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         made = build.call(lambda x: [x.new_zeros(r.shape) for r in results], (x,), *results)
         return build.program([made] if len(results) == 1 else made)
     if choose_backend(backend, tensors[1]) == "torch":
-        is_plain = _is_plain(x, factors, dy.numel(), left)
-
-        def plain(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
-            *factors, alpha = given
-            with torch_products(x, precision):
-                return torch_small.gradients_small(dy, x, factors, left, alpha, need_x, need_factors)
 
         def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
             *factors, alpha = given
@@ -114,8 +120,7 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
                 dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)
             return [_fit(f, t) for f, t in zip(_unpacked(problem, dx4, dfs), wanted(x, factors, need_x, need_factors), strict=True)]
 
-        run = torch_small.in_float32(plain, x.dtype) if is_plain else by_torch
-        made = build.call(run, (dy, x, *factors), *results, scalars=(_ALPHA,))
+        made = build.call(by_torch, (dy, x, *factors), *results, scalars=(_ALPHA,))
         return build.program([made] if len(results) == 1 else made)
     from fastkron_py.kron.backward import add_backward
     from fastkron_py.kron.forward import Scale

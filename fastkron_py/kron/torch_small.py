@@ -1,4 +1,7 @@
-"""Kronecker multiplies of few elements with torch's own operations, in the fewest calls: those cost more than the work."""
+"""Kronecker multiplies of few elements with torch's own operations, in the fewest calls: those cost more than the work.
+
+Autograd records these operations where gradients are wanted: it calls their derivatives in less time than Python does.
+"""
 
 from __future__ import annotations
 
@@ -9,89 +12,92 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.plan.torch_plan import VECTOR
+from fastkron_py.kron.plan.torch_costs import IN_PLACE, TRANSPOSED, converting
+from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
+from fastkron_py.runtime import torch_internals
 
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
-SMALL_ELEMENTS = 1 << 15  # of operand and of result
-ONE_FACTOR = 8  # times as many, for one factor: it is one product in any case
-SUM_BLOCK = 1024  # terms
+SMALL_ELEMENTS = 1 << 20  # of operand and of result
+ONE_FACTOR = 1 << 18  # of one factor's: it is one product in any case
 BLOCK_ELEMENTS = 1 << 14  # of a small matrix: products of many rows with it go in blocks, which larger ones would be packed anew for
 
 
-def is_small(shapes: Sequence[tuple[int, int]], elements: int) -> bool:
-    """Whether a multiply takes one product for each factor: calls into torch cost more than the work, or there is nothing to choose.
+def is_small(problem: Problem) -> bool:
+    """Whether a multiply takes one product for each factor, which autograd may record: the general way's calls cost more than they save.
+
+    A backward pass of recorded products has all intermediates; so the problem is small, or of one factor.
+    """
+    k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
+    elements = problem.groups * problem.rows * problem.columns * max(k, n)
+    if len(problem.shapes) == 1 and (elements <= ONE_FACTOR or k * n > BLOCK_ELEMENTS):
+        return True
+    return elements <= SMALL_ELEMENTS and records(problem)
+
+
+def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
+    """Whether products of bfloat16, each result rounded to it, take less time by the model than float32's with x and the result converted.
 
     Args:
-        shapes: (P_i, Q_i) of each factor.
-        elements: of the operand or of the result, the larger one.
+        problem: with float32's size of an element.
+        x: of the dtype and on the device.
     """
-    if len(shapes) > 1:
-        return elements <= SMALL_ELEMENTS
-    return elements <= ONE_FACTOR * SMALL_ELEMENTS or math.prod(shapes[0]) > BLOCK_ELEMENTS
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not torch_internals.multiplies_bfloat16():
+        return False
+    k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
+    elements = problem.groups * problem.rows * problem.columns * (2 * k + n if problem.backward else k + n)
+    return plan(problem._replace(itemsize=2)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
 
 
 def multiply_small(
-    x: Tensor, factors: Sequence[Tensor], shape: Sequence[int], columns: int, z: Tensor | None, alpha: float, beta: float
+    x: Tensor,
+    factors: Sequence[Tensor],
+    steps: Sequence[Step],
+    shape: Sequence[int],
+    columns: int,
+    z: Tensor | None,
+    alpha: float,
+    beta: float,
 ) -> Tensor:
-    """`torch_backend.multiply` in the fewest calls of torch: one product for each factor, from the last.
+    """``alpha * x (F1 (x) ... (x) FN) + beta * z``, one product for each factor.
 
     Args:
-        x: ``[..., K, R]``, or ``[..., K]`` where R is 1.
+        x: L * K * R elements in this order, of any shape and strides.
         factors: ``[P_i, Q_i]``.
-        shape: of the result.
+        steps: of all factors, none multiplied out.
+        shape: of the result, L * N * R elements in this order.
         columns: R.
-        z: of the result's shape, or None.
+        z: that expands to the result's shape, or None.
         alpha: scales the product.
         beta: scales z.
+
+    Returns:
+        The result, contiguous.
     """
-    width = math.prod([f.shape[0] for f in factors])
-    if columns >= VECTOR or (columns > 1 and len(factors) == 1):
-        return _scaled(_in_place(x, factors, columns).reshape(shape), z, alpha, beta)
-    rows = x if columns == 1 else x.reshape(-1, width, columns).mT
-    if len(factors) == 1:
-        return _scaled((rows.reshape(-1, width) @ factors[0]).view(shape), z, alpha, beta)
-    y, length = rotated(rows, factors), x.numel() // width // columns
-    y = y.unflatten(1, (-1, length, columns)).permute(2, 0, 1, 3).contiguous().view(shape)  # from [Q_1, Q_2 ... Q_N * L * R]
-    return _scaled(y, z, alpha, beta)
+    y, rows = x, x.numel() // (columns * math.prod([f.shape[0] for f in factors]))
+    for step in steps:
+        y = _multiplied(y, factors[step.first], rows * step.before, step.after * columns, step.way)
+    return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
 
 
-def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """The function of tensors and others, on tensors of a half dtype in float32, rounded once; of other dtypes itself."""
-    if dtype not in HALF_DTYPES:
-        return function
-
-    def widened(*given: Any) -> Any:
-        found = function(*[g.float() if isinstance(g, Tensor) else g for g in given])
-        return found.to(dtype) if isinstance(found, Tensor) else [t.to(dtype) for t in found]
-
-    return widened
-
-
-def rotated(rows: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """The transposed product ``[Q_1 ... Q_N, M]`` of rows ``[M, K]``: each factor takes the last mode away and puts its own in front."""
-    y = rows
-    for f in reversed(factors):
-        y = rotate(y.reshape(-1, f.shape[0]), f)
-    return y
-
-
-def rotate(rows: Tensor, matrix: Tensor) -> Tensor:
-    """``(rows @ matrix)^T``, ``[Q, n]`` of ``[n, P]`` and ``[P, Q]``.
-
-    The longer of n and Q lies innermost in the product: BLAS takes many times as long for a narrow row as for a wide one.
-    """
-    return rows.mm(matrix).mT if rows.shape[0] < matrix.shape[1] else matrix.mT.mm(rows.mT)
-
-
-def _in_place(x: Tensor, factors: Sequence[Tensor], columns: int) -> Tensor:
-    """Each factor on its mode where it stands, with the columns behind it."""
-    y, before, after = x, x.numel() // columns, columns
-    for f in reversed(factors):
-        p, q = f.shape
-        before //= p
-        y = f.mT.mm(y.reshape(p, after)) if before == 1 else f.mT.expand(before, q, p).bmm(y.reshape(before, p, after))
-        after *= q
-    return y
+def _multiplied(x: Tensor, f: Tensor, count: int, tail: int, way: str) -> Tensor:
+    """A mode ``[count, P, tail]`` multiplied by ``[P, Q]``, with its elements in order ``[count, Q, tail]``."""
+    p, q = f.shape
+    if p == q == 1:
+        return x * f
+    if tail == 1:
+        rows = x.reshape(count, p)
+        return rows.mm(f) if way == IN_PLACE else f.mT.mm(rows.mT).mT
+    if count == 1:
+        columns = x.reshape(p, tail)
+        return columns.mT.mm(f).mT if way == TRANSPOSED else f.mT.mm(columns)
+    matrices = x.reshape(count, p, tail)
+    if way == IN_PLACE and p == 1 and x.dtype != torch.bfloat16:
+        return matrices * f.mT
+    if way == IN_PLACE:
+        return f.mT.expand(count, q, p).bmm(matrices)
+    if way == TRANSPOSED:
+        return matrices.mT.reshape(count * tail, p).mm(f).view(count, tail, q).mT
+    return f.mT.mm(matrices.transpose(0, 1).reshape(p, count * tail)).view(q, count, tail).transpose(0, 1)
 
 
 def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
@@ -104,60 +110,22 @@ def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None
         y = y.reshape(groups, length * before, p, after)
         y = y.squeeze(3) @ f if after == 1 else f.mT.unsqueeze(1) @ y
         after *= q
-    return _scaled(y.reshape(groups, length, after // columns, columns), z, alpha, beta)
+    return scaled(y.reshape(groups, length, after // columns, columns), z, alpha, beta)
 
 
-def gradients_small(
-    dy: Tensor, x: Tensor, factors: Sequence[Tensor], left: bool, alpha: float, need_x: bool, need_factors: Sequence[bool]
-) -> list[Tensor]:
-    """The gradients of `multiply_small`'s products of one matrix, in the fewest calls of torch.
+def in_float32(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """The function of tensors and others, on tensors of a half dtype in float32, rounded once; of other dtypes itself."""
+    if dtype not in HALF_DTYPES:
+        return function
 
-    Args:
-        dy: ``[M, N]``; left: ``[N, M]``.
-        x: ``[M, K]``; left: ``[K, M]``.
-        factors: ``[P_i, Q_i]``; left: ``[Q_i, P_i]``.
-        left: the form.
-        alpha: scales the product.
-        need_x: whether dx is wanted.
-        need_factors: which factor gradients are wanted.
+    def widened(*given: Any) -> Any:
+        found: Tensor = function(*[g.float() if isinstance(g, Tensor) else g for g in given])
+        return found.to(dtype)
 
-    Returns:
-        dx and each dF_i, those that are wanted, contiguous.
-    """
-    y, gradient = (x.mT, dy) if left else (x, dy.mT)
-    matrices = factors if left else [f.mT for f in factors]  # [Q_i, P_i]
-    lowest = min([i for i, need in enumerate(need_factors) if need], default=len(factors))
-    operands: dict[int, Tensor] = {}  # of the factors from the lowest one on, [..., P_i]
-    for i in reversed(range(lowest, len(factors))):
-        operands[i] = y.reshape(-1, matrices[i].shape[1])
-        if i > lowest:
-            y = rotate(operands[i], matrices[i].mT)
-    gradient = gradient if alpha == 1 else gradient * alpha
-    found = []
-    for i, matrix in enumerate(matrices):
-        gradient = gradient.reshape(matrix.shape[0], -1)  # [Q_i, ...]
-        if need_factors[i]:
-            found.append(_sum_of_products(gradient, operands[i].mT) if left else _sum_of_products(operands[i].mT, gradient))
-        if not need_x and not any(need_factors[i + 1 :]):
-            return found
-        gradient = gradient.mT.mm(matrix)
-    dx = gradient.view(x.shape[::-1]).mT.contiguous() if left else gradient.view(x.shape)
-    return [dx, *found] if need_x else found
+    return widened
 
 
-def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b^T`` of ``[P, n]`` and ``[Q, n]``: long sums in blocks, which round less, and which threads share."""
-    length = a.shape[1]
-    blocks = length // SUM_BLOCK
-    if blocks < 2 or a.shape[0] * b.shape[0] > BLOCK_ELEMENTS:
-        return a.mm(b.mT)
-    whole = blocks * SUM_BLOCK
-    u, v = (t[:, :whole].unflatten(1, (blocks, SUM_BLOCK)).transpose(0, 1) for t in (a, b))
-    total: Tensor = u.bmm(v.mT).sum(0)
-    return total if whole == length else total.addmm_(a[:, whole:], b[:, whole:].mT)
-
-
-def _scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:
+def scaled(product: Tensor, z: Tensor | None, alpha: float, beta: float) -> Tensor:
     """``alpha * product + beta * z``, in the product's memory where alpha is 1."""
     y = product if alpha == 1 else product * alpha
     return y if z is None else y.add_(z, alpha=beta)

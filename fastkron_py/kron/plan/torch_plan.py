@@ -1,24 +1,29 @@
-"""The plan of the torch backend: which neighbouring factors are multiplied out, and the order of the steps.
+"""The plan of the torch backend: which neighbouring factors are multiplied out, the order of the steps, and how each is done.
 
-Closed-form, from shapes alone. It differs from the Triton kernels' (`tuning.plan`) because its costs do: a CPU gains from wide
+Closed-form, from shapes alone. It differs from the Triton kernels' (`plan.plan`) because its costs do: a CPU gains from wide
 innermost modes and loses with every call into torch. docs/cpu.md explains the choices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-# The cost model, in units of one multiply-add of a large product; fitted on an AVX-512 CPU with MKL.
-PASS_COST: Final = 6.0  # reading or writing one element of an intermediate
-CALL_COST: Final = 5.0e5  # one call into torch
-MATRIX_COST: Final = 1.5e4  # one small matrix of a batched product
-ROTATE_COST: Final = 12.0  # reading or writing one element, where a mode goes from the back to the front
-PAIR_COST: Final = 80.0  # writing one element of a rotating product of width 2, for which no BLAS has a kernel
-COPY_COST: Final = 40.0  # one element of a transposing copy
-VECTOR: Final = 16  # innermost widths below this run at a fraction of the speed
+from fastkron_py.kron.plan import torch_costs as costs
+from fastkron_py.kron.plan.torch_costs import Mode, Rates
+
+WIDEST: Final = 4096  # rows or columns of factors that are multiplied out
+CHUNK_ELEMENTS: Final = 1 << 18  # of an intermediate
+MOST_ORDERS: Final = 8  # steps, up to which each is tried as the last one
+
+# Where the rows and the columns of a chunk [G, L, K, R] stand while its modes are multiplied.
+AS_IT_IS: Final = "as it is"
+ROWS: Final = "rows"  # [G, L * R, K, 1]
+COLUMNS: Final = "columns"  # [G, 1, K, L * R]
+
+Shapes = tuple[tuple[int, int], ...]
 
 
 class Step(NamedTuple):
@@ -30,8 +35,9 @@ class Step(NamedTuple):
     q: int
     before: int
     after: int
-    transposes: bool = False  # the operand is copied so that P is innermost, and the result back
-    rotates: bool = False  # the mode is taken from the back, and its result put in front, as all modes of the plan are
+    way: str = costs.IN_PLACE
+    back: str = costs.IN_PLACE  # the way in which a backward pass multiplies by the transposed matrix
+    gradient: str = costs.IN_PLACE  # the way in which it sums the matrix's gradient
 
     @property
     def size_in(self) -> int:
@@ -44,112 +50,221 @@ class Step(NamedTuple):
         return self.before * self.q * self.after
 
 
-def _slowdown(width: int) -> float:
-    """Time of a matrix product of this innermost width, relative to the same work in a wide one."""
-    return 1 + 0.6 * (VECTOR / width) ** 2 if width >= VECTOR else 4.0 * VECTOR / width
+class Plan(NamedTuple):
+    """Steps in order.
 
-
-def _work(read: int, written: int, q: int, tail: int, count: int) -> tuple[float, bool]:
-    """The time of a step in place on a row of x, and whether the step transposes for it.
-
-    Args:
-        read: elements of the operand.
-        written: elements of the result.
-        q: width of the step's matrix.
-        tail: elements that lie side by side behind the step's mode.
-        count: how many times the mode occurs before.
+    Attributes:
+        steps: of all factors.
+        layout: of a chunk, `AS_IT_IS`, `ROWS` or `COLUMNS`.
+        rotates: each step takes its mode from the back, and puts its result in front: the result stands transposed.
+        seconds: modelled time.
     """
-    moved = PASS_COST * (read + written)
-    in_place = read * q * _slowdown(q if tail == 1 else tail) + moved + (MATRIX_COST * count if tail > 1 else 0.0)
-    if not 1 < tail < VECTOR:
-        return in_place, False
-    transposing = read * q * _slowdown(q) + 2 * moved
-    return min(in_place, transposing), transposing < in_place
+
+    steps: tuple[Step, ...]
+    layout: str = AS_IT_IS
+    rotates: bool = False
+    seconds: float = math.inf
 
 
-def _rotating_work(read: int, written: int, q: int) -> float:
-    """The time of a rotating step on a row of x: one wide product, however narrow the modes are."""
-    return read * q + ROTATE_COST * (read + written) + (PAIR_COST * written if q == 2 else 0.0)
+class Problem(NamedTuple):
+    """The sizes that a plan depends on.
+
+    Attributes:
+        shapes: (P_i, Q_i) of each factor.
+        rows: L, rows that share one set of factors.
+        columns: R, elements that lie side by side behind every mode.
+        groups: sets of factors.
+        itemsize: bytes of an element of an intermediate.
+        backward: whether gradients of x and of all factors are computed, else the product.
+    """
+
+    shapes: Shapes
+    rows: int
+    columns: int
+    groups: int = 1
+    itemsize: int = 4
+    backward: bool = False
 
 
-class _Cut(NamedTuple):
-    """Factors cut into runs of neighbours, ``(first, last, P, Q)`` each, from the first one on, and the time it takes."""
+class _Run(NamedTuple):
+    """Neighbouring factors that are multiplied out."""
 
-    cost: float
-    runs: list[tuple[int, int, int, int]]
+    first: int
+    last: int
+    p: int
+    q: int
 
 
-def _best_cut(shapes: tuple[tuple[int, int], ...], rows: int, columns: int, rotating: bool) -> _Cut:
-    """Of all ways to cut the factors into runs of neighbours, the one with the least modelled time."""
+@lru_cache(maxsize=1024)
+def plan(problem: Problem) -> Plan:
+    """The plan of least modelled time.
+
+    The candidates are: each layout; in it, the factors cut into runs of neighbours that suit it best, or not multiplied out but for
+    those of one element; the runs in the order of falling 1/Q - 1/P, which is the order of least work (swapping two neighbours in
+    time shows it), or any one of them last and the others in that order: a backward pass does not multiply the last again. For a product,
+    rotating steps beside those.
+    """
+    rates = Rates(problem.itemsize)
+    found = []
+    layouts = {AS_IT_IS: (problem.rows, problem.columns)}
+    if problem.columns > 1:
+        layouts[ROWS] = (problem.rows * problem.columns, 1)
+    if problem.rows > 1:
+        layouts[COLUMNS] = (1, problem.rows * problem.columns)
+    for layout, (rows, columns) in layouts.items():
+        seen = problem._replace(rows=rows, columns=columns)
+        extra = 0.0 if layout == AS_IT_IS else _turning(problem, layout, rates)
+        for runs in _cuts(seen, rates):
+            for order in _orders(runs):
+                steps, seconds = _steps(seen, runs, order, rates)
+                found.append(Plan(steps, layout, False, seconds + extra + _building(runs, problem, rates)))
+    if not problem.backward and problem.groups == 1 and len(problem.shapes) > 1:
+        found.append(_rotating(problem, rates))
+    return min(found, key=lambda p: p.seconds)
+
+
+@lru_cache(maxsize=1024)
+def recorded_plan(problem: Problem) -> Plan:
+    """The plan of a product that autograd records: no factor is multiplied out, and nothing takes another layout."""
+    rates = Rates(problem.itemsize)
+    runs = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
+    made = [_steps(problem, runs, order, rates, recorded=True) for order in _orders(runs)]
+    steps, seconds = min(made, key=lambda m: m[1])
+    return Plan(steps, seconds=seconds)
+
+
+def records(problem: Problem) -> bool:
+    """Whether `recorded_plan` takes less time than `plan`, by the model; where there is a backward pass, with the product before it."""
+    recorded = recorded_plan(problem)
+    general = plan(problem)
+    seconds = general.seconds + costs.chunked(len(general.steps), problem.backward)
+    if not problem.backward:
+        return recorded.seconds <= seconds
+    return recorded.seconds + len(recorded.steps) * costs.RECORDED_STEP <= seconds + plan(problem._replace(backward=False)).seconds
+
+
+def _chunk_rows(problem: Problem) -> int:
+    """About how many rows or columns a chunk has, which is the side of a matrix that is transposed; 2 at least, since one row is not."""
+    k, n = (math.prod(s[i] for s in problem.shapes) for i in (0, 1))
+    return max(2, CHUNK_ELEMENTS // max(k, n))
+
+
+def _turning(problem: Problem, layout: str, rates: Rates) -> float:
+    """Time to bring x, and dy, into a layout, and the result, or dx, back."""
+    total = problem.groups * problem.rows * problem.columns
+    k, n = (math.prod(s[i] for s in problem.shapes) for i in (0, 1))
+    other = min(problem.columns if layout == ROWS else problem.rows, _chunk_rows(problem))
+    seconds = costs.transpose(total * k, k, other, rates) * (2 if problem.backward else 1)
+    return seconds + costs.transpose(total * n, n, other, rates)
+
+
+def _mode(problem: Problem, before: int, after: int) -> tuple[int, int]:
+    """(how many matrices, their innermost width) of a mode."""
+    return problem.groups * problem.rows * before, after * problem.columns
+
+
+def _steps(
+    problem: Problem, runs: Sequence[_Run], order: Sequence[int], rates: Rates, recorded: bool = False
+) -> tuple[tuple[Step, ...], float]:
+    """The runs as steps in this order, and their time."""
+    sizes = [r.p for r in runs]
+    steps, seconds = [], 0.0
+    for at, i in enumerate(order):
+        first, last, p, q = runs[i]
+        before, after = math.prod(sizes[:i]), math.prod(sizes[i + 1 :])
+        count, tail = _mode(problem, before, after)
+        mode = Mode(count, p, q, tail)
+        if recorded:
+            took, *ways = costs.recorded_ways(mode, problem.backward, rates)
+        else:
+            took, *ways = costs.best_ways(mode, problem.backward, at == len(order) - 1, rates)
+        seconds += took
+        steps.append(Step(first, last, p, q, before, after, *ways))
+        sizes[i] = q
+    return tuple(steps), seconds
+
+
+def _orders(runs: Sequence[_Run]) -> Iterator[list[int]]:
+    """The runs by number, from the one that narrows most on, equals from the last to the first; and the same with each of them last."""
+    least = sorted(reversed(range(len(runs))), key=lambda i: 1 / runs[i].p - 1 / runs[i].q)
+    yield least
+    if len(runs) <= MOST_ORDERS:
+        for last in least[:-1]:
+            yield [*[i for i in least if i != last], last]
+
+
+def _building(runs: Sequence[_Run], problem: Problem, rates: Rates) -> float:
+    """Time to multiply out the runs, and to take their gradients apart."""
+    return sum(costs.building(r.last - r.first, problem.groups * r.p * r.q, problem.backward, rates) for r in runs)
+
+
+# ---- runs ------------------------------------------------------------------------------------------
+
+
+def _cuts(problem: Problem, rates: Rates) -> Iterator[list[_Run]]:
+    """Ways to cut the factors into runs of neighbours: none but for factors of one element, and the one of least modelled time."""
+    alone = _without_units(problem.shapes)
+    yield alone
+    best = _best_cut(problem, rates)
+    if best != alone:
+        yield best
+
+
+def _without_units(shapes: Shapes) -> list[_Run]:
+    """Each factor a run, those of one element with the next, or at the end with the previous one."""
+    starts = [0] if shapes else []
+    for i in range(1, len(shapes)):
+        if shapes[i - 1] != (1, 1) and any(s != (1, 1) for s in shapes[i:]):
+            starts.append(i)
+    return [_run(shapes, first, last) for first, last in zip(starts, [*starts[1:], len(shapes)], strict=True)]
+
+
+def _run(shapes: Shapes, first: int, last: int) -> _Run:
+    return _Run(first, last, math.prod(p for p, _ in shapes[first:last]), math.prod(q for _, q in shapes[first:last]))
+
+
+def _best_cut(problem: Problem, rates: Rates, rotating: bool = False) -> list[_Run]:
+    """Of all cuts the one with the least modelled time, where runs are multiplied from the last to the first."""
+    shapes = problem.shapes
     count = len(shapes)
-    after = [1] * (count + 1)
-    before = [1] * (count + 1)
+    after, before = [1] * (count + 1), [1] * (count + 1)
     for i in reversed(range(count)):
         after[i] = after[i + 1] * shapes[i][1]
     for i in range(count):
         before[i + 1] = before[i] * shapes[i][0]
-    best: list[tuple[float, int]] = [(0.0, count)] * (count + 1)  # of factors[i:]: cost, end of the first run
+    best: list[tuple[float, int]] = [(0.0, count)] * (count + 1)  # of factors[i:]: time, end of the first run
     for first in reversed(range(count)):
         choices = []
         p = q = 1
         for last in range(first + 1, count + 1):
             p, q = p * shapes[last - 1][0], q * shapes[last - 1][1]
-            if last > first + 1 and max(p, q) > 4096:
+            if last > first + 1 and max(p, q) > WIDEST:
                 break
-            tail = after[last] * columns
-            read, written = before[first] * p * tail, before[first] * q * tail
-            work = _rotating_work(read, written, q) if rotating else _work(read, written, q, tail, before[first])[0]
-            build = PASS_COST * p * q if last > first + 1 else 0.0
-            choices.append((best[last][0] + rows * work + build + CALL_COST, last))
+            matrices, tail = _mode(problem, before[first], after[last])
+            if rotating:
+                seconds = costs.rotating(Mode(1, p, q, matrices * tail), rates)
+            else:
+                seconds = costs.best_ways(Mode(matrices, p, q, tail), problem.backward, first == 0, rates).seconds
+            built = costs.building(last - first, problem.groups * p * q, problem.backward, rates)
+            choices.append((best[last][0] + seconds + built, last))
         best[first] = min(choices)
-    runs = []
-    first = 0
+    runs, first = [], 0
     while first < count:
-        last = best[first][1]
-        runs.append((first, last, math.prod(s[0] for s in shapes[first:last]), math.prod(s[1] for s in shapes[first:last])))
-        first = last
-    return _Cut(best[0][0], runs)
+        runs.append(_run(shapes, first, best[first][1]))
+        first = runs[-1].last
+    return runs
 
 
-@lru_cache(maxsize=1024)
-def plan(shapes: tuple[tuple[int, int], ...], rows: int, columns: int, may_rotate: bool = False) -> tuple[Step, ...]:
-    """Which neighbouring factors to multiply out, the order in which to apply the results, and whether in place or rotating.
-
-    Of all ways to cut the factors into runs of neighbours it takes the one with the least modelled time. In place,
-    each run costs its multiply-adds, times `_slowdown` of the innermost width, plus reading and writing the
-    operand, or transposing it, plus building the run's matrix. Runs then go in the order of least work, narrowing ones first:
-    swapping two neighbours in time shows that it is the order of falling 1/Q - 1/P. Rotating, each run is one plain product, from the
-    last to the first, and the result is copied at the end: it stands transposed.
-
-    Args:
-        shapes: (P_i, Q_i) of each factor.
-        rows: how many rows share one set of factors.
-        columns: R, elements that lie side by side behind every mode.
-        may_rotate: whether the rows are all there is beside the modes.
-    """
-    cut = _best_cut(shapes, rows, columns, False)
-    steps = _ordered(cut.runs, columns)
-    if not may_rotate or len(shapes) == 1:
-        return steps
-    in_place = sum(CALL_COST + rows * _work(s.size_in, s.size_out, s.q, s.after * columns, s.before)[0] for s in steps)
-    rotating = _best_cut(shapes, rows, columns, True)
-    copied = 0.0 if rows == 1 else COPY_COST * rows * math.prod(q for _, q in shapes)
-    return _rotating(rotating.runs) if rotating.cost + copied < in_place else steps
-
-
-def _rotating(runs: Sequence[tuple[int, int, int, int]]) -> tuple[Step, ...]:
-    """The runs as rotating steps, from the last."""
-    ps, qs = [p for _, _, p, _ in runs], [q for *_, q in runs]
-    return tuple(Step(*runs[i], math.prod(ps[:i]), math.prod(qs[i + 1 :]), rotates=True) for i in reversed(range(len(runs))))
-
-
-def _ordered(runs: Sequence[tuple[int, int, int, int]], columns: int) -> tuple[Step, ...]:
-    """The runs as steps, least work first; equals go from the last to the first."""
-    sizes = [p for _, _, p, _ in runs]
-    steps = []
-    for i in sorted(reversed(range(len(runs))), key=lambda i: 1 / runs[i][2] - 1 / runs[i][3]):
-        first, last, p, q = runs[i]
-        step = Step(first, last, p, q, math.prod(sizes[:i]), math.prod(sizes[i + 1 :]))
-        steps.append(step._replace(transposes=_work(step.size_in, step.size_out, q, step.after * columns, step.before)[1]))
-        sizes[i] = q
-    return tuple(steps)
+def _rotating(problem: Problem, rates: Rates) -> Plan:
+    """Rotating steps, from the last run to the first."""
+    total = problem.rows * problem.columns
+    seen = problem._replace(rows=total, columns=1)
+    runs = _best_cut(seen, rates, rotating=True)
+    ps, qs = [r.p for r in runs], [r.q for r in runs]
+    steps, seconds = [], _building(runs, problem, rates)
+    for i in reversed(range(len(runs))):
+        steps.append(Step(*runs[i], math.prod(ps[:i]), math.prod(qs[i + 1 :])))
+        seconds += costs.rotating(Mode(1, ps[i], qs[i], total * steps[-1].before * steps[-1].after), rates)
+    seconds += costs.transpose(total * math.prod(qs), math.prod(qs), min(total, _chunk_rows(problem)), rates)
+    seconds += costs.transpose(total * math.prod(ps), math.prod(ps), problem.columns, rates)
+    return Plan(tuple(steps), AS_IT_IS if problem.columns == 1 else ROWS, True, seconds)
