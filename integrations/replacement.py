@@ -5,12 +5,12 @@ Modules, parameters, their names and their memory stay as they are: nothing that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 from torch import nn
 
-from fastkron_py.runtime.errors import type_name
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 AppliedT = TypeVar("AppliedT", bound="Applied")
 _SHOWN: Final = 3  # reasons in an error
@@ -106,6 +106,53 @@ class Applied:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.replaced)} replaced, {len(self.left_alone)} left alone)"
+
+
+def _modules(argument: str, model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a model, with its name."""
+    if not isinstance(model, nn.Module):
+        raise type_error(argument, "a torch.nn.Module", type_name(model))
+    yield from model.named_modules()
+
+
+def replaceable(
+    argument: str, model: Any, expected: str, is_candidate: Callable[[Any], bool], obstacle: Callable[[Any], str | None]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The modules of a model that can be changed, and why the other candidates cannot, by name.
+
+    Args:
+        argument: that the model is.
+        model: to look through.
+        expected: the modules that can be changed, in an error.
+        is_candidate: whether a module is of the kind.
+        obstacle: why a candidate cannot be changed, or None.
+
+    Raises:
+        TypeError: the model is no module.
+        ValueError: no module can be changed: it says why.
+    """
+    found: dict[str, nn.Module] = {}
+    left_alone: dict[str, str] = {}
+    for name, module in _modules(argument, model):
+        if is_candidate(module):
+            reason = obstacle(module)
+            if reason is None:
+                found[name] = module
+            else:
+                left_alone[name] = reason
+    if not found:
+        raise value_error(argument, expected, reasons(model, left_alone))
+    return found, left_alone
+
+
+def leave_all(argument: str, model: Any, leave: Callable[[nn.Module], None]) -> None:
+    """Change all modules of a model back.
+
+    Raises:
+        TypeError: the model is no module.
+    """
+    for _, module in _modules(argument, model):
+        leave(module)
 
 
 def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:

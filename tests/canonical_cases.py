@@ -8,6 +8,8 @@ import torch
 
 from fastkron_py import reference
 from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program, Scalar, bits
 
@@ -89,3 +91,17 @@ CASES = {
     "shrinking first": (1, 3, (40, 3), (2, 50), 1),
     "widths of one": (1, 4, (1, 5, 1), (1, 1, 3), 1),
 }
+
+
+def watch_kernels(monkeypatch) -> list[str]:
+    """The names of the kernels that launchers are made for from now on."""
+    taken: list[str] = []
+    make = Launcher.__init__
+
+    def watched(self, configs):
+        make(self, configs)
+        taken.append(configs[0].kernel.__name__)
+
+    monkeypatch.setattr(Launcher, "__init__", watched)
+    CACHE.forget()
+    return taken

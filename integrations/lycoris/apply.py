@@ -9,8 +9,8 @@ from torch import nn
 
 from fastkron_py.integrations import replacement
 from fastkron_py.integrations.lycoris.modules import FastLoKr, obstacle
-from fastkron_py.integrations.replacement import Applied, names_read, reasons
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
+from fastkron_py.runtime.errors import type_name
 
 # Names that the two forward passes read in the versions that were tested, 4.1.
 _FORWARD: Final = frozenset(
@@ -44,19 +44,8 @@ def use_fastkron(network: nn.Module) -> Applied:
         >>> network.apply_to()
         >>> use_fastkron(network)
     """
-    if not isinstance(network, nn.Module):
-        raise type_error("network", "a torch.nn.Module", type_name(network))
-    replaced: dict[str, nn.Module] = {}
-    left_alone: dict[str, str] = {}
-    for name, module in network.named_modules():
-        if isinstance(module, LokrModule):
-            reason = _reason(module)
-            if reason is None:
-                replaced[name] = module
-            else:
-                left_alone[name] = reason
-    if not replaced:
-        raise value_error("network", "LoKr modules of LyCORIS that can be replaced", reasons(network, left_alone))
+    expected = "LoKr modules of LyCORIS that can be replaced"
+    replaced, left_alone = replaceable("network", network, expected, lambda module: isinstance(module, LokrModule), _reason)
     for module in replaced.values():
         replacement.enter(module, FastLoKr, {})
         _rebind(module)
@@ -72,10 +61,7 @@ def revert_fastkron(network: nn.Module) -> None:
     Raises:
         TypeError: no module.
     """
-    if not isinstance(network, nn.Module):
-        raise type_error("network", "a torch.nn.Module", type_name(network))
-    for module in network.modules():
-        _leave(module)
+    leave_all("network", network, _leave)
 
 
 def _leave(module: nn.Module) -> None:

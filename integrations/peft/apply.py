@@ -9,8 +9,8 @@ from torch import nn
 
 from fastkron_py.integrations import replacement
 from fastkron_py.integrations.peft.layers import FastLoKr, obstacle
-from fastkron_py.integrations.replacement import Applied, names_read, reasons
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
+from fastkron_py.runtime.errors import type_name
 
 # Names that the forward pass reads in the versions that were tested, 0.18 to 0.21.
 _FORWARD: Final = frozenset(
@@ -40,19 +40,8 @@ def use_fastkron(model: nn.Module) -> Applied:
         >>> model = peft.get_peft_model(model, peft.LoKrConfig(target_modules=["q_proj", "v_proj"]))
         >>> use_fastkron(model)
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
-    replaced: dict[str, nn.Module] = {}
-    left_alone: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoKrLayer):
-            reason = _reason(module)
-            if reason is None:
-                replaced[name] = module
-            else:
-                left_alone[name] = reason
-    if not replaced:
-        raise value_error("model", "LoKr layers of PEFT that can be replaced", reasons(model, left_alone))
+    expected = "LoKr layers of PEFT that can be replaced"
+    replaced, left_alone = replaceable("model", model, expected, lambda module: isinstance(module, LoKrLayer), _reason)
     for module in replaced.values():
         replacement.enter(module, FastLoKr, {})
     return Applied(replaced, left_alone, _leave)
@@ -67,10 +56,7 @@ def revert_fastkron(model: nn.Module) -> None:
     Raises:
         TypeError: no module.
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
-    for module in model.modules():
-        _leave(module)
+    leave_all("model", model, _leave)
 
 
 def _leave(module: nn.Module) -> None:

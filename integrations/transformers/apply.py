@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fastkron_py.gated.api import BACKWARDS
-from fastkron_py.integrations.replacement import Applied, names_read, reasons
+from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
 from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, leave
 from fastkron_py.nn.hooks import is_hooked, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_precision
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_name
 
 # Classes whose forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)), by the family that transformers files them under.
 FAMILIES: Final[Mapping[str, str]] = MappingProxyType(
@@ -60,21 +60,10 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
         >>> model(input_ids).loss.backward()
         >>> applied.close()
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
     check_choice("backward", backward, BACKWARDS)
     check_precision(precision)
-    replaced: dict[str, nn.Module] = {}
-    left_alone: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if _is_gated_mlp(module):
-            reason = _obstacle(module)
-            if reason is None:
-                replaced[name] = module
-            else:
-                left_alone[name] = reason
-    if not replaced:
-        raise value_error("model", f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}", reasons(model, left_alone))
+    expected = f"MLPs that can be replaced, of {', '.join(FAMILIES.values())}"
+    replaced, left_alone = replaceable("model", model, expected, _is_gated_mlp, _obstacle)
     for module in replaced.values():
         enter(module, backward, precision)
     return AppliedToLlama(replaced, left_alone, leave)
@@ -89,10 +78,7 @@ def revert_llama(model: nn.Module) -> None:
     Raises:
         TypeError: no module.
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "a torch.nn.Module", type_name(model))
-    for module in model.modules():
-        leave(module)
+    leave_all("model", model, leave)
 
 
 # ---- what stands in the way --------------------------------------------------------------------

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from canonical_cases import backward, dense, multiply, problem
+from canonical_cases import backward, dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.plan.narrow import is_narrow, is_narrow_gradient, narrow_config, narrow_gradient_config
 from fastkron_py.runtime.gpu import HOPPER
-from fastkron_py.runtime.launch import Launcher
 from fastkron_py.testing import assert_close
 
 # (batches, rows, P, Q, R)
@@ -75,17 +74,7 @@ def test_an_infinity_stays_in_its_slice(special: float, device: torch.device) ->
 
 
 def test_narrow_factors_take_these_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    from fastkron_py.runtime.call_cache import CACHE
-
-    taken: list[str] = []
-    make = Launcher.__init__
-
-    def watched(self: Launcher, configs: Any) -> None:
-        make(self, configs)
-        taken.append(configs[0].kernel.__name__)
-
-    monkeypatch.setattr(Launcher, "__init__", watched)
-    CACHE.forget()
+    taken = watch_kernels(monkeypatch)
     x, factors = problem(torch.float32, device, 1, 2, (3, 300), (2, 300), 1)
     multiply(x, factors)
     backward(torch.randn(1, 2, 600, 1, device=device), x, factors)

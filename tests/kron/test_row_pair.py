@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from canonical_cases import dense, multiply, problem
+from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan.plan import PlanProblem, plan
 from fastkron_py.kron.plan.row_pair import row_pair_config, sides
 from fastkron_py.kron.plan.steps import Step
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
-from fastkron_py.runtime.launch import Launcher
 from fastkron_py.testing import assert_close
 
 # (batches, rows, P, Q, R)
@@ -34,16 +32,7 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; half types take this kernel on any device."""
     monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch."))
     monkeypatch.setattr(kernels, "has_chained", lambda device, dtype: False)
-    taken: list[str] = []
-    make = Launcher.__init__
-
-    def watched(self: Launcher, configs: Any) -> None:
-        make(self, configs)
-        taken.append(configs[0].kernel.__name__)
-
-    monkeypatch.setattr(Launcher, "__init__", watched)
-    CACHE.forget()
-    return taken
+    return watch_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
