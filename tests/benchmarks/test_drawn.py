@@ -76,7 +76,7 @@ def test_contenders_agree_with_float64(kind: str, left: bool) -> None:
         assert 0 < drawn.largest_error(problem, result) < 1e-6
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
         for i, part in enumerate(parts):  # an error in any one element shows
-            wrong = [p.detach().clone() for p in parts]
+            wrong = [p.detach().clone(memory_format=torch.contiguous_format) for p in parts]
             wrong[i].view(-1)[-1] += 0.01 * part.abs().max()
             assert drawn.largest_error(problem, wrong) > 1e-3
         assert drawn.largest_error(problem, [p.mT for p in parts]) == math.inf
