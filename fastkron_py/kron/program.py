@@ -80,7 +80,8 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
     problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward)
     in_half = torch_small.takes_bfloat16(problem, x)
     problem = problem._replace(itemsize=2) if in_half else problem
-    if not torch_small.is_small(problem):
+    is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
+    if not (is_one_product or torch_small.is_small(problem)):
         return None
     steps = recorded_plan(problem).steps
 
