@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 
 INK = "#7f8791"
 COLOURS = ("#e8743b", "#5aa9a3", "#7b8fd4", "#b07bb8", "#f2b179", INK)
-NARROW = 4.0  # of speed-ups: up to so many times the least, labels are at equal distances, else at 1, 2, 5 of each power of ten
+NARROW = 4.0  # of speed-ups: up to this number of times the least, labels are at equal distances, else at 1, 2, 5 of each power of ten
 STYLE = {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK}
 
 

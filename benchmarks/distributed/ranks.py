@@ -44,7 +44,7 @@ class Scaling:
     backward: bool = False
 
     def total(self, ranks: int) -> int:
-        """Rows of x on so many ranks."""
+        """Rows of x on this number of ranks."""
         return self.rows * (ranks if self.weak else 1)
 
     @property

@@ -239,7 +239,7 @@ BACKWARD = (
 
 
 def case(model: str, tokens: int, dtype: str, *, gradients: bool = False, whole: bool = False, quick: bool = False) -> Case:
-    """A row: a model's MLP, or the wide half of it, at so many tokens."""
+    """A row: a model's MLP, or the wide half of it, at a number of tokens."""
     k, h = LLAMAS[model]
     label = f"{model} {tokens}" + (" float16" if dtype == "float16" else "")
     return sized(label, tokens, k, h, dtype, gradients=gradients, whole=whole, quick=quick)

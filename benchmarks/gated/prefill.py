@@ -32,7 +32,7 @@ class Model:
     head_size: int
 
     def saved_bytes(self, chunk: int = CHUNK, before: int = EAGER) -> int:
-        """Of activations, in a chunk of so many tokens."""
+        """Of activations, in a chunk of this number of tokens."""
         return (before - FUSED) * chunk * self.hidden * BYTES
 
     def token_bytes(self, grouped: bool = True) -> int:

@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def step(self) -> int:
-        """Every how many rows are checked: four of them at least, if there are so many."""
+        """Every how many rows are checked: four of them at least, if there are four."""
         return max(1, min(-(-self.x.numel() // CHECKED_ELEMENTS), self.x.shape[0] // CHECKED_ROWS))
 
     @cached_property

@@ -187,7 +187,7 @@ def _at_once(tile: Tile) -> int:
 
 
 def _shared_out(tile: Tile, programs: int, depth: int, results: int, sizes: Sizes) -> Split:
-    """Splits of a large product, whose programs come in waves of which the last may be nearly empty: its cost against the partial sums'."""
+    """Splits of a large product. Its programs come in waves, and the last may be nearly empty: its cost against the partial sums'."""
     blocks = -(-depth // tile.block_k)
     slots = sizes.gpu.multiprocessors * _at_once(tile)
     work = 2 * sizes.rows * sizes.num_in * sizes.num_out * sizes.terms * sizes.passes / (_REACHED * sizes.gpu.rate(sizes.itemsize))

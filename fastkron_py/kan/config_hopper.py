@@ -103,7 +103,7 @@ def _degrees(sizes: Sizes) -> tuple[int, ...]:
 
 
 def segments_of(tiles: int, blocks: int, parts: int) -> int:
-    """On how many parts a tile lies at most, where tiles of so many blocks are dealt out in one row."""
+    """On how many parts a tile lies at most, where tiles of this number of blocks are dealt out in one row."""
     units = tiles * blocks
 
     def owner(unit: int) -> int:

@@ -75,13 +75,13 @@ def stored(splits: int, shape: tuple[int, ...]) -> Stored:
     if splits == 1:
         return Stored()
     size = math.prod(shape)
-    # stride_b is of a batch of sums, of which there is one here.
+    # stride_b is of a batch of sums; there is one here.
     arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
     return Stored((splits, *shape), Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)]), (_ONE,))
 
 
 class Boxes(NamedTuple):
-    """How the copy engine reads matrices: as boxes of so many rows and columns, beyond the first columns nothing."""
+    """How the copy engine reads matrices: as boxes of this number of rows and columns, beyond the first columns nothing."""
 
     shape: list[int]
     columns: int

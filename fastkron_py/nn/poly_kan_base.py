@@ -179,7 +179,7 @@ class EdgeFunctions(nn.Module):
 
 
 def check_range(low: Any, high: Any, like: Tensor) -> None:
-    """Two tensors of finite numbers, as many as like has, of which the first are not above the second."""
+    """Two tensors of finite numbers, as many as like has. The first are not above the second."""
     for name, bound in (("low", low), ("high", high)):
         if not isinstance(bound, Tensor):
             raise type_error(name, f"a tensor [{len(like)}]", type_name(bound))

@@ -20,7 +20,7 @@ _CALLS: Final = 4e-5  # of torch's linear and of a recognised `rational`, in Pyt
 _CALL: Final = 2.4e-4
 _GAIN: Final = 0.97  # at most this share of the time, else it is not worth a kernel of one's own
 
-# Two programs share a multiprocessor, one of which multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
+# Two programs share a multiprocessor: one multiplies while the other evaluates the function. Compiled, they take 104 KiB and 128
 # registers a thread each, also where two results are stored, which take turns in one piece of shared memory.
 _OVERLAPPING: Final = GemmTile(128, 128, 64, 8, 3, parts=4, programs=2)
 

@@ -33,7 +33,7 @@ def from_one(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
 
 @triton.jit
 def from_zero(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    """P_{-1} = 0 with 1 before it, of which the first step (a = 0, c = -1) makes P_0 = 1."""
+    """P_{-1} = 0 with 1 before it. The first step (a = 0, c = -1) makes P_0 = 1 from them."""
     return t, constant(t, 0.0), constant(t, 1.0)
 
 
