@@ -17,6 +17,7 @@ CHUNK_BYTES_CPU = 1 << 24  # at most: two intermediates share the last level of 
 CHUNK_BYTES_OTHER = 1 << 26  # on other devices chunks only bound the memory
 CHUNK_BYTES_OTHER_LEAST = 1 << 22
 MATRICES = 4  # a chunk has this many times the elements of the largest matrix at least
+UNCACHED = 64  # columns of a chunk where a vector of them does not fit: cuts would cost copies, and only bound the memory
 GROUP_ELEMENTS = 1 << 13  # below this, one batched product serves many factor batches
 
 
@@ -75,7 +76,8 @@ def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype) -> Iterator[Chunk]:
     rows, columns, together = length, width, 1
     buffered = _buffered(chosen, x.dtype == dtype) if x.device.type == "cpu" else widest
     if widest * width > COLUMNS * limit:
-        rows, columns = 1, min(width, max(VECTOR, COLUMNS * limit // buffered // VECTOR * VECTOR))
+        fitting = COLUMNS * limit // buffered // VECTOR * VECTOR
+        rows, columns = 1, min(width, fitting or UNCACHED)
     elif length * widest * width > limit:
         rows = max(1, limit // (widest * width))
     elif length * widest * width <= GROUP_ELEMENTS:
