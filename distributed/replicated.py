@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fastkron_py.distributed.group.failures import rank_text, stage
 from fastkron_py.distributed.group.watch import note
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-_HALF: Final = (torch.float16, torch.bfloat16)
 Reduction = Literal["sum", "mean"]
 
 
@@ -57,7 +57,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Reduction, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.where = group, device, reduction
-        dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in _HALF else p.dtype for p in parts])
+        dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in HALF_DTYPES else p.dtype for p in parts])
         flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
         text = f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}"
         all_reduce(text, torch.view_as_real(flat) if flat.is_complex() else flat, group)

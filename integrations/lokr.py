@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.adapters.api import lokr_linear
+from fastkron_py.adapters.api import adapted_linear
 from fastkron_py.adapters.conv import Kernel, Window, lokr_conv
-from fastkron_py.adapters.factor import HALF_DTYPES, Factor
+from fastkron_py.adapters.factor import Factor
 from fastkron_py.runtime.autocast import autocast_dtype
+from fastkron_py.runtime.checks import HALF_DTYPES
 
 
 class Adapter(NamedTuple):
@@ -43,9 +44,7 @@ class Adapter(NamedTuple):
         own = self.fitting(x)
         if own.window is not None:
             return lokr_conv(x, own.w1, own.w2, own.window, base=base, scale=own.scale)
-        first = own.w1.left if own.w1.right is None else (own.w1.left, own.w1.right)
-        second = own.w2.core if own.w2.left is None else (own.w2.left, own.w2.core)
-        return lokr_linear(x, first, second, base=base, scale=own.scale)
+        return adapted_linear(x, own.w1, own.w2.factor(), base, own.scale)
 
     def added(self, x: Tensor, base: Tensor) -> Tensor:
         """The adapter's result plus base; of other dtypes than the result's, as torch adds."""

@@ -93,6 +93,12 @@ CASES = {
 }
 
 
+def expected_gradients(dy, x, factors, alpha=1.0):
+    """dx and each dF_i of ``alpha * x (F1 (x) ... (x) FN)``, in float64."""
+    inputs = [t.double().requires_grad_() for t in (x, *factors)]
+    return torch.autograd.grad(alpha * dense(inputs[0], inputs[1:]), inputs, dy.double())
+
+
 def watch_kernels(monkeypatch) -> list[str]:
     """The names of the kernels that launchers are made for from now on."""
     taken: list[str] = []

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
-from fastkron_py.adapters.products import add_product
+from fastkron_py.adapters.plan import CPU_PASS_COST, GPU_PASS_COST, best_plan
+from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
@@ -58,16 +59,17 @@ def lokr_linear(
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
     if isinstance(x, Tensor):
         f1, f2 = (Factor(*[t for _, t in parts]) for parts in (parts1, parts2))
-        return _lokr_linear(x, f1, f2, base, scale, precision)  # type: ignore[arg-type, return-value]
+        return adapted_linear(x, f1, f2, base, scale, precision)  # type: ignore[arg-type, return-value]
     named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
     bridge = find_bridge([array for _, array in named], [label for label, _ in named])
     with bridge.context():
         loaded_base = None if base is None else bridge.load(base, "base")
         f1, f2 = (loaded(bridge, parts) for parts in (parts1, parts2))
-        return bridge.give_back(_lokr_linear(bridge.load(x, "x"), f1, f2, loaded_base, scale, precision))  # type: ignore[no-any-return]
+        return bridge.give_back(adapted_linear(bridge.load(x, "x"), f1, f2, loaded_base, scale, precision))  # type: ignore[no-any-return]
 
 
-def _lokr_linear(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None) -> Tensor:
+def adapted_linear(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None = None) -> Tensor:
+    """`lokr_linear` of tensors."""
     check_precision(precision)
     check_tensor("x", x, x, "x")
     dtype = autocast_dtype(x)
@@ -91,3 +93,50 @@ def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None
     shape = (*x.shape[:-1], math.prod((w1.size.rows, w2.size.rows)))
     if tuple(base.shape) != shape:
         raise value_error("base", f"the result's shape {shape}", f"shape {tuple(base.shape)}")
+
+
+def add_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None) -> Tensor:
+    """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, composed of Kronecker multiplies.
+
+    With w2 of low rank, ``kron(w1, a @ b)`` is ``kron(I, a) @ kron(w1, b)``: w1 multiplies modes of the rank's size.
+
+    Args:
+        x: ``[*, in1 * in2]``.
+        w1: ``[out1, in1]``, of x's dtype or float32.
+        w2: ``[out2, in2]``, of x's dtype or float32.
+        base: ``[*, out1 * out2]`` or None.
+        scale: a number, or a 0-dimensional tensor.
+        precision: of float32 products.
+    """
+    w1, scale = _with_scale(w1, scale)
+    w1, w2 = prepared(w1, w2, math.prod(x.shape[:-1]), x)
+    epilogue: dict[str, Any] = {"alpha": scale, "beta": 0.0 if base is None else 1.0, "precision": precision}
+    if w1.right is None and w2.right is None:
+        return kron_matmul(x, [w1.left.mT, w2.left.mT], z=base, **epilogue)
+    inner = [(w.left if w.right is None else w.right).mT for w in (w1, w2)]
+    hidden = kron_matmul(x, inner, precision=precision)
+    if w1.right is not None and w2.right is not None:
+        return kron_matmul(hidden, [w1.left.mT, w2.left.mT], z=base, **epilogue)
+    # One mode is finished: the other one alone is multiplied, on [*, out1 or rank, out2 or rank].
+    modes = hidden.unflatten(-1, (inner[0].shape[1], inner[1].shape[1]))
+    z = None if base is None else base.unflatten(-1, (w1.size.rows, w2.size.rows))
+    if w1.right is None:
+        y: Tensor = kron_matmul(modes, [w2.left.mT], z=z, **epilogue)
+    else:
+        y = kron_matmul_left([w1.left], modes, z=z, **epilogue)
+    return y.flatten(-2)
+
+
+def prepared(w1: Factor, w2: Factor, tokens: int, x: Tensor) -> tuple[Factor, Factor]:
+    """The factors in x's dtype, each as a matrix or as the pair that it was, by the plan."""
+    pass_cost = CPU_PASS_COST if x.device.type == "cpu" else GPU_PASS_COST
+    plan = best_plan(w1.size, w2.size, tokens, pass_cost)
+    w1, w2 = ((w.expanded() if is_dense else w).to(x.dtype) for w, is_dense in zip((w1, w2), plan, strict=True))
+    return w1, w2
+
+
+def _with_scale(w1: Factor, scale: Any) -> tuple[Factor, Any]:
+    """A tensor's or a complex number's scale as part of w1, the smaller factor; the scale that is left."""
+    if isinstance(scale, Tensor | complex):
+        return w1.scaled(scale), 1.0
+    return w1, scale

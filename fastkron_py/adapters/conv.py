@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.adapters.factor import Factor, check_factor, check_operand
-from fastkron_py.adapters.products import add_product, prepared
+from fastkron_py.adapters.api import add_product, prepared
+from fastkron_py.adapters.factor import Factor, check_factor
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.checks import check_scalar, check_tensor
@@ -52,6 +52,13 @@ class Kernel(NamedTuple):
     def map(self, function: Any) -> Kernel:
         """The kernel with a function applied to its tensors."""
         return Kernel(function(self.core), *[None if t is None else function(t) for t in self[1:]])
+
+    def factor(self) -> Factor:
+        """The kernel of one pixel, or one without a window, as a factor."""
+        core = self.core.flatten(1)
+        if self.right is not None:
+            core = core @ self.right
+        return Factor(core) if self.left is None else Factor(self.left, core)
 
     def expanded(self) -> Tensor:
         """The whole kernel, ``[out2, in2, *window]``."""
@@ -121,7 +128,7 @@ def lokr_conv(x: Tensor, w1: Factor, w2: Kernel, window: Window, *, base: Tensor
 def _check_kernel(w2: Kernel, x: Tensor) -> None:
     for label, t in zip(("w2", "w2's left matrix", "w2's right matrix"), w2, strict=True):
         if t is not None:
-            check_operand(label, t, x)
+            check_tensor(label, t, x, "x", or_float32=True)
     if w2.core.ndim - 2 not in _CONVOLUTIONS:
         raise value_error("w2", "a kernel [out, in, *window] of a window of 1, 2 or 3 dimensions", f"shape {tuple(w2.core.shape)}")
     for label, matrix, size, axis in (("left", w2.left, w2.core.shape[0], 1), ("right", w2.right, w2.core.shape[1], 0)):
@@ -162,10 +169,7 @@ def _is_cheaper(w2: Kernel) -> bool:
 
 def _pointwise(x: Tensor, w1: Factor, w2: Kernel, base: Tensor | None, scale: Any) -> Tensor:
     """The convolution with a kernel of one pixel: a product with each pixel's channels."""
-    core = w2.core.flatten(1)
-    if w2.right is not None:
-        core = core @ w2.right
-    factor = Factor(core) if w2.left is None else Factor(w2.left, core)
+    factor = w2.factor()
     _check_base(base, (x.shape[0], w1.size.rows * w2.rows, *x.shape[2:]))
     if x.stride(1) == 1 and x.shape[1] > 1:  # channels_last: a pixel's channels lie side by side
         z = None if base is None else base.movedim(1, -1)

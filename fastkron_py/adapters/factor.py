@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fastkron_py.adapters.plan import FactorSize
 from fastkron_py.runtime.arrays import ACCEPTED, Bridge
-from fastkron_py.runtime.checks import DTYPES
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.checks import check_tensor
+from fastkron_py.runtime.errors import type_error, value_error
 
-HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 _EXPECTED: Final = "a matrix [out, in] or a pair of matrices [out, rank] and [rank, in]"
 
 
@@ -75,29 +74,9 @@ def check_factor(name: str, factor: Factor, x: Tensor) -> None:
     """
     labels = (name,) if factor.right is None else (f"{name}[0]", f"{name}[1]")
     for label, t in zip(labels, (factor.left, factor.right), strict=False):
-        check_operand(label, t, x)
+        check_tensor(label, t, x, "x", or_float32=True)
         if t is not None and t.ndim != 2:
             raise value_error(label, "a matrix", f"shape {tuple(t.shape)}")
     if factor.right is not None and factor.left.shape[1] != factor.right.shape[0]:
         left, right = tuple(factor.left.shape), tuple(factor.right.shape)
         raise value_error(name, "a pair [out, rank] and [rank, in] of one rank", f"shapes {left} and {right}")
-
-
-def check_operand(label: str, t: Any, x: Tensor) -> None:
-    """A dense tensor on x's device, of x's dtype, or float32 beside an x of a half dtype.
-
-    Raises:
-        TypeError: no dense floating-point tensor, or another dtype.
-        ValueError: another device.
-    """
-    if not isinstance(t, Tensor):
-        raise type_error(label, "a torch tensor, like x", type_name(t))
-    if t.is_nested or t.layout != torch.strided:
-        raise type_error(label, "a dense (strided) tensor", "a nested one" if t.is_nested else t.layout)
-    if t.dtype not in DTYPES:
-        raise type_error(label, "a dtype among " + ", ".join(str(d).removeprefix("torch.") for d in DTYPES), t.dtype)
-    if t.dtype != x.dtype and not (x.dtype in HALF_DTYPES and t.dtype == torch.float32):
-        more = " or torch.float32" if x.dtype in HALF_DTYPES else ""
-        raise type_error(label, f"x's dtype {x.dtype}{more}", t.dtype)
-    if t.device != x.device:
-        raise value_error(label, f"x's device {x.device}", t.device)

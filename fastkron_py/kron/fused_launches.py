@@ -9,6 +9,7 @@ from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
 from fastkron_py.kron.hopper.launch_config import chained_launch
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.narrow_backward import _narrow_multiply_bwd_kernel
+from fastkron_py.kron.launches import tile_constants
 from fastkron_py.kron.plan.gradient import FusedConfig, Group, fused_configs
 from fastkron_py.kron.plan.narrow import is_narrow_gradient, narrow_gradient_config
 from fastkron_py.kron.plan.steps import padded
@@ -51,14 +52,7 @@ def _common(problem: GradientProblem, programs: int) -> dict[str, Any]:
 
 def _tiles(problem: GradientProblem, block_s: int) -> dict[str, Any]:
     """The arguments that depend on the slices of a tile."""
-    _, rows, before, after = problem.around
-    num_slices, fastest = rows * before * after, after if after != 1 else before
-    return {
-        "num_tiles": math.ceil(num_slices / block_s),
-        "BLOCK_S": block_s,
-        "ALIGNED": fastest % block_s == 0,
-        "EVEN": num_slices % block_s == 0,
-    }
+    return tile_constants(problem.around, block_s) | {"num_tiles": math.ceil(math.prod(problem.around[1:]) / block_s)}
 
 
 def _narrow(problem: GradientProblem) -> tuple[int, list[LaunchConfig]]:

@@ -130,6 +130,16 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
     }
 
 
+def tile_constants(shape: tuple[int, int, int, int], block_s: int) -> dict[str, Any]:
+    """The constants of a kernel on tiles of block_s slices, of an operand with this (B, L, before, after) around its modes."""
+    _, rows, before, after = shape
+    return {
+        "BLOCK_S": block_s,
+        "ALIGNED": (after if after != 1 else before) % block_s == 0,
+        "EVEN": rows * before * after % block_s == 0,
+    }
+
+
 def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tuple[LaunchConfig, ...]:
     """Launch configurations in order of preference; later ones need less shared memory.
 
@@ -178,16 +188,10 @@ def takes_tensor_cores(problem: LaunchProblem) -> bool:
 
 def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig, gpu: GPU) -> LaunchConfig:
     """The launch configuration of a plain Triton kernel: for one step, or for a chain."""
-    (batches, _, before, after), launch = problem.shape, problem.launch
+    batches, launch = problem.shape[0], problem.launch
     num_slices = common["num_slices"]
     num_tiles = batches * math.ceil(num_slices / config.block_s)
-    arguments = common | {
-        "BLOCK_S": config.block_s,
-        "ALIGNED": (after if after != 1 else before) % config.block_s == 0,
-        "EVEN": num_slices % config.block_s == 0,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    arguments = common | tile_constants(problem.shape, config.block_s) | {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if isinstance(config, SingleConfig):
         num_tiles *= math.ceil(launch.q / config.block_q)
         resident = batches == 1 and launch.p <= config.block_p and launch.q <= config.block_q
@@ -218,17 +222,15 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
 
 def _narrow(problem: LaunchProblem, common: dict[str, Any], config: NarrowConfig, gpu: GPU) -> LaunchConfig:
     """The launch configuration of the kernel for a narrow factor."""
-    (batches, _, before, after), launch = problem.shape, problem.launch
+    batches, launch = problem.shape[0], problem.launch
     num_slices = common["num_slices"]
     num_tiles = batches * math.ceil(num_slices / config.block_s) * math.ceil(launch.q / config.block_q)
-    arguments = common | {
+    arguments = common | tile_constants(problem.shape, config.block_s)
+    arguments |= {
         "P": launch.p,
         "Q": launch.q,
-        "BLOCK_S": config.block_s,
         "BLOCK_Q": config.block_q,
         "UNROLL": config.unroll,
-        "ALIGNED": (after if after != 1 else before) % config.block_s == 0,
-        "EVEN": num_slices % config.block_s == 0,
         "num_tiles": num_tiles,
         "num_warps": config.num_warps,
     }

@@ -17,8 +17,9 @@ from torch import Tensor
 from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Problem, Step, plan, recorded_plan
-from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_mode, ready, split
-from fastkron_py.kron.torch_small import HALF_DTYPES, is_small, multiply_small, multiply_small_groups, takes_bfloat16
+from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
+from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
+from fastkron_py.runtime.checks import HALF_DTYPES
 
 
 def _sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -134,7 +135,7 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         final = i == len(steps) - 1
         direct = final and y.dtype == matrix.dtype and y.is_contiguous()
         out = y.view(shape) if direct else scratch.take(i % 2, shape)
-        multiply_mode(source, matrix, step, out, epilogue if final else PLAIN)
+        multiply_step(source, matrix, step, out, epilogue if final else PLAIN)
         source = out
     if not direct:
         y.copy_(source.view(y.shape))
@@ -244,7 +245,7 @@ def _run_backward(
     inputs, count = [x], len(steps)
     for i in range(max(wanted)):
         out = scratch.take(i, (*x.shape[:2], steps[i].size_out, x.shape[3]))
-        multiply_mode(inputs[-1], matrices[i], steps[i], out)
+        multiply_step(inputs[-1], matrices[i], steps[i], out)
         inputs.append(out)
     lowest = 0 if dx is not None else min(wanted)
     found: list[Tensor | None] = [None] * count
@@ -258,7 +259,7 @@ def _run_backward(
             shape = (*x.shape[:2], step.size_in, x.shape[3])
             direct = final and dx is not None and dx.dtype == matrix.dtype and dx.is_contiguous()
             out = dx.view(shape) if direct and dx is not None else scratch.take(count + i % 2, shape)
-            multiply_mode(gradient, matrix.mT, _transposed(step), out, Epilogue(alpha) if final else PLAIN)
+            multiply_step(gradient, matrix.mT, _transposed(step), out, Epilogue(alpha) if final else PLAIN)
             gradient = out
     if dx is not None and not direct:
         dx.copy_(gradient.view(dx.shape))

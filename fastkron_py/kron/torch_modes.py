@@ -54,7 +54,7 @@ def ready(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype).resolve_conj().contiguous()
 
 
-def multiply_mode(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
+def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
     """One step on a chunk.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from fastkron_py.kron.plan.torch_costs import IN_PLACE, TRANSPOSED, converting
 from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.checks import HALF_DTYPES
 
-HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 SMALL_ELEMENTS = 1 << 20  # of operand and of result
 ONE_FACTOR = 1 << 18  # of one factor's: it is one product in any case
 BLOCK_ELEMENTS = 1 << 14  # of a small matrix: products of many rows with it go in blocks, which larger ones would be packed anew for

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkron_py.adapters.api import lokr_linear
+from fastkron_py.adapters.api import adapted_linear
 from fastkron_py.adapters.conv import Window, lokr_conv
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
@@ -105,10 +105,7 @@ class LoKrLinear(LoKrLayer):
         return made.train(layer.training)
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
-        w1, w2 = self.first_factor(), self.second_factor()
-        first = w1.left if w1.right is None else (w1.left, w1.right)
-        second = w2.core if w2.left is None else (w2.left, w2.core)
-        return lokr_linear(x, first, second, base=base, scale=self.scale)
+        return adapted_linear(x, self.first_factor(), self.second_factor().factor(), base, self.scale)
 
 
 class LoKrConv2d(LoKrLayer):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.adapters.conv import Kernel
-from fastkron_py.adapters.factor import HALF_DTYPES, Factor
+from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.sizes import split_size
 from fastkron_py.nn.arguments import check_flag, check_positive, check_probability
-from fastkron_py.runtime.checks import check_choice, check_integer, check_scalar
+from fastkron_py.runtime.checks import HALF_DTYPES, check_choice, check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 NAMES: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")

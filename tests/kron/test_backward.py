@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from canonical_cases import CASES, DTYPES, backward, backward_program, dense, problem, rounding_steps
+from canonical_cases import CASES, DTYPES, backward, backward_program, dense, expected_gradients, problem, rounding_steps
 
 from fastkron_py.kron import backward as launches
 from fastkron_py.kron.plan import gradient as planning
@@ -44,11 +44,6 @@ def test_results_repeat_bit_for_bit(device):
     first, again = (backward(dy, x, factors) for _ in range(2))
     assert torch.equal(first[0], again[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
-
-
-def expected_gradients(dy, x, factors, alpha=1.0):
-    inputs = [t.double().requires_grad_() for t in (x, *factors)]
-    return torch.autograd.grad(alpha * dense(inputs[0], inputs[1:]), inputs, dy.double())
 
 
 GROUPED = {

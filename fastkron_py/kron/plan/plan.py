@@ -96,7 +96,7 @@ def _balanced(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, count
         if due and len(ends) < count:
             ends.append(start + i + 1)
     cuts = zip(ends, [*ends[1:], stop], strict=True)
-    return tuple(Step(first, last, math.prod(ps[first:last]), math.prod(qs[first:last])) for first, last in cuts)
+    return tuple(Step.of(ps, qs, first, last) for first, last in cuts)
 
 
 def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
@@ -157,7 +157,9 @@ def _half_share(launch: Launch, half: str) -> float:
         return HALF_NARROW
     if launch.chained or any(s.stop - s.start > 1 for s in launch.steps):
         return 1.0
-    return HALF if min(sides) >= (HALF_SINGLE if len(sides) == 1 else HALF_CHAIN if half == "bfloat16" else math.inf) else 1.0
+    is_single = len(sides) == 1
+    in_half = is_single or half == "bfloat16"
+    return HALF if in_half and min(sides) >= (HALF_SINGLE if is_single else HALF_CHAIN) else 1.0
 
 
 # How much longer a register-chained launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -45,13 +44,9 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
         stop: one past the last factor.
     """
     for split in range(start + 1, stop):
-        first, second = _step(ps, qs, start, split), _step(ps, qs, split, stop)
+        first, second = Step.of(ps, qs, start, split), Step.of(ps, qs, split, stop)
         if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and max(sides(first, second)) <= WIDEST:
             yield first, second
-
-
-def _step(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Step:
-    return Step(start, stop, math.prod(ps[start:stop]), math.prod(qs[start:stop]))
 
 
 def row_pair_cost(first: Step, second: Step, moved: float) -> float:
@@ -78,8 +73,5 @@ def row_pair_config(first: Step, second: Step, gpu: GPU) -> RowPairConfig:
     pa, qa, pb, qb = sides(first, second)
     stages = MOST_STAGES if pa * pb <= SMALL_SLICE else MOST_STAGES - 1
     shared_memory = 2 * (stages * pa * pb + pb * qb + qa * pa + pa * qb)
-    while stages > 1 and shared_memory > gpu.shared_memory:
-        stages -= 1
-        shared_memory -= 2 * pa * pb
-    programs = max(1, min(4, gpu.shared_memory // shared_memory))
+    programs = min(4, gpu.shared_memory // shared_memory)  # one at least: WIDEST sides take less than Hopper has
     return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > 2 * SMALL_SLICE else 4, stages, programs)

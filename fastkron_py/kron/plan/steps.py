@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -23,6 +25,11 @@ class Step:
     stop: int
     p: int
     q: int
+
+    @classmethod
+    def of(cls, ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Step:
+        """The step of factors start to stop, of factors with these rows and columns."""
+        return cls(start, stop, math.prod(ps[start:stop]), math.prod(qs[start:stop]))
 
     @cached_property
     def p_pad(self) -> int:
