@@ -23,7 +23,7 @@ from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
 from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
-from fastkron_py.kron.launches import passes_of
+from fastkron_py.kron.launches import passes_of, run_of
 from fastkron_py.kron.matmul import factor_gradient
 from fastkron_py.kron.plan.gradient import GradientConfig, Group, gradient_config, gradient_plan
 from fastkron_py.kron.plan.gradient_order import best_order
@@ -180,7 +180,7 @@ class _Wide:
             "BLOCK_S": config.block_s,
             "BLOCK_P": config.block_p,
             "BLOCK_Q": config.block_q,
-            "ALIGNED": common["after"] % config.block_s == 0,
+            "RUN": run_of(common["before"], common["after"], config.block_s),
             "EVEN": common["num_slices"] % config.slices_per_split == 0,
             "num_warps": config.num_warps,
             "num_stages": num_stages,

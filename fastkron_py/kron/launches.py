@@ -130,12 +130,17 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
     }
 
 
+def run_of(before: int, after: int, block_s: int) -> int:
+    """Slices of a tile of block_s, a power of two, that are one run of memory wherever the tile begins."""
+    return math.gcd(after if after != 1 else before, block_s)
+
+
 def tile_constants(shape: tuple[int, int, int, int], block_s: int) -> dict[str, Any]:
     """The constants of a kernel on tiles of block_s slices, of an operand with this (B, L, before, after) around its modes."""
     _, rows, before, after = shape
     return {
         "BLOCK_S": block_s,
-        "ALIGNED": (after if after != 1 else before) % block_s == 0,
+        "RUN": run_of(before, after, block_s),
         "EVEN": rows * before * after % block_s == 0,
     }
 
@@ -270,13 +275,12 @@ def _chained(problem: LaunchProblem, common: dict[str, Any], num_slices: int, co
     steps = problem.launch.steps
     head, tail = common["HEAD"], common["TAIL"]
     plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.transposed))
-    fastest = after if tail else before
+    run = run_of(before, after, config.block_s) if head or tail else config.block_s
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
     p_pads, q_pads = tuple(chained_pad(s.p) for s in steps), tuple(chained_pad(s.q) for s in steps)
     p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
     padded = (p_sizes, q_sizes) != (p_pads, q_pads)
-    aligned = not (head or tail) or fastest % config.block_s == 0
     arguments = {
         **common,
         "num_tiles": num_tiles,
@@ -295,7 +299,7 @@ def _chained(problem: LaunchProblem, common: dict[str, Any], num_slices: int, co
         "WARPS": config.num_warps,
         "WARPGROUP": config.warpgroup,
         "LOOP": loop,
-        "ALIGNED": aligned,
+        "RUN": run,
         "EVEN": num_slices % config.block_s == 0,
         "THREE": problem.dtype == torch.float32 and problem.precision == "highest",
         "ROUND": _ROUND[problem.dtype],
@@ -303,7 +307,7 @@ def _chained(problem: LaunchProblem, common: dict[str, Any], num_slices: int, co
         "maxnreg": config.max_registers or None,
     }
     grid = (min(num_tiles, devices.gpu_of(problem.device).multiprocessors * config.programs_per_sm) if loop else num_tiles,)
-    ahead = loop and len(steps) == 1 and problem.dtype.itemsize == 4 and aligned and not padded
+    ahead = loop and len(steps) == 1 and problem.dtype.itemsize == 4 and run == config.block_s and not padded
     return tuple(
         LaunchConfig(kernels.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))
     )

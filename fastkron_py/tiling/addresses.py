@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 @triton.jit
-def split_index(first, i, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED: tl.constexpr):
+def split_index(first, i, BLOCK: tl.constexpr, size, ONE: tl.constexpr, RUN: tl.constexpr):
     """(index // size, index % size) of ``first + i``, int64, for i = [0, BLOCK).
 
-    ONE: size is 1. ALIGNED: BLOCK divides size, so that the quotient is one number.
+    ONE: size is 1. RUN: a power of two that divides first, BLOCK and size. Where it is BLOCK, the quotient is one number.
     """
     zero = (i * 0).to(tl.int64)
     if ONE:
@@ -23,31 +23,33 @@ def split_index(first, i, BLOCK: tl.constexpr, size, ONE: tl.constexpr, ALIGNED:
     else:
         outer = first // size + zero
         inner = (first % size).to(size.dtype) + i
-        if not ALIGNED:
+        if RUN != BLOCK:
             outer += (inner // size).to(tl.int64)
             inner = inner % size
         inner = inner.to(tl.int64)
-        if ALIGNED:
+        if RUN > 1:
             # Spelled out, since the compiler loses it over the division, and with it the wide loads and stores.
-            inner = tl.max_contiguous(tl.multiple_of(inner, BLOCK), BLOCK)
+            outer = tl.max_constancy(outer, RUN)
+            inner = tl.max_contiguous(tl.multiple_of(inner, RUN), RUN)
     return outer, inner
 
 
 @triton.jit
-def slice_index(first, i, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr):
+def slice_index(first, i, BLOCK_S: tl.constexpr, before, after, HEAD: tl.constexpr, TAIL: tl.constexpr, RUN: tl.constexpr):
     """(l, j, a) of slices ``first + i``, i = [0, BLOCK_S), for s = (l * before + j) * after + a.
 
     HEAD: rows l and modes j before this one have strides of their own (else all is in l).
-    TAIL: something comes after this mode. ALIGNED: BLOCK_S divides what runs fastest, after or else before.
+    TAIL: something comes after this mode. RUN: slices of a block that are one run of memory, see `split_index`; its size is that
+    of what runs fastest, after or else before.
     """
-    row, a = split_index(first, i, BLOCK_S, after, not TAIL, ALIGNED)
+    row, a = split_index(first, i, BLOCK_S, after, not TAIL, RUN)
     j = (i * 0).to(tl.int64)
     if HEAD:
         if TAIL:
             j = row % before
             row = row // before
         else:
-            row, j = split_index(first, i, BLOCK_S, before, False, ALIGNED)
+            row, j = split_index(first, i, BLOCK_S, before, False, RUN)
     return row, j, a
 
 

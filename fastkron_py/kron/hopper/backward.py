@@ -89,7 +89,7 @@ def _start_copy(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     i = _places(ROWS, TILE_BITS, True, LAYOUT)
     p = _places(ROWS, TILE_BITS, False, LAYOUT)
-    base, offsets = _slice_base(first, i, strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, True)
+    base, offsets = _slice_base(first, i, strides, batch, before, after, BLOCK_S, STRIDES[0], HEAD, TAIL, BLOCK_S)
     offsets += p * STRIDES[1]
     # Four neighbours are consecutive, which the compiler cannot see in a sum of bits.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
@@ -258,7 +258,7 @@ def _chained_step_bwd_kernel(
             i = gl.arange(0, BLOCK_S, gl.SliceLayout(1, LAYOUT))
             p = gl.arange(0, NEIGHBOURS * P, gl.SliceLayout(0, LAYOUT))
             first = (now + batch * 0) * BLOCK_S
-            base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
+            base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, BLOCK_S)
             gl.store(dx_ptr + base + (offsets[:, None] + p[None, :] * X_STRIDES[1]), acc)
         if NEED_F:
             u_tile = us.index(stage)

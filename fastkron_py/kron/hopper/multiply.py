@@ -269,7 +269,7 @@ def _chained_multiply_fwd_kernel(
     FETCH: gl.constexpr,  # which wait in shared memory while the one before is multiplied
     HEAD: gl.constexpr,
     TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
+    RUN: gl.constexpr,
     EVEN: gl.constexpr,
     THREE: gl.constexpr,  # three-pass TF32, else one
     ROUND: gl.constexpr,  # for one: operands are rounded to TF32, 2 in every step, 1 but in the first, 0 never
@@ -278,7 +278,7 @@ def _chained_multiply_fwd_kernel(
     """One to four steps on tiles of whole slices."""
     COUNT: gl.constexpr = len(STEPS)
     TILE: gl.constexpr = make_tile(
-        LOAD, STORE, STORE_ORDER, P_SIZES, P_PADS, Q_SIZES, Q_PADS, PADDED, STRIDES, BLOCK_S, HEAD, TAIL, ALIGNED, EVEN
+        LOAD, STORE, STORE_ORDER, P_SIZES, P_PADS, Q_SIZES, Q_PADS, PADDED, STRIDES, BLOCK_S, HEAD, TAIL, RUN, EVEN
     )
     blocks_s = gl.cdiv(num_slices, BLOCK_S)
     batch = (gl.program_id(0) // blocks_s).to(gl.int64)

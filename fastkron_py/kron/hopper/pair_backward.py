@@ -220,7 +220,7 @@ def _chained_pair_bwd_kernel(
                 if not TAIL:
                     i = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, STORE))
                     p = gl.arange(0, PA * PB, gl.SliceLayout(0, STORE))
-                    base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
+                    base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, BLOCK_S)
                     gl.store(dx_ptr + base + (offsets[:, None] + p[None, :] * X_STRIDES[1]), x)
             if NEED_B:
                 h = gl.convert_layout(_permuted(h, H_PERMUTATION), gl.DotOperandLayout(1, SUM, 1), assert_trivial=True)
@@ -234,7 +234,7 @@ def _chained_pair_bwd_kernel(
             barrier()
             i = _places(U_ROWS, U_TILE, True, LAYOUT)
             p = _places(U_ROWS, U_TILE, False, LAYOUT)
-            base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, True)
+            base, offsets = _slice_base(first, i, dx_strides, batch, before, after, BLOCK_S, X_STRIDES[0], HEAD, TAIL, BLOCK_S)
             offsets += p * X_STRIDES[1]
             offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
             gl.store(dx_ptr + base + offsets, us.index(stage).load(LAYOUT))

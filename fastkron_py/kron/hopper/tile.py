@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     BLOCK_S: int
     HEAD: bool
     TAIL: bool
-    ALIGNED: bool
+    RUN: int
     EVEN: bool
 
 
@@ -72,10 +72,10 @@ def _slice_base(
     STRIDE: gl.constexpr,
     HEAD: gl.constexpr,
     TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr,
+    RUN: gl.constexpr,
 ):
     """(offset of the tile, offsets in it) of slices ``first + i``; 32-bit ones within a tile where STRIDE says the stride."""
-    if ALIGNED:
+    if RUN == BLOCK_S:
         row = first
         a = first * 0
         j = first * 0
@@ -100,7 +100,7 @@ def _slice_base(
         else:
             return base + fastest * step, i.to(gl.int64) * step
     else:
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, False)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         return first * 0, slice_offsets(strides, batch, sl, sj, sa)
 
 
@@ -134,7 +134,7 @@ def _tile_pointers(x_ptr, x_strides, batch, first, num_slices, before, after, LA
         p, valid = padded_index(p, _of(TILE, "P_SIZES"), _of(TILE, "P_PADS"))
         mask = mask & valid[None, :]
     base, offsets = _slice_base(
-        first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], _of(TILE, "HEAD"), _of(TILE, "TAIL"), _of(TILE, "ALIGNED")
+        first, i, x_strides, batch, before, after, BLOCK_S, STRIDES[0], _of(TILE, "HEAD"), _of(TILE, "TAIL"), _of(TILE, "RUN")
     )
     return x_ptr + base + (offsets[:, None] + _mode_offsets(p, x_strides[3], STRIDES[1])[None, :]), mask
 
@@ -250,7 +250,7 @@ def _store_modes(
     BLOCK_S: gl.constexpr = _of(TILE, "BLOCK_S")
     HEAD: gl.constexpr = _of(TILE, "HEAD")
     TAIL: gl.constexpr = _of(TILE, "TAIL")
-    ALIGNED: gl.constexpr = _of(TILE, "ALIGNED")
+    RUN: gl.constexpr = _of(TILE, "RUN")
     LAYOUT: gl.constexpr = _layout(STORE)
     batch, first, num_slices, before, after = place
     z_ptr, y_ptr = pointers
@@ -262,10 +262,10 @@ def _store_modes(
     if _of(TILE, "PADDED"):
         q, valid = padded_index(q, _of(TILE, "Q_SIZES"), _of(TILE, "Q_PADS"))
         mask = mask & valid[None, :]
-    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, ALIGNED)
+    z_base, z_offsets = _slice_base(first, i, z_strides, batch, before, after, BLOCK_S, STRIDES[4], HEAD, TAIL, RUN)
     addends = z_base + (z_offsets[:, None] + _mode_offsets(q, z_strides[3], STRIDES[5])[None, :])
     t = EPILOGUE(t, scalars[0], scalars[1], z_ptr, addends, mask)
-    base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, ALIGNED)
+    base, offsets = _slice_base(first, i, y_strides, batch, before, after, BLOCK_S, STRIDES[2], HEAD, TAIL, RUN)
     results = y_ptr + base + (offsets[:, None] + _mode_offsets(q, y_strides[3], STRIDES[3])[None, :])
     if _of(TILE, "EVEN") and not _of(TILE, "PADDED"):
         gl.store(results, t.to(y_ptr.dtype.element_ty))

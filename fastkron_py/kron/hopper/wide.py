@@ -29,7 +29,7 @@ def _loaded_layout(block_k, dtype, along_rows):
 @gluon.jit
 def _slice_offsets(first, i, strides, slices, BLOCK: gl.constexpr, WHERE: gl.constexpr):
     """Offsets of slices ``first + i``."""
-    row, j, a = slice_index(first.to(gl.int64), i, BLOCK, slices[0], slices[1], WHERE[0], WHERE[1], WHERE[2])
+    row, j, a = slice_index(first.to(gl.int64), i, BLOCK, slices[0], slices[1], WHERE[0], WHERE[1], BLOCK if WHERE[2] else 1)
     return slice_offsets(strides, 0, row, j, a)
 
 
@@ -68,7 +68,7 @@ def _load(
         columns = _slice_offsets(first, gl.minimum(k, depth - 1 - first), strides, slices, BLOCK_K, WHERE)
     else:
         if IS_SLICES:  # in one run
-            row, j, a = slice_index(first.to(gl.int64), first * 0, BLOCK_K, slices[0], slices[1], WHERE[0], WHERE[1], False)
+            row, j, a = slice_index(first.to(gl.int64), first * 0, BLOCK_K, slices[0], slices[1], WHERE[0], WHERE[1], 1)
             rows += slice_offsets(strides, 0, row, j, a)
         else:
             rows += first.to(gl.int64) * (stride if STRIDE < 0 else STRIDE)
@@ -216,7 +216,7 @@ def _wide_product_kernel(
     batches,
     items,  # tiles of all batches and splits
     IS_SLICES: gl.constexpr,  # whether rows are slices, and k, for the left operand, then for the right one
-    WHERE: gl.constexpr,  # HEAD, TAIL and ALIGNED of `slice_index` in blocks of rows,
+    WHERE: gl.constexpr,  # HEAD and TAIL of `slice_index`, and whether a block is one run, in blocks of rows,
     WHERE_K: gl.constexpr,  # and of k
     ALONG_ROWS: gl.constexpr,  # for each operand, whether neighbouring rows, not k, are consecutive in memory
     STRIDES: gl.constexpr,  # the same where they are constants, else -1

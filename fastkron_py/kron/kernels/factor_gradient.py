@@ -25,7 +25,7 @@ def _factor_gradient_kernel(
     BLOCK_Q: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
@@ -43,7 +43,7 @@ def _factor_gradient_kernel(
     for start in range(0, slices_per_split, BLOCK_S):
         first = split * slices_per_split + start
         i = tl.arange(0, BLOCK_S)
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         u = load_slices(u_ptr + slice_offsets(u_strides, batch, sl, sj, sa), mask_s, first_p, u_strides[3], P, BLOCK_P)
         g = load_slices(g_ptr + slice_offsets(g_strides, batch, sl, sj, sa), mask_s, first_q, g_strides[3], Q, BLOCK_Q)

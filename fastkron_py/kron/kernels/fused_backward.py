@@ -83,7 +83,7 @@ def _fused_multiply_bwd_kernel(
     SCALE: tl.constexpr,  # dx is multiplied by alpha
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
@@ -108,7 +108,7 @@ def _fused_multiply_bwd_kernel(
     for tile in tl.range(tl.program_id(0) % programs, num_tiles, programs):
         first = tl.cast(tile, tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)
         g = tl.load(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask=mask_s[:, None] & valid_q[None, :], other=0.0)

@@ -33,7 +33,7 @@ def _narrow_multiply_bwd_kernel(
     SCALE: tl.constexpr,  # dx is multiplied by alpha
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -48,7 +48,7 @@ def _narrow_multiply_bwd_kernel(
     for tile in tl.range(tl.program_id(0) % programs, num_tiles, programs):
         first = tl.cast(tile, tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)[None, :]
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)[None, :]
         u_rows = u_ptr + slice_offsets(u_strides, batch, sl, sj, sa)[None, :]

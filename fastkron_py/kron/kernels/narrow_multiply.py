@@ -30,7 +30,7 @@ def _narrow_multiply_fwd_kernel(
     UNROLL: tl.constexpr,  # rows of the factor whose elements are loaded together
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     ACC: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -44,14 +44,15 @@ def _narrow_multiply_fwd_kernel(
         batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
         first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
-        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
+        # Every thread loads the elements that it multiplies: a tile of one row would have to change its layout in shared memory.
+        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)[None, :] + (q * 0).to(tl.int64)
         acc = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
         for p in tl.range(0, P, loop_unroll_factor=UNROLL):
-            x = tl.load(x_rows + tl.cast(p, tl.int64) * x_strides[3], mask=mask_s, other=0.0).to(ACC)
+            x = tl.load(x_rows + tl.cast(p, tl.int64) * x_strides[3], mask=mask_s[None, :], other=0.0).to(ACC)
             row = p + tl.arange(0, 1)[:, None]
-            acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x[None, :]
+            acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x
         mask = mask_s[None, :] & (q < Q)
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * y_strides[3]

@@ -54,7 +54,7 @@ def _sliced_multiply_fwd_kernel(
     RESIDENT: tl.constexpr,  # the factor is one tile, the same for all: loaded once
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
@@ -72,7 +72,7 @@ def _sliced_multiply_fwd_kernel(
         batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
         first = (tile // BLOCKS_Q % blocks_s).to(tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_S, BLOCK_Q), ACC)
@@ -142,7 +142,7 @@ def _fused_multiply_fwd_kernel(
     RESIDENT: tl.constexpr,  # the factors are the same for all tiles: loaded once
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
@@ -168,7 +168,7 @@ def _fused_multiply_fwd_kernel(
         batch = (tile // blocks_s).to(tl.int64)
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
-        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, ALIGNED)
+        sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         t = tl.load(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
