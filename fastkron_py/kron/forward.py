@@ -188,7 +188,7 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
         return "kernels"
     groups, rows, _, _ = problem.shape
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
-    if not has_choice(mode, problem.stop - problem.start == 1):
+    if not has_choice(mode, problem.stop - problem.start == 1, launch.chained):
         return "kernels"
     found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
     return found if found in ("matmul", "transposing") else "kernels"

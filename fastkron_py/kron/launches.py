@@ -165,7 +165,7 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
         return (_row_pair(problem, common, gpu),)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
     if config is None and not chain and is_narrow(launch.p, launch.q, itemsize):
-        return (_narrow(problem, common | {"ACC": acc}, narrow_config(launch.p, launch.q, num_slices, gpu), gpu),)
+        return (_narrow(problem, common | {"ACC": acc}, narrow_config(launch.p, launch.q, itemsize, num_slices, after, gpu), gpu),)
     plain = common | {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
     configs: tuple[SingleConfig | ChainConfig, ...]
     if chain:
@@ -232,6 +232,7 @@ def _narrow(problem: LaunchProblem, common: dict[str, Any], config: NarrowConfig
     num_tiles = batches * math.ceil(num_slices / config.block_s) * math.ceil(launch.q / config.block_q)
     arguments = common | tile_constants(problem.shape, config.block_s)
     arguments |= {
+        "RUN": config.run,
         "P": launch.p,
         "Q": launch.q,
         "BLOCK_Q": config.block_q,

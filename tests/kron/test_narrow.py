@@ -90,13 +90,14 @@ def test_limits() -> None:
     assert not is_narrow_gradient(8, 8, 2)  # 110 us beside 54
 
 
+@pytest.mark.parametrize("after", [1, 6, 64, 235])
 @pytest.mark.parametrize("num_slices", [1, 100, 5000, 10**6, 10**9])
-def test_configurations(num_slices: int) -> None:
+def test_configurations(num_slices: int, after: int) -> None:
     for p, q in ((1, 1), (3, 3), (5, 13), (64, 2), (8, 4)):
-        config = narrow_config(p, q, num_slices, HOPPER)
+        config = narrow_config(p, q, 4, num_slices, after, HOPPER)
         assert q <= config.block_q <= 2 * q
         assert config.block_s >= config.num_warps * 32
         if is_narrow_gradient(p, q, 4):
-            gradient = narrow_gradient_config(p, q, num_slices, 3, HOPPER)
+            gradient = narrow_gradient_config(p, q, 4, num_slices, after, 3, HOPPER)
             tiles = -(-num_slices // gradient.block_s)
             assert 1 <= gradient.programs <= min(tiles, 8 * HOPPER.multiprocessors)

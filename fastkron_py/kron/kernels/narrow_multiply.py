@@ -46,13 +46,12 @@ def _narrow_multiply_fwd_kernel(
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
-        # Every thread loads the elements that it multiplies: a tile of one row would have to change its layout in shared memory.
-        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)[None, :] + (q * 0).to(tl.int64)
+        x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
         for p in tl.range(0, P, loop_unroll_factor=UNROLL):
-            x = tl.load(x_rows + tl.cast(p, tl.int64) * x_strides[3], mask=mask_s[None, :], other=0.0).to(ACC)
+            x = tl.load(x_rows + tl.cast(p, tl.int64) * x_strides[3], mask=mask_s, other=0.0).to(ACC)
             row = p + tl.arange(0, 1)[:, None]
-            acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x
+            acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x[None, :]
         mask = mask_s[None, :] & (q < Q)
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * y_strides[3]

@@ -15,6 +15,10 @@ from fastkron_py.runtime.sizes import next_power_of_two
 WIDTH: Final = 16
 ELEMENTS: Final = {2: 64, 4: 128, 8: 32}
 TILE: Final = 2048  # elements of a tile of the result
+# Where slices are runs of memory, a thread has one vector of them, with all sums of its slices, of these at most: so operands are loaded
+# as they are multiplied, and do not change their layout in shared memory.
+SUMS: Final = {2: 64, 4: 64, 8: 32}
+VECTOR_BYTES: Final = 16
 # The same of a gradient, whose kernel has its sums and the factor in registers.
 GRADIENT_WIDTH: Final = 8
 GRADIENT_ELEMENTS: Final = {2: 16, 4: 32, 8: 32}
@@ -26,9 +30,10 @@ PROGRAMS_PER_SM: Final = 8
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Tiles of block_s slices and block_q columns; unroll rows of the factor are multiplied together."""
+    """Tiles of block_s slices, in runs of this length, and block_q columns; unroll rows of the factor are multiplied together."""
 
     block_s: int
+    run: int
     block_q: int
     unroll: int
     num_warps: int
@@ -37,9 +42,10 @@ class NarrowConfig:
 
 @dataclass(frozen=True)
 class NarrowGradientConfig:
-    """Tiles of block_s slices; every program of a batch of factors leaves partial sums."""
+    """Tiles of block_s slices, in runs of this length; every program of a batch of factors leaves partial sums."""
 
     block_s: int
+    run: int
     programs: int
     num_warps: int
 
@@ -49,18 +55,21 @@ def is_narrow(p: int, q: int, itemsize: int) -> bool:
     return q <= WIDTH and p * next_power_of_two(q) <= ELEMENTS[itemsize]
 
 
-def narrow_config(p: int, q: int, num_slices: int, gpu: GPU) -> NarrowConfig:
+def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gpu: GPU) -> NarrowConfig:
     """Tiles of a multiply by a narrow factor.
 
     Args:
         p: rows of the (multiplied-out) factor.
         q: its columns.
+        itemsize: bytes of an element.
         num_slices: slices there are in all.
+        after: neighbouring slices that are a run of memory.
         gpu: where it runs.
     """
     block_q = next_power_of_two(q)
-    block_s = min(MOST_SLICES, TILE // block_q, _spread(num_slices, 2 * gpu.multiprocessors))
-    return NarrowConfig(block_s, block_q, min(p, WIDTH), THREADS // 32, PROGRAMS_PER_SM)
+    most = min(MOST_SLICES, _spread(num_slices, 2 * gpu.multiprocessors))
+    block_s, run = (min(TILE // block_q, most), 1) if after == 1 else _vectors(after, itemsize, block_q, most)
+    return NarrowConfig(block_s, run, block_q, min(p, WIDTH), THREADS // 32, PROGRAMS_PER_SM)
 
 
 def is_narrow_gradient(p: int, q: int, itemsize: int) -> bool:
@@ -68,7 +77,7 @@ def is_narrow_gradient(p: int, q: int, itemsize: int) -> bool:
     return max(p, q) <= GRADIENT_WIDTH and next_power_of_two(p) * next_power_of_two(q) <= GRADIENT_ELEMENTS[itemsize]
 
 
-def narrow_gradient_config(p: int, q: int, num_slices: int, groups: int, gpu: GPU) -> NarrowGradientConfig:
+def narrow_gradient_config(p: int, q: int, itemsize: int, num_slices: int, after: int, groups: int, gpu: GPU) -> NarrowGradientConfig:
     """Tiles of the gradients of a mode and of its narrow factor.
 
     Programs depend on the problem and the device alone, so results repeat bit for bit.
@@ -76,15 +85,25 @@ def narrow_gradient_config(p: int, q: int, num_slices: int, groups: int, gpu: GP
     Args:
         p: rows of the (multiplied-out) factor.
         q: its columns.
+        itemsize: bytes of an element.
         num_slices: slices of each batch of factors.
+        after: neighbouring slices that are a run of memory.
         groups: number of batches of factors.
         gpu: where it runs.
     """
-    each = max(1, GRADIENT_SUMS // (next_power_of_two(p) * next_power_of_two(q)))
-    block_s = min(MOST_SLICES, THREADS * each, _spread(num_slices * groups, gpu.multiprocessors))
+    sums = next_power_of_two(p) * next_power_of_two(q)
+    most = min(MOST_SLICES, _spread(num_slices * groups, gpu.multiprocessors))
+    block_s, run = (min(THREADS * max(1, GRADIENT_SUMS // sums), most), 1) if after == 1 else _vectors(after, itemsize, sums, most)
     tiles = math.ceil(num_slices / block_s)
     most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM / groups))
-    return NarrowGradientConfig(block_s, math.ceil(tiles / math.ceil(tiles / most)), THREADS // 32)
+    return NarrowGradientConfig(block_s, run, math.ceil(tiles / math.ceil(tiles / most)), THREADS // 32)
+
+
+def _vectors(after: int, itemsize: int, sums: int, most: int) -> tuple[int, int]:
+    """(slices of a tile, at most `most`, and of its runs), of vectors as long as a thread has room for the sums of each slice."""
+    vector = min(math.gcd(after, VECTOR_BYTES // itemsize), max(1, SUMS[itemsize] // sums), most // THREADS)
+    run = math.gcd(after, THREADS * vector)
+    return THREADS * vector, run if vector * itemsize == VECTOR_BYTES else min(run, vector)
 
 
 def _spread(num_slices: int, programs: int) -> int:

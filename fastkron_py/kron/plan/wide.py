@@ -30,8 +30,10 @@ _MOST_SPLITS: Final = 132
 # Shares of a GPU's rate that the algorithms reach, measured on an H200.
 _WGMMA: Final = {2: 0.2, 4: 0.85, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
 _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
+_WGMMA_UNALIGNED: Final = 1.4  # times that a step takes where vectors of 16 bytes do not divide the factor's sides,
 _WGMMA_SCATTERED: Final = 2.2  # and times that it takes where k runs over slices that are not one run
 _MATMUL: Final = 0.95
+_TORCH_TILE: Final = {2: 128, 4: 64, 8: 128}  # rows and columns of tiles of torch's products, by bytes of an element
 _LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
 _LOOPED_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.17}  # where blocks reach beyond the factor
 _GRADIENT_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.36}  # the same of a gradient,
@@ -55,6 +57,9 @@ _TILE_TERM: Final = {2: 5e-9, 4: 2e-8, 8: 5e-8}
 _TILE_TERM_UNALIGNED: Final = 3.5e-8  # of half types
 _DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch
 _LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
+# Seconds that the plain kernel takes at least for a factor of more than ALONE rows or columns, by bytes of an element: it waits for its
+# first tile, and in three-pass TF32 for its instructions. A multiply of less traffic chooses among the algorithms as well.
+_LEAST: Final = {4: 12e-6, 8: 5e-6}
 
 
 class Mode(NamedTuple):
@@ -117,14 +122,29 @@ def is_wide(p: int, q: int) -> bool:
     return max(p, q) > WIDE
 
 
-def has_choice(mode: Mode, is_alone: bool) -> bool:
-    """Whether a multiply chooses among the algorithms; is_alone: it is of one factor."""
+def has_choice(mode: Mode, is_alone: bool, is_chained: bool = False) -> bool:
+    """Whether a multiply chooses among the algorithms.
+
+    Args:
+        mode: the multiply.
+        is_alone: it is of one factor.
+        is_chained: whether the plan takes the register-chained kernel.
+    """
     widest = max(mode.p, mode.q)
-    return widest > WIDE or (is_alone and widest > ALONE and (mode.itemsize == 8 or (mode.itemsize == 2 and mode.after == 1)))
+    if widest > WIDE or widest <= ALONE:
+        return widest > WIDE
+    if not is_chained and mode.traffic() < _LEAST.get(mode.itemsize, 0.0):
+        return True
+    return is_alone and (mode.itemsize == 8 or (mode.itemsize == 2 and mode.after == 1))
 
 
 def _ceil(n: int, block: int) -> int:
     return -(-n // block)
+
+
+def _unaligned(mode: Mode) -> float:
+    """Times that a step of the kernel for Hopper takes by the alignment of its operands' rows."""
+    return _WGMMA_UNALIGNED if mode.itemsize == 4 and (mode.p % 4 or mode.q % 4) else 1.0
 
 
 def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, scattered: float = 1.0) -> tuple[float, WideConfig]:
@@ -138,7 +158,7 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sc
         all_steps = _ceil(depth, BLOCK_K)
         stage = (BLOCK_M + block_n) * BLOCK_K * mode.itemsize * (2 if mode.passes == 3 else 1)
         stages = min(_MOST_STAGES, _RING // stage)
-        step = scattered * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
+        step = scattered * _unaligned(mode) * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
         finish = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
         counts = {1, *[min(_ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
         for wanted in counts:
@@ -199,7 +219,8 @@ def matmul_seconds(mode: Mode) -> float:
     """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
     work = mode.operations / _filled(mode.q, 32) * _slowdown(mode) / _matmul_rate(mode)
     if mode.after == 1:
-        tiles = _ceil(mode.slices, 128) * _ceil(mode.q, 128) * mode.batches
+        tile = _TORCH_TILE[mode.itemsize]
+        tiles = _ceil(mode.slices, tile) * _ceil(mode.q, tile) * mode.batches
         work *= min(_MOST_IDLE, _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles)
     else:
         work = max(work / _filled(mode.after, 32), _batch_seconds(mode, mode.batches * mode.runs, mode.q, mode.after, mode.p))
@@ -216,7 +237,8 @@ def looped_seconds(mode: Mode) -> float:
     gpu, is_double = mode.gpu, mode.itemsize == 8
     uneven = mode.p % 64 or mode.q % 64
     if max(mode.p, mode.q) <= RESIDENT and not is_double:
-        return mode.traffic(_RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)) + _LAUNCH
+        least = _LEAST.get(mode.itemsize, 0.0) if max(mode.p, mode.q) <= WIDE else 0.0
+        return max(mode.traffic(_RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)), least) + _LAUNCH
     block_s = min(64 if is_double else 128, max(16, next_power_of_two(mode.slices)))
     block_p, block_q = 32 if is_double else 64, min(64, max(16, next_power_of_two(mode.q)))
     tiles = _ceil(mode.slices, block_s) * _ceil(mode.q, block_q) * mode.batches
