@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.forward_problem import MultiplyProblem
+from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
-from fastkron_py.kron.plan.wide import best_algorithm, has_choice
+from fastkron_py.kron.plan.wide import best_algorithm, has_choice, is_wide, takes_gemm
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime.builder import Builder
@@ -134,6 +135,9 @@ class MatmulStep(NamedTuple):
         build.call(run, operands, scalars=(alpha, beta))
 
 
+Planned = MultiplyLaunch | MatmulStep | GemmStep
+
+
 def plan_problem(problem: MultiplyProblem) -> PlanProblem:
     """The problem of a plan for this multiply."""
     groups, rows, _, columns = problem.shape
@@ -182,19 +186,34 @@ def launch_problem(
     )
 
 
-def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place) -> str:
-    """The algorithm of a launch of the closed form: "kernels", or torch's "matmul" or "transposing"."""
+def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bool) -> str:
+    """The algorithm of a launch of the closed form: "kernels", torch's "matmul" or "transposing", or "gemm"; the final one adds z."""
     if launch.stop - launch.start > 1:
         return "kernels"
     groups, rows, _, _ = problem.shape
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
-    if not has_choice(mode, problem.stop - problem.start == 1, launch.chained):
+    mode = mode._replace(adds=final and problem.z is not None)
+    if not has_choice(mode, problem.stop - problem.start == 1, launch.kernel == "chained"):
         return "kernels"
-    found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.chained)
-    return found if found in ("matmul", "transposing") else "kernels"
+    found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
+    return found if found in ("matmul", "transposing", "gemm") else "kernels"
 
 
-def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[MultiplyLaunch | MatmulStep]:
+def _addend_last(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
+    """The launches with the wide last mode at the end, where its step adds z without a copy and the order changes no sizes."""
+    if problem.z is None:
+        return launches
+    groups, rows, _, columns = problem.shape
+    for i, launch in enumerate(launches[:-1]):
+        ends = launch.stop == len(problem.sizes) and launch.stop - launch.start == 1 and is_wide(launch.p, launch.q)
+        around = (groups, rows, math.prod(problem.sizes[: launch.start]), columns)
+        mode = mode_of(around, launch.p, launch.q, problem.dtype, problem.precision, problem.device)
+        if ends and takes_gemm(mode) and all([later.q * launch.p == launch.q * later.p for later in launches[i + 1 :]]):
+            return [*launches[:i], *launches[i + 1 :], launch]
+    return launches
+
+
+def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:
     """The launches of a multiply by this choice, or by the closed form.
 
     In a run over all modes from last to first each launch moves its modes to the front, which reads whole runs of
@@ -206,16 +225,16 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Multipl
     if choice is None:
         mine = shapes[problem.start : problem.stop]
         planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), plan_problem(problem))
-        launches = [launch.shifted(problem.start) for launch in planned]
+        launches = _addend_last(problem, [launch.shifted(problem.start) for launch in planned])
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
     in_place = places(launches, problem.sizes, columns, False)
-    algorithms = [
-        _algorithm(problem, launch, place) if choice is None else "kernels" for launch, place in zip(launches, in_place, strict=True)
-    ]
+    algorithms = ["kernels"] * len(launches)
+    if choice is None:
+        algorithms = [_algorithm(problem, launch, place, launch is launches[-1]) for launch, place in zip(launches, in_place, strict=True)]
     transposed = transposes(launches, len(shapes), columns) and set(algorithms) == {"kernels"}
-    found: list[MultiplyLaunch | MatmulStep] = []
+    found: list[Planned] = []
     x = problem.x
     for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, transposed), strict=True)):
         width = before * launch.q * after
@@ -223,7 +242,9 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Multipl
         final = i == len(launches) - 1
         made = launch_problem(problem, launch, (groups, rows, before, after), transposed, before, x, y, final)
         shape = (groups, rows, width // columns, columns)
-        if algorithms[i] == "kernels":
+        if algorithms[i] == "gemm":
+            found.append(GemmStep(launch.start, launch.stop, shape))
+        elif algorithms[i] == "kernels":
             found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, configs[i]))))
         else:
             found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i] == "transposing", problem.precision, final))

@@ -58,9 +58,7 @@ def _tiles(problem: GradientProblem, block_s: int) -> dict[str, Any]:
 def _narrow(problem: GradientProblem) -> tuple[int, list[LaunchConfig]]:
     groups, rows, before, after = problem.around
     p, q = problem.sizes
-    config = narrow_gradient_config(
-        p, q, problem.dtype.itemsize, rows * before * after, after, groups, devices.gpu_of(problem.device)
-    )
+    config = narrow_gradient_config(p, q, problem.dtype.itemsize, rows * before * after, after, groups, devices.gpu_of(problem.device))
     arguments = {
         **_common(problem, config.programs),
         **_tiles(problem, config.block_s),

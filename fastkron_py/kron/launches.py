@@ -155,13 +155,13 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
     (batches, _, before, after), launch, itemsize = problem.shape, problem.launch, problem.dtype.itemsize
     common = _common(problem)
     num_slices = common["num_slices"]
-    if launch.chained:
+    if launch.kernel == "chained":
         closed = chained_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
         chained = [c for c in (config, closed) if isinstance(c, ChainedConfig)]
         # Where tiles are fetched ahead, also without: that needs no second tile in shared memory.
         return tuple(found for c in chained for found in _chained(problem, common, num_slices, c))
     gpu, chain = devices.gpu_of(problem.device), len(launch.steps) > 1
-    if launch.paired:
+    if launch.kernel == "row_pair":
         return (_row_pair(problem, common, gpu),)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
     if config is None and not chain and is_narrow(launch.p, launch.q, itemsize):

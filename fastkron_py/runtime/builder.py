@@ -97,7 +97,8 @@ class Builder:
         try:
             return t.view(tuple(shape))
         except RuntimeError:
-            copied: Tensor = self.call(lambda t: t.reshape(shape), (t,), describe(shape, t.dtype))
+            whole = torch.empty(t.shape, dtype=t.dtype, device="meta").reshape(tuple(shape)).shape  # without a -1
+            copied: Tensor = self.call(lambda t: t.reshape(whole), (t,), describe(whole, t.dtype))
             return copied
 
     def copy(self, t: Tensor, like: Tensor) -> Tensor:

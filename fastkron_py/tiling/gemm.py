@@ -19,7 +19,8 @@ anywhere in memory) or "interleaved" (rows 2 i and 2 i + 1). Then first and seco
 A tile is finished in PARTS pieces one beside the other, which bounds registers and the shared memory that stores pass through.
 
 tensors is a tuple of tensors that PROLOGUE and EPILOGUE may read, PARAMS a tuple of constants, VALUE and SLOPE jit functions for
-EPILOGUE, which finds further ones, `functions`, behind the tensors. With `epilogue_plain` VALUE is
+EPILOGUE, which finds further ones, `functions`, behind the tensors, and behind these the launch's
+scalars alpha and beta. With `epilogue_plain` VALUE is
 ``VALUE(sums, column, columns, tensors, PARAMS)``, so a linear layer with a function of its own after it is
 
     gemm(x, weight, bias, Gemm(epilogue_plain, value=my_function, params=(3,)), y, tensors=(coefficients,))
@@ -129,7 +130,7 @@ def _epilogue(
         EPILOGUE(first, second, place, targets, tensors, strides, VALUE, SLOPE, PARAMS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["alpha", "beta"])
 def _gemm_kernel(
     a,  # [M, K], boxes [BLOCK_M, BLOCK_K]
     b,  # [N, K], boxes [BLOCK_N, BLOCK_K]; for "stacked" pairs [N / 2, K], or both as [2, N / 2, K], boxes [2, BLOCK_N / 2, BLOCK_K]
@@ -140,6 +141,8 @@ def _gemm_kernel(
     pair2,
     side,
     tensors,
+    alpha: tl.int64,  # float64 patterns, for the epilogue
+    beta: tl.int64,
     M,
     N,
     K,
@@ -199,7 +202,20 @@ def _gemm_kernel(
         biases = (bias, bias_step, bias_half)
         targets = (out, pair, pair2, side)
         _epilogue(
-            first, second, place, biases, targets, tensors + functions, strides, EPILOGUE, VALUE, SLOPE, PARAMS, PAIRS, HAS_BIAS, PARTS
+            first,
+            second,
+            place,
+            biases,
+            targets,
+            tensors + functions + (alpha, beta),
+            strides,
+            EPILOGUE,
+            VALUE,
+            SLOPE,
+            PARAMS,
+            PAIRS,
+            HAS_BIAS,
+            PARTS,
         )
     if EARLY:
         gdc_wait()

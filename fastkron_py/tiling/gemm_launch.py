@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fastkron_py.runtime.builder import Builder, Spanning, describe
 from fastkron_py.runtime.device import gpu_of
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.program import Scalar
 from fastkron_py.tiling import gemm_config as tuning
 from fastkron_py.tiling.arithmetic import arithmetic
 from fastkron_py.tiling.gemm import _gemm_kernel, prologue_plain, value_plain
@@ -34,6 +35,9 @@ class Overlap(NamedTuple):
 
 
 _ALONE: Final = Overlap()
+
+
+Scalars = tuple[Scalar | int, Scalar | int]  # float64 patterns
 
 
 class _Boxes(NamedTuple):
@@ -142,6 +146,7 @@ def add_gemm(
     pair2: Tensor | None = None,
     side: Tensor | None = None,
     tensors: tuple[Tensor, ...] = (),
+    scalars: Scalars = (0, 0),
     precision: str = "highest",
     tile: GemmTile | None = None,
     b2: Tensor | None = None,
@@ -159,6 +164,7 @@ def add_gemm(
         pair2: ``[M, N / 2]``.
         side: ``[M, N / 2]``, which the epilogue reads; for no pairs ``[M, N]``.
         tensors: further ones that prologue and epilogue read.
+        scalars: alpha and beta of the epilogue.
         precision: of float32 products, "highest" (three-pass TF32) or less (TF32).
         tile: blocks; None lets the closed form choose.
         b2: ``[N / 2, K]`` for "stacked" pairs, in memory of b's or of its own: of two inputs an operator's `places` tell the order.
@@ -177,12 +183,12 @@ def add_gemm(
     sizes = whole.sizes()
     spans = tuning.gemm_spans(sizes) if call.divisible and tile is None else ()
     if not spans:
-        _add_launch(build, whole, tile or tuning.gemm_tile(sizes), operands, tensors, _ALONE)
+        _add_launch(build, whole, tile or tuning.gemm_tile(sizes), operands, (tensors, scalars), _ALONE)
         return
     last = len(spans) - 1 if whole.overlaps() else 0
     for i, span in enumerate(spans):
         part = operands.part(span, whole)
-        _add_launch(build, problem(part), span.tile, part, tensors, Overlap(i < last, 0 < i <= last))
+        _add_launch(build, problem(part), span.tile, part, (tensors, scalars), Overlap(i < last, 0 < i <= last))
 
 
 def _stacked(b: Tensor, b2: Tensor) -> Tensor:
@@ -190,7 +196,12 @@ def _stacked(b: Tensor, b2: Tensor) -> Tensor:
 
 
 def _add_launch(
-    build: Builder, problem: Problem, tile: GemmTile, operands: _Operands, tensors: tuple[Tensor, ...], overlap: Overlap
+    build: Builder,
+    problem: Problem,
+    tile: GemmTile,
+    operands: _Operands,
+    given: tuple[tuple[Tensor, ...], Scalars],
+    overlap: Overlap,
 ) -> None:
     """Add one launch; descriptors are made where the kernel is to have them."""
     boxes = _boxes(problem, tile)
@@ -208,9 +219,9 @@ def _add_launch(
     else:
         of_b = source(b, problem.b, boxes.b), source(b2, None, None)
     of_others = [source(*each) for each in zip(others, problem.others, boxes.others, strict=True)]
-    build.launch(
-        _launcher(problem, tile, overlap), (source(a, problem.a, boxes.a), *of_b, source(bias, None, None), *of_others, tensors or (a,))
-    )
+    tensors, scalars = given
+    sources = (source(a, problem.a, boxes.a), *of_b, source(bias, None, None), *of_others, tensors or (a,))
+    build.launch(_launcher(problem, tile, overlap), sources, scalars)
 
 
 def _descriptor_of_both(first: Tensor, second: Tensor, stride: int, box: Sequence[int]) -> Spanning:

@@ -141,7 +141,7 @@ def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
     sizes = factor_sizes(n)
     assert math.prod(sizes) == n
     (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
-    assert launch.paired
+    assert launch.kernel == "row_pair"
 
 
 def test_it_is_public() -> None:

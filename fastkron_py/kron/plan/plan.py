@@ -32,8 +32,7 @@ class Launch:
     """Steps that share one kernel launch, first factors first; one step, or a chain."""
 
     steps: tuple[Step, ...]
-    chained: bool = False  # by the Hopper kernel, whose tile stays in registers
-    paired: bool = False  # two steps by the kernel that takes one slice at a time
+    kernel: str = "plain"  # or "chained", Hopper's, whose tile stays in registers, or "row_pair", of two steps on one slice at a time
 
     @cached_property
     def start(self) -> int:
@@ -155,7 +154,7 @@ def _half_share(launch: Launch, half: str) -> float:
     sides = [min(s.p, s.q) for s in launch.steps]
     if len(sides) == 1 and sides[0] < HALF_CHAIN:
         return HALF_NARROW
-    if launch.chained or any(s.stop - s.start > 1 for s in launch.steps):
+    if launch.kernel == "chained" or any(s.stop - s.start > 1 for s in launch.steps):
         return 1.0
     is_single = len(sides) == 1
     in_half = is_single or half == "bfloat16"
@@ -202,11 +201,11 @@ def _candidates(
             found.append((_half_share(plain, problem.half) * _cost(plain, float(outside), float(moved)), plain))
     if problem.half and last:
         for pair in row_pairs(ps, qs, start, stop):
-            found.append((HALF * row_pair_cost(*pair, float(moved)), Launch(pair, paired=True)))
+            found.append((HALF * row_pair_cost(*pair, float(moved)), Launch(pair, "row_pair")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)
-        for launch in dict.fromkeys(Launch(steps, True) for steps in _chained_steps(ps, qs, start, stop)):
+        for launch in dict.fromkeys(Launch(steps, "chained") for steps in _chained_steps(ps, qs, start, stop)):
             num_slices = max(1, problem.rows * problem.columns * outside)
             config = chained_config(launch.steps, itemsize, sectors, num_slices)
             if config is not None:
@@ -289,7 +288,7 @@ def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
     The kernel for two steps on one slice at a time leaves modes in place.
     """
     for launch in launches:
-        if launch.stop != count or launch.paired:
+        if launch.stop != count or launch.kernel == "row_pair":
             return False
         count = launch.start
     return count == 0 and columns == 1

@@ -33,6 +33,8 @@ _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
 _WGMMA_UNALIGNED: Final = 1.4  # times that a step takes where vectors of 16 bytes do not divide the factor's sides,
 _WGMMA_SCATTERED: Final = 2.2  # and times that it takes where k runs over slices that are not one run
 _MATMUL: Final = 0.95
+_GEMM: Final = 0.75  # the same of the main loop of linear layers, where it is not the memory's,
+_GEMM_PASSES: Final = 1.15  # and times that it takes of the traffic
 _TORCH_TILE: Final = {2: 128, 4: 64, 8: 128}  # rows and columns of tiles of torch's products, by bytes of an element
 _LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
 _LOOPED_UNEVEN: Final = {2: 0.1, 4: 0.14, 8: 0.17}  # where blocks reach beyond the factor
@@ -74,6 +76,7 @@ class Mode(NamedTuple):
         itemsize: bytes of an element.
         passes: over the tensor cores; 3 for float32 as such, 1 for TF32 and other dtypes.
         gpu: that it runs on.
+        adds: whether z is added to the result.
     """
 
     batches: int
@@ -84,6 +87,7 @@ class Mode(NamedTuple):
     itemsize: int
     passes: int
     gpu: GPU
+    adds: bool = False
 
     @property
     def slices(self) -> int:
@@ -104,6 +108,10 @@ class Mode(NamedTuple):
         """Seconds to read the operand and write the result this many times, with the factors."""
         moved = passes * self.slices * (self.p + self.q) + self.p * self.q
         return self.batches * moved * self.itemsize / self.gpu.bandwidth
+
+    def result_seconds(self, passes: float) -> float:
+        """Seconds to read or write the result this many times."""
+        return passes * self.batches * self.slices * self.q * self.itemsize / self.gpu.bandwidth
 
 
 class WideConfig(NamedTuple):
@@ -224,7 +232,21 @@ def matmul_seconds(mode: Mode) -> float:
         work *= min(_MOST_IDLE, _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles)
     else:
         work = max(work / _filled(mode.after, 32), _batch_seconds(mode, mode.batches * mode.runs, mode.q, mode.after, mode.p))
-    return max(work, mode.traffic()) + _LAUNCH
+    return max(work, mode.traffic()) + _LAUNCH + (mode.result_seconds(2) if mode.adds else 0.0)  # a copy of z
+
+
+def takes_gemm(mode: Mode) -> bool:
+    """Whether the main loop of linear layers takes the mode: the last one, of half types, in rows that begin on 16 bytes."""
+    is_aligned = mode.p % 8 == 0 and mode.q % 8 == 0
+    return mode.itemsize == 2 and mode.batches == 1 and mode.after == 1 and is_aligned and mode.gpu.has_descriptors
+
+
+def gemm_seconds(mode: Mode) -> float:
+    """Seconds of the main loop of linear layers, which adds z as it stores the result."""
+    tiles = _ceil(mode.slices, BLOCK_M) * _ceil(mode.q, BLOCK_M)
+    waves = _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
+    work = waves * mode.operations / _filled(mode.q, BLOCK_M) / (_GEMM * mode.gpu.rate(mode.itemsize))
+    return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + _LAUNCH
 
 
 def transposing_seconds(mode: Mode) -> float:
@@ -257,7 +279,7 @@ def chained_seconds(mode: Mode) -> float:
 
 
 def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
-    """The fastest algorithm that multiplies a mode: "chained", "wgmma", "matmul", "transposing" or "looped".
+    """The fastest algorithm that multiplies a mode: "chained", "wgmma", "matmul", "gemm", "transposing" or "looped".
 
     Args:
         mode: the multiply.
@@ -269,6 +291,8 @@ def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str
         times["wgmma"], _ = multiply_config(mode)
     if mode.batches == 1 or mode.after == 1:
         times["matmul"] = matmul_seconds(mode)
+    if mode.adds and takes_gemm(mode):
+        times["gemm"] = gemm_seconds(mode)
     if mode.after > 1:
         times["transposing"] = transposing_seconds(mode)
     return min(times, key=times.__getitem__)

@@ -30,7 +30,7 @@ def closed_form(launch: Launch, problem: Problem, before: int, after: int, gpu: 
     """A launch with the configurations that are its defaults, the preferred one first."""
     num_slices, itemsize = problem.rows * before * after, problem.itemsize
     configs: tuple[Config, ...]
-    if launch.chained:
+    if launch.kernel == "chained":
         chained = chained_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
         configs = () if chained is None else (chained,)
     elif len(launch.steps) == 1:

@@ -106,7 +106,7 @@ def _launch_text(chosen: ChosenLaunch) -> str:
 
 def as_launch(chosen: ChosenLaunch, factors: Sequence[tuple[int, int]]) -> Launch:
     """A launch whose steps are given by their factors' numbers, with their sizes."""
-    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), chosen.kernel == "chained")
+    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), "chained" if chosen.kernel == "chained" else "plain")
 
 
 def _step(start: int, stop: int, factors: Sequence[tuple[int, int]]) -> Step:

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from fastkron_py.kron.forward import MatmulStep, MultiplyLaunch, Scale, is_mergeable, launches_of, multiply_problem
+from fastkron_py.kron.forward import Planned, Scale, is_mergeable, launches_of, multiply_problem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.choice import Choice
@@ -138,7 +138,7 @@ class Search:
             self.expected = self.call(self.default)
         self.default_seconds = self.timer.median(lambda: self.call(self.default))
 
-    def program(self, choice: Choice | None) -> tuple[Program, list[MultiplyLaunch | MatmulStep]]:
+    def program(self, choice: Choice | None) -> tuple[Program, list[Planned]]:
         """The product by a choice, or by the closed form, and its launches."""
         build = Builder((self.x, *self.factors))
         y, *factors = build.inputs

@@ -201,7 +201,7 @@ def test_what_it_refuses(shapes, itemsize, sectors):
 )
 def test_plans_with_chained(ps, rows, chained_of):
     launches = plan(ps, ps, PlanProblem(4, rows, 1, True))
-    assert all(launch.chained for launch in launches)
+    assert all(launch.kernel == "chained" for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(chained_of)
 
 
@@ -220,8 +220,8 @@ def test_a_run_behind_other_modes_has_no_whole_rows():
 
 
 def test_plans_without_chains_have_none():
-    assert not any(launch.chained for launch in plan((16,) * 4, (16,) * 4, PlanProblem(4, 1024, 1)))
-    assert Launch(steps_of([(2, 2)]), True).shifted(3).chained
+    assert not any(launch.kernel == "chained" for launch in plan((16,) * 4, (16,) * 4, PlanProblem(4, 1024, 1)))
+    assert Launch(steps_of([(2, 2)]), "chained").shifted(3).kernel == "chained"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -1,0 +1,72 @@
+"""The last mode of a multiply by the main loop of linear layers, which adds z as it stores the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from canonical_cases import dense, multiply, problem, watch_kernels
+
+from fastkron_py.kron import forward
+from fastkron_py.kron.plan.wide import Mode, best_algorithm, takes_gemm
+from fastkron_py.runtime.gpu import HOPPER, nvidia
+from fastkron_py.testing import assert_close
+
+
+def _algorithm(mode: Mode, has_wgmma: bool, is_chained: bool) -> str:
+    return "gemm" if mode.adds and takes_gemm(mode) else "matmul"
+
+
+# (batches, rows, P, Q, R)
+SHAPES = {
+    "one factor": (1, 33, (72,), (80,), 1),
+    "a factor before": (1, 33, (3, 40), (5, 88), 1),
+    "two columns of tiles": (1, 5, (4, 64), (4, 264), 1),
+}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["", "factors transposed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_products(shape: tuple, dtype: torch.dtype, is_transposed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "best_algorithm", _algorithm)
+    names = watch_kernels(monkeypatch)
+    torch.manual_seed(0)
+    x, factors = problem(dtype, device, *shape)
+    if is_transposed:
+        factors = [f.mT.contiguous().mT for f in factors]
+    wanted = dense(x, factors)
+    z = torch.randn(wanted.shape, device=device).to(dtype)
+    steps = 3 * len(factors) + 1  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps)
+    assert_close(multiply(x, factors, z, 1.0, 1.0), wanted + z.double(), steps=steps)
+    assert_close(multiply(x, factors, z[:, :1].expand_as(z), 1.0, -1.0), wanted - z[:, :1].double(), steps=steps)
+    assert "_gemm_kernel" in names
+    with pytest.raises(AssertionError):
+        assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.5 * z.double(), steps=steps)
+
+
+def test_the_wide_mode_comes_last_where_it_adds_z(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of square factors changes no sizes."""
+    order: list[tuple[int, bool]] = []
+
+    def algorithm(mode: Mode, has_wgmma: bool, is_chained: bool) -> str:
+        order.append((mode.p, mode.adds))
+        return _algorithm(mode, has_wgmma, is_chained)
+
+    monkeypatch.setattr(forward, "best_algorithm", algorithm)
+    x, factors = problem(torch.bfloat16, device, 1, 9, (72, 136), (72, 136), 1)
+    z = torch.randn(1, 9, 72 * 136, 1, device=device).bfloat16()
+    assert_close(multiply(x, factors, z, 1.0, 1.0), dense(x, factors) + z.double(), steps=8)
+    assert order == [(72, False), (136, True)]
+    order.clear()
+    assert_close(multiply(x, factors), dense(x, factors), steps=8)
+    assert order == [(136, False), (72, False)]
+
+
+def test_z_decides() -> None:
+    """On an H200 torch's product took 35 us and its copy of z 20 for 131072 x 32 to 160."""
+    mode = Mode(1, 131072, 1, 32, 160, 2, 1, HOPPER)
+    assert best_algorithm(mode, True) == "matmul"
+    assert best_algorithm(mode._replace(adds=True), True) == "gemm"
+    assert best_algorithm(mode._replace(adds=True, p=33), True) != "gemm"
+    assert best_algorithm(mode._replace(adds=True, gpu=nvidia(8, 0)), False) != "gemm"
