@@ -15,7 +15,7 @@ from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
-from fastkron_py.kron.plan.wide import best_algorithm, has_choice, is_wide, takes_gemm
+from fastkron_py.kron.plan.wide import best_algorithm, has_choice
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime.builder import Builder
@@ -199,20 +199,6 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     return found if found in ("matmul", "transposing", "gemm") else "kernels"
 
 
-def _addend_last(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
-    """The launches with the wide last mode at the end, where its step adds z without a copy and the order changes no sizes."""
-    if problem.z is None:
-        return launches
-    groups, rows, _, columns = problem.shape
-    for i, launch in enumerate(launches[:-1]):
-        ends = launch.stop == len(problem.sizes) and launch.stop - launch.start == 1 and is_wide(launch.p, launch.q)
-        around = (groups, rows, math.prod(problem.sizes[: launch.start]), columns)
-        mode = mode_of(around, launch.p, launch.q, problem.dtype, problem.precision, problem.device)
-        if ends and takes_gemm(mode) and all([later.q * launch.p == launch.q * later.p for later in launches[i + 1 :]]):
-            return [*launches[:i], *launches[i + 1 :], launch]
-    return launches
-
-
 def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:
     """The launches of a multiply by this choice, or by the closed form.
 
@@ -225,7 +211,7 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
     if choice is None:
         mine = shapes[problem.start : problem.stop]
         planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), plan_problem(problem))
-        launches = _addend_last(problem, [launch.shifted(problem.start) for launch in planned])
+        launches = [launch.shifted(problem.start) for launch in planned]
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]

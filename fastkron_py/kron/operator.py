@@ -29,8 +29,10 @@ def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_x, *need_factors, need_z = saved.needs
     alpha, beta, *rest = saved.options
     dx, dfs = derivatives.reverse(CALLS, dy, x, factors, need_x, need_factors, (alpha, *rest))
-    scaled = dy if beta == 1 else beta * dy  # a pass over memory
-    return dx, *dfs, scaled.sum_to_size(saved.shapes[-1]) if need_z else None
+    dz = None
+    if need_z:
+        dz = (dy if beta == 1 else beta * dy).sum_to_size(saved.shapes[-1])
+    return dx, *dfs, dz
 
 
 def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Tensor | None:

@@ -45,24 +45,6 @@ def test_products(shape: tuple, dtype: torch.dtype, is_transposed: bool, device:
         assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.5 * z.double(), steps=steps)
 
 
-def test_the_wide_mode_comes_last_where_it_adds_z(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of square factors changes no sizes."""
-    order: list[tuple[int, bool]] = []
-
-    def algorithm(mode: Mode, has_wgmma: bool, is_chained: bool) -> str:
-        order.append((mode.p, mode.adds))
-        return _algorithm(mode, has_wgmma, is_chained)
-
-    monkeypatch.setattr(forward, "best_algorithm", algorithm)
-    x, factors = problem(torch.bfloat16, device, 1, 9, (72, 136), (72, 136), 1)
-    z = torch.randn(1, 9, 72 * 136, 1, device=device).bfloat16()
-    assert_close(multiply(x, factors, z, 1.0, 1.0), dense(x, factors) + z.double(), steps=8)
-    assert order == [(72, False), (136, True)]
-    order.clear()
-    assert_close(multiply(x, factors), dense(x, factors), steps=8)
-    assert order == [(136, False), (72, False)]
-
-
 def test_z_decides() -> None:
     """On an H200 torch's product took 35 us and its copy of z 20 for 131072 x 32 to 160."""
     mode = Mode(1, 131072, 1, 32, 160, 2, 1, HOPPER)

@@ -181,7 +181,7 @@ def fused_configs(
     block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
     sector, run = SECTOR_BYTES // itemsize, _whole_run(after)
     if after > 1 and run >= sector:
-        block_s = max(block_s, sector)
+        block_s = max(block_s, sector) if run > sector else max(least, min(max(block_s, sector), run))
     while block_s > least and math.ceil(num_slices / block_s) * groups < gpu.multiprocessors:
         block_s //= 2  # small problems: a program for every multiprocessor
     # Four warps spill some of these, least as compiled for an H100, for which tiles were chosen by their times.

@@ -68,7 +68,9 @@ def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gp
     """
     block_q = next_power_of_two(q)
     most = min(MOST_SLICES, _spread(num_slices, 2 * gpu.multiprocessors))
-    block_s, run = (min(TILE // block_q, most), 1) if after == 1 else _vectors(after, itemsize, block_q, most)
+    block_s, run = _vectors(after, itemsize, block_q, most)
+    if run == 1:
+        block_s = min(TILE // block_q, most)
     return NarrowConfig(block_s, run, block_q, min(p, WIDTH), THREADS // 32, PROGRAMS_PER_SM)
 
 
@@ -93,7 +95,9 @@ def narrow_gradient_config(p: int, q: int, itemsize: int, num_slices: int, after
     """
     sums = next_power_of_two(p) * next_power_of_two(q)
     most = min(MOST_SLICES, _spread(num_slices * groups, gpu.multiprocessors))
-    block_s, run = (min(THREADS * max(1, GRADIENT_SUMS // sums), most), 1) if after == 1 else _vectors(after, itemsize, sums, most)
+    block_s, run = _vectors(after, itemsize, sums, most)
+    if run == 1:
+        block_s = min(THREADS * max(1, GRADIENT_SUMS // sums), most)
     tiles = math.ceil(num_slices / block_s)
     most = max(1, math.ceil(gpu.multiprocessors * PROGRAMS_PER_SM / groups))
     return NarrowGradientConfig(block_s, run, math.ceil(tiles / math.ceil(tiles / most)), THREADS // 32)
@@ -101,7 +105,7 @@ def narrow_gradient_config(p: int, q: int, itemsize: int, num_slices: int, after
 
 def _vectors(after: int, itemsize: int, sums: int, most: int) -> tuple[int, int]:
     """(slices of a tile, at most `most`, and of its runs), of vectors as long as a thread has room for the sums of each slice."""
-    vector = min(math.gcd(after, VECTOR_BYTES // itemsize), max(1, SUMS[itemsize] // sums), most // THREADS)
+    vector = 1 if after == 1 else min(math.gcd(after, VECTOR_BYTES // itemsize), max(1, SUMS[itemsize] // sums), most // THREADS)
     run = math.gcd(after, THREADS * vector)
     return THREADS * vector, run if vector * itemsize == VECTOR_BYTES else min(run, vector)
 

@@ -30,7 +30,7 @@ _MOST_SPLITS: Final = 132
 # Shares of a GPU's rate that the algorithms reach, measured on an H200.
 _WGMMA: Final = {2: 0.2, 4: 0.85, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
 _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
-_WGMMA_UNALIGNED: Final = 1.4  # times that a step takes where vectors of 16 bytes do not divide the factor's sides,
+_WGMMA_UNALIGNED: Final = 1.4  # times that a step takes where rows of the last mode do not begin on 16 bytes,
 _WGMMA_SCATTERED: Final = 2.2  # and times that it takes where k runs over slices that are not one run
 _MATMUL: Final = 0.95
 _GEMM: Final = 0.75  # the same of the main loop of linear layers, where it is not the memory's,
@@ -150,12 +150,7 @@ def _ceil(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def _unaligned(mode: Mode) -> float:
-    """Times that a step of the kernel for Hopper takes by the alignment of its operands' rows."""
-    return _WGMMA_UNALIGNED if mode.itemsize == 4 and (mode.p % 4 or mode.q % 4) else 1.0
-
-
-def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, scattered: float = 1.0) -> tuple[float, WideConfig]:
+def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> tuple[float, WideConfig]:
     """The seconds of ``[height, depth] @ [depth, width]``, and its tiles."""
     rate = mode.gpu.rate(mode.itemsize) / mode.passes * _WGMMA[mode.itemsize] / mode.gpu.multiprocessors
     found = []
@@ -166,7 +161,7 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sc
         all_steps = _ceil(depth, BLOCK_K)
         stage = (BLOCK_M + block_n) * BLOCK_K * mode.itemsize * (2 if mode.passes == 3 else 1)
         stages = min(_MOST_STAGES, _RING // stage)
-        step = scattered * _unaligned(mode) * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
+        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
         finish = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
         counts = {1, *[min(_ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
         for wanted in counts:
@@ -183,7 +178,8 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sc
 @lru_cache(maxsize=1024)
 def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a multiply by the kernel for Hopper, and its tiles."""
-    seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1)
+    slowdown = _WGMMA_UNALIGNED if mode.itemsize == 4 and mode.after == 1 and mode.p % 4 else 1.0
+    seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
     return max(seconds, mode.traffic()) + _LAUNCH, config
 
 
