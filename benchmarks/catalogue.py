@@ -1,6 +1,7 @@
 """All benchmarks there are: import the modules that register them here."""
 
 import benchmarks.adapters.lokr
+import benchmarks.adapters.models
 import benchmarks.distributed.jobs
 import benchmarks.gated.layers
 import benchmarks.gated.llama

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,52 +13,43 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.conditions import missing, tf32
-from benchmarks.registry import Benchmark, Call, Case, Contender, register
-from fastkron_py.cli.measure import peak_bytes
+from benchmarks.registry import Benchmark, Case, Contender, register
+from benchmarks.training import STEPS, TOLERANCES, Make, TrainingProblem, check, details, trained, unit_bytes
 
-STEPS = 50  # of the loss curve
 SUCCESSORS = 4  # of each token, so that there is something to learn: from log(vocabulary) down to log(4)
-WARM_UP = 10  # steps in which the learning rate rises to its full height
 STOCK = "transformers"
 REORDERED = "transformers, units reordered"
 ROUNDED_ONCE = "transformers, rounded once"
-# Of the loss, at any of the steps. In bfloat16 runs that round differently drift apart: on CPUs, at widths of 256 to 1024 and as many
-# tokens for each word of the vocabulary, the two controls by 3e-4 to 9e-4 from the model as it comes, up and gate swapped by 2e-2, and
-# silu's slope without its second term by 3e-3. So little only because the task is learned from the first step on: with a vocabulary of
-# 4096 and no warm-up the loss stood still for 33 steps, and from there on any two runs went ways of their own.
-# In float32 runs agree to 2e-7, and up and gate swapped differ by 2e-3.
-TOLERANCES = {"bfloat16": 2e-3, "float32": 1e-4}
-FALL = 0.9  # the last loss beside the first, at most: else there was nothing to compare
 
 
 @dataclass
-class LlamaProblem:
-    """Token sequences of a random walk, and a configuration; what contenders found.
+class LlamaProblem(TrainingProblem):
+    """Token sequences of a random walk, and a configuration.
 
     Attributes:
         config: of `transformers.LlamaConfig`.
         tokens: ``[STEPS, B, S]``, a batch for each step.
         dtype: of weights and activations.
-        learning_rate: after the steps in which it rises.
-        curves: ``[STEPS]`` losses, by contender.
-        memory: bytes that a step of the model as it comes holds at most, once that is known.
     """
 
     config: dict[str, Any]
     tokens: Tensor
     dtype: torch.dtype
-    learning_rate: float
-    curves: dict[str, Tensor] = field(default_factory=dict)
-    memory: int | None = None
 
     def model(self) -> nn.Module:
         """With seeded weights."""
         transformers = importlib.import_module("transformers")
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**self.config)
-        with torch.device(self.tokens.device):
+        with torch.device(self.device):
             made: nn.Module = transformers.LlamaForCausalLM(config)
         return made.to(self.dtype).train()
+
+    def loss(self, model: nn.Module, number: int, is_reversed: bool) -> Tensor:
+        """Of the next token."""
+        tokens = self.tokens[number].flip(0) if is_reversed else self.tokens[number]
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
 
 
 def _obstacle(device: torch.device) -> str | None:
@@ -78,6 +69,11 @@ def _walk(vocabulary: int, steps: int, batch: int, length: int, device: torch.de
 
 def inputs(parameters: Mapping[str, Any], device: torch.device) -> LlamaProblem:
     """The same tokens and weights for all contenders."""
+    return LlamaProblem(STOCK, parameters["learning_rate"], device, **llama_of(parameters, device))
+
+
+def llama_of(parameters: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The attributes of a `LlamaProblem` that are its own."""
     config = {
         "hidden_size": parameters["width"],
         "intermediate_size": parameters["hidden"],
@@ -89,25 +85,7 @@ def inputs(parameters: Mapping[str, Any], device: torch.device) -> LlamaProblem:
         "use_cache": False,
     }
     tokens = _walk(parameters["vocabulary"], STEPS, parameters["batch"], parameters["length"], device)
-    return LlamaProblem(config, tokens, getattr(torch, parameters["dtype"]), parameters["learning_rate"])
-
-
-def training_step(problem: LlamaProblem, model: nn.Module) -> Callable[[int], Tensor]:
-    """A step of AdamW on a step's batch, which returns the loss. Gradients are let go at its end."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=problem.learning_rate, fused=problem.tokens.is_cuda)
-
-    def step(number: int) -> Tensor:
-        tokens = problem.tokens[number % STEPS]
-        for group in optimizer.param_groups:
-            group["lr"] = problem.learning_rate * min(1.0, (number + 1) / WARM_UP)
-        with torch.enable_grad():
-            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return {"config": config, "tokens": tokens, "dtype": getattr(torch, parameters["dtype"])}
 
 
 def reorder(model: nn.Module) -> None:
@@ -161,61 +139,24 @@ def round_once(model: nn.Module) -> None:
         layer.mlp.forward = partial(forward, layer.mlp)
 
 
-def _patched(backward: str) -> Callable[[nn.Module], None]:
+def _patch(backward: str) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
         importlib.import_module("fastkron_py.integrations.transformers").apply_to_llama(model, backward=backward)
 
     return change
 
 
-def _trained(name: str, change: Callable[[nn.Module], None] = lambda model: None) -> Callable[[LlamaProblem], Call]:
-    """The loss curve of a changed model, taken once; then a call is one more step."""
-
-    def prepare(problem: LlamaProblem) -> Call:
+def _changed(change: Callable[[nn.Module], None]) -> Make:
+    def make(problem: LlamaProblem) -> nn.Module:
         model = problem.model()
         change(model)
-        step = training_step(problem, model)
-        problem.curves[name] = curve = torch.stack([step(i) for i in range(STEPS)]).double().cpu()
+        return model
 
-        def call() -> Tensor:
-            step(0)
-            return curve
-
-        return call
-
-    return prepare
+    return make
 
 
-def drift(problem: LlamaProblem, curve: Tensor) -> Tensor:
-    """``[STEPS]`` differences from the losses of the model as it comes, beside those."""
-    expected = problem.curves[STOCK]
-    return ((curve - expected) / expected).abs()
-
-
-def check(problem: LlamaProblem, curve: Tensor) -> float:
-    """The largest difference between losses; NaN where the model as it comes has not learned."""
-    expected = problem.curves[STOCK]
-    if not float(expected[-1]) < FALL * float(expected[0]):
-        return float("nan")
-    return float(drift(problem, curve).max())
-
-
-def _unit_bytes(problem: LlamaProblem) -> int:
-    if problem.memory is None:
-        step = training_step(problem, problem.model())
-        step(0)  # which makes the optimizer's state
-        problem.memory = peak_bytes(lambda: step(0), problem.tokens.device)
-    return problem.memory
-
-
-def details(problem: LlamaProblem) -> dict[str, Any]:
-    """The loss curves, how far each is from the model as it comes and at which step, and the bytes that memory is told in multiples of."""
-    drifts = {name: drift(problem, curve) for name, curve in problem.curves.items()} if STOCK in problem.curves else {}
-    return {
-        "curves": {name: curve.tolist() for name, curve in problem.curves.items()},
-        "drifts": {name: {"largest": float(d.max()), "step": int(d.argmax()), "last": float(d[-1])} for name, d in drifts.items()},
-        "unit_bytes": problem.memory,
-    }
+def _contender(name: str, make: Make, **options: Any) -> Contender:
+    return Contender(name, trained(name, make), obstacle=_obstacle, **options)
 
 
 def case(label: str, dtype: str, quick: bool, learning_rate: float, **sizes: int) -> Case:
@@ -239,19 +180,17 @@ register(
             case("2 layers of width 64, 4 x 32 tokens", "float32", True, 3e-4, **SMALL),
         ],
         contenders=[
-            Contender("fastkron_py, save", _trained("fastkron_py, save", _patched("save")), obstacle=_obstacle, is_ours=True),
-            Contender(
-                "fastkron_py, recompute", _trained("fastkron_py, recompute", _patched("recompute")), obstacle=_obstacle, is_ours=True
-            ),
-            Contender(ROUNDED_ONCE, _trained(ROUNDED_ONCE, round_once), obstacle=_obstacle),
-            Contender(REORDERED, _trained(REORDERED, reorder), obstacle=_obstacle),
-            Contender(STOCK, _trained(STOCK), obstacle=_obstacle),
+            _contender("fastkron_py, save", _changed(_patch("save")), is_ours=True),
+            _contender("fastkron_py, recompute", _changed(_patch("recompute")), is_ours=True),
+            _contender(ROUNDED_ONCE, _changed(round_once)),
+            _contender(REORDERED, _changed(reorder)),
+            _contender(STOCK, LlamaProblem.model),
         ],
         inputs=inputs,
         check=check,
         baseline=STOCK,
         peers_first=True,
-        unit_bytes=_unit_bytes,
+        unit_bytes=unit_bytes(LlamaProblem.model),
         details=details,
         notes=(
             "A step: forward, backward and AdamW; attention is torch's. Errors: the largest relative difference of the losses of 50 steps.",

@@ -12,7 +12,7 @@ from torchvision_import import import_torchvision
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 pytest.importorskip("transformers", reason="the extra llm is not installed")
 
-from benchmarks import runner
+from benchmarks import runner, training
 from benchmarks.gated import llama as gated_llama
 
 import_torchvision()
@@ -29,16 +29,17 @@ def test_it_runs(tmp_path: Path) -> None:
     curves, drifts = case["details"]["curves"], case["details"]["drifts"]
     assert all(drifts[name]["largest"] == r["error"] for name, r in results.items())
     assert set(curves) == set(results)
-    assert all(len(curve) == gated_llama.STEPS and curve[-1] < gated_llama.FALL * curve[0] for curve in curves.values())
+    assert all(len(curve) == training.STEPS and curve[-1] < training.FALL * curve[0] for curve in curves.values())
 
 
 def test_other_curves_are_seen() -> None:
-    curve = torch.linspace(4, 2, gated_llama.STEPS, dtype=torch.float64)
-    problem = gated_llama.LlamaProblem({}, torch.zeros(1), torch.float32, 1e-3, {gated_llama.STOCK: curve})
-    assert gated_llama.check(problem, curve) == 0
-    assert gated_llama.check(problem, curve.roll(1)) > 0.01
+    curve = torch.linspace(4, 2, training.STEPS, dtype=torch.float64)
+    problem = gated_llama.LlamaProblem(gated_llama.STOCK, 1e-3, torch.device("cpu"), {}, torch.zeros(1), torch.float32)
+    problem.curves[gated_llama.STOCK] = curve
+    assert training.check(problem, curve) == 0
+    assert training.check(problem, curve.roll(1)) > 0.01
     problem.curves[gated_llama.STOCK] = curve.flip(0)
-    assert gated_llama.check(problem, curve.flip(0)) != 0  # a model that has not learned shows nothing
+    assert training.check(problem, curve.flip(0)) != 0  # a model that has not learned shows nothing
 
 
 def test_the_control_that_rounds_once() -> None:
