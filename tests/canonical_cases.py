@@ -63,7 +63,7 @@ def backward_program(dy, x, factors, scaled=False, needs=None, shared=None) -> P
     needs = [True] * (1 + len(factors)) if needs is None else needs
     build = Builder([dy, x, *factors], shared)
     dy, x, *factors = build.inputs
-    dx, dfs = add_backward(build, dy, x, factors, needs, "highest", Scale(Scalar(0) if scaled else bits(1.0)))
+    dx, dfs = add_backward(build, dy, x, factors, needs, "highest", Scale(Scalar(0) if scaled else bits(1.0)), x.dtype)
     assert [t is not None for t in (dx, *dfs)] == list(needs)
     return build.program([t for t in (dx, *dfs) if t is not None])
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
 from fastkron_py.adapters.plan import CPU_PASS_COST, GPU_PASS_COST, best_plan
-from fastkron_py.kron.api import kron_matmul, kron_matmul_left
+from fastkron_py.kron import operator
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
+from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import value_error
 
 ArrayT = TypeVar("ArrayT")
@@ -37,7 +41,7 @@ def lokr_linear(
     Args:
         x: ``[*, in]`` with ``in = in1 * in2``. A torch tensor, or a NumPy or CuPy array, of a dtype of `kron_matmul`.
         w1: ``[out1, in1]``, or a pair ``[out1, rank]`` and ``[rank, in1]``. Of x's dtype, or float32 beside an x of float16
-            or bfloat16: then it is cast once, and its gradient is float32.
+            or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
         w2: ``[out2, in2]``, or a pair; dtypes as of w1.
         base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
         scale: a finite number, or a 0-dimensional tensor (which gets a gradient).
@@ -75,11 +79,25 @@ def adapted_linear(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, base = cast(x, dtype), cast(base, dtype)
-        w1, w2 = (Factor(*[cast(t, dtype) for t in w]) for w in (w1, w2))
+        w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
+        with without_autocast(x.device):  # of a pair that is multiplied out
+            return _checked_product(x, w1, w2, base, scale, precision)
+    return _checked_product(x, w1, w2, base, scale, precision)
+
+
+def cast_factor(t: Any, dtype: torch.dtype) -> Any:
+    """A factor under autocast: in its dtype, or in float32, which the product casts: the gradient stays in float32."""
+    return t if t is None or t.dtype == torch.float32 else cast(t, dtype)
+
+
+def _checked_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None) -> Tensor:
     for name, factor in (("w1", w1), ("w2", w2)):
         check_factor(name, factor, x)
     _check_sizes(x, w1, w2, base)
-    return add_product(x, w1, w2, base, check_scalar("scale", scale, x), precision)
+    scale = check_scalar("scale", scale, x)
+    if x.ndim == 1:
+        return add_product(x.unsqueeze(0), w1, w2, None if base is None else base.unsqueeze(0), scale, precision).squeeze(0)
+    return add_product(x, w1, w2, base, scale, precision)
 
 
 def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None:
@@ -101,37 +119,49 @@ def add_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: A
     With w2 of low rank, ``kron(w1, a @ b)`` is ``kron(I, a) @ kron(w1, b)``: w1 multiplies modes of the rank's size.
 
     Args:
-        x: ``[*, in1 * in2]``.
+        x: ``[*, M, in1 * in2]``.
         w1: ``[out1, in1]``, of x's dtype or float32.
         w2: ``[out2, in2]``, of x's dtype or float32.
-        base: ``[*, out1 * out2]`` or None.
+        base: ``[*, M, out1 * out2]`` or None.
         scale: a number, or a 0-dimensional tensor.
         precision: of float32 products.
     """
     w1, scale = _with_scale(w1, scale)
     w1, w2 = prepared(w1, w2, math.prod(x.shape[:-1]), x)
-    epilogue: dict[str, Any] = {"alpha": scale, "beta": 0.0 if base is None else 1.0, "precision": precision}
     if w1.right is None and w2.right is None:
-        return kron_matmul(x, [w1.left.mT, w2.left.mT], z=base, **epilogue)
+        return multiply(x, [w1.left.mT, w2.left.mT], base, scale, precision)
     inner = [(w.left if w.right is None else w.right).mT for w in (w1, w2)]
-    hidden = kron_matmul(x, inner, precision=precision)
+    hidden = multiply(x, inner, precision=precision)
     if w1.right is not None and w2.right is not None:
-        return kron_matmul(hidden, [w1.left.mT, w2.left.mT], z=base, **epilogue)
+        return multiply(hidden, [w1.left.mT, w2.left.mT], base, scale, precision)
     # One mode is finished: the other one alone is multiplied, on [*, out1 or rank, out2 or rank].
     modes = hidden.unflatten(-1, (inner[0].shape[1], inner[1].shape[1]))
     z = None if base is None else base.unflatten(-1, (w1.size.rows, w2.size.rows))
     if w1.right is None:
-        y: Tensor = kron_matmul(modes, [w2.left.mT], z=z, **epilogue)
+        y = multiply(modes, [w2.left.mT], z, scale, precision)
     else:
-        y = kron_matmul_left([w1.left], modes, z=z, **epilogue)
+        y = multiply(modes, [w1.left], z, scale, precision, left=True)
     return y.flatten(-2)
 
 
+def multiply(
+    x: Tensor, factors: Sequence[Tensor], base: Tensor | None = None, scale: float = 1.0, precision: str | None = None, left: bool = False
+) -> Tensor:
+    """``base + scale * x @ (F1 (x) ... (x) FN)``, or in the left form, of tensors that have been checked.
+
+    Unlike `kron_matmul` it takes factors of float32 beside an x of a half dtype, whose gradients are then float32's.
+    """
+    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    beta = 0.0 if base is None else 1.0
+    y: Tensor = operator.kron_matmul(x, list(factors), base, float(scale), beta, precision, backend, left)
+    return y
+
+
 def prepared(w1: Factor, w2: Factor, tokens: int, x: Tensor) -> tuple[Factor, Factor]:
-    """The factors in x's dtype, each as a matrix or as the pair that it was, by the plan."""
+    """The factors, each as a matrix or as the pair that it was, by the plan."""
     pass_cost = CPU_PASS_COST if x.device.type == "cpu" else GPU_PASS_COST
     plan = best_plan(w1.size, w2.size, tokens, pass_cost)
-    w1, w2 = ((w.expanded() if is_dense else w).to(x.dtype) for w, is_dense in zip((w1, w2), plan, strict=True))
+    w1, w2 = (w.expanded() if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
     return w1, w2
 
 

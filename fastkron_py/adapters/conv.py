@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fastkron_py.adapters.api import add_product, prepared
-from fastkron_py.adapters.factor import Factor, check_factor
-from fastkron_py.kron.api import kron_matmul_left
+from fastkron_py.adapters.api import add_product, cast_factor, multiply, prepared
+from fastkron_py.adapters.factor import Factor, check_factor, product
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.checks import check_scalar, check_tensor
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import value_error
 
 _CONVOLUTIONS: Final[dict[int, Callable[..., Tensor]]] = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
@@ -57,15 +56,15 @@ class Kernel(NamedTuple):
         """The kernel of one pixel, or one without a window, as a factor."""
         core = self.core.flatten(1)
         if self.right is not None:
-            core = core @ self.right
+            core = product(core, self.right)
         return Factor(core) if self.left is None else Factor(self.left, core)
 
     def expanded(self) -> Tensor:
         """The whole kernel, ``[out2, in2, *window]``."""
         core = self.core
         if self.right is not None:  # a sum over the second rank
-            core = torch.tensordot(core, self.right, ([1], [0])).movedim(-1, 1)
-        return core if self.left is None else torch.tensordot(self.left, core, 1)
+            core = product(core.movedim(1, -1), self.right).movedim(-1, 1)
+        return core if self.left is None else product(self.left, core)
 
 
 class Window(NamedTuple):
@@ -108,7 +107,13 @@ def lokr_conv(x: Tensor, w1: Factor, w2: Kernel, window: Window, *, base: Tensor
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, base = cast(x, dtype), cast(base, dtype)
-        w1, w2 = Factor(*[cast(t, dtype) for t in w1]), w2.map(lambda t: cast(t, dtype))
+        w1, w2 = Factor(*[cast_factor(t, dtype) for t in w1]), w2.map(lambda t: cast_factor(t, dtype))
+        with without_autocast(x.device):  # of factors that are multiplied out
+            return _checked_product(x, w1, w2, window, base, scale)
+    return _checked_product(x, w1, w2, window, base, scale)
+
+
+def _checked_product(x: Tensor, w1: Factor, w2: Kernel, window: Window, base: Tensor | None, scale: Any) -> Tensor:
     check_factor("w1", w1, x)
     _check_kernel(w2, x)
     if base is not None:
@@ -139,15 +144,15 @@ def _check_kernel(w2: Kernel, x: Tensor) -> None:
 def _convolve(x: Tensor, w1: Factor, w2: Kernel, window: Window, base: Tensor | None, scale: Any) -> Tensor:
     if isinstance(scale, Tensor | complex):
         w1, scale = w1.scaled(scale), 1.0
-    w1 = w1.expanded().to(x.dtype)
+    w1 = w1.expanded()
     if window.is_pointwise(w2.window):
         return _pointwise(x, w1, w2, base, scale)
-    w2 = (w2 if w2.left is not None and _is_cheaper(w2) else Kernel(w2.expanded())).map(lambda t: t.to(x.dtype))
+    w2 = w2 if w2.left is not None and _is_cheaper(w2) else Kernel(w2.expanded())
     groups = w1.size.columns
     h = x.unflatten(1, (groups, -1)).flatten(0, 1)  # [N * in1, in2, *size]
     if w2.right is not None:
         h = _mix(h, [w2.right])
-    h = _CONVOLUTIONS[len(w2.window)](h, w2.core, None, *window)
+    h = _CONVOLUTIONS[len(w2.window)](h, w2.core.to(x.dtype), None, *window)
     h = h.unflatten(0, (x.shape[0], groups)).flatten(1, 2)  # [N, in1 * (rank or out2), *size']
     if w2.left is not None:
         return _mix(h, [w1.left, w2.left], base, scale)
@@ -155,7 +160,7 @@ def _convolve(x: Tensor, w1: Factor, w2: Kernel, window: Window, base: Tensor | 
     modes = h.unflatten(1, (groups, -1)).flatten(2)
     _check_base(base, (h.shape[0], w1.size.rows * w2.rows, *h.shape[2:]))
     z = None if base is None else base.unflatten(1, (w1.size.rows, -1)).flatten(2)
-    y: Tensor = kron_matmul_left([w1.left], modes, alpha=scale, beta=0.0 if z is None else 1.0, z=z)
+    y = multiply(modes, [w1.left], z, scale, left=True)
     return y.reshape(h.shape[0], w1.size.rows * w2.rows, *h.shape[2:])
 
 
@@ -188,7 +193,7 @@ def _mix(x: Tensor, factors: list[Tensor], base: Tensor | None = None, scale: An
     """``base + scale * kron(*factors) @`` the channels of x ``[N, C, *size]``."""
     _check_base(base, (x.shape[0], math.prod([f.shape[0] for f in factors]), *x.shape[2:]))
     z = None if base is None else base.flatten(2)
-    y: Tensor = kron_matmul_left(factors, x.flatten(2), alpha=scale, beta=0.0 if z is None else 1.0, z=z)
+    y = multiply(x.flatten(2), factors, z, scale, left=True)
     return y.reshape(*y.shape[:2], *x.shape[2:])
 
 

@@ -31,15 +31,17 @@ class Factor(NamedTuple):
 
     def expanded(self) -> Factor:
         """The factor as one matrix."""
-        return self if self.right is None else Factor(self.left @ self.right)
-
-    def to(self, dtype: torch.dtype) -> Factor:
-        """The factor in another dtype."""
-        return Factor(self.left.to(dtype), None if self.right is None else self.right.to(dtype))
+        return self if self.right is None else Factor(product(self.left, self.right))
 
     def scaled(self, scale: Any) -> Factor:
         """The factor times a scalar."""
         return self._replace(left=self.left * scale)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """The sum over left's last and right's first dimension, in the wider dtype of both."""
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    return torch.tensordot(left.to(dtype), right.to(dtype), 1)
 
 
 def labelled(name: str, given: Any) -> list[tuple[str, Any]]:

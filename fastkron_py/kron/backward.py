@@ -50,7 +50,7 @@ class _Partials:
         self.shapes = problem.factor_shapes[start:stop]
         self.p, self.q = (math.prod(s[i] for s in self.shapes) for i in (0, 1))
         self.needs = problem.need_factors[start:stop]
-        self.dtype = problem.dtype
+        self.dtype = problem.gradient_dtype
         self.wide = torch.promote_types(problem.dtype, torch.float32)
         size = self.p * self.q
         self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
@@ -131,7 +131,7 @@ class _Matmul:
     """The gradient of a wide factor by torch's matrix products."""
 
     def __init__(self, problem: GradientProblem, transposes: bool) -> None:
-        self.mode, self.precision, self.transposes = problem.mode, problem.precision, transposes
+        self.mode, self.precision, self.transposes, self.dtype = problem.mode, problem.precision, transposes, problem.gradient_dtype
 
     def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """``[dF]``."""
@@ -140,9 +140,9 @@ class _Matmul:
 
         def run(u: Tensor, g: Tensor, alpha: float) -> Tensor:
             with torch_products(u, self.precision):
-                return factor_gradient(u, g, alpha, self.transposes)
+                return factor_gradient(u, g, alpha, self.transposes, self.dtype)
 
-        return [build.call(run, operands, describe((batches, p, q), u.dtype), scalars=(alpha if isinstance(alpha, Scalar) else 1.0,))]
+        return [build.call(run, operands, describe((batches, p, q), self.dtype), scalars=(alpha if isinstance(alpha, Scalar) else 1.0,))]
 
 
 class _Wide:
@@ -232,6 +232,7 @@ def add_backward(
     needs: Sequence[bool],
     precision: str,
     scale: Scale,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of ``alpha * x (F1 (x) ... (x) FN)`` by Triton.
 
@@ -243,6 +244,7 @@ def add_backward(
         needs: whether dx, and which factor gradients are needed.
         precision: as in `add_multiply`.
         scale: alpha.
+        dtype: of the factor gradients: x's, or float32 beside a half dtype.
 
     Returns:
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
@@ -260,7 +262,7 @@ def add_backward(
     if all(need_factors):
         passes = passes_of(x.dtype, precision)
         groups, order = best_order(groups, shapes, math.prod(x.shape) // math.prod(ps), x.element_size(), passes, gpu)
-    state = Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision, order)
+    state = Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision, order, dtype)
     needed = [need_factors[i] for i in order]
     for i, group in enumerate(groups):
         state.carry_back(group.start)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fastkron_py.kron.backward_problem import GradientProblem
@@ -25,7 +26,16 @@ class Pass:
     Groups count factors in this order. The factors of a group are neighbours in x as well.
     """
 
-    def __init__(self, build: Builder, dy: Tensor, x: Tensor, factors: Sequence[Tensor], precision: str, order: Sequence[int]) -> None:
+    def __init__(
+        self,
+        build: Builder,
+        dy: Tensor,
+        x: Tensor,
+        factors: Sequence[Tensor],
+        precision: str,
+        order: Sequence[int],
+        gradient_dtype: torch.dtype,
+    ) -> None:
         """Begin.
 
         Args:
@@ -35,8 +45,10 @@ class Pass:
             factors: ``[B, P_i, Q_i]``.
             precision: as in `add_multiply`.
             order: the factors' numbers.
+            gradient_dtype: of the factors' gradients.
         """
         self.build, self.x, self.factors, self.precision, self.order = build, x, factors, precision, order
+        self.gradient_dtype = gradient_dtype
         self.transposed = [f.mT for f in factors]
         self.ps, self.qs = tuple([factors[i].shape[1] for i in order]), tuple([factors[i].shape[2] for i in order])
         self.g = dy
@@ -120,5 +132,6 @@ class Pass:
             scaled,
             self.precision,
             u.dtype,
+            self.gradient_dtype,
             self.build.device,
         )

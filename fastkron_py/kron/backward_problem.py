@@ -26,6 +26,7 @@ class GradientProblem(NamedTuple):
     scaled: bool  # alpha is not 1, and belongs to dx
     precision: str
     dtype: torch.dtype
+    gradient_dtype: torch.dtype  # of the factors' gradients: dtype, or float32 beside a half one
     device: torch.device
     neighbours: int = 1  # of the mode before, taken as one mode with the group's
 

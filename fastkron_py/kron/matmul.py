@@ -72,7 +72,7 @@ def multiply_mode(x: Tensor, factor: Tensor, out: Tensor, epilogue: Epilogue, tr
             product(factor[i].mT.expand(count, q, p), x[i], out[i], part)
 
 
-def factor_gradient(u: Tensor, g: Tensor, alpha: float, transposes: bool) -> Tensor:
+def factor_gradient(u: Tensor, g: Tensor, alpha: float, transposes: bool, dtype: torch.dtype) -> Tensor:
     """The gradient ``[B, P, Q]`` of a factor.
 
     Args:
@@ -80,20 +80,36 @@ def factor_gradient(u: Tensor, g: Tensor, alpha: float, transposes: bool) -> Ten
         g: the gradient of its result, ``[B, n, Q, after]``.
         alpha: scales the gradient.
         transposes: whether both are transposed so that the mode is the last: one product then sums over all of n.
+        dtype: of the gradient: that of u, or float32 beside a half dtype.
     """
     groups, count, p, after = u.shape
     q = g.shape[2]
     if transposes:
         u, g = (t.mT.reshape(groups, count * after, -1, 1) for t in (u, g))
         count, after = count * after, 1
-    df = u.new_empty(groups, p, q)
     if after == 1:
-        product(u[..., 0].mT, g[..., 0], df, Epilogue(alpha))
+        a, b = u[..., 0].mT, g[..., 0]
     elif count == 1:
-        product(u[:, 0], g[:, 0].mT, df, Epilogue(alpha))
+        a, b = u[:, 0], g[:, 0].mT
     else:
+        df = u.new_empty(groups, p, q, dtype=dtype)
         for i in range(groups):
-            torch.sum(torch.bmm(u[i], g[i].mT), 0, out=df[i])
-        if alpha != 1:
-            df.mul_(alpha)
+            torch.sum(_widened(u[i], g[i].mT, dtype), 0, out=df[i])
+        return df if alpha == 1 else df.mul_(alpha)
+    if dtype != u.dtype:
+        df = _widened(a, b, dtype)
+        return df if alpha == 1 else df.mul_(alpha)
+    df = u.new_empty(groups, p, q)
+    product(a, b, df, Epilogue(alpha))
     return df
+
+
+def _widened(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[A, I, J] @ [A, J, K]`` in this dtype: theirs, or float32 where they are of a half one, without a rounding in between."""
+    if dtype == a.dtype:
+        return torch.bmm(a, b)
+    if not a.is_cuda:
+        return torch.bmm(a.to(dtype), b.to(dtype))
+    if a.shape[0] == 1:
+        return torch.mm(a[0], b[0], out_dtype=dtype)[None]
+    return torch.bmm(a, b, out_dtype=dtype)

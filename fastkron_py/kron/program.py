@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastkron_py.kron import torch_backend, torch_small
@@ -53,7 +54,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         return build.program([build.call(small or by_torch, operands, result, scalars=scalars)], recorded=recorded)
     from fastkron_py.kron.forward import Scale, add_multiply
 
-    problem = canonical(x, factors, left, build.reshape)
+    problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
     z4 = None if z is None else problem.pack(z.expand(shape))
     scale = Scale(_ONE if alpha == 1 else _ALPHA, _ZERO if z is None else _BETA)
     y4 = add_multiply(build, problem.x, problem.factors, resolved(precision), scale, z4)
@@ -79,6 +80,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
     shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
     problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward)
     in_half = torch_small.takes_bfloat16(problem, x)
+    is_mixed = any([f.dtype != x.dtype for f in factors])
     problem = problem._replace(itemsize=2) if in_half else problem
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
     if not (is_one_product or torch_small.is_small(problem)):
@@ -87,6 +89,8 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+        if is_mixed and in_half:
+            factors = tuple([f.to(x.dtype) for f in factors])
         if count == 1 and alpha == 1 and not z:
             return factors[0].mm(x) if left else x.mm(factors[0])
         matrices = [f.mT for f in factors] if left else factors
@@ -110,7 +114,7 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if not results:
         return build.program([])
     if dy.numel() == 0 or x.numel() == 0:
-        made = build.call(lambda x: [x.new_zeros(r.shape) for r in results], (x,), *results)
+        made = build.call(lambda x: [x.new_zeros(r.shape, dtype=r.dtype) for r in results], (x,), *results)
         return build.program([made] if len(results) == 1 else made)
     if choose_backend(backend, tensors[1]) == "torch":
 
@@ -126,12 +130,24 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     from fastkron_py.kron.backward import add_backward
     from fastkron_py.kron.forward import Scale
 
-    problem = canonical(x, factors, left, build.reshape)
+    problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
     scale = Scale(_ONE if alpha == 1 else _ALPHA)
     needs = (need_x, *need_factors)
-    dx4, dfs = add_backward(build, problem.pack(dy), problem.x, problem.factors, needs, resolved(precision), scale)
+    dtype = torch.float32 if torch.float32 in [f.dtype for f in factors] else x.dtype
+    dx4, dfs = add_backward(build, problem.pack(dy), problem.x, problem.factors, needs, resolved(precision), scale, dtype)
     found = [_fitted(build, f, r) for f, r in zip(_unpacked(problem, dx4, dfs), results, strict=True)]
     return build.program(found, [r.shape for r in results])
+
+
+def _cast(build: Builder, factors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The factors in x's dtype; those of float32 beside an x of a half dtype are copied, in the same order of strides."""
+
+    def cast(f: Tensor) -> Tensor:
+        return torch.empty_like(f, dtype=dtype).copy_(f)
+
+    likes = [torch.empty_like(f, dtype=dtype) for f in factors]
+    pairs = zip(factors, likes, strict=True)
+    return [f if f.dtype == dtype else build.call(cast, (f,), describe(f.shape, dtype, like.stride())) for f, like in pairs]
 
 
 def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -146,14 +162,14 @@ def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | Non
 
 
 def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
-    """Sum over dimensions that were broadcast; a contiguous tensor of the argument's shape."""
+    """Sum over dimensions that were broadcast; a contiguous tensor of the argument's shape and dtype."""
     few = gradient.numel() == argument.numel()  # none was
-    return (gradient.reshape(argument.shape) if few else gradient.sum_to_size(argument.shape)).contiguous()
+    return (gradient.reshape(argument.shape) if few else gradient.sum_to_size(argument.shape)).to(argument.dtype).contiguous()
 
 
 def _fitted(build: Builder, gradient: Tensor, result: Tensor) -> Tensor:
     """The same as a step of a program, where there is something to do."""
-    if gradient.is_contiguous() and gradient.numel() == result.numel():
+    if gradient.is_contiguous() and gradient.numel() == result.numel() and gradient.dtype == result.dtype:
         return gradient
     made: Tensor = build.call(lambda t: _fit(t, result), (gradient,), result)
     return made

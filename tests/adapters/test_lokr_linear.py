@@ -97,6 +97,58 @@ def test_float32_factors_beside_a_half_x(
         assert_close(g.to(dtype), w, steps=3 * STEPS)
 
 
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_float32_factors_are_not_rounded(
+    dtype: torch.dtype, autocast: bool, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """Sums in float32 are returned as they are: in a half dtype they would differ from float64 by a third of its eps or so."""
+    x, w1, w2, base = lokr_problem(LoKrCase((64,), (4, 4), (16, 16)), dtype, device, generator)
+    dy = torch.randn(base.shape, generator=generator).to(device, dtype)
+    bound = torch.finfo(dtype).eps / 16
+
+    def gradients(factor_dtype: torch.dtype) -> list[Tensor]:  # of factors that the half dtype holds
+        first, second = (w.to(factor_dtype).requires_grad_() for w in (w1, w2))
+        with torch.autocast(device.type, dtype, enabled=autocast):
+            return list(torch.autograd.grad(lokr_linear(x, first, second, base=base, scale=0.5), [first, second], dy))
+
+    leaves = [w.double().requires_grad_() for w in (w1, w2)]
+    want = torch.autograd.grad(reference.lokr_linear(x.double(), *leaves, scale=0.5), leaves, dy.double())
+    for got, control, w in zip(gradients(torch.float32), gradients(dtype), want, strict=True):
+        assert got.dtype == torch.float32
+        assert relative(got, w) < bound
+        assert relative(control, w) > bound
+
+
+def test_second_order_of_float32_factors_beside_a_half_x(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, w1, w2, base = lokr_problem(LoKrCase((6,), (2, 3), (4, 5)), torch.float16, device, generator, factor_dtype=torch.float32)
+
+    def second(dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = [t.detach().to(t.dtype if dtype is None else dtype).requires_grad_() for t in (x, w1, w2)]
+        linear = lokr_linear if dtype is None else reference.lokr_linear
+        y = linear(*leaves, base=base if dtype is None else base.to(dtype))
+        first = torch.autograd.grad(y.square().sum() / 8, leaves, create_graph=True)
+        found = torch.autograd.grad(sum(g.square().sum() for g in first) / 8, leaves)
+        assert all(g.dtype == leaf.dtype for g, leaf in zip(found, leaves, strict=True))
+        return list(found)
+
+    for got, want in zip(second(None), second(torch.float64), strict=True):
+        # Several roundings to float16 follow one another, and none of them is amplified.
+        assert relative(got, want) < 8 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_the_operators_take_float32_factors_beside_a_half_x(left: bool, device: torch.device, generator: torch.Generator) -> None:
+    x, w1, w2, _ = lokr_problem(LoKrCase((6,), (2, 3), (4, 5)), torch.bfloat16, device, generator, factor_dtype=torch.float32)
+    x = (x.mT if left else x).requires_grad_()
+    factors = [w.requires_grad_() if left else w.mT.detach().requires_grad_() for w in (w1, w2)]
+    torch.library.opcheck(torch.ops.fastkron.kron_matmul, (x, factors, None, 0.5, 0.0, None, "", left))
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=case_id)
 def test_autocast(case: LoKrCase, device: torch.device, generator: torch.Generator) -> None:
     x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
