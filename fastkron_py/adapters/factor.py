@@ -41,7 +41,8 @@ class Factor(NamedTuple):
 def product(left: Tensor, right: Tensor) -> Tensor:
     """The sum over left's last and right's first dimension, in the wider dtype of both."""
     dtype = torch.promote_types(left.dtype, right.dtype)
-    return torch.tensordot(left.to(dtype), right.to(dtype), 1)
+    found: Tensor = torch.tensordot(left.to(dtype), right.to(dtype), 1)
+    return found
 
 
 def labelled(name: str, given: Any) -> list[tuple[str, Any]]:
