@@ -12,7 +12,7 @@ from fastkron_py.integrations.lycoris.modules import FastLoKr, obstacle
 from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
 from fastkron_py.runtime.errors import type_name
 
-# Names that the two forward passes read in the versions that were tested, 4.1.
+# Names that the two forward passes read in the versions that were tested, 4.0 to 4.1.
 _FORWARD: Final = frozenset(
     {"module_dropout", "training", "torch", "rand", "org_forward", "wd", "is_weight_only_fp8_linear", "org_module"}
     | {"bypass_mode", "bypass_forward", "multiplier", "_rebuild_forward"}
