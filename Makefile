@@ -15,6 +15,7 @@ ifeq ($(strip $(VENV)),)
   GP_READY :=
   KAN_READY :=
   KAT_READY :=
+  LOKR_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
@@ -23,6 +24,7 @@ else
   GP_READY := $(VENV)/.ready-gp
   KAN_READY := $(VENV)/.ready-kan
   KAT_READY := $(VENV)/.ready-kat
+  LOKR_READY := $(VENV)/.ready-lokr
 endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
 PIP = $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -31,7 +33,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +99,16 @@ kat: $(KAT_READY)  ## train a small Kolmogorov-Arnold transformer on digits besi
 kat-picture: $(KAT_READY)  ## the same, and the picture that docs/kat.md shows
 	$(PY) examples/kat_digits.py --picture docs/images/kat_digits.png
 
+LOKR_EXAMPLES := digits llama
+
+lokr: $(addprefix lokr-,$(LOKR_EXAMPLES))  ## fine-tune with LoKr by PEFT, by PEFT with fastkron_py, and with LoRA (or lokr-digits, lokr-llama), write out/lokr_*.png
+
+$(addprefix lokr-,$(LOKR_EXAMPLES)): lokr-%: $(LOKR_READY)
+	$(PY) examples/lokr/$*.py
+
+lokr-pictures: $(LOKR_READY)  ## the same, and the pictures that docs/adapters.md shows
+	for name in $(LOKR_EXAMPLES); do $(PY) examples/lokr/$$name.py --picture docs/images/lokr_$$name.png || exit 1; done
+
 clean:  ## remove what the other targets made
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -134,6 +146,10 @@ $(KAN_READY): $(VENV)/.ready-torch pyproject.toml
 
 $(KAT_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[vision,docs]' scikit-learn
+	touch $@
+
+$(LOKR_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[vision,llm,peft,docs]' scikit-learn
 	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml

@@ -44,17 +44,28 @@ def test_learn_blur_predicts_patches_held_out() -> None:
     assert after < before / 2
 
 
+LOKR_EXAMPLES = ("digits", "llama")
+
+
 @pytest.mark.full
-def test_lokr_llama_learns_as_with_peft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", LOKR_EXAMPLES)
+def test_lokr_example_learns_as_with_peft_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In this process, which has torchvision's import prepared. A difference is that of sums in another order."""
     if not EXAMPLES.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")
     import_torchvision()
     picture = tmp_path / "lokr.png"
-    monkeypatch.setattr(sys, "argv", ["lokr_llama.py", "--steps", "6", "--device", "cpu", "--picture", str(picture)])
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "6", "--device", "cpu", "--picture", str(picture)])
+    monkeypatch.syspath_prepend(EXAMPLES / "lokr")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT's calls of transformers
-        runpy.run_path(str(EXAMPLES / "lokr_llama.py"), run_name="__main__")
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        try:
+            runpy.run_path(str(EXAMPLES / "lokr" / f"{name}.py"), run_name="__main__")
+        finally:
+            sys.modules.pop("common", None)  # other examples have a module of this name
     printed = capsys.readouterr().out
     ours, reversed_ = (float(n) for n in re.findall(r"losses, .*: ([\d.e+-]+)", printed))
     assert ours < 1e-4
@@ -71,10 +82,10 @@ def test_every_example_is_run() -> None:
         "deblur.py",
         "kat_digits.py",
         "learn_blur.py",
-        "lokr_llama.py",
         "multi_gpu_gp.py",
         "multi_gpu_kron.py",
     }  # the latter: tests/distributed
+    assert {p.stem for p in (EXAMPLES / "lokr").glob("*.py")} == {*LOKR_EXAMPLES, "common"}
 
 
 @pytest.mark.full
