@@ -44,7 +44,7 @@ def test_learn_blur_predicts_patches_held_out() -> None:
     assert after < before / 2
 
 
-LOKR_EXAMPLES = ("digits", "llama")
+LOKR_EXAMPLES = {"digits": "20", "llama": "6"}  # and the steps after which each has learned
 
 
 @pytest.mark.full
@@ -57,7 +57,7 @@ def test_lokr_example_learns_as_with_peft_alone(
         pytest.skip("the tests run beside an installed package, without the source tree")
     import_torchvision()
     picture = tmp_path / "lokr.png"
-    monkeypatch.setattr(sys, "argv", [name, "--steps", "6", "--device", "cpu", "--picture", str(picture)])
+    monkeypatch.setattr(sys, "argv", [name, "--steps", LOKR_EXAMPLES[name], "--device", "cpu", "--picture", str(picture)])
     monkeypatch.syspath_prepend(EXAMPLES / "lokr")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT's calls of transformers
