@@ -82,7 +82,7 @@ def test_an_infinity_of_a_factor_stays_in_its_columns(dtype: torch.dtype, device
     assert_close(y[..., others], dense(x, [a, b[..., others]]).view(2, 40, 35), steps=6)
 
 
-@pytest.mark.parametrize(("ps", "count"), [((64, 64), 1), ((112, 128), 1), ((86, 128), 1), ((8, 8, 8, 8), 1), ((64, 64, 64), 2)], ids=str)
+@pytest.mark.parametrize(("ps", "count"), [((64, 64), 1), ((112, 128), 1), ((86, 128), 1), ((8, 8, 8, 8), 1), ((64, 64, 64), 2), ((8,) * 5, 2)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     launches = plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half))
@@ -90,7 +90,7 @@ def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     assert any(launch.kernel == "row_pair" for launch in launches)
 
 
-@pytest.mark.parametrize("ps", [(16, 16), (200, 64), (2, 300), (64, 8), (8,) * 5], ids=str)
+@pytest.mark.parametrize("ps", [(16, 16), (200, 64), (2, 300), (64, 8)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
     assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))

@@ -140,20 +140,28 @@ def _cost(launch: Launch, num_slices: float, moved: float) -> float:
 HALF: Final = 0.7
 HALF_SINGLE: Final = 33  # in a single step at least this wide, and in steps of a chain
 HALF_CHAIN: Final = 16
-# A single step of less than HALF_CHAIN has two bytes a load, and takes about three readings and writings.
-HALF_NARROW: Final = 2.0
+# A single step of less than HALF_CHAIN has vectors of 16 bytes where the elements after it allow them. Else it has two bytes a load, and
+# takes about three readings and writings.
+HALF_NARROW: Final = 0.9
+HALF_SCATTERED: Final = 2.0
+VECTOR: Final = 8
 
 
-def _half_share(launch: Launch, half: str) -> float:
+def _half_share(launch: Launch, half: str, after: int) -> float:
     """How many times its modelled time a launch takes in this half type, or "".
 
     The plain kernels multiply in the half type itself, but in float16 between two steps, where it has too little range.
+
+    Args:
+        launch: its steps.
+        half: the type.
+        after: elements after the launch's modes.
     """
     if not half:
         return 1.0
     sides = [min(s.p, s.q) for s in launch.steps]
     if len(sides) == 1 and sides[0] < HALF_CHAIN:
-        return HALF_NARROW
+        return HALF_SCATTERED if after % VECTOR else HALF_NARROW
     if launch.kernel == "chained" or any(s.stop - s.start > 1 for s in launch.steps):
         return 1.0
     is_single = len(sides) == 1
@@ -194,11 +202,12 @@ def _candidates(
     last = stop == len(ps) and problem.columns == 1
     # Sizes around this segment as if everything later were done and everything earlier were not.
     outside = math.prod(ps[:start]) * math.prod(qs[stop:])
+    after = math.prod(qs[stop:]) * problem.columns
     moved = outside * (math.prod(ps[start:stop]) + math.prod(qs[start:stop]))
     found = []
     for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
-            found.append((_half_share(plain, problem.half) * _cost(plain, float(outside), float(moved)), plain))
+            found.append((_half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
     if problem.half and last:
         for pair in row_pairs(ps, qs, start, stop):
             found.append((HALF * row_pair_cost(*pair, float(moved)), Launch(pair, "row_pair")))
@@ -217,7 +226,7 @@ def _candidates(
                         cost *= 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * itemsize)) ** 2)
                     elif run * itemsize <= SECTOR_BYTES:
                         cost *= SINGLE_SECTORS
-                found.append((moved * cost * _half_share(launch, problem.half), launch))
+                found.append((moved * cost * _half_share(launch, problem.half, after), launch))
     return found
 
 
