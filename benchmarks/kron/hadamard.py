@@ -18,7 +18,7 @@ from benchmarks.kron.problems import TOLERANCES, case, check, inputs
 from benchmarks.registry import Benchmark, Case, Contender, register
 
 ROWS = 16384
-LENGTHS = (1024, 4096, 8192, 16384, 32768, 11008, 13824, 14336)
+LENGTHS = (1024, 4096, 8192, 16384, 32768, 11008, 13824, 14336, 28672)
 PAIRS = ((64, 64), (86, 128), (112, 128), (128, 128))
 CHECKED_ROWS = 64
 

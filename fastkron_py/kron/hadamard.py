@@ -88,7 +88,9 @@ def factor_sizes(n: int) -> tuple[int, ...]:
     m, bits = odd << used, twos - used
     if odd == 1:
         return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)
-    beside = max(0, min(MOST_BITS - (m - 1).bit_length(), bits - LEAST_BITS))
+    room = MOST_BITS - (m - 1).bit_length()
+    room += bits - room > MOST_BITS  # a wide first step, so that two are enough
+    beside = max(0, min(room, bits - LEAST_BITS))
     return (m, *_chunks(beside), *_chunks(bits - beside))
 
 

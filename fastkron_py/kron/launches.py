@@ -218,6 +218,7 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
         "SIZES": sizes,
         "PADS": pads,
         "EXACT": sizes == pads,
+        "A_FIRST": config.a_first,
         "STAGES": config.stages,
         "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
         "num_warps": config.num_warps,

@@ -49,6 +49,7 @@ def _row_pair_fwd_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     EXACT: tl.constexpr,  # sizes are those of the tiles
+    A_FIRST: tl.constexpr,  # what lies between the products stays in registers
     STAGES: tl.constexpr,  # slices that are loaded ahead, and the present one
     PRECISION: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -75,11 +76,19 @@ def _row_pair_fwd_kernel(
             x = tl.load(x_row + (p * SIZES[2] + b))
         else:
             x = tl.load(x_row + (p * SIZES[2] + b), mask=(p < SIZES[0]) & (b < SIZES[2]), other=0.0)
-        t = dot(x, fb, tl.zeros((PA, QB), tl.float32), PRECISION)
-        if SIZES[0] != PA:
-            t = tl.where(p < SIZES[0], t, 0.0)  # an infinity of B has turned the padding into NaN, which 0 does not cancel
-        t, scale = _in_half(t, HALF)
-        y = dot(fa, t, tl.zeros((QA, QB), tl.float32), PRECISION)
+        # An infinity of a factor turns padding into NaN, which 0 does not cancel.
+        if A_FIRST:
+            t = dot(fa, x, tl.zeros((QA, PB), tl.float32), PRECISION)
+            if SIZES[2] != PB:
+                t = tl.where(b < SIZES[2], t, 0.0)
+            t, scale = _in_half(t, HALF)
+            y = dot(t, fb, tl.zeros((QA, QB), tl.float32), PRECISION)
+        else:
+            t = dot(x, fb, tl.zeros((PA, QB), tl.float32), PRECISION)
+            if SIZES[0] != PA:
+                t = tl.where(p < SIZES[0], t, 0.0)
+            t, scale = _in_half(t, HALF)
+            y = dot(fa, t, tl.zeros((QA, QB), tl.float32), PRECISION)
         if tl.bfloat16 != HALF:
             y = y * (scale_a * scale_b) * scale
         mask = (q < SIZES[1]) & (c < SIZES[3])

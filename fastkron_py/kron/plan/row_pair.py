@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastkron_py.kron.plan.steps import Step, padded
-from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.gpu import GPU, HOPPER
 
 # Rows and columns of the first step, which are padded to those of a warpgroup's products, and of the second one.
 LEAST_FIRST: Final = 33
 LEAST_SECOND: Final = 32
 WIDEST: Final = 128
+# A first step up to this wide has its product first, whose result goes from registers to the next one: shared memory is full.
+WIDEST_FIRST: Final = 256
+LEAST_SECOND_OF_WIDE: Final = 64  # narrower ones spill
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
 OPERATIONS: Final = 210  # floating-point operations in the time in which an element is moved (measured on an H200)
 MOST_STAGES: Final = 4
@@ -21,11 +24,12 @@ SMALL_SLICE: Final = 4096  # elements, up to which all stages are used
 
 @dataclass(frozen=True)
 class RowPairConfig:
-    """A program of this number of warps multiplies one slice at a time, with the next ones on their way."""
+    """A program of this number of warps multiplies one slice at a time, with the next ones on their way; by A first, or by B."""
 
     num_warps: int
     stages: int
     programs_per_sm: int
+    a_first: bool
 
 
 def sides(first: Step, second: Step) -> tuple[int, int, int, int]:
@@ -45,8 +49,27 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
     """
     for split in range(start + 1, stop):
         first, second = Step.of(ps, qs, start, split), Step.of(ps, qs, split, stop)
-        if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and max(sides(first, second)) <= WIDEST:
+        if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and _fits(first, second):
             yield first, second
+
+
+def _is_a_first(first: Step, second: Step) -> bool:
+    pa, qa, _, _ = sides(first, second)
+    return max(pa, qa) > WIDEST
+
+
+def _fits(first: Step, second: Step) -> bool:
+    pa, qa, pb, qb = sides(first, second)
+    if _is_a_first(first, second) and min(pb, qb) < LEAST_SECOND_OF_WIDE:
+        return False
+    return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and _shared_memory(first, second, 1) <= HOPPER.shared_memory
+
+
+def _shared_memory(first: Step, second: Step, stages: int) -> int:
+    """Bytes of a program: slices that are loaded ahead, both factors, and the result of the first product, unless it is in registers."""
+    pa, qa, pb, qb = sides(first, second)
+    between = 0 if _is_a_first(first, second) else pa * qb
+    return 2 * (stages * pa * pb + pb * qb + qa * pa + between)
 
 
 def row_pair_cost(first: Step, second: Step, moved: float) -> float:
@@ -59,7 +82,8 @@ def row_pair_cost(first: Step, second: Step, moved: float) -> float:
     """
     pa, qa, pb, qb = sides(first, second)
     slices = moved / (first.p * second.p + first.q * second.q)
-    return max(TRAFFIC * moved, slices * 2 * pa * qb * (pb + qa) / OPERATIONS)
+    products = qa * pb * (pa + qb) if _is_a_first(first, second) else pa * qb * (pb + qa)
+    return max(TRAFFIC * moved, slices * 2 * products / OPERATIONS)
 
 
 def row_pair_config(first: Step, second: Step, gpu: GPU) -> RowPairConfig:
@@ -71,7 +95,8 @@ def row_pair_config(first: Step, second: Step, gpu: GPU) -> RowPairConfig:
         gpu: where it runs.
     """
     pa, qa, pb, qb = sides(first, second)
-    stages = MOST_STAGES if pa * pb <= SMALL_SLICE else MOST_STAGES - 1
-    shared_memory = 2 * (stages * pa * pb + pb * qb + qa * pa + pa * qb)
-    programs = min(4, gpu.shared_memory // shared_memory)  # one at least: WIDEST sides take less than Hopper has
-    return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > 2 * SMALL_SLICE else 4, stages, programs)
+    most = MOST_STAGES if pa * pb <= SMALL_SLICE else MOST_STAGES - 1
+    stages = next((n for n in range(most, 1, -1) if _shared_memory(first, second, n) <= gpu.shared_memory), 1)
+    programs = min(4, max(1, gpu.shared_memory // _shared_memory(first, second, stages)))
+    warps = 8 if max(pa, qa) * max(pb, qb) > 2 * SMALL_SLICE else 4
+    return RowPairConfig(warps, stages, programs, _is_a_first(first, second))
