@@ -48,8 +48,8 @@ def _pieces(total: int, most: int) -> Iterator[slice]:
 
 
 def _chunk_bytes(x: Tensor) -> int:
-    if x.device.type != "cpu":  # two halves of x at most: never more than one whole intermediate
-        return min(CHUNK_BYTES_OTHER, max(CHUNK_BYTES_OTHER_LEAST, x.numel() * x.element_size() // 2))
+    if x.device.type != "cpu":  # of up to four buffers: together never more than one whole intermediate
+        return min(CHUNK_BYTES_OTHER, max(CHUNK_BYTES_OTHER_LEAST, x.numel() * x.element_size() // 4))
     return min(CHUNK_BYTES_PER_THREAD * torch.get_num_threads(), CHUNK_BYTES_CPU)
 
 
@@ -66,17 +66,21 @@ def _buffered(chosen: Plan, is_direct: bool) -> int:
 def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype) -> Iterator[Chunk]:
     """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
 
-    Many groups go together only when each is small; then a chunk holds all of their rows. Large matrices take larger chunks: each
-    product packs its matrix anew. Columns are cut as little as possible: their pieces are copied.
+    Many groups go together only when each is small; then a chunk holds all of their rows. On a CPU large matrices take larger chunks:
+    each product packs its matrix anew; and columns are cut as little as possible: their pieces are copied.
     """
     steps = chosen.steps
     groups, length, _, width = x.shape
-    limit = max(_chunk_bytes(x) // dtype.itemsize, MATRICES * max(s.p * s.q for s in steps))
+    on_cpu = x.device.type == "cpu"
+    limit = _chunk_bytes(x) // dtype.itemsize
+    if on_cpu:
+        limit = max(limit, MATRICES * max(s.p * s.q for s in steps))
     widest = max(max(s.size_in, s.size_out) for s in steps)
     rows, columns, together = length, width, 1
-    buffered = _buffered(chosen, x.dtype == dtype) if x.device.type == "cpu" else widest
-    if widest * width > COLUMNS * limit:
-        fitting = COLUMNS * limit // buffered // VECTOR * VECTOR
+    if not on_cpu and widest * width > limit:
+        rows, columns = 1, max(1, limit // widest)
+    elif widest * width > COLUMNS * limit:
+        fitting = COLUMNS * limit // _buffered(chosen, x.dtype == dtype) // VECTOR * VECTOR
         rows, columns = 1, min(width, fitting or UNCACHED)
     elif length * widest * width > limit:
         rows = max(1, limit // (widest * width))

@@ -340,6 +340,18 @@ def test_chunks_cover_everything_once(size, chunking):
     assert torch.equal(x, torch.ones_like(x))
 
 
+@pytest.mark.parametrize("columns", [1, 3, 64], ids=["right", "few columns", "columns"])
+@pytest.mark.parametrize(("rows", "side", "count"), [(1000, 8, 5), (256, 64, 3), (64, 32, 4), (20, 2, 18), (40, 1500, 2)])
+def test_chunks_of_other_devices_bound_the_memory(rows, side, count, columns):
+    """Up to four buffers of a chunk take no more than x does, but for chunks of 4 MiB and for a single row and column."""
+    length, width = (rows, 1) if columns == 1 else (1, rows * columns)
+    x = torch.empty(1, length, side**count, width, device="meta")
+    factors = [torch.empty(1, side, side, device="meta")] * count
+    chosen = torch_plan.plan(torch_backend._problem(x, factors))
+    most = max([chunk.of(x).numel() for chunk in chunks.chunks(x, chosen, x.dtype)])
+    assert most <= max(x.numel() // 4, (4 << 20) // x.element_size(), side**count)
+
+
 def test_memory_stays_within_the_result_and_two_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 1 << 16)
     x, factors = torch.randn(1, 2048, 512, 1), [torch.randn(1, 8, 8) for _ in range(3)]
