@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Sequence
+from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from fastkron_py.kron import algebra
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factor_list
+from fastkron_py.kron.lazy import LazyOperator
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
-from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
+from fastkron_py.runtime.checks import check_integer, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DENSE_LIMIT: Final = 2**26
@@ -24,7 +23,7 @@ DENSE_LIMIT: Final = 2**26
 NORMS: Final = ("fro", "nuc", 1, 2, math.inf)
 
 
-class KroneckerProduct:
+class KroneckerProduct(LazyOperator):
     """The Kronecker product ``K = F1 (x) ... (x) FN`` as a linear operator that is never built.
 
     ``K @ x`` and ``x @ K`` multiply as `kron_matmul_left` and `kron_matmul` do; ``K @ K2`` multiplies factor
@@ -49,8 +48,6 @@ class KroneckerProduct:
         tensor(True)
     """
 
-    __array_ufunc__ = None  # numpy leaves x @ K and a * K to this class
-
     def __init__(self, factors: Sequence[Any]) -> None:
         listed = factor_list(factors)
         names = [f"factors[{i}]" for i in range(len(listed))]
@@ -68,100 +65,25 @@ class KroneckerProduct:
     # ---- what it is --------------------------------------------------------------------------
 
     @property
-    def factors(self) -> tuple[Any, ...]:
-        """The factors, ``[*batch_i, P_i, Q_i]`` each, as they were given."""
+    def _arrays(self) -> Sequence[Any]:
         return self._factors
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """``(*batch, prod P_i, prod Q_i)``, a plain tuple: its sizes may be beyond 64 bits."""
-        return self._shape
+    def _names(self) -> list[str]:
+        return [f"factors[{i}]" for i in range(len(self._factors))]
+
+    def _with(self, arrays: Sequence[Any]) -> KroneckerProduct:
+        return KroneckerProduct(arrays)
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions, batches included."""
-        return len(self._shape)
-
-    @property
-    def dtype(self) -> Any:
-        """The factors' dtype, of their library."""
-        return self._factors[0].dtype
-
-    @property
-    def device(self) -> Any:
-        """The factors' device, of their library."""
-        return self._factors[0].device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any factor does."""
-        return any([getattr(f, "requires_grad", False) for f in self._factors])
+    def factors(self) -> tuple[Any, ...]:
+        """The factors, ``[*batch_i, P_i, Q_i]`` each, as they were given."""
+        return self._factors
 
     def __repr__(self) -> str:
         shown = " (x) ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
         more = f" (x) ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
         return f"KroneckerProduct({shown}{more}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: NumPy would make an array of one object of it."""
-        raise TypeError("a KroneckerProduct is not converted to an array by itself; call its to_dense()")
-
-    # ---- the same operator in another form ----------------------------------------------------
-
-    def _each(self, function: Callable[[Any], Any]) -> KroneckerProduct:
-        return KroneckerProduct([function(f) for f in self._factors])
-
-    @property
-    def mT(self) -> KroneckerProduct:  # noqa: N802
-        """The transpose of the matrix, or of each matrix of the batch; a view."""
-        return self._each(lambda f: f.swapaxes(-2, -1))
-
-    @property
-    def T(self) -> KroneckerProduct:  # noqa: N802
-        """The transpose, of an operator without batch dimensions (for others use `mT`).
-
-        Raises:
-            ValueError: the operator has batch dimensions, and ``.T`` of a batch means different things to different people.
-        """
-        if self.ndim != 2:
-            raise value_error("T", "an operator without batch dimensions (mT transposes each matrix)", f"shape {self._shape}")
-        return self.mT
-
-    def conj(self) -> KroneckerProduct:
-        """The complex conjugate; of real factors a view."""
-        return self._each(lambda f: f.conj())
-
-    @property
-    def mH(self) -> KroneckerProduct:  # noqa: N802
-        """The conjugate transpose."""
-        return self.conj().mT
-
-    def to(self, *args: Any, **kwargs: Any) -> KroneckerProduct:
-        """Every factor moved or converted by `torch.Tensor.to` with these arguments.
-
-        Raises:
-            TypeError: the factors are not torch tensors, or the dtype is not one of the supported.
-        """
-        for i, f in enumerate(self._factors):
-            if not isinstance(f, Tensor):
-                raise type_error(f"factors[{i}]", "a torch tensor, to be moved or converted", type_name(f))
-        return self._each(lambda f: f.to(*args, **kwargs))
-
-    def float(self) -> KroneckerProduct:
-        """In float32."""
-        return self.to(torch.float32)
-
-    def double(self) -> KroneckerProduct:
-        """In float64."""
-        return self.to(torch.float64)
-
-    def detach(self) -> KroneckerProduct:
-        """Without gradients: factors that share memory with these."""
-        return self._each(lambda f: f.detach() if isinstance(f, Tensor) else f)
-
-    def clone(self) -> KroneckerProduct:
-        """With factors in memory of their own."""
-        return self._each(lambda f: f.clone() if isinstance(f, Tensor) else f.copy())
 
     def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
         """The product itself, ``[*batch, prod P_i, prod Q_i]``.
@@ -186,7 +108,7 @@ class KroneckerProduct:
         if not isinstance(other, KroneckerProduct):
             return kron_matmul_left(self._factors, other)
         pair = [*self._factors, *other._factors]
-        names = [*(f"factors[{i}]" for i in range(len(self._factors))), *(f"other.factors[{i}]" for i in range(len(other._factors)))]
+        names = [*self._names, *(f"other.{name}" for name in other._names)]
         return KroneckerProduct(self._on_tensors(lambda t: algebra.multiply(t[: len(self._factors)], t[len(self._factors) :]), pair, names))
 
     def __rmatmul__(self, other: Any) -> Any:
@@ -292,8 +214,7 @@ class KroneckerProduct:
             >>> K.solve(torch.ones(20, 3)).shape
             torch.Size([20, 3])
         """
-        names = [*(f"factors[{i}]" for i in range(len(self._factors))), "b"]
-        return self._on_tensors(lambda t: algebra.solve(t[:-1], t[-1]), [*self._factors, b], names)
+        return self._on_tensors(lambda t: algebra.solve(t[:-1], t[-1]), [*self._factors, b], [*self._names, "b"])
 
     def cholesky(self) -> KroneckerProduct:
         """The lower triangular L of ``K = L @ L.mH``, of factors that are Hermitian and positive definite.
@@ -337,39 +258,3 @@ class KroneckerProduct:
         if isinstance(ord, bool) or ord not in NORMS:
             raise value_error("ord", "one of " + ", ".join(map(repr, NORMS)), repr(ord))
         return self._run(algebra.norm, ord)
-
-    # ---- how it is done -----------------------------------------------------------------------
-
-    def _run(self, function: Callable[..., Any], *options: Any) -> Any:
-        """The result of a function of kronecker_algebra, given back as the factors' kind of array."""
-        names = [f"factors[{i}]" for i in range(len(self._factors))]
-        return self._on_tensors(lambda t: function(t, *options), self._factors, names)
-
-    def _on_tensors(self, function: Callable[[list[Tensor]], Any], arrays: Sequence[Any], names: Sequence[str]) -> Any:
-        bridge = find_bridge(arrays, names)
-        with bridge.context():
-            tensors = [bridge.load(a, name) for a, name in zip(arrays, names, strict=True)]
-            for t, name in zip(tensors, names, strict=True):
-                check_tensor(name, t, tensors[0], names[0])
-            result = function(tensors)
-            if isinstance(result, Tensor):
-                return bridge.give_back(result)
-            return [[bridge.give_back(t) for t in r] if isinstance(r, list) else bridge.give_back(r) for r in result]
-
-    def _scalar(self, value: Any) -> Any:
-        """A finite number, or a 0-dimensional tensor for torch factors, that leaves dtype and device as they are."""
-        first = self._factors[0]
-        if isinstance(first, Tensor):
-            return check_scalar("scalar", value, first, "factors[0]")
-        value = check_scalar("scalar", value)
-        if isinstance(value, Tensor):
-            raise type_error("scalar", "a number, since the factors are not torch tensors", "a torch tensor")
-        elif isinstance(value, complex) and first.dtype.kind != "c":
-            raise type_error("scalar", f"a real number, since the factors are of {first.dtype}", value)
-        return value
-
-    @property
-    def __torch_function__(self) -> Callable[..., Any]:
-        if not torch.compiler.is_dynamo_compiling():
-            mend_dynamo()
-        return torch_function

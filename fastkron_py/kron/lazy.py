@@ -1,0 +1,161 @@
+"""What the lazy operators share: arrays of one kind, conversions that go array by array, and torch's own functions on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.checks import check_scalar, check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+
+class LazyOperator:
+    """A matrix ``[*batch, rows, columns]`` given by small arrays, and never built.
+
+    A subclass says which arrays it is made of (`_arrays`, `_names`), its shape, and how it is made of other arrays (`_with`). The arrays
+    are kept as they are, so that parameters stay parameters and later changes of them show.
+    """
+
+    __array_ufunc__ = None  # numpy leaves x @ K and a * K to this class
+
+    _shape: tuple[int, ...]
+
+    @property
+    def _arrays(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    @property
+    def _names(self) -> list[str]:
+        raise NotImplementedError
+
+    def _with(self, arrays: Sequence[Any]) -> Self:
+        raise NotImplementedError
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(*batch, rows, columns)``, a plain tuple: its sizes may be beyond 64 bits."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, batches included."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The factors' dtype, of their library."""
+        return self._arrays[0].dtype
+
+    @property
+    def device(self) -> Any:
+        """The factors' device, of their library."""
+        return self._arrays[0].device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether anything that the operator is made of does."""
+        return any([getattr(a, "requires_grad", False) for a in self._arrays])
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: NumPy would make an array of one object of it."""
+        raise TypeError(f"a {type(self).__name__} is not converted to an array by itself; call its to_dense()")
+
+    # ---- the same operator of other arrays ----------------------------------------------------
+
+    def _each(self, function: Callable[[Any], Any]) -> Self:
+        return self._with([function(a) for a in self._arrays])
+
+    @property
+    def mT(self) -> Self:  # noqa: N802
+        """The transpose of the matrix, or of each matrix of the batch; a view."""
+        return self._each(lambda f: f.swapaxes(-2, -1))
+
+    @property
+    def T(self) -> Self:  # noqa: N802
+        """The transpose, of an operator without batch dimensions (for others use `mT`).
+
+        Raises:
+            ValueError: the operator has batch dimensions, and ``.T`` of a batch means different things to different people.
+        """
+        if self.ndim != 2:
+            raise value_error("T", "an operator without batch dimensions (mT transposes each matrix)", f"shape {self._shape}")
+        return self.mT
+
+    def conj(self) -> Self:
+        """The complex conjugate; of real factors a view."""
+        return self._each(lambda f: f.conj())
+
+    @property
+    def mH(self) -> Self:  # noqa: N802
+        """The conjugate transpose."""
+        return self.conj().mT
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Every array moved or converted by `torch.Tensor.to` with these arguments.
+
+        Raises:
+            TypeError: the arrays are not torch tensors, or the dtype is not one of the supported.
+        """
+        for name, a in zip(self._names, self._arrays, strict=True):
+            if not isinstance(a, Tensor):
+                raise type_error(name, "a torch tensor, to be moved or converted", type_name(a))
+        return self._each(lambda f: f.to(*args, **kwargs))
+
+    def float(self) -> Self:
+        """In float32."""
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """In float64."""
+        return self.to(torch.float64)
+
+    def detach(self) -> Self:
+        """Without gradients: arrays that share memory with these."""
+        return self._each(lambda f: f.detach() if isinstance(f, Tensor) else f)
+
+    def clone(self) -> Self:
+        """With arrays in memory of their own."""
+        return self._each(lambda f: f.clone() if isinstance(f, Tensor) else f.copy())
+
+    # ---- how it is done -----------------------------------------------------------------------
+
+    def _run(self, function: Callable[..., Any], *options: Any) -> Any:
+        """The result of a function of the list of arrays, given back as arrays of their kind."""
+        return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
+
+    def _on_tensors(self, function: Callable[[list[Tensor]], Any], arrays: Sequence[Any], names: Sequence[str]) -> Any:
+        """The result of a function of arrays as tensors, all of one kind, dtype and device; tensors and lists in it are given back."""
+        bridge = find_bridge(arrays, names)
+        with bridge.context():
+            tensors = [bridge.load(a, name) for a, name in zip(arrays, names, strict=True)]
+            for t, name in zip(tensors, names, strict=True):
+                check_tensor(name, t, tensors[0], names[0])
+            result = function(tensors)
+            if isinstance(result, Tensor):
+                return bridge.give_back(result)
+            return [[bridge.give_back(t) for t in r] if isinstance(r, list) else bridge.give_back(r) for r in result]
+
+    def _scalar(self, value: Any, name: str = "scalar") -> Any:
+        """A finite number, or a 0-dimensional tensor for torch factors, that leaves dtype and device as they are."""
+        first = self._arrays[0]
+        if isinstance(first, Tensor):
+            return check_scalar(name, value, first, self._names[0])
+        value = check_scalar(name, value)
+        if isinstance(value, Tensor):
+            raise type_error(name, "a number, since the factors are not torch tensors", "a torch tensor")
+        elif isinstance(value, complex) and first.dtype.kind != "c":
+            raise type_error(name, f"a real number, since the factors are of {first.dtype}", value)
+        return value
+
+    @property
+    def __torch_function__(self) -> Callable[..., Any]:
+        if not torch.compiler.is_dynamo_compiling():
+            mend_dynamo()
+        return torch_function
