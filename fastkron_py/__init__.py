@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastkron_py.functional import (
     KroneckerProduct,
+    KroneckerSum,
     gated_linear,
     gekmm,
     gemkm,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KroneckerProduct",
+    "KroneckerSum",
     "backend",
     "gated_linear",
     "gekmm",

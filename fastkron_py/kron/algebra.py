@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from fastkron_py.kron.checks import right_hand_side
 from fastkron_py.kron.monomial import monomial
 from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.runtime.errors import type_error, value_error
@@ -54,11 +55,12 @@ def per_factor(factors: Sequence[Tensor], what: str, function: Callable[[Tensor]
         torch.linalg.LinAlgError: the function failed, for a singular or indefinite factor say.
     """
     check_square(factors, what)
-    _check_dtype(factors, what)
+    check_linalg_dtype(factors, what)
     return [_named(i, f, function) for i, f in enumerate(factors)]
 
 
-def _check_dtype(factors: Sequence[Tensor], what: str) -> None:
+def check_linalg_dtype(factors: Sequence[Tensor], what: str) -> None:
+    """Raise TypeError for half types, which torch's linear algebra does not take."""
     if factors[0].dtype not in _LINALG_DTYPES:
         expected = ", ".join(str(d).removeprefix("torch.") for d in _LINALG_DTYPES)
         raise type_error("factors", f"a dtype among {expected} for {what}", factors[0].dtype)
@@ -81,11 +83,11 @@ def dense(factors: Sequence[Tensor]) -> Tensor:
     return reduce(pair, factors) if len(factors) > 1 else factors[0].clone()
 
 
-def kron_vectors(vectors: Sequence[Tensor]) -> Tensor:
-    """``v1 (x) ... (x) vN`` of ``[*batch_i, n_i]``, as ``[*batch, prod n_i]``, in memory of its own."""
+def kron_vectors(vectors: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> Tensor:
+    """``v1 (x) ... (x) vN`` of ``[*batch_i, n_i]``, as ``[*batch, prod n_i]``, in memory of its own; or sums in place of the products."""
 
     def pair(a: Tensor, b: Tensor) -> Tensor:
-        product = a[..., :, None] * b[..., None, :]
+        product = combine(a[..., :, None], b[..., None, :])
         return product.reshape(*product.shape[:-2], a.shape[-1] * b.shape[-1])
 
     return reduce(pair, vectors) if len(vectors) > 1 else vectors[0].clone()
@@ -140,7 +142,11 @@ def _weights(factors: Sequence[Tensor]) -> list[int]:
 
 def logdet(factors: Sequence[Tensor]) -> Tensor:
     """Log det K: NaN for a negative determinant, the complex logarithm for complex factors."""
-    sign, log = slogdet(factors)
+    return log_of(*slogdet(factors))
+
+
+def log_of(sign: Tensor, log: Tensor) -> Tensor:
+    """Log of a determinant from its parts: NaN where the sign is negative, the complex logarithm for a phase."""
     if sign.is_complex():
         return torch.complex(log, sign.angle())
     return torch.where(sign < 0, float("nan"), log)
@@ -212,7 +218,7 @@ def matrix_power(factors: Sequence[Tensor], n: int) -> list[Tensor]:
 def norm(factors: Sequence[Tensor], order: Any) -> Tensor:
     """Frobenius, nuclear, spectral, 1- or inf-norm, ``[*batch]``: the product of the factors' norms."""
     if order in ("nuc", 2):  # by singular values
-        _check_dtype(factors, f"the norm {order!r}")
+        check_linalg_dtype(factors, f"the norm {order!r}")
     norms: list[Tensor] = [torch.linalg.matrix_norm(f, order) for f in factors]
     return reduce(torch.mul, norms)
 
@@ -236,17 +242,11 @@ def solve(factors: Sequence[Tensor], b: Tensor) -> Tensor:
         ``[*batch, n]`` or ``[*batch, n, M]``, contiguous.
     """
     check_square(factors, "solve")
-    _check_dtype(factors, "solve")
+    check_linalg_dtype(factors, "solve")
     sizes = [f.shape[-1] for f in factors]
     n = math.prod(sizes)
-    axis = -1 if b.ndim == 1 else -2
-    if b.ndim == 0 or b.shape[axis] != n:
-        raise value_error("b", f"dimension {axis} of size {n}, the product of the factors' sizes", f"shape {tuple(b.shape)}")
-    vector = b.ndim == 1
-    b = b[:, None] if vector else b
     factor_batch = broadcast_batch([tuple(f.shape[:-2]) for f in factors], "factors")
-    batch = broadcast_batch([factor_batch, tuple(b.shape[:-2])], "b, factors")
-    b = b.expand(*batch, *b.shape[-2:])
+    b, vector = right_hand_side(b, n, factor_batch)
     if factor_batch:
         x = _solve_modes(factors, sizes, b)
     else:  # batches are columns then, and each factor is factorised once

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.shapes import Shape, result_shape
+from fastkron_py.kron.shapes import Shape, broadcast_batch, result_shape
 from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -21,6 +21,21 @@ def factor_list(factors: Any, name: str = "factors") -> list[Any]:
     if not listed:
         raise value_error(name, "at least one factor", "an empty sequence")
     return listed
+
+
+def right_hand_side(b: Tensor, n: int, factor_batch: Shape) -> tuple[Tensor, bool]:
+    """A right-hand side ``[n]`` or ``[*batch, n, M]`` as ``[*batch, n, M]`` with the factors' batch dimensions, and whether it is a vector.
+
+    Raises:
+        ValueError: another size than n, or batches that do not broadcast.
+    """
+    vector = b.ndim == 1
+    axis = -1 if vector else -2
+    if b.ndim == 0 or b.shape[axis] != n:
+        raise value_error("b", f"dimension {axis} of size {n}, the product of the factors' sizes", f"shape {tuple(b.shape)}")
+    b = b[:, None] if vector else b
+    batch = broadcast_batch([factor_batch, tuple(b.shape[:-2])], "b, factors")
+    return b.expand(*batch, *b.shape[-2:]), vector
 
 
 def check_tensors(x: Any, factors: Sequence[Any], z: Any, names: tuple[str, str, str]) -> None:

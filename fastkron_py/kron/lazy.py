@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_scalar, check_tensor
+from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+DENSE_LIMIT: Final = 2**26
+"""Elements that `to_dense` builds without being told to: 256 MiB of float32."""
+
+
+def check_dense_size(shape: tuple[int, ...], max_elements: int | None) -> None:
+    """Raise ValueError where a matrix of this shape has more elements, TypeError where that is no number of them."""
+    if max_elements is not None:
+        max_elements = check_integer("max_elements", max_elements, "an integer or None")
+        count = math.prod(shape)
+        if count > max_elements:
+            raise value_error("max_elements", f"at least {count} to build a matrix of shape {shape}", max_elements)
 
 
 class LazyOperator:

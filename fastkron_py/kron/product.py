@@ -11,14 +11,11 @@ from torch import Tensor
 from fastkron_py.kron import algebra
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factor_list
-from fastkron_py.kron.lazy import LazyOperator
+from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-
-DENSE_LIMIT: Final = 2**26
-"""Elements that `KroneckerProduct.to_dense` builds without being told to: 256 MiB of float32."""
 
 NORMS: Final = ("fro", "nuc", 1, 2, math.inf)
 
@@ -95,11 +92,7 @@ class KroneckerProduct(LazyOperator):
             TypeError: max_elements is not an integer.
             ValueError: the product has more elements.
         """
-        if max_elements is not None:
-            max_elements = check_integer("max_elements", max_elements, "an integer or None")
-            count = math.prod(self._shape)
-            if count > max_elements:
-                raise value_error("max_elements", f"at least {count} to build a matrix of shape {self._shape}", max_elements)
+        check_dense_size(self._shape, max_elements)
         return self._run(algebra.dense)
 
     # ---- products -----------------------------------------------------------------------------

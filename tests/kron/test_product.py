@@ -15,7 +15,7 @@ from kronecker_cases import hermitian, near, random_factors
 
 import fastkron_py
 from fastkron_py import KroneckerProduct
-from fastkron_py.kron import product as kronecker_product
+from fastkron_py.kron.lazy import DENSE_LIMIT
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
@@ -305,7 +305,7 @@ def test_dense_results_are_nobody_elses_memory():
 
 def test_to_dense_refuses_above_the_limit():
     k = KroneckerProduct([torch.zeros(100, 100)] * 2)  # 10**8 elements
-    assert kronecker_product.DENSE_LIMIT == 2**26
+    assert DENSE_LIMIT == 2**26
     with pytest.raises(ValueError, match=r"at least 100000000 to build a matrix of shape \(10000, 10000\); got 67108864"):
         k.to_dense()
     small = KroneckerProduct([torch.ones(2, 3)] * 2)

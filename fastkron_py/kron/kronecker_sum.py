@@ -1,0 +1,343 @@
+"""`KroneckerSum`: a sum of matrices of which each acts on one mode, as a lazy linear operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import algebra, spectral
+from fastkron_py.kron.checks import factor_list, right_hand_side
+from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.modes import sum_matmul
+from fastkron_py.kron.pencil import check_hermitian, combined, eigenbasis, reduced
+from fastkron_py.kron.product import KroneckerProduct
+from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.checks import check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+
+class KroneckerSum(LazyOperator):
+    """``S = A (x) I (x) I + I (x) B (x) I + I (x) I (x) C`` as a linear operator that is never built.
+
+    Laplacians on tensor grids are such sums, and generators of independent Markov chains. With mass matrices, as finite and spectral
+    elements have them, ``S = A (x) Mb (x) Mc + Ma (x) B (x) Mc + Ma (x) Mb (x) C``.
+
+    ``S @ x`` and ``x @ S`` multiply one mode after the other into one accumulator. `solve` takes the eigenvectors of each factor, or of
+    each pair of factor and mass: fast diagonalisation (Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor
+    product methods", 1964), in as much work as two products. Gradients reach factors and masses through everything here. Where the factors
+    are NumPy or CuPy arrays, so are operands and results.
+
+    Args:
+        factors: sequence of square ``[*batch_i, P_i, P_i]`` of one array type, dtype and device; batches broadcast. Kept as they are.
+        masses: a mass matrix ``[*batch_i, P_i, P_i]`` for each factor; None for identities.
+
+    Raises:
+        TypeError: not a sequence, or factors and masses of different kinds or dtypes.
+        ValueError: no factors, one that is not square, masses of another number or other sizes, batches that do not broadcast, or devices
+            that differ.
+
+    Example:
+        >>> n = 32  # -u'' = f on a cube, zero on its faces
+        >>> line = (n + 1) ** 2 * (2 * torch.eye(n) - torch.diag(torch.ones(n - 1), 1) - torch.diag(torch.ones(n - 1), -1))
+        >>> S = KroneckerSum([line, line, line])
+        >>> u = S.solve(torch.ones(n**3))
+        >>> (S @ u - 1).abs().max() < 1e-2
+        tensor(True)
+    """
+
+    def __init__(self, factors: Sequence[Any], *, masses: Sequence[Any] | None = None) -> None:
+        self._factors = tuple(factor_list(factors))
+        self._masses = () if masses is None else tuple(factor_list(masses, "masses"))
+        bridge = find_bridge(self._arrays, self._names)
+        with bridge.context():
+            tensors = [bridge.load(a, name) for a, name in zip(self._arrays, self._names, strict=True)]
+            for t, name in zip(tensors, self._names, strict=True):
+                check_tensor(name, t, tensors[0], self._names[0])
+        shapes = [tuple(f.shape) for f in self._factors]
+        check_factor_shapes(shapes)
+        algebra.check_square(self._factors, "a Kronecker sum")
+        if masses is not None and len(self._masses) != len(shapes):
+            raise value_error("masses", f"{len(shapes)} matrices, one for each factor", len(self._masses))
+        for i, m in enumerate(self._masses):
+            if tuple(m.shape[-2:]) != shapes[i][-2:]:
+                raise value_error(f"masses[{i}]", f"a matrix {list(shapes[i][-2:])}, as factors[{i}]", f"shape {tuple(m.shape)}")
+        batch = broadcast_batch([tuple(a.shape[:-2]) for a in self._arrays], "factors, masses" if self._masses else "factors")
+        n = math.prod([s[-1] for s in shapes])
+        self._shape = (*batch, n, n)
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def _arrays(self) -> Sequence[Any]:
+        return (*self._factors, *self._masses)
+
+    @property
+    def _names(self) -> list[str]:
+        return [*[f"factors[{i}]" for i in range(len(self._factors))], *[f"masses[{i}]" for i in range(len(self._masses))]]
+
+    def _with(self, arrays: Sequence[Any]) -> KroneckerSum:
+        count = len(self._factors)
+        return KroneckerSum(arrays[:count], masses=arrays[count:] or None)
+
+    @property
+    def factors(self) -> tuple[Any, ...]:
+        """The factors, ``[*batch_i, P_i, P_i]`` each, as they were given."""
+        return self._factors
+
+    @property
+    def masses(self) -> tuple[Any, ...] | None:
+        """The mass matrices as they were given, or None."""
+        return self._masses or None
+
+    def __repr__(self) -> str:
+        shown = " (+) ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
+        more = f" (+) ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
+        masses = ", with masses" if self._masses else ""
+        return f"KroneckerSum({shown}{more}{masses}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
+
+    def _pairs(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = ()) -> Any:
+        """The result of a function of factors, masses and other arrays as tensors."""
+        count, both = len(self._factors), len(self._arrays)
+        return self._on_tensors(lambda t: function(t[:count], t[count:both], *t[both:]), [*self._arrays, *extra], [*self._names, *names])
+
+    # ---- products -----------------------------------------------------------------------------
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._multiply(other, True)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._multiply(other, False)
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        if isinstance(x, LazyOperator):
+            raise type_error("x", "an array: a Kronecker sum times an operator is neither a sum nor a product", type_name(x))
+
+        def product(factors: list[Tensor], masses: list[Tensor], x: Tensor) -> Tensor:
+            axis = -2 if left and x.ndim > 1 else -1
+            if x.ndim == 0 or x.shape[axis] != self._shape[-1]:
+                raise value_error("x", f"dimension {axis} of size {self._shape[-1]}", f"shape {tuple(x.shape)}")
+            if x.ndim > 1:
+                return sum_matmul(factors, masses, x, left)
+            lone = -1 if left else -2
+            return sum_matmul(factors, masses, x.unsqueeze(lone), left).squeeze(lone)
+
+        return self._pairs(product, x, names=["x"])
+
+    def __mul__(self, scalar: Any) -> KroneckerSum:
+        scalar = self._scalar(scalar)
+        return KroneckerSum([f * scalar for f in self._factors], masses=self.masses)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Any) -> KroneckerSum:
+        scalar = self._scalar(scalar)
+        if not isinstance(scalar, Tensor) and scalar == 0:
+            raise value_error("scalar", "a divisor other than 0", scalar)
+        return KroneckerSum([f / scalar for f in self._factors], masses=self.masses)
+
+    def __neg__(self) -> KroneckerSum:
+        return KroneckerSum([-f for f in self._factors], masses=self.masses)
+
+    def add_diagonal(self, s: Any) -> KroneckerSum:
+        """``S + s * I``, a Kronecker sum again; with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as Helmholtz' equation has it.
+
+        Args:
+            s: number or 0-dimensional tensor.
+
+        Raises:
+            TypeError: s is of another type, or complex where the factors are real.
+            ValueError: s is not finite.
+        """
+        s = self._scalar(s, "s")
+
+        def shifted(factors: list[Tensor], masses: list[Tensor]) -> list[Tensor]:
+            first = factors[0]
+            unit = masses[0] if masses else torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
+            return [first + s * unit]
+
+        return KroneckerSum([*self._pairs(shifted), *self._factors[1:]], masses=self.masses)
+
+    # ---- linear algebra -----------------------------------------------------------------------
+
+    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
+        """The sum itself, ``[*batch, n, n]``.
+
+        Args:
+            max_elements: refuse to build more than this; None builds anything.
+
+        Raises:
+            TypeError: max_elements is not an integer.
+            ValueError: the sum has more elements.
+        """
+        check_dense_size(self._shape, max_elements)
+
+        def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
+            units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+            terms = [algebra.dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]
+            return torch.stack([t.expand(self._shape) for t in terms]).sum(0)
+
+        return self._pairs(dense)
+
+    def diagonal(self) -> Any:
+        """The elements ``S[i, i]``, ``[*batch, n]``."""
+
+        def diagonal(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
+            own = [f.diagonal(dim1=-2, dim2=-1) for f in factors]
+            if not masses:
+                return algebra.kron_vectors(own, torch.add)
+            units = [m.diagonal(dim1=-2, dim2=-1) for m in masses]
+            terms = [algebra.kron_vectors([*units[:i], d, *units[i + 1 :]]) for i, d in enumerate(own)]
+            return torch.stack([t.expand(self._shape[:-1]) for t in terms]).sum(0)
+
+        return self._pairs(diagonal)
+
+    def trace(self) -> Any:
+        """The sum of the diagonal, ``[*batch]``."""
+
+        def trace(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
+            units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+            terms = [algebra.trace([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]
+            return torch.stack([t.expand(self._shape[:-2]) for t in terms]).sum(0)
+
+        return self._pairs(trace)
+
+    def solve(self, b: Any) -> Any:
+        """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
+
+        Symmetric (Hermitian) factors, with masses that are positive definite too, take orthogonal eigenvectors. Others take complex ones,
+        and one step of iterative refinement. Derivatives of every order go by further solves, and bear equal eigenvalues.
+
+        Args:
+            b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
+
+        Returns:
+            ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``.
+
+        Raises:
+            TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
+            ValueError: b does not fit, or a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: S is singular but for rounding, or a factor has too few eigenvectors.
+
+        Example:
+            >>> S = KroneckerSum([torch.diag(torch.arange(1.0, 4)), torch.eye(5)])
+            >>> S.solve(torch.ones(15, 2)).shape
+            torch.Size([15, 2])
+        """
+
+        def solve(factors: list[Tensor], masses: list[Tensor], b: Tensor) -> Tensor:
+            b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
+            basis = eigenbasis(factors, masses)
+            system = spectral.SumSystem(len(factors))
+            x = spectral.solve(system, b, [*factors, *masses], basis, combined(basis.values, True, None), "factors")
+            return x.squeeze(-1) if vector else x
+
+        return self._pairs(solve, b, names=["b"])
+
+    def slogdet(self) -> algebra.SlogDet:
+        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: a factor has too few eigenvectors.
+        """
+        return algebra.SlogDet(*self._pairs(_slogdet))
+
+    def logdet(self) -> Any:
+        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
+
+        It has derivatives of the first and of the second order, where eigenvalues are equal too.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: a factor has too few eigenvectors.
+        """
+        return self._pairs(lambda factors, masses: algebra.log_of(*_slogdet(factors, masses)))
+
+    def eigh(self) -> algebra.Eigh:
+        """Eigenvalues and eigenvectors of symmetric (Hermitian) factors: ``S = V @ diag(values) @ V.mH``.
+
+        With mass matrices of the pair S and M, the product of the masses: ``S @ V = M @ V @ diag(values)`` and ``V.mH @ M @ V = I``.
+
+        Returns:
+            eigenvalues ``[*batch, n]`` real, in Kronecker order: the one that belongs to column j of V is at j, and they ascend within each
+            factor only; eigenvectors V, a KroneckerProduct. Derivatives are torch's: of eigenvectors they need distinct eigenvalues.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor or a mass is not symmetric, or a mass not positive definite.
+        """
+
+        def eigh(factors: list[Tensor], masses: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            matrices, lowers = self._symmetric(factors, masses)
+            parts = algebra.per_factor(matrices, "eigh", torch.linalg.eigh)
+            vectors = [q for _, q in parts]
+            if lowers:
+                vectors = [torch.linalg.solve_triangular(lower.mH, q, upper=True) for lower, q in zip(lowers, vectors, strict=True)]
+            return algebra.kron_vectors([v for v, _ in parts], torch.add), vectors
+
+        values, vectors = self._pairs(eigh)
+        return algebra.Eigh(values, KroneckerProduct(vectors))
+
+    def eigvalsh(self) -> Any:
+        """The eigenvalues of `eigh`, in the same order."""
+
+        def eigvalsh(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
+            matrices, _ = self._symmetric(factors, masses)
+            return algebra.kron_vectors(algebra.per_factor(matrices, "eigvalsh", torch.linalg.eigvalsh), torch.add)
+
+        return self._pairs(eigvalsh)
+
+    def _symmetric(self, factors: list[Tensor], masses: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        check_hermitian(factors, "eigenvalues that are real")
+        if masses:
+            check_hermitian(masses, "eigenvalues that are real", "masses")
+        return reduced(factors, masses, "masses")
+
+    def expm(self, t: Any = 1.0) -> KroneckerProduct:
+        """``exp(t * S)``, the Kronecker product of the factors' exponentials, since the terms of a Kronecker sum commute.
+
+        Args:
+            t: number or 0-dimensional tensor.
+
+        Raises:
+            TypeError: t is of another type, or float16 or bfloat16 factors.
+            ValueError: t is not finite, or the sum has mass matrices.
+
+        Example:
+            >>> S = KroneckerSum([torch.tensor([[-1.0, 1.0], [1.0, -1.0]])] * 20)  # 20 independent chains of two states
+            >>> S.expm(0.5).shape
+            (1048576, 1048576)
+        """
+        t = self._scalar(t, "t")
+        if self._masses:
+            raise value_error("masses", "none for expm: give factors Mi^-1 Ai, the generator of M u' = S u", "mass matrices")
+        return KroneckerProduct(self._run(lambda fs: algebra.per_factor([f * t for f in fs], "expm", torch.linalg.matrix_exp)))
+
+    def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
+        """``exp(t * S) @ x``, as `expm` and a product.
+
+        Args:
+            x: ``[n]`` or ``[*batch, n, M]``.
+            t: number or 0-dimensional tensor.
+
+        Raises:
+            TypeError: x of another array type or dtype, t of another type, or float16 or bfloat16 factors.
+            ValueError: x does not fit, t is not finite, or the sum has mass matrices.
+        """
+        return self.expm(t) @ x
+
+
+def _slogdet(factors: list[Tensor], masses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    basis = eigenbasis(factors, masses)
+    sign, log = spectral.log_abs_det(reduced(factors, masses, "masses")[0], None, True, basis)
+    if not masses:
+        return sign, log
+    of_masses = algebra.slogdet(masses)
+    return sign * of_masses[0], log + of_masses[1]

@@ -1,0 +1,60 @@
+"""Products with sums of Kronecker products that differ in one factor: one mode of x after the other, into one accumulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.api import kron_matmul, kron_matmul_left
+from fastkron_py.kron.shapes import Shape, broadcast_batch
+
+
+def mode_product(x: Tensor, f: Tensor, z: Tensor | None) -> Tensor:
+    """``f @ x + z`` over one mode.
+
+    Args:
+        x: ``[*batch, before, P, after]``; batch dimensions hold those of f.
+        f: ``[*batch_f, P, P]``.
+        z: like x, or None.
+    """
+    beta = 0.0 if z is None else 1.0
+    if math.prod(f.shape[:-2]) == 1:
+        return kron_matmul_left([f.reshape(f.shape[-2:])], x, beta=beta, z=z)
+    if x.shape[-3] == 1:
+        return kron_matmul_left([f.unsqueeze(-3)], x, beta=beta, z=z)
+    # One call for each matrix: together each would be repeated for every index before the mode.
+    batch, tail = x.shape[:-3], x.shape[-3:]
+    matrices = f.expand(*batch, *f.shape[-2:]).flatten(0, -3)
+    xs, zs = x.reshape(-1, *tail), [None] * len(matrices) if z is None else z.reshape(-1, *tail)
+    return torch.stack([kron_matmul_left([m], xs[i], beta=beta, z=zs[i]) for i, m in enumerate(matrices)]).reshape(x.shape)
+
+
+def sum_matmul(factors: Sequence[Tensor], masses: Sequence[Tensor], x: Tensor, left: bool) -> Tensor:
+    """``(sum_i M1 (x) ... (x) F_i (x) ... (x) MN) @ x``, or x times it.
+
+    Args:
+        factors: ``[*batch_i, P_i, P_i]``.
+        masses: one for each factor, ``[*batch_i, P_i, P_i]``; none for identities.
+        x: ``[*batch, n, M]`` (left) or ``[*batch, M, n]``.
+        left: the sum stands to the left of x.
+    """
+    batch = broadcast_batch([tuple(x.shape[:-2]), *[tuple(f.shape[:-2]) for f in (*factors, *masses)]], "x, factors")
+    x = x.expand(*batch, *x.shape[-2:])
+    total: Tensor | None = None
+    if masses:
+        for i, f in enumerate(factors):
+            pair = [*masses[:i], f, *masses[i + 1 :]]
+            z, beta = total, 0.0 if total is None else 1.0
+            total = kron_matmul_left(pair, x, z=z, beta=beta) if left else kron_matmul(x, pair, z=z, beta=beta)
+    else:
+        sizes = [f.shape[-1] for f in factors]
+        rows, columns = (1, x.shape[-1]) if left else (x.shape[-2], 1)
+        for i, f in enumerate(factors):
+            modes: Shape = (*batch, rows * math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]) * columns)
+            z = None if total is None else total.view(modes)
+            total = mode_product(x.reshape(modes), f if left else f.mT, z)
+    assert total is not None  # noqa: S101
+    return total.reshape(x.shape)

@@ -1,0 +1,182 @@
+"""Eigenvectors of pairs of matrices (A_i, M_i), one pair for each mode, that make a sum or a shifted product diagonal.
+
+With ``left_i A_i right_i = diag(values_i)`` and ``left_i M_i right_i = I``, the Kronecker products X of the right ones and Y of the left
+ones turn ``sum_i M1 (x) .. (x) A_i (x) .. (x) MN`` and ``A1 (x) .. (x) AN + s M1 (x) .. (x) MN`` into diagonal matrices E, so that their
+inverse is ``X E^-1 Y``: fast diagonalisation, Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor product
+methods" (Numerische Mathematik 6, 1964).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from fastkron_py.kron.algebra import kron_vectors, per_factor
+from fastkron_py.runtime.eager import transforms_active
+from fastkron_py.runtime.errors import value_error
+
+SYMMETRY: Final = 64.0
+"""Units in the last place of a matrix's largest element by which it may differ from its conjugate transpose."""
+
+
+class Basis(NamedTuple):
+    """Eigenvalues ``[*batch_i, P_i]`` and matrices ``[*batch_i, P_i, P_i]`` of each pair; without derivatives.
+
+    Attributes:
+        values: real where every matrix is Hermitian.
+        vectors: of the reduced matrices (`reduced`), in columns.
+        inverses: of the vectors: their conjugate transposes where every matrix is Hermitian.
+        right: of the pairs.
+        left: of the pairs.
+    """
+
+    values: list[Tensor]
+    vectors: list[Tensor]
+    inverses: list[Tensor]
+    right: list[Tensor]
+    left: list[Tensor]
+
+
+def are_hermitian(matrices: Sequence[Tensor]) -> list[bool]:
+    """Whether each differs from its conjugate transpose by rounding at most; on a GPU one wait for all of them."""
+    if not matrices or matrices[0].is_meta:
+        return [True for _ in matrices]
+
+    def flag(f: Tensor) -> Tensor:
+        if not f.numel():
+            return torch.ones((), dtype=torch.bool, device=f.device)
+        return (f - f.mH).abs().amax() <= SYMMETRY * torch.finfo(f.dtype).eps * f.abs().amax()
+
+    flags = torch.stack([flag(f.detach()) for f in matrices])
+    try:
+        found: list[bool] = flags.tolist()
+    except RuntimeError:
+        if not transforms_active():
+            raise
+        raise value_error("factors", "batch dimensions in place of torch.func.vmap, under which no value can be read", "a vmap") from None
+    return found
+
+
+def check_hermitian(matrices: Sequence[Tensor], what: str, name: str = "factors") -> None:
+    """Raise ValueError unless every matrix is Hermitian."""
+    word = "Hermitian" if matrices[0].is_complex() else "symmetric"
+    for i, good in enumerate(are_hermitian(matrices)):
+        if not good:
+            raise value_error(f"{name}[{i}]", f"a {word} matrix for {what}", "one that differs from its conjugate transpose")
+
+
+def cholesky_of_masses(masses: Sequence[Tensor], name: str) -> list[Tensor]:
+    """Lower triangular factors.
+
+    Raises:
+        ValueError: a mass matrix is not positive definite.
+    """
+    lowers = []
+    for i, m in enumerate(masses):
+        lower, info = torch.linalg.cholesky_ex(m)
+        if not m.is_meta and bool((info != 0).any()):
+            raise value_error(f"{name}[{i}]", "a positive definite matrix", "one that has no Cholesky decomposition")
+        lowers.append(lower)
+    return lowers
+
+
+def _triangular_solve(lower: Tensor, b: Tensor) -> Tensor:
+    x: Tensor = torch.linalg.solve_triangular(lower, b, upper=False)
+    return x
+
+
+def reduced(factors: Sequence[Tensor], masses: Sequence[Tensor], name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Matrices with the pairs' eigenvalues, differentiable: ``L^-1 A L^-H`` for ``M = L L^H``, and these L.
+
+    Where a mass matrix is not Hermitian the matrices are ``M^-1 A``, and there are no L.
+    """
+    if not masses:
+        return list(factors), []
+    if not all(are_hermitian(masses)):
+        return [torch.linalg.solve(m, f) for f, m in zip(factors, masses, strict=True)], []
+    lowers = cholesky_of_masses(masses, name)
+    found = []
+    for f, lower, hermitian in zip(factors, lowers, are_hermitian(factors), strict=True):
+        r = _triangular_solve(lower, _triangular_solve(lower, f).mH).mH
+        found.append((r + r.mH) / 2 if hermitian else r)
+    return found, lowers
+
+
+@torch.no_grad()
+def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name: str = "masses", hermitian: bool = False) -> Basis:
+    """The eigenvectors of the pairs, by `torch.linalg.eigh` where all matrices are Hermitian, else by `torch.linalg.eig`.
+
+    Args:
+        factors: ``[*batch_i, P_i, P_i]``, square.
+        masses: one for each factor; none for identities.
+        name: how errors call the masses.
+        hermitian: refuse factors that are not.
+
+    Raises:
+        TypeError: half types.
+        ValueError: a mass matrix is Hermitian and not positive definite, or factors are not Hermitian and shall be.
+        torch.linalg.LinAlgError: a mass matrix is singular, or a pair has too few eigenvectors.
+    """
+    if hermitian:
+        check_hermitian(factors, "eigenvalues that are real")
+    matrices, lowers = reduced(factors, masses, name)
+    if all(are_hermitian(matrices)):
+        parts = per_factor(matrices, "eigenvectors", torch.linalg.eigh)
+        values, vectors = [v for v, _ in parts], [q for _, q in parts]
+        inverses = [q.mH for q in vectors]
+    else:
+        parts = per_factor(matrices, "eigenvectors", torch.linalg.eig)
+        values, vectors = [v for v, _ in parts], [q for _, q in parts]
+        inverses = [_inverse(i, q) for i, q in enumerate(vectors)]
+    if not masses:
+        return Basis(values, vectors, inverses, vectors, inverses)
+    if lowers:
+        lowers = [lower.to(q.dtype) for lower, q in zip(lowers, vectors, strict=True)]
+        right = [torch.linalg.solve_triangular(lower.mH, q, upper=True) for lower, q in zip(lowers, vectors, strict=True)]
+        left = [torch.linalg.solve_triangular(lower, w, upper=False, left=False) for lower, w in zip(lowers, inverses, strict=True)]
+    else:
+        right = vectors
+        left = [torch.linalg.solve(m.to(w.dtype), w, left=False) for m, w in zip(masses, inverses, strict=True)]
+    return Basis(values, vectors, inverses, right, left)
+
+
+def _inverse(i: int, vectors: Tensor) -> Tensor:
+    """The inverse of eigenvectors that are not orthogonal, and so may be dependent."""
+    limit = torch.finfo(vectors.dtype).eps ** (-2 / 3)  # one step of refinement still gains all digits
+    condition = torch.linalg.cond(vectors)
+    if not bool((condition <= limit).all()):
+        worst = float(condition.max())
+        raise LinAlgError(f"factors[{i}]: expected a matrix with eigenvectors of condition up to {limit:.1g}; got {worst:.1g}")
+    inverse: Tensor = torch.linalg.inv(vectors)
+    return inverse
+
+
+def combined(values: Sequence[Tensor], sums: bool, shift: Tensor | None) -> Tensor:
+    """The diagonal E ``[*batch, n]``: sums or products of eigenvalues, one of each mode, and a shift ``[*batch]``."""
+    found = kron_vectors(values, torch.add if sums else torch.mul)
+    return found if shift is None else found + shift.unsqueeze(-1)
+
+
+def check_regular(values: Tensor, sizes: Sequence[int], argument: str, what: str) -> None:
+    """Raise LinAlgError where an element of E is 0 but for rounding: ``eps * sqrt(max P_i)`` times the largest one."""
+    if values.is_meta or not values.numel():
+        return
+    size = values.abs()
+    least, largest = size.amin(-1), size.amax(-1)
+    bound = torch.finfo(values.dtype).eps * max(sizes) ** 0.5 * largest
+    singular = ~(least > bound)
+    if bool(singular.any()):
+        low, high = float(least[singular][0]), float(largest[singular][0])
+        raise LinAlgError(f"{argument}: expected a regular matrix for {what}; got eigenvalues of {low:.3g} to {high:.3g} in absolute value")
+
+
+def check_positive(values: Tensor, argument: str, what: str) -> None:
+    """Raise ValueError unless every element of E is positive."""
+    if values.is_complex():
+        raise value_error(argument, f"a positive definite matrix for {what}", "complex eigenvalues")
+    if not values.is_meta and values.numel() and not bool((values > 0).all()):
+        raise value_error(argument, f"a positive definite matrix for {what}", f"an eigenvalue of {float(values.min()):.3g}")

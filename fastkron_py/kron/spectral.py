@@ -1,0 +1,247 @@
+"""Solves and determinants of sums and shifted products by eigenvectors, with derivatives that bear equal eigenvalues.
+
+``A = A1 (x) .. (x) AN + s M1 (x) .. (x) MN`` and ``A = sum_i M1 (x) .. (x) A_i (x) .. (x) MN`` are ``Y^-1 E X^-1`` with diagonal E
+(`pencil`). Derivatives of eigenvectors have ``1 / (l_a - l_b)`` in them; derivatives of solutions and of determinants have not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.algebra import kron_vectors
+from fastkron_py.kron.api import kron_matmul_left
+from fastkron_py.kron.implicit import linear_solve, pull_back
+from fastkron_py.kron.modes import sum_matmul
+from fastkron_py.kron.pencil import Basis, check_regular, combined
+from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
+
+Slogdet = tuple[Tensor, Tensor]
+
+
+def scaled(x: Tensor, diagonal: Tensor) -> Tensor:
+    """``diag(d) x`` of ``[*batch, n]`` and ``[*batch, n, M]``."""
+    return diagonal.unsqueeze(-1) * x
+
+
+def by_basis(left: Sequence[Tensor], diagonal: Tensor, right: Sequence[Tensor], x: Tensor) -> Tensor:
+    """``right diag(d) left x``: two products and a scaling."""
+    return kron_matmul_left(right, scaled(kron_matmul_left(left, x), diagonal))
+
+
+class ProductSystem(NamedTuple):
+    """``A = K + D``, of parameters the factors of K and D's diagonal ``[*batch, n or 1]`` or the diagonals of its Kronecker factors."""
+
+    size: int  # the number of factors
+
+    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A x``."""
+        factors, diagonal = parameters[: self.size], kron_vectors(parameters[self.size :])
+        if adjoint:
+            factors, diagonal = [f.mH for f in factors], diagonal.conj()
+        return kron_matmul_left(factors, x, beta=1.0, z=scaled(x, diagonal).resolve_conj())
+
+    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A^-1 b``."""
+        return invert_by_basis(self, b, parameters, constants, adjoint)
+
+
+class SumSystem(NamedTuple):
+    """``A = sum_i M1 (x) .. (x) A_i (x) .. (x) MN``, of parameters A_i and the masses, if any."""
+
+    size: int
+
+    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A x``."""
+        matrices = [p.mH for p in parameters] if adjoint else parameters
+        return sum_matmul(matrices[: self.size], matrices[self.size :], x, True)
+
+    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A^-1 b``."""
+        return invert_by_basis(self, b, parameters, constants, adjoint)
+
+
+def invert_by_basis(
+    system: ProductSystem | SumSystem, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool
+) -> Tensor:
+    """``X E^-1 Y b``; of constants E, the X_i and the Y_i.
+
+    Eigenvectors of a matrix that is not Hermitian are complex and not orthogonal: one step of iterative refinement takes back the digits
+    that their condition costs.
+    """
+    diagonal, *vectors = constants
+    right, left = vectors[: system.size], vectors[system.size :]
+    if adjoint:
+        right, left, diagonal = [y.mH for y in left], [x.mH for x in right], diagonal.conj()
+
+    def invert(r: Tensor) -> Tensor:
+        turned = kron_matmul_left(left, r.to(left[0].dtype))
+        x = kron_matmul_left(right, turned.div_(diagonal.unsqueeze(-1)))
+        return x if r.is_complex() else x.real if x.is_complex() else x
+
+    x = invert(b)
+    if diagonal.is_complex():
+        x = x + invert(b - system.apply(x.contiguous(), parameters, adjoint))
+    return x.contiguous()
+
+
+def solve(
+    system: ProductSystem | SumSystem, b: Tensor, parameters: Sequence[Tensor], basis: Basis, diagonal: Tensor, argument: str
+) -> Tensor:
+    """The x of ``A x = b`` with derivatives to b and the parameters.
+
+    Args:
+        system: the matrix's form.
+        b: ``[*batch, n, M]``, with every batch dimension.
+        parameters: of the system.
+        basis: of its pairs.
+        diagonal: E ``[*batch, n]``, without derivatives.
+        argument: that errors name.
+    """
+    check_regular(diagonal, [v.shape[-1] for v in basis.values], argument, "solve")
+    return linear_solve(system, b, parameters, [diagonal, *basis.right, *basis.left])
+
+
+# ---- determinants ---------------------------------------------------------------------------------------------------------------
+
+
+class _LogForm(NamedTuple):
+    """The sum of log E as a function of shift and factors near those that the basis belongs to.
+
+    In the basis, factors are diagonal but for rounding. Their diagonals have the first derivatives of eigenvalues; what the other elements
+    T add to the second ones is ``sum D[a, b] T[a, b] T[b, a] / 2``, where D is a divided difference of the first derivative. E is affine in
+    each factor's eigenvalues, so D has no quotient in it that could be 0 / 0: ``D[a, b] = -sum_o r[a, o] r[b, o]`` with
+    ``r = (dE / dl_a) / E``, summed over the indices o of the other modes.
+    """
+
+    sums: bool
+    size: int
+
+    def value(self, shift: Tensor, factors: Sequence[Tensor], vectors: Sequence[Tensor], second: bool) -> Tensor:
+        """``[*batch]``: complex where E is, else the sum of log abs E. Derivatives are right to the first order, or to the second."""
+        right, left = vectors[: self.size], vectors[self.size : 2 * self.size]
+        is_complex = shift.is_complex() or vectors[-1].is_complex()
+        turned = [y @ f.to(x.dtype) @ x for f, x, y in zip(factors, right, left, strict=True)]
+        values = [t.diagonal(dim1=-2, dim2=-1) for t in turned]
+        values = values if is_complex else [v.real if v.is_complex() else v for v in values]
+        diagonal = combined(values, self.sums, None if self.sums else shift)
+        total = (diagonal.log() if is_complex else diagonal.abs().log()).sum(-1)
+        if not second:
+            return total
+        for i, t in enumerate(turned):
+            d = self._differences([v.detach() for v in values], i, diagonal.detach())
+            part = ((t * t.mT) * d.to(t.dtype)).sum((-2, -1)) / 2
+            total = total + (part if is_complex or not part.is_complex() else part.real)
+        return total
+
+    def _differences(self, values: Sequence[Tensor], i: int, diagonal: Tensor) -> Tensor:
+        """D of a factor without its diagonal, ``[*batch, P, P]``."""
+        ones = torch.ones_like(values[i])
+        slopes = torch.ones_like(diagonal) if self.sums else combined([*values[:i], ones, *values[i + 1 :]], False, None)
+        sizes = [v.shape[-1] for v in values]
+        split = (math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]))
+        ratio: Tensor = (slopes / diagonal).unflatten(-1, split).movedim(-2, -3).flatten(-2)
+        return -(ratio @ ratio.mT) * (1 - torch.eye(sizes[i], dtype=ratio.dtype, device=ratio.device))
+
+
+class _OfForm(torch.autograd.Function):
+    """What the three functions below share: arguments are a form and tensors."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.form, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[Any], form: _LogForm, *tensors: Tensor) -> tuple[Any, Any]:
+        return vmap_by_sample(partial(cls.apply, form), info.batch_size, in_dims[1:], tensors, ())
+
+
+class _LogSum(_OfForm):
+    """Tensors are shift, factors, and the vectors of `_LogForm.value` with one of the eigenvalues' dtype at the end."""
+
+    @staticmethod
+    def forward(form: _LogForm, *tensors: Tensor) -> Tensor:
+        shift, *rest = tensors
+        return form.value(shift, rest[: form.size], rest[form.size :], False)
+
+    @staticmethod
+    @batchable_one_by_one
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, count = ctx.saved_tensors, ctx.form.size + 1
+        found = _LogSumGradient.apply(ctx.form, gradient, *tensors)  # type: ignore[no-untyped-call]
+        return None, *found, *[None] * (len(tensors) - count)
+
+
+class _LogSumGradient(_OfForm):
+    """The gradients of shift and factors, of a cotangent and the tensors of `_LogSum`."""
+
+    @staticmethod
+    def forward(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], False)(*tensors[: form.size + 2])
+        return found
+
+    @staticmethod
+    @batchable_one_by_one
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        found = _LogSumSecond.apply(ctx.form, *cotangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, *found, *[None] * (len(ctx.saved_tensors) - len(found))
+
+
+class _LogSumSecond(_OfForm):
+    """The gradients of the cotangent, shift and factors, of cotangents of `_LogSumGradient`'s results and its tensors."""
+
+    @staticmethod
+    def forward(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = form.size + 1
+        cotangents, rest = tensors[:count], tensors[count:]
+        own = rest[: count + 1]
+        found = pull_back(_gradient(form, rest[1:], True), own, [True] * len(own), cotangents)
+        return tuple([t for t in found if t is not None])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        raise NotImplementedError("logdet: derivatives of the first and the second order are there, those of the third are not")
+
+
+def _gradient(form: _LogForm, tensors: Sequence[Tensor], second: bool) -> Any:
+    """From a cotangent, shift and factors to the gradients of shift and factors."""
+    vectors = tensors[form.size + 1 :]
+
+    def gradients(cotangent: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+        found = pull_back(lambda s, *fs: form.value(s, fs, vectors, second), own, [True] * len(own), cotangent)
+        return tuple([t for t in found if t is not None])
+
+    return gradients
+
+
+def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis) -> Slogdet:
+    """Sign (or phase) and log of the absolute value of det E, ``[*batch]``; the log has two orders of derivatives to factors and shift.
+
+    Args:
+        factors: reduced ones (`pencil.reduced`), whose eigenvectors are ``basis.vectors``.
+        shift: ``[*batch]`` or None.
+        sums: whether E has sums of eigenvalues, else products.
+        basis: of the pairs.
+    """
+    with torch.no_grad():
+        values = combined(basis.values, sums, shift)
+    real = factors[0].real.dtype
+    given = torch.zeros((), dtype=real, device=values.device) if shift is None else shift
+    constants = [*basis.vectors, *basis.inverses, values.new_zeros(0)]
+    form = _LogForm(sums, len(factors))
+    total = _LogSum.apply(form, given, *factors, *constants)  # type: ignore[no-untyped-call]
+    if not total.is_complex():
+        return values.sign().prod(-1).to(factors[0].dtype), total
+    with torch.no_grad():
+        turns = values.to(torch.complex128).angle().sum(-1)
+    if not factors[0].is_complex() and not given.is_complex():
+        return turns.cos().sign().to(real), total.real
+    # The phase with its derivative, between -pi and pi.
+    phase = total.imag - (total.imag - torch.atan2(turns.sin(), turns.cos()).to(real)).detach()
+    return torch.polar(torch.ones_like(phase), phase), total.real

@@ -1,0 +1,398 @@
+"""`KroneckerSum` against the dense sum in float64 or complex128, forward and backward.
+
+In double precision both sides err by rounding only, times the condition of the (well-conditioned) sums: 1e-10 relative, as for
+`KroneckerProduct`.
+"""
+
+import copy
+import pickle
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from kronecker_cases import hermitian, near, random_factors
+from refusals import assert_refused
+
+from fastkron_py import KroneckerProduct, KroneckerSum
+from fastkron_py.reference import kron_dense
+from fastkron_py.testing import assert_close
+
+SIZES = [((3, 3),), ((2, 2), (3, 3)), ((1, 1), (4, 4), (3, 3)), ((2, 3, 3), (2, 2)), ((2, 1, 2, 2), (3, 4, 4), (1, 1))]
+
+
+@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
+def dtype(request):
+    return request.param
+
+
+def ids(shapes):
+    return "*".join("x".join(map(str, s)) for s in shapes)
+
+
+def dense_sum(factors, masses=None):
+    units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+    return sum(kron_dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors))
+
+
+def drawn(shapes, dtype, device, kind):
+    """Factors and masses: symmetric positive definite ones, or general ones far from singular."""
+    factors = [f + 3 * f.shape[-1] * torch.eye(f.shape[-1], device=device) for f in random_factors(shapes, dtype, device, dominant=False)]
+    masses = None
+    if "mass" in kind:
+        masses = random_factors([s[-2:] for s in shapes], dtype, device, dominant=False)
+        masses = (
+            hermitian([m / 2 for m in masses]) if "skew" not in kind else [m / 4 + 2 * torch.eye(len(m), device=device) for m in masses]
+        )
+    return hermitian(factors) if kind.startswith("symmetric") else factors, masses
+
+
+KINDS = ["symmetric", "symmetric, mass", "general", "general, mass", "general, skew mass"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+def test_against_the_dense_sum(shapes, kind, dtype, device):
+    factors, masses = drawn(shapes, dtype, device, kind)
+    s, dense = KroneckerSum(factors, masses=masses), dense_sum(factors, masses)
+    n, batch = dense.shape[-1], dense.shape[:-2]
+    assert s.shape == tuple(dense.shape)
+    near(s.to_dense(), dense)
+    near(s.diagonal(), dense.diagonal(dim1=-2, dim2=-1))
+    near(s.trace(), dense.diagonal(dim1=-2, dim2=-1).sum(-1))
+    near(s.mT.to_dense(), dense.mT)
+    near(s.mH.to_dense(), dense.mH)
+    near((2 * s / 4).to_dense(), dense / 2)
+    near((-s).to_dense(), -dense)
+    unit = kron_dense(masses) if masses else torch.eye(n, dtype=dtype, device=device)
+    near(s.add_diagonal(0.7).to_dense(), dense + 0.7 * unit)
+    near(s.logdet(), torch.logdet(dense))
+    near(s.slogdet().logabsdet, torch.linalg.slogdet(dense).logabsdet)
+    for b_batch in [(), (2, *[1] * len(batch))]:
+        x = torch.randn(*b_batch, n, 3, dtype=dtype, device=device)
+        near(s @ x, dense @ x)
+        near(x.mT @ s, x.mT @ dense)
+        near(s.solve(x), torch.linalg.solve(dense, x.expand(*torch.broadcast_shapes(b_batch, batch), n, 3)))
+    x = torch.randn(n, dtype=dtype, device=device)
+    near(s @ x, dense @ x)
+    near(torch.matmul(x, s), x @ dense)
+    near(torch.linalg.solve(s, x), torch.linalg.solve(dense, x.expand(*batch, n)[..., None])[..., 0])
+
+
+def test_drawn_sizes(seed, device):
+    """Sizes, batches and columns drawn from the test's seed."""
+    generator = np.random.default_rng(seed)
+    for _ in range(10):
+        count = int(generator.integers(1, 5))
+        sizes, columns = generator.integers(1, 5, count).tolist(), int(generator.integers(0, 4))
+        factors, masses = drawn([(p, p) for p in sizes], torch.float64, device, str(generator.choice(KINDS)))
+        x = torch.randn(int(np.prod(sizes)), columns, dtype=torch.float64, device=device)
+        s, dense = KroneckerSum(factors, masses=masses), dense_sum(factors, masses)
+        near(s @ x, dense @ x)
+        near(s.solve(x), torch.linalg.solve(dense, x))
+        near(x.mT @ s, x.mT @ dense)
+
+
+@pytest.mark.parametrize("mass", [False, True])
+@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+def test_eigh(shapes, mass, dtype, device):
+    factors, masses = drawn(shapes, dtype, device, "symmetric, mass" if mass else "symmetric")
+    s, dense = KroneckerSum(factors, masses=masses), dense_sum(factors, masses)
+    unit = kron_dense(masses) if masses else torch.eye(dense.shape[-1], dtype=dtype, device=device)
+    values, vectors = s.eigh()
+    assert isinstance(vectors, KroneckerProduct)
+    assert values.dtype == torch.float64
+    v = vectors.to_dense()
+    near(dense @ v, unit @ v * values[..., None, :])
+    near(v.mH @ unit @ v, torch.eye(v.shape[-1], dtype=dtype, device=device).expand_as(v))
+    near(s.eigvalsh(), values)
+
+
+@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+def test_exponentials(shapes, dtype, device):
+    factors = random_factors(shapes, dtype, device, dominant=False)
+    s, dense = KroneckerSum(factors), dense_sum(factors)
+    near(s.expm(0.3).to_dense(), torch.linalg.matrix_exp(0.3 * dense))
+    x = torch.randn(dense.shape[-1], 2, dtype=dtype, device=device)
+    near(s.expm_multiply(x), torch.linalg.matrix_exp(dense) @ x)
+
+
+# ---- derivatives ---------------------------------------------------------------------------------------------------------------
+
+DERIVED = {
+    "S @ x": lambda s, x: s @ x,
+    "x @ S": lambda s, x: x.mT @ s,
+    "solve": lambda s, x: s.solve(x),
+    "logdet": lambda s, x: s.logdet(),
+    "diagonal": lambda s, x: s.diagonal(),
+    "trace": lambda s, x: s.trace(),
+    "to_dense": lambda s, x: s.to_dense(),
+    "shifted": lambda s, x: s.add_diagonal(x[0, 0]).solve(x),
+}
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "symmetric, mass", "general"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_gradients(name, kind, dtype):
+    shapes = [(2, 2), (2, 2, 2)]
+    factors, masses = drawn(shapes, dtype, "cpu", kind)
+    x = torch.randn(4, 2, dtype=dtype, requires_grad=True)
+    own = [t.requires_grad_() for t in (*factors, *(masses or []))]
+
+    def function(x, *own):  # a symmetric matrix moves as one
+        own = [(t + t.mH) / 2 for t in own] if kind != "general" else own
+        return DERIVED[name](KroneckerSum(own[:2], masses=own[2:] or None), x)
+
+    assert torch.autograd.gradcheck(function, (x, *own), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (x, *own), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["solve", "logdet"])
+def test_gradients_at_equal_eigenvalues(name, dtype):
+    """Multiples of the identity, where derivatives of eigenvectors are infinite: torch's own formula of `eigh` gives NaN."""
+    factors = [(c * torch.eye(p, dtype=dtype)).requires_grad_() for c, p in ((2.0, 2), (1.0, 3))]
+    x = torch.randn(6, 2, dtype=dtype, requires_grad=True)
+
+    def function(x, *fs):
+        return DERIVED[name](KroneckerSum([(f + f.mH) / 2 for f in fs]), x)
+
+    assert torch.autograd.gradcheck(function, (x, *factors))
+    assert torch.autograd.gradgradcheck(function, (x, *factors))
+    values, vectors = KroneckerSum([(f + f.mH) / 2 for f in factors]).eigh()
+    through = vectors @ ((vectors.mH @ x) / values[:, None])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert any(not g.isfinite().all() for g in torch.autograd.grad(through.abs().sum(), factors))
+
+
+def test_third_derivatives_of_logdet_are_refused():
+    factors = [f.requires_grad_() for f in hermitian(random_factors([(2, 2), (3, 3)], torch.float64, "cpu"))]
+    found = KroneckerSum(factors).logdet()
+    for _ in range(2):
+        found = sum(g.sum() for g in torch.autograd.grad(found, factors, create_graph=True))
+    with pytest.raises(NotImplementedError, match="logdet: derivatives of the first and the second order"):
+        torch.autograd.grad(found, factors)
+
+
+def test_a_wrong_factor_would_show(device):
+    """The negative control: a factor that is off by one part in a thousand."""
+    factors, _ = drawn([(3, 3), (4, 4)], torch.float64, device, "symmetric")
+    dense = dense_sum([factors[0] * 1.001, factors[1]])
+    b = torch.randn(12, 2, dtype=torch.float64, device=device)
+    with pytest.raises(AssertionError, match="is not close"):
+        near(KroneckerSum(factors).solve(b), torch.linalg.solve(dense, b))
+
+
+def test_transforms():
+    factors, _ = drawn([(2, 2), (3, 3)], torch.float64, "cpu", "symmetric")
+    s, b = KroneckerSum(factors), torch.randn(6, 2, dtype=torch.float64)
+    inverse = torch.linalg.inv(s.to_dense())
+
+    def loss(f):
+        s = KroneckerSum([(f + f.mT) / 2, factors[1]])
+        return s.solve(b).square().sum() + s.logdet()
+
+    plain = torch.autograd.functional.jacobian(loss, factors[0])
+    near(torch.func.grad(loss)(factors[0]), plain)
+    hessian = torch.autograd.functional.hessian(loss, factors[0])
+    near(torch.autograd.functional.hessian(loss, factors[0], vectorize=True), hessian)
+    near(torch.func.jacrev(torch.func.grad(loss))(factors[0]), hessian)
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        near(jacobian(s.solve)(b[:, 0]), inverse)
+    near(torch.func.vmap(s.solve)(torch.stack([b, 2 * b])), torch.stack([inverse @ b, 2 * inverse @ b]))
+
+
+def test_compiled_products():
+    factors, _ = drawn([(2, 2), (3, 3)], torch.float64, "cpu", "general")
+    x = torch.randn(6, 6, dtype=torch.float64)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: (KroneckerSum(factors) @ x, x @ KroneckerSum(factors)), fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x), (dense_sum(factors) @ x, x @ dense_sum(factors)), strict=True):
+        near(got, want)
+
+
+def test_backward_passes_do_not_import_the_compiler():
+    import subprocess
+
+    code = """
+import sys, torch
+from fastkron_py import KroneckerSum
+f = torch.eye(3).requires_grad_()
+s = KroneckerSum([f, f])
+(s.solve(torch.ones(9)).sum() + s.logdet()).backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- dtypes, arrays, conversions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_products_in_lower_precision(dtype, device):
+    """One rounding for each factor; solves in float32 add the condition of these sums, about 10."""
+    factors, _ = drawn([(4, 4), (3, 3), (2, 2)], dtype if dtype.is_complex else torch.float32, device, "symmetric")
+    factors = [(f / 64).to(dtype) for f in factors]
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    exact = [f.to(wide) for f in factors]
+    dense, x = dense_sum(exact), torch.randn(24, 3, dtype=dtype, device=device)
+    s = KroneckerSum(factors)
+    assert_close(s @ x, dense @ x.to(wide), magnitude=dense.abs() @ x.to(wide).abs(), steps=3)
+    if dtype not in (torch.float16, torch.bfloat16):
+        assert_close(s.solve(x), torch.linalg.solve(dense, x.to(wide)), rms_tol=1e-5, max_tol=1e-5)
+
+
+def test_numpy_arrays():
+    factors, masses = drawn([(2, 2), (3, 3)], torch.float64, "cpu", "symmetric, mass")
+    s = KroneckerSum([f.numpy() for f in factors], masses=[m.numpy() for m in masses])
+    dense, b = dense_sum(factors, masses), torch.randn(6, 2, dtype=torch.float64)
+    for got, want in [
+        (s @ b.numpy(), dense @ b),
+        (b.mT.numpy() @ s, b.mT @ dense),
+        (s.solve(b.numpy()), torch.linalg.solve(dense, b)),
+        (s.add_diagonal(2.0).to_dense(), dense + 2 * kron_dense(masses)),
+    ]:
+        assert isinstance(got, np.ndarray)
+        near(torch.from_numpy(got), want)
+    assert isinstance(s.logdet(), np.float64)
+    assert_refused(lambda: s @ b, TypeError, "x: expected a NumPy array, like factors[0]; got torch.Tensor")
+
+
+def test_conversions_and_copies():
+    factors, masses = drawn([(2, 2), (3, 3)], torch.float64, "cpu", "symmetric, mass")
+    s = KroneckerSum(factors, masses=masses)
+    assert s.float().dtype == torch.float32
+    assert s.float().masses[1].dtype == torch.float32
+    assert s.to("meta").solve(torch.ones(6, dtype=torch.float64, device="meta")).shape == (6,)
+    assert s.factors[0] is factors[0]
+    assert s.clone().masses[0].data_ptr() != masses[0].data_ptr()
+    assert not s.requires_grad
+    for other in (copy.deepcopy(s), pickle.loads(pickle.dumps(s))):
+        assert torch.equal(other.to_dense(), s.to_dense())
+    assert repr(s) == "KroneckerSum(2x2 (+) 3x3, with masses, shape=(6, 6), dtype=torch.float64, device=cpu)"
+
+
+def test_large_sums_are_never_built():
+    """2**24 points: the residual of a solve, and a determinant by its closed form."""
+    line = 2 * torch.eye(64, dtype=torch.float64) - torch.diag(torch.ones(63, dtype=torch.float64), 1)
+    line = line - torch.diag(torch.ones(63, dtype=torch.float64), -1)
+    s = KroneckerSum([line] * 3)
+    b = torch.ones(64**3, dtype=torch.float64)
+    near(s @ s.solve(b), b)
+    k = torch.arange(1, 65, dtype=torch.float64) * torch.pi / 65
+    values = 2 - 2 * k.cos()
+    near(s.logdet(), (values[:, None, None] + values[:, None] + values).log().sum())
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------------------
+
+A, B = torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.eye(3)
+LAPLACE = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+SKEW = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
+S = KroneckerSum([A, B])
+REFUSED = {
+    "no factors": (lambda: KroneckerSum([]), ValueError, "factors: expected at least one factor; got an empty sequence"),
+    "a tensor": (lambda: KroneckerSum(A), TypeError, "factors: expected a list or tuple of matrices; got torch.Tensor"),
+    "not square": (
+        lambda: KroneckerSum([A, torch.ones(2, 3)]),
+        ValueError,
+        "factors[1]: expected a square matrix for a Kronecker sum; got shape (2, 3)",
+    ),
+    "two dtypes": (
+        lambda: KroneckerSum([A, B.double()]),
+        TypeError,
+        "factors[1]: expected factors[0]'s dtype torch.float32; got torch.float64",
+    ),
+    "too few masses": (lambda: KroneckerSum([A, B], masses=[A]), ValueError, "masses: expected 2 matrices, one for each factor; got 1"),
+    "a mass of another size": (
+        lambda: KroneckerSum([A, B], masses=[A, A]),
+        ValueError,
+        "masses[1]: expected a matrix [3, 3], as factors[1]; got shape (2, 2)",
+    ),
+    "a mass of another dtype": (
+        lambda: KroneckerSum([A, B], masses=[A, B.double()]),
+        TypeError,
+        "masses[1]: expected factors[0]'s dtype torch.float32; got torch.float64",
+    ),
+    "batches": (
+        lambda: KroneckerSum([A.expand(2, 2, 2), B.expand(3, 3, 3)]),
+        ValueError,
+        "factors: expected batch dimensions that broadcast; got (2,), (3,)",
+    ),
+    "an indefinite mass": (
+        lambda: KroneckerSum([A], masses=[-A]).solve(torch.ones(2)),
+        ValueError,
+        "masses[0]: expected a positive definite matrix; got one that has no Cholesky decomposition",
+    ),
+    "singular": (
+        lambda: KroneckerSum([LAPLACE, LAPLACE]).solve(torch.ones(4)),
+        torch.linalg.LinAlgError,
+        "factors: expected a regular matrix for solve; got eigenvalues of 0 to 4 in absolute value",
+    ),
+    "x of another size": (lambda: S @ torch.ones(5), ValueError, "x: expected dimension -1 of size 6; got shape (5,)"),
+    "x of another size on the left": (lambda: torch.ones(6, 2) @ S, ValueError, "x: expected dimension -1 of size 6; got shape (6, 2)"),
+    "x of another dtype": (
+        lambda: S @ torch.ones(6).double(),
+        TypeError,
+        "x: expected factors[0]'s dtype torch.float32; got torch.float64",
+    ),
+    "an operator": (
+        lambda: S @ S,
+        TypeError,
+        "x: expected an array: a Kronecker sum times an operator is neither a sum nor a product; got "
+        "fastkron_py.kron.kronecker_sum.KroneckerSum",
+    ),
+    "b of another size": (
+        lambda: S.solve(torch.ones(5)),
+        ValueError,
+        "b: expected dimension -1 of size 6, the product of the factors' sizes; got shape (5,)",
+    ),
+    "half solve": (
+        lambda: S.to(torch.bfloat16).solve(torch.ones(6).bfloat16()),
+        TypeError,
+        "factors: expected a dtype among float32, float64, complex64, complex128 for eigenvectors; got torch.bfloat16",
+    ),
+    "eigh of what is not symmetric": (
+        lambda: KroneckerSum([B, SKEW]).eigh(),
+        ValueError,
+        "factors[1]: expected a symmetric matrix for eigenvalues that are real; got one that differs from its conjugate transpose",
+    ),
+    "expm of pairs": (
+        lambda: KroneckerSum([A], masses=[A]).expm(),
+        ValueError,
+        "masses: expected none for expm: give factors Mi^-1 Ai, the generator of M u' = S u; got mass matrices",
+    ),
+    "t is no number": (
+        lambda: S.expm("1"),
+        TypeError,
+        "t: expected a number or a 0-dimensional floating-point tensor; got str",
+    ),
+    "a complex shift": (
+        lambda: S.add_diagonal(1j),
+        TypeError,
+        "s: expected a real number, since factors[0] is of torch.float32; got 1j",
+    ),
+    "division by 0": (lambda: S / 0, ValueError, "scalar: expected a divisor other than 0; got 0.0"),
+    "too large": (
+        lambda: KroneckerSum([torch.eye(100)] * 2).to_dense(),
+        ValueError,
+        "max_elements: expected at least 100000000 to build a matrix of shape (10000, 10000); got 67108864",
+    ),
+    "under vmap": (
+        lambda: torch.func.vmap(lambda f: KroneckerSum([f, B]).solve(torch.ones(6)))(A.expand(2, 2, 2)),
+        ValueError,
+        "factors: expected batch dimensions in place of torch.func.vmap, under which no value can be read; got a vmap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    assert_refused(*REFUSED[name])
+
+
+def test_too_few_eigenvectors():
+    with pytest.raises(torch.linalg.LinAlgError, match=r"factors\[1\]: expected a matrix with eigenvectors of condition up to"):
+        KroneckerSum([B, SKEW]).solve(torch.ones(6))
