@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fastkron_py.kron import algebra
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factor_list
 from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.matrix_function import KroneckerFunction
+from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal, plus_diagonal
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_tensor
@@ -251,3 +254,67 @@ class KroneckerProduct(LazyOperator):
         if isinstance(ord, bool) or ord not in NORMS:
             raise value_error("ord", "one of " + ", ".join(map(repr, NORMS)), repr(ord))
         return self._run(algebra.norm, ord)
+
+    # ---- sums and functions ---------------------------------------------------------------------
+
+    def add_diagonal(self, s: Any) -> KroneckerPlusDiagonal:
+        """``K + D`` for a diagonal D, as a lazy operator with ``@``, `solve`, `logdet`, `inv_quad_logdet`, `sample`.
+
+        Args:
+            s: D's diagonal: a number or a 0-dimensional tensor, for ``s * I``; ``[*batch, 1]``, one for each matrix of a batch; ``[n]`` or
+                ``[*batch, n]``; or a Kronecker product of diagonals, as a sequence of vectors ``[*batch_i, P_i]``, one for each factor, or
+                as a KroneckerProduct of diagonal matrices. Of the factors' array type, dtype and device.
+
+        Raises:
+            TypeError: s of another type or dtype, or complex where the factors are real.
+            ValueError: the product is not square, s does not fit or is not finite, or an operator s is not diagonal.
+
+        Example:
+            >>> x = torch.linspace(0, 1, 30)
+            >>> line = torch.exp(-20 * (x - x[:, None]) ** 2)
+            >>> A = KroneckerProduct([line, line, line]).add_diagonal(0.1)  # a Gaussian process on a grid of 27,000 points
+            >>> quadratic, logdet = A.inv_quad_logdet(torch.ones(27_000))
+        """
+        if self._shape[-1] != self._shape[-2]:
+            raise value_error("factors", "a square product to add a diagonal to", f"shape {self._shape}")
+        if isinstance(s, KroneckerProduct):
+            s = s._run(_diagonals)
+        elif isinstance(s, LazyOperator):
+            raise type_error("s", "a number, an array, vectors, or a KroneckerProduct of diagonal matrices", type_name(s))
+        return plus_diagonal(self, s)
+
+    def apply_function(self, f: Callable[[Tensor], Tensor]) -> KroneckerFunction:
+        """``f(K) = V f(L) V^H`` of Hermitian factors, with the eigenvalues L and eigenvectors V of K, as a lazy operator with ``@``.
+
+        A product with it is two products with eigenvectors and a scaling. It has derivatives to the operand and to whatever f depends on,
+        and of the first order to the factors, where eigenvalues are equal too (Daleckii and Krein, 1965).
+
+        Args:
+            f: from eigenvalues ``[*batch, n]``, a real tensor, to as many numbers, each a function of its own eigenvalue alone. With
+                derivatives by autograd, if factors have any.
+
+        Raises:
+            TypeError: f is no function; in a product, its results are of another type or dtype, or factors are float16 or bfloat16.
+            ValueError: a factor is not square; in a product, one is not Hermitian, or f changes the shape.
+
+        Example:
+            >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
+            >>> root = K.apply_function(torch.sqrt)
+            >>> x = torch.ones(20)
+            >>> torch.allclose(root @ (root @ x), K @ x, atol=1e-5)
+            True
+        """
+        if not callable(f):
+            raise type_error("f", "a function of eigenvalues", type_name(f))
+        algebra.check_square(self._factors, "apply_function")
+        return KroneckerFunction(self._factors, f, self._shape)
+
+
+def _diagonals(factors: list[Tensor]) -> list[Tensor]:
+    """The diagonals of diagonal matrices."""
+    algebra.check_square(factors, "a diagonal")
+    found = [f.diagonal(dim1=-2, dim2=-1) for f in factors]
+    for i, (f, d) in enumerate(zip(factors, found, strict=True)):
+        if not f.is_meta and bool((f != torch.diag_embed(d)).any()):
+            raise value_error(f"s.factors[{i}]", "a diagonal matrix", "one with other elements")
+    return found

@@ -1,0 +1,145 @@
+"""Preconditioned conjugate gradients for many right-hand sides at once (Hestenes and Stiefel, 1952)."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.runtime.checks import check_integer
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+TOLERANCES: Final = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float64: 1e-10, torch.complex128: 1e-10}
+"""Of the residual relative to b, where the caller states none."""
+
+
+class Convergence(NamedTuple):
+    """How conjugate gradients ended.
+
+    Attributes:
+        iterations: how many there were.
+        residual: the largest of ``|b - A x| / |b|`` over all columns, computed from x at the end.
+        tolerance: that it was to reach.
+        converged: whether it did.
+    """
+
+    iterations: int
+    residual: float
+    tolerance: float
+    converged: bool
+
+
+class Stopping(NamedTuple):
+    """When to stop, and whom to tell on the way."""
+
+    tolerance: float
+    max_iterations: int
+    progress: Callable[[int, float], Any] | None
+
+
+def stopping(tolerance: Any, max_iterations: Any, progress: Any, dtype: torch.dtype) -> Stopping:
+    """Checked options.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: a tolerance that is negative or not finite, or a negative number of iterations.
+    """
+    if tolerance is None:
+        tolerance = TOLERANCES[dtype]
+    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
+        raise type_error("tolerance", "a number or None", type_name(tolerance))
+    if not 0 <= float(tolerance) < math.inf:
+        raise value_error("tolerance", "a finite number, 0 or more", tolerance)
+    if check_integer("max_iterations", max_iterations) < 0:
+        raise value_error("max_iterations", "0 or more", max_iterations)
+    if progress is not None and not callable(progress):
+        raise type_error("progress", "a function of (iteration, residual) or None", type_name(progress))
+    return Stopping(float(tolerance), int(max_iterations), progress)
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """``a^H b`` of each column ``[*batch, M]``, in float64: real for what it is used for."""
+    product = (a.conj() * b).real if a.is_complex() else a * b
+    return product.sum(-2, dtype=torch.float64)
+
+
+def _worst(squares: Tensor, start: Tensor) -> float:
+    """The largest relative residual; columns of b that are 0 have none."""
+    ratio = torch.where(start > 0, (squares / start).sqrt(), 0.0)
+    return float(ratio.max()) if ratio.numel() else 0.0
+
+
+def conjugate_gradients(
+    apply: Callable[[Tensor], Tensor], precondition: Callable[[Tensor], Tensor], b: Tensor, stop: Stopping
+) -> tuple[Tensor, Convergence]:
+    """The x of ``A x = b``, each column with step lengths of its own, until the last has converged.
+
+    The recurrence's residual drifts from the true one. So the true one is computed where the recurrence says that it has arrived, and
+    the iteration begins anew from there as long as that halves it.
+
+    Args:
+        apply: A, Hermitian and positive definite, of ``[*batch, n, M]``.
+        precondition: an approximation of its inverse, Hermitian and positive definite.
+        b: ``[*batch, n, M]``.
+        stop: when.
+
+    Raises:
+        ValueError: b is not finite, or A turns out not to be positive definite.
+
+    Warns:
+        RuntimeWarning: the tolerance was not reached.
+    """
+    start = _dots(b, b)
+    if not bool(start.isfinite().all()):
+        raise value_error("b", "finite numbers", "NaN or an infinity")
+    x, r = torch.zeros_like(b), b.clone()
+    iterations, residual, before = 0, _worst(start, start), math.inf
+    while residual > stop.tolerance and residual < before / 2 and iterations < stop.max_iterations:
+        before = residual
+        iterations = _descend(apply, precondition, x, r, start, iterations, stop)
+        r = b - apply(x)
+        residual = _worst(_dots(r, r), start)
+    found = Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
+    if not found.converged:
+        text = (
+            f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return x, found
+
+
+def _descend(
+    apply: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    x: Tensor,
+    r: Tensor,
+    start: Tensor,
+    iterations: int,
+    stop: Stopping,
+) -> int:
+    """Iterate from x with residual r, both updated in place, until the recurrence has converged. Returns the number of iterations."""
+    z = precondition(r)
+    p, rz = z.clone(), _dots(r, z)
+    residual = math.inf
+    while residual > stop.tolerance and iterations < stop.max_iterations:
+        ap = apply(p)
+        curvature, active = _dots(p, ap), rz > 0
+        if bool((active & ~(curvature > 0)).any()):
+            shown = f"a direction without positive curvature in iteration {iterations + 1}"
+            raise value_error("factors, s", "a positive definite K + diag(s) and preconditioner", shown)
+        step = torch.where(active, rz / curvature, 0.0).unsqueeze(-2).to(x.dtype)
+        x.addcmul_(step, p)
+        r.addcmul_(step, ap, value=-1)
+        z = precondition(r)
+        old, rz = rz, _dots(r, z)
+        p = z.addcmul(torch.where(old > 0, rz / old, 0.0).unsqueeze(-2).to(x.dtype), p)
+        iterations += 1
+        residual = _worst(_dots(r, r), start)
+        if stop.progress is not None:
+            stop.progress(iterations, residual)
+    return iterations

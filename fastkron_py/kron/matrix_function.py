@@ -1,0 +1,203 @@
+"""Functions of Hermitian Kronecker products by their eigenvectors, with derivatives that bear equal eigenvalues.
+
+``f(K) = V f(L) V^H``. Its derivative in the direction of a factor has divided differences of f (Daleckii and Krein): with a, b indices of
+that factor's eigenvalues l and o those of the other modes, ``(f_ao - f_bo) / (l_a - l_b)``, or f's own derivative where these are equal.
+The differences are sums of two terms that factor, so that a gradient is four small products of modes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.api import kron_matmul_left
+from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.pencil import Basis, combined, eigenbasis
+from fastkron_py.kron.shapes import Shape
+from fastkron_py.kron.spectral import by_basis, scaled
+from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
+from fastkron_py.runtime.eager import wants_gradient
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+Function = Callable[[Tensor], Tensor]
+
+
+def function_values(f: Function, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``f(values)``, checked: a tensor of the values' shape that a matrix of this dtype can hold."""
+    found = f(values)
+    if not isinstance(found, Tensor):
+        raise type_error("f", "a function to a torch tensor", f"one to {type_name(found)}")
+    if found.shape != values.shape:
+        raise value_error("f", f"a function that keeps the shape {tuple(values.shape)}", f"one to shape {tuple(found.shape)}")
+    if found.dtype not in (values.dtype, dtype):
+        raise type_error("f", f"a function to {values.dtype}" + (f" or {dtype}" if dtype != values.dtype else ""), f"one to {found.dtype}")
+    return found
+
+
+def multiply_by_function(factors: Sequence[Tensor], f: Function, basis: Basis, x: Tensor, batch: Shape) -> Tensor:
+    """``f(K) @ x`` with derivatives to x and to whatever f depends on; to the factors of the first order.
+
+    Args:
+        factors: Hermitian, ``[*batch_i, P_i, P_i]``.
+        f: of eigenvalues ``[*batch, n]``, element by element.
+        basis: of the factors.
+        x: ``[*batch, n, M]`` with every batch dimension.
+        batch: of the eigenvalues that f is given.
+    """
+    values = combined(basis.values, False, None)
+    values = values.expand(*batch, values.shape[-1])
+    found = function_values(f, values, x.dtype)
+    if not wants_gradient(factors):
+        return by_basis(basis.inverses, found, basis.vectors, x)
+    with torch.enable_grad():
+        own = values.clone().requires_grad_()
+        of_own = f(own)
+        slopes = _slope(of_own.real, own) if not of_own.is_complex() else torch.complex(_slope(of_own.real, own), _slope(of_own.imag, own))
+    form = _Form(len(factors))
+    result: Tensor = _Apply.apply(form, x, found, slopes, *factors, *basis.values, *basis.vectors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _slope(values: Tensor, argument: Tensor) -> Tensor:
+    """The derivative of each value to its own argument; 0 where it depends on none."""
+    if not values.requires_grad:
+        return torch.zeros_like(argument)
+    (found,) = torch.autograd.grad(values.sum(), argument, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return found
+
+
+class _Form(NamedTuple):
+    """How the tensors of `_Apply` are split: factors, their eigenvalues and their eigenvectors, a number of each."""
+
+    size: int
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        n = self.size
+        return tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+
+
+class _Apply(torch.autograd.Function):
+    """``V diag(f) V^H x``, of x, the values and slopes of f, and the tensors of a form."""
+
+    @staticmethod
+    def forward(form: _Form, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> Tensor:
+        _, _, vectors = form.split(tensors)
+        return by_basis([v.mH for v in vectors], values, vectors, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.form, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @batchable_one_by_one
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x_gradient, values_gradient, *factors = _Gradient.apply(ctx.form, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, x_gradient, values_gradient, None, *factors, *[None] * (2 * ctx.form.size)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[Any], form: _Form, *tensors: Tensor) -> tuple[Any, Any]:
+        return vmap_by_sample(lambda *t: cls.apply(form, *t), info.batch_size, in_dims[1:], tensors, ())  # type: ignore[no-untyped-call]
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of x, of the values of f and of the factors."""
+
+    @staticmethod
+    def forward(form: _Form, gradient: Tensor, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        factors, eigenvalues, vectors = form.split(tensors)
+        inverses = [v.mH for v in vectors]
+        g, turned = kron_matmul_left(inverses, gradient), kron_matmul_left(inverses, x)
+        fg = scaled(g, values.conj())
+        dx = kron_matmul_left(vectors, fg)
+        dvalues = (g * turned.conj()).sum(-1)
+        dvalues = (dvalues if values.is_complex() or not dvalues.is_complex() else dvalues.real).sum_to_size(values.shape)
+        found = [_factor_gradient(form, i, (g, fg, turned), values, slopes, eigenvalues) for i in range(len(factors))]
+        back = [v @ c.to(v.dtype) @ w for v, c, w in zip(vectors, found, inverses, strict=True)]
+        return dx, dvalues, *[b.sum_to_size(f.shape) for b, f in zip(back, factors, strict=True)]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        raise NotImplementedError("apply_function: factors have derivatives of the first order, and none of the second")
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[Any], form: _Form, *tensors: Tensor) -> tuple[Any, Any]:
+        return vmap_by_sample(lambda *t: cls.apply(form, *t), info.batch_size, in_dims[1:], tensors, ())  # type: ignore[no-untyped-call]
+
+
+def _factor_gradient(
+    form: _Form, i: int, turned: tuple[Tensor, Tensor, Tensor], values: Tensor, slopes: Tensor, eigenvalues: Sequence[Tensor]
+) -> Tensor:
+    """The gradient of a factor in its eigenvectors' basis, ``[*batch, P, P]``."""
+    g, fg, x = turned
+    sizes = [v.shape[-1] for v in eigenvalues]
+    split = (math.prod(sizes[:i]), sizes[i], -1)
+
+    def gram(u: Tensor, v: Tensor) -> Tensor:
+        modes = [t.reshape(*t.shape[:-2], split[0], split[1], t.shape[-1] * math.prod(sizes[i + 1 :])) for t in (u, v)]
+        return torch.einsum("...apt,...aqt->...pq", modes[0], modes[1].conj())
+
+    ones = torch.ones_like(eigenvalues[i])
+    others = combined([*eigenvalues[:i], ones, *eigenvalues[i + 1 :]], False, None)
+    quotient = gram(fg, x) - gram(g, scaled(x, values))
+    derivative = (gram(scaled(g, (others * slopes).conj()), x) + gram(g, scaled(x, others * slopes))) / 2
+    lines = eigenvalues[i]
+    gap = lines.unsqueeze(-1) - lines.unsqueeze(-2)
+    # A quotient errs by eps / gap, the mean of two derivatives by gap ** 2: they are about equal here.
+    near = gap.abs() <= torch.finfo(lines.dtype).eps ** 0.4 * lines.abs().amax(-1, keepdim=True).unsqueeze(-1)
+    return torch.where(near, derivative, quotient / torch.where(near, 1.0, gap))
+
+
+class KroneckerFunction(LazyOperator):
+    """``f(K)`` of a Hermitian Kronecker product K, as a lazy operator; made by `KroneckerProduct.apply_function`."""
+
+    def __init__(self, factors: Sequence[Any], f: Function, shape: tuple[int, ...]) -> None:
+        self._factors, self._f, self._shape = tuple(factors), f, shape
+
+    @property
+    def _arrays(self) -> Sequence[Any]:
+        return self._factors
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"factors[{i}]" for i in range(len(self._factors))]
+
+    def _with(self, arrays: Sequence[Any]) -> KroneckerFunction:
+        return KroneckerFunction(arrays, self._f, self._shape)
+
+    def conj(self) -> KroneckerFunction:
+        """The complex conjugate: the conjugate function of the conjugate product."""
+        f = self._f
+        return KroneckerFunction([a.conj() for a in self._factors], lambda v: f(v).conj(), self._shape)
+
+    def __repr__(self) -> str:
+        return f"KroneckerFunction(shape={self._shape}, dtype={self.dtype}, device={self.device})"
+
+    def __matmul__(self, x: Any) -> Any:
+        def product(t: list[Tensor]) -> Tensor:
+            *factors, x = t
+            x, vector = right_hand_side(x, self._shape[-1], self._shape[:-2], "x")
+            y = multiply_by_function(factors, self._f, eigenbasis(factors, hermitian=True), x, self._shape[:-2])
+            return y.squeeze(-1) if vector else y
+
+        return self._on_tensors(product, [*self._factors, x], [*self._names, "x"])
+
+    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
+        """The matrix itself, ``[*batch, n, n]``; max_elements as in `KroneckerProduct.to_dense`."""
+        check_dense_size(self._shape, max_elements)
+
+        def dense(factors: list[Tensor]) -> Tensor:
+            unit = torch.eye(self._shape[-1], dtype=factors[0].dtype, device=factors[0].device)
+            found: Tensor = KroneckerFunction(factors, self._f, self._shape) @ unit
+            return found
+
+        return self._run(dense)

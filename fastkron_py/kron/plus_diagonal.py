@@ -1,0 +1,394 @@
+"""`KroneckerPlusDiagonal`: a Kronecker product and a diagonal matrix added to it, as a lazy linear operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import algebra, shifted
+from fastkron_py.kron.api import kron_matmul, kron_matmul_left
+from fastkron_py.kron.cg import Convergence, Stopping, stopping
+from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.pencil import Basis
+from fastkron_py.kron.shapes import Shape, broadcast_batch
+from fastkron_py.kron.shifted import EQUAL, KRONECKER, VECTOR, Shifted
+from fastkron_py.kron.spectral import scaled
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.checks import check_integer, check_tensor
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+
+class InvQuadLogdet(NamedTuple):
+    """``sum(conj(b) * A^-1 b)`` and ``log det A``, ``[*batch]`` each: the terms of a Gaussian's log density."""
+
+    inv_quad: Any
+    logdet: Any
+
+
+class _Iterative(NamedTuple):
+    """How conjugate gradients go, where they do."""
+
+    mask: Tensor | None
+    stop: Stopping
+    preconditioner: bool | Callable[[Tensor], Tensor]
+
+
+class KroneckerPlusDiagonal(LazyOperator):
+    """``A = K + D`` of a square Kronecker product K and a diagonal D; made by `KroneckerProduct.add_diagonal`.
+
+    D has one of three forms: equal elements, ``s * I``; a Kronecker product of diagonals; any vector. Of the first two, eigenvectors of
+    each factor, or of each pair of factors, make A diagonal, which solves and determinants go by. Of the third, solves go by conjugate
+    gradients.
+
+    Attributes:
+        convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
+    """
+
+    def __init__(self, factors: Sequence[Any], diagonals: Sequence[Any], form: str, number: Any, shape: Shape) -> None:
+        self._factors, self._diagonals, self._form, self._number = tuple(factors), tuple(diagonals), form, number
+        self._shape = tuple(shape)
+        self.convergence: Convergence | None = None
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def _arrays(self) -> Sequence[Any]:
+        return (*self._factors, *self._diagonals)
+
+    @property
+    def _names(self) -> list[str]:
+        many = self._form == KRONECKER
+        return [
+            *[f"factors[{i}]" for i in range(len(self._factors))],
+            *[f"s[{i}]" if many else "s" for i in range(len(self._diagonals))],
+        ]
+
+    def _with(self, arrays: Sequence[Any]) -> KroneckerPlusDiagonal:
+        count = len(self._factors)
+        return KroneckerPlusDiagonal(arrays[:count], arrays[count:], self._form, self._number, self._shape)
+
+    @property
+    def factors(self) -> tuple[Any, ...]:
+        """The factors of K, as they were given."""
+        return self._factors
+
+    def __repr__(self) -> str:
+        shown = " (x) ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
+        more = f" (x) ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
+        return f"KroneckerPlusDiagonal({shown}{more} + {self._form}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def mT(self) -> KroneckerPlusDiagonal:  # noqa: N802
+        """The transpose of the matrix, or of each matrix of the batch; a view."""
+        return self._with([*[f.swapaxes(-2, -1) for f in self._factors], *self._diagonals])
+
+    def conj(self) -> KroneckerPlusDiagonal:
+        """The complex conjugate; of real factors a view."""
+        number = self._number.conjugate() if isinstance(self._number, complex) else self._number
+        found = self._each(lambda a: a.conj())
+        return KroneckerPlusDiagonal(found._factors, found._diagonals, self._form, number, self._shape)
+
+    def _tensors(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = ()) -> Any:
+        """The result of a function of `Shifted` and of other arrays as tensors."""
+        count, both = len(self._factors), len(self._arrays)
+
+        def of(t: list[Tensor]) -> Any:
+            factors, diagonals = t[:count], t[count:both]
+            if not diagonals:
+                diagonals = [torch.full((1,), self._number, dtype=factors[0].dtype, device=factors[0].device)]
+            return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *t[both:])
+
+        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names])
+
+    # ---- products -----------------------------------------------------------------------------
+
+    def __matmul__(self, x: Any) -> Any:
+        return self._multiply(x, True)
+
+    def __rmatmul__(self, x: Any) -> Any:
+        return self._multiply(x, False)
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        if isinstance(x, LazyOperator):
+            raise type_error("x", "an array", type_name(x))
+        verb = kron_matmul_left if left else lambda factors, x, **options: kron_matmul(x, factors, **options)
+        if self._number is not None:
+            return verb(self._factors, x, beta=self._number, z=x)
+
+        def product(k: Shifted, x: Tensor) -> Tensor:
+            columns = x.mT if not left and x.ndim > 1 else x
+            columns, vector = right_hand_side(columns, self._shape[-1], self._shape[:-2], "x")
+            z = scaled(columns, k.diagonal())
+            if vector:
+                return verb(k.factors, columns.mT if not left else columns, beta=1.0, z=z if left else z.mT).squeeze(-1 if left else -2)
+            x = columns if left else columns.mT
+            return verb(k.factors, x, beta=1.0, z=z if left else z.mT)
+
+        return self._tensors(product, x, names=["x"])
+
+    # ---- linear algebra -----------------------------------------------------------------------
+
+    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
+        """The matrix itself, ``[*batch, n, n]``; max_elements as in `KroneckerProduct.to_dense`."""
+        check_dense_size(self._shape, max_elements)
+        return self._tensors(shifted.dense)
+
+    def diagonal(self) -> Any:
+        """The elements ``A[i, i]``, ``[*batch, n]``."""
+        return self._tensors(lambda k: algebra.diagonal(k.factors) + k.diagonal())
+
+    def trace(self) -> Any:
+        """The sum of the diagonal, ``[*batch]``."""
+        return self._tensors(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1))
+
+    def solve(
+        self,
+        b: Any,
+        *,
+        mask: Any = None,
+        tolerance: Any = None,
+        max_iterations: int = 1000,
+        preconditioner: bool | Callable[[Tensor], Tensor] = True,
+        progress: Callable[[int, Any], Any] | None = None,
+    ) -> Any:
+        """The x of ``A @ x = b``.
+
+        By eigenvectors where D has equal elements or is a Kronecker product of positive diagonals, and there is no mask. Otherwise by
+        conjugate gradients, of Hermitian factors and a positive definite A, preconditioned by the eigenvectors of ``K + D'`` where D' is
+        the Kronecker product of diagonals that is nearest to D in the mean of logarithms. Derivatives of every order, to factors, s and b,
+        go by further solves of the same kind: none goes through eigenvectors, so that equal eigenvalues do no harm.
+
+        Args:
+            b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
+            mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. There b is read, and NaN
+            elsewhere
+                does no harm; elsewhere x is 0.
+            tolerance: of conjugate gradients, of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64
+                and 1e-10 in float64 and complex128.
+            max_iterations: of conjugate gradients.
+            preconditioner: of conjugate gradients: True for the one above, False for none, or a function of a residual ``[*batch, n, M]``
+                that is linear, Hermitian and positive definite.
+            progress: called as ``progress(iteration, residual)`` after every iteration, in backward passes too.
+
+        Returns:
+            ``[*batch, n]`` for a vector b, else ``[*batch, n, M]``. `convergence` says how the iteration ended.
+
+        Raises:
+            TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
+            ValueError: a factor is not square, b or mask do not fit, the mask is empty, a Kronecker product of diagonals is not positive,
+            or
+                conjugate gradients meet factors that are not Hermitian or a matrix that is not positive definite.
+            torch.linalg.LinAlgError: A is singular but for rounding.
+
+        Warns:
+            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
+
+        Example:
+            >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
+            >>> A = K.add_diagonal(torch.rand(20) + 1)
+            >>> x = A.solve(torch.ones(20), tolerance=1e-5)
+            >>> A.convergence.converged
+            True
+        """
+        iterative = self._iterative(mask, tolerance, max_iterations, preconditioner, progress)
+        return self._tensors(lambda k, b: self._solve(k, b, iterative, self._basis(k) if mask is None else None), b, names=["b"])
+
+    def _iterative(self, mask: Any, tolerance: Any, max_iterations: Any, preconditioner: Any, progress: Any) -> _Iterative:
+        """The options of `solve`, checked."""
+        stop = stopping(tolerance, max_iterations, progress, _torch_dtype(self.dtype))
+        if not callable(preconditioner) and not isinstance(preconditioner, bool):
+            raise type_error("preconditioner", "True, False or a function", type_name(preconditioner))
+        return _Iterative(None if mask is None else self._mask(mask), stop, preconditioner)
+
+    def _basis(self, k: Shifted) -> Basis | None:
+        """The eigenvectors that make A diagonal, if any do."""
+        algebra.check_square(k.factors, "eigenvectors")
+        algebra.check_linalg_dtype(k.factors, "eigenvectors")
+        return None if k.form == VECTOR else k.basis()
+
+    def _solve(self, k: Shifted, b: Tensor, iterative: _Iterative, basis: Basis | None) -> Tensor:
+        algebra.check_square(k.factors, "solve")
+        algebra.check_linalg_dtype(k.factors, "solve")
+        mask, stop, preconditioner = iterative
+        batch = self._shape[:-2] if mask is None else broadcast_batch([self._shape[:-2], tuple(mask.shape[:-1])], "mask, factors")
+        b, vector = right_hand_side(b, self._shape[-1], batch)
+        if basis is not None:
+            x = shifted.solve_directly(k, b, basis)
+        else:
+            own = preconditioner if callable(preconditioner) else None
+            system = shifted.IterativeSystem(k.system, stop, None if mask is None else mask.unsqueeze(-1), own, self._note)
+            x = shifted.solve_iteratively(k, b, system, preconditioner is True)
+        return x.squeeze(-1) if vector else x
+
+    def _note(self, found: Convergence) -> None:
+        self.convergence = found
+
+    def _mask(self, given: Any) -> Tensor:
+        mask: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given)
+        if mask.dtype != torch.bool:
+            raise type_error("mask", "a tensor of bool", mask.dtype)
+        n = self._shape[-1]
+        if mask.ndim == 0 or mask.shape[-1] != n:
+            raise value_error("mask", f"dimension -1 of size {n}", f"shape {tuple(mask.shape)}")
+        if str(mask.device) != str(self.device) and isinstance(self._factors[0], Tensor):
+            raise value_error("mask", f"factors[0]'s device {self.device}", mask.device)
+        if not mask.is_meta and not bool(mask.any(-1).all()):
+            raise value_error("mask", "one that is true somewhere", "one that is false everywhere")
+        return mask
+
+    def slogdet(self) -> algebra.SlogDet:
+        """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
+        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k))))
+
+    def _slogdet(self, k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
+        if k.form == VECTOR and math.prod(self._shape) > DENSE_LIMIT:
+            expected = f"one number or a Kronecker product of diagonals for the determinant of more than {DENSE_LIMIT} elements"
+            raise value_error("s", expected, f"a vector and a matrix of shape {self._shape}")
+        return shifted.slogdet(k, basis)
+
+    def logdet(self) -> Any:
+        """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
+
+        By eigenvectors where D has equal elements or is a Kronecker product of diagonals, with derivatives of the first and of the second
+        order that bear equal eigenvalues. Of a vector D by the dense matrix, up to 2**26 elements.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor is not square, a Kronecker product of diagonals is not positive, or D is a vector of more than 8192.
+            torch.linalg.LinAlgError: a factor has too few eigenvectors.
+        """
+        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k))))
+
+    def inv_quad_logdet(
+        self,
+        b: Any,
+        *,
+        tolerance: Any = None,
+        max_iterations: int = 1000,
+        preconditioner: bool | Callable[[Tensor], Tensor] = True,
+        progress: Callable[[int, Any], Any] | None = None,
+    ) -> InvQuadLogdet:
+        """``sum(conj(b) * A^-1 b)`` and ``log det A``, as linear_operator's method of this name.
+
+        Args:
+            b: ``[n]``, or ``[*batch, n, M]``, whose columns are summed over.
+            tolerance: as `solve`.
+            max_iterations: as `solve`.
+            preconditioner: as `solve`.
+            progress: as `solve`.
+
+        Raises:
+            TypeError: as `solve` and `logdet`.
+            ValueError: as `solve` and `logdet`.
+
+        Example:
+            >>> A = KroneckerProduct([torch.eye(4), torch.eye(5)]).add_diagonal(1.0)
+            >>> quadratic, logdet = A.inv_quad_logdet(torch.ones(20))
+        """
+        iterative = self._iterative(None, tolerance, max_iterations, preconditioner, progress)
+
+        def both(k: Shifted, b: Tensor) -> tuple[Tensor, Tensor]:
+            basis = self._basis(k)
+            total = (b.conj() * self._solve(k, b, iterative, basis)).sum(-1 if b.ndim == 1 else (-2, -1))
+            return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis))
+
+        return InvQuadLogdet(*self._tensors(both, b, names=["b"]))
+
+    def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+        """Normal vectors of mean 0 and covariance A, with derivatives to factors and s of the first order.
+
+        They are ``f(A) e`` for the symmetric square root f, whose derivatives exist where eigenvalues are equal; of a vector D the sum of
+        two.
+
+        Args:
+            sample_shape: of independent samples.
+            generator: of the random numbers.
+
+        Returns:
+            ``[*sample_shape, *batch, n]``.
+
+        Raises:
+            TypeError: sample_shape is no sequence of integers, or float16 or bfloat16 factors.
+            ValueError: a factor is not Hermitian, or A not positive definite (of a vector D: K with half of D's least element).
+        """
+        if not isinstance(sample_shape, Sequence):
+            raise type_error("sample_shape", "a sequence of integers", type_name(sample_shape))
+        sizes = tuple([check_integer("sample_shape", s, "integers") for s in sample_shape])
+
+        def sample(k: Shifted) -> Tensor:
+            algebra.check_square(k.factors, "sample")
+            first = k.factors[0]
+
+            def draw() -> Tensor:
+                shape = (*self._shape[:-1], math.prod(sizes))
+                return torch.randn(shape, dtype=first.dtype, device=first.device, generator=generator)
+
+            found = shifted.sample(k, draw)
+            return found.movedim(-1, 0).reshape(*sizes, *self._shape[:-1])
+
+        return self._tensors(sample)
+
+    def eigh(self) -> algebra.Eigh:
+        """Eigenvalues and eigenvectors of Hermitian factors and a D of equal elements, as those of `KroneckerProduct.eigh`.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a factor is not square, or the elements of D differ.
+        """
+        from fastkron_py.kron.product import KroneckerProduct
+
+        values, vectors = self._tensors(self._eigh)
+        return algebra.Eigh(values, KroneckerProduct(vectors))
+
+    def eigvalsh(self) -> Any:
+        """The eigenvalues of `eigh`, in the same order."""
+        return self._tensors(lambda k: self._eigh(k)[0])
+
+    def _eigh(self, k: Shifted) -> tuple[Tensor, list[Tensor]]:
+        if k.form != EQUAL:
+            raise value_error("s", "one number: other sums have no Kronecker product of eigenvectors", k.form)
+        shifted.check_real(k.diagonals, "eigh")
+        values, vectors = algebra.eigh(k.factors)
+        return values + k.diagonals[0].real, vectors
+
+
+def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
+    """``K + D`` for each kind of argument that `KroneckerProduct.add_diagonal` takes, but for operators."""
+    factors, names, n = product._arrays, product._names, product.shape[-1]
+    first = factors[0]
+    if isinstance(s, Sequence) and not isinstance(s, str | bytes):
+        given, labels, form = list(s), [f"s[{i}]" for i in range(len(s))], KRONECKER
+        if len(given) != len(factors):
+            raise value_error("s", f"{len(factors)} vectors, one for each factor", len(given))
+    elif getattr(s, "ndim", 0) == 0:
+        number = product._scalar(s, "s")
+        if not isinstance(number, Tensor):
+            return KroneckerPlusDiagonal(factors, (), EQUAL, number, product.shape)
+        return KroneckerPlusDiagonal(factors, [number.to(first.device, first.dtype)], EQUAL, None, product.shape)
+    else:
+        given, labels, form = [s], ["s"], EQUAL if s.shape[-1] == 1 else VECTOR
+    bridge = find_bridge([*factors, *given], [*names, *labels])
+    with bridge.context():
+        like = bridge.load(first, names[0])
+        tensors = [bridge.load(a, label) for a, label in zip(given, labels, strict=True)]
+        for label, t in zip(labels, tensors, strict=True):
+            check_tensor(label, t, like, names[0])
+    for i, (label, t) in enumerate(zip(labels, tensors, strict=True)):
+        size = tuple(factors[i].shape[-2:]) if form == KRONECKER else (n, n)
+        if t.ndim == 0 or ((t.shape[-1], t.shape[-1]) != size and not (form == EQUAL and t.shape[-1] == 1)):
+            more = f", the diagonal that is added to factors[{i}]" if form == KRONECKER else " or [*batch, 1]"
+            expected = f"a vector [{size[0]}]" + more
+            raise value_error(label, expected, f"shape {tuple(t.shape)}")
+    batch = broadcast_batch([product.shape[:-2], *[tuple(t.shape[:-1]) for t in tensors]], "factors, s")
+    return KroneckerPlusDiagonal(factors, given, form, None, (*batch, n, n))
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    """Of a tensor or an array; half types for which there is no linear algebra count as float32."""
+    found: Any = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.name)
+    return torch.float32 if found in (torch.float16, torch.bfloat16) else found

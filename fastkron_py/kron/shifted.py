@@ -1,0 +1,231 @@
+"""``K + D`` on tensors: a Kronecker product and a diagonal matrix, in the three forms that D may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import algebra, spectral
+from fastkron_py.kron.cg import Convergence, Stopping, conjugate_gradients
+from fastkron_py.kron.implicit import linear_solve
+from fastkron_py.kron.matrix_function import multiply_by_function
+from fastkron_py.kron.pencil import Basis, check_hermitian, check_positive, combined, eigenbasis, reduced
+from fastkron_py.runtime.errors import value_error
+
+EQUAL, KRONECKER, VECTOR = "one number", "a Kronecker product", "a vector"
+_FLOOR: Final = 1e-3  # of the mean of D: less than this the preconditioner takes for this
+
+
+class Shifted(NamedTuple):
+    """``K + D`` as tensors.
+
+    Attributes:
+        factors: of K, ``[*batch_i, P_i, P_i]``.
+        diagonals: of D: ``[*batch, 1]`` for equal elements, ``[*batch, n]``, or ``[*batch_i, P_i]`` for each factor of D.
+        form: of D.
+    """
+
+    factors: list[Tensor]
+    diagonals: list[Tensor]
+    form: str
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those of `spectral.ProductSystem`."""
+        return [*self.factors, *self.diagonals]
+
+    @property
+    def system(self) -> spectral.ProductSystem:
+        """The matrix's form."""
+        return spectral.ProductSystem(len(self.factors))
+
+    @property
+    def masses(self) -> list[Tensor]:
+        """The factors of D as matrices, of which the pairs with the factors of K are made; none for equal elements."""
+        return [torch.diag_embed(d) for d in self.diagonals] if self.form == KRONECKER else []
+
+    @property
+    def shift(self) -> Tensor:
+        """``[*batch]`` that is added to the pairs' eigenvalues; real where it is, and its derivative is not asked for."""
+        s = self.diagonals[0]
+        if self.form != EQUAL:
+            return torch.ones((), dtype=s.real.dtype, device=s.device)
+        return s.squeeze(-1) if s.requires_grad or not is_real(s) else s.real.squeeze(-1)
+
+    def diagonal(self) -> Tensor:
+        """D's, ``[*batch, n]`` or ``[*batch, 1]``."""
+        return algebra.kron_vectors(self.diagonals)
+
+    def basis(self, *, hermitian: bool = False) -> Basis:
+        """Of the pairs of the factors of K and D."""
+        if self.form == KRONECKER:
+            check_positive_diagonals(self.diagonals)
+        return eigenbasis(self.factors, self.masses, name="s", hermitian=hermitian)
+
+    def values(self, basis: Basis) -> Tensor:
+        """The diagonal of ``K + D`` in the pairs' basis, ``[*batch, n]``, without derivatives."""
+        return combined(basis.values, False, self._replace(diagonals=[d.detach() for d in self.diagonals]).shift)
+
+
+def is_real(t: Tensor) -> bool:
+    """Whether no element has an imaginary part."""
+    return not t.is_complex() or t.is_meta or not bool((t.imag != 0).any())
+
+
+def check_real(diagonals: Sequence[Tensor], what: str) -> None:
+    """Raise ValueError where D has elements that are not real."""
+    if not all([is_real(d) for d in diagonals]):
+        raise value_error("s", f"real numbers for {what}", "complex ones")
+
+
+def check_positive_diagonals(diagonals: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all elements of a Kronecker product's diagonals are positive."""
+    check_real(diagonals, "a Kronecker product of diagonals")
+    for i, d in enumerate(diagonals):
+        if not d.is_meta and not bool((d.real > 0).all()):
+            raise value_error(f"s[{i}]", "positive numbers", f"{float(d.real.min()):.3g}")
+
+
+def solve_directly(k: Shifted, b: Tensor, basis: Basis) -> Tensor:
+    """``(K + D)^-1 b`` of ``[*batch, n, M]`` by the pairs' eigenvectors; D is no vector."""
+    return spectral.solve(k.system, b, k.parameters, basis, k.values(basis), "s")
+
+
+def slogdet(k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
+    """Sign and log of the absolute value of ``det(K + D)``: by eigenvectors, or of a vector D by the dense matrix."""
+    if basis is None:
+        found = torch.linalg.slogdet(dense(k))
+        return found.sign, found.logabsdet
+    sign, log = spectral.log_abs_det(reduced(k.factors, k.masses, "s")[0], k.shift, False, basis)
+    if k.form == EQUAL:
+        return sign, log
+    of_diagonal = algebra.slogdet([torch.diag_embed(d) for d in k.diagonals])
+    return sign * of_diagonal[0], log + of_diagonal[1]
+
+
+def dense(k: Shifted) -> Tensor:
+    """``[*batch, n, n]``."""
+    product = algebra.dense(k.factors)
+    return product + torch.diag_embed(k.diagonal().expand(*k.diagonal().shape[:-1], product.shape[-1]))
+
+
+def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
+    """``[*batch, n, M]`` normal of covariance ``K + D``, with the derivatives of symmetric square roots.
+
+    Args:
+        k: positive definite.
+        draw: standard normal numbers of the result's shape.
+    """
+    check_real(k.diagonals, "sample")
+    if k.form == VECTOR:  # a sum of two independent ones, neither of them singular
+        least = k.diagonals[0].real.amin(-1, keepdim=True) / 2
+        rest = k.diagonals[0] - least
+        check_positive(rest.real, "s", "sample")
+        equal = Shifted(k.factors, [least.to(rest.dtype)], EQUAL)
+        return sample(equal, draw) + spectral.scaled(draw(), rest.sqrt())
+    basis = k.basis(hermitian=True)
+    check_positive(k.values(basis), "factors, s", "sample")
+    matrices, _ = reduced(k.factors, k.masses, "s")
+    shift = k.shift.real.unsqueeze(-1)
+    own = basis._replace(right=basis.vectors, left=basis.inverses)
+    x = draw()
+    found = multiply_by_function(matrices, lambda v: (v + shift).sqrt(), own, x, tuple(x.shape[:-2]))
+    return found if k.form == EQUAL else spectral.scaled(found, k.diagonal().sqrt())
+
+
+# ---- conjugate gradients --------------------------------------------------------------------------------------------------------
+
+
+def nearest_kronecker(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Vectors whose Kronecker product is near to a positive one: the mean of its logarithms, and what each mode adds to that."""
+    logs = vector.log().unflatten(-1, list(sizes))
+    dims = list(range(-len(sizes), 0))
+    mean = logs.mean(dims)
+    found = []
+    for d in dims:
+        others = [e for e in dims if e != d]
+        own = logs.mean(others) if others else logs
+        found.append((own - mean.unsqueeze(-1) * (1 - 1 / len(sizes))).exp())
+    return found
+
+
+@torch.no_grad()
+def preconditioning_basis(k: Shifted) -> list[Tensor]:
+    """E, and the right and left vectors of ``K + D'``, with the Kronecker product D' that is nearest to D, made positive definite."""
+    sizes = [f.shape[-1] for f in k.factors]
+    diagonal = k.diagonal().real
+    diagonal = diagonal.expand(*diagonal.shape[:-1], math.prod(sizes))
+    size = diagonal.abs().mean(-1, keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
+    masses = [torch.diag_embed(v).to(k.factors[0].dtype) for v in nearest_kronecker(torch.maximum(diagonal, _FLOOR * size), sizes)]
+    basis = eigenbasis(k.factors, masses, name="s")
+    values = combined(basis.values, False, torch.ones((), dtype=diagonal.dtype, device=diagonal.device))
+    least = torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
+    return [torch.maximum(values, least), *basis.right, *basis.left]
+
+
+@dataclass(eq=False)
+class IterativeSystem:
+    """``A = K + D``, or with a mask M ``M (K + D) M + (I - M)``, solved by conjugate gradients; parameters are those of `Shifted`.
+
+    Attributes:
+        product: ``K + D``.
+        stop: when to stop.
+        mask: bool ``[*batch, n, 1]`` or None.
+        preconditioner: a function of a residual; None takes the constants of a solve (`preconditioning_basis`), if there are any.
+        note: is told how each solve ended, those of backward passes too.
+    """
+
+    product: spectral.ProductSystem
+    stop: Stopping
+    mask: Tensor | None
+    preconditioner: Callable[[Tensor], Tensor] | None
+    note: Callable[[Convergence], None]
+
+    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A x``."""
+        if self.mask is None:
+            return self.product.apply(x, parameters, adjoint)
+        inside = torch.where(self.mask, x, 0)
+        return torch.where(self.mask, self.product.apply(inside, parameters, adjoint), x)
+
+    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A^-1 b``."""
+        own = None if self.preconditioner is not None or not constants else (constants[0].reciprocal(), constants[1:])
+
+        def precondition(r: Tensor) -> Tensor:
+            if self.preconditioner is not None:
+                return self.preconditioner(r)
+            if own is None:
+                return r
+            inside = r if self.mask is None else torch.where(self.mask, r, 0)
+            size = self.product.size
+            z = spectral.by_basis(own[1][size:], own[0], own[1][:size], inside)
+            return z if self.mask is None else torch.where(self.mask, z, r)
+
+        x, found = conjugate_gradients(lambda p: self.apply(p, parameters, False), precondition, b, self.stop)
+        self.note(found)
+        return x
+
+
+def solve_iteratively(k: Shifted, b: Tensor, system: IterativeSystem, precondition: bool) -> Tensor:
+    """The x of ``A x = b`` by conjugate gradients; with a mask, x is 0 where it is false, and b is not read there.
+
+    Args:
+        k: the matrix, Hermitian.
+        b: ``[*batch, n, M]``.
+        system: the same matrix.
+        precondition: whether eigenvectors do.
+
+    Raises:
+        ValueError: a factor or D is not Hermitian, or A is not positive definite.
+    """
+    check_hermitian(k.factors, "conjugate gradients")
+    check_real(k.diagonals, "conjugate gradients")
+    b = b if system.mask is None else torch.where(system.mask, b, 0)
+    return linear_solve(system, b, k.parameters, preconditioning_basis(k) if precondition else [])

@@ -1,0 +1,555 @@
+"""`KroneckerProduct.add_diagonal` against the dense matrix in float64 or complex128, forward and backward.
+
+In double precision both sides err by rounding only, times the condition of the (well-conditioned) matrices: 1e-10 relative is wide for
+rounding and narrow for mistakes. Conjugate gradients are asked for residuals of 1e-13.
+"""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from kronecker_cases import hermitian, near, random_factors
+from refusals import assert_refused
+
+from fastkron_py import KroneckerProduct
+from fastkron_py.reference import kron_dense
+from fastkron_py.testing import assert_close
+
+SIZES = [((3, 3),), ((2, 2), (3, 3)), ((1, 1), (4, 4), (3, 3)), ((2, 3, 3), (2, 2)), ((2, 1, 2, 2), (3, 4, 4), (1, 1))]
+FORMS = ["number", "0-dimensional", "one for each matrix", "Kronecker", "operator", "vector", "vectors"]
+EXACT = {"tolerance": 1e-13}
+
+
+@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
+def dtype(request):
+    return request.param
+
+
+def ids(shapes):
+    return "*".join("x".join(map(str, s)) for s in shapes)
+
+
+def positive(*shape, dtype, device):
+    return (torch.rand(shape, dtype=torch.float64, device=device) + 0.5).to(dtype)
+
+
+def drawn_diagonal(form, factors):
+    """The argument, and the diagonal as a vector."""
+    first, sizes = factors[0], [f.shape[-1] for f in factors]
+    n, like = int(np.prod(sizes)), {"dtype": first.dtype, "device": first.device}
+    parts = [positive(p, **like) for p in sizes]
+    kron = kron_dense([d[:, None] for d in parts])[:, 0]
+    batch = torch.broadcast_shapes(*[f.shape[:-2] for f in factors])
+    one, each, vector, vectors = (positive(*s, **like) for s in ((), (*batch, 1), (n,), (*batch, n)))
+    return {
+        "number": (0.7, torch.full((n,), 0.7, **like)),
+        "0-dimensional": (one, one.expand(n)),
+        "one for each matrix": (each, each.expand(*batch, n)),
+        "Kronecker": (parts, kron),
+        "operator": (KroneckerProduct([torch.diag(d) for d in parts]), kron),
+        "vector": (vector, vector),
+        "vectors": (vectors, vectors),
+    }[form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+def test_against_the_dense_matrix(shapes, form, dtype, device):
+    factors = hermitian(random_factors(shapes, dtype, device, dominant=False))
+    s, diagonal = drawn_diagonal(form, factors)
+    a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+    n, batch = dense.shape[-1], dense.shape[:-2]
+    assert a.shape == tuple(dense.shape)
+    near(a.to_dense(), dense)
+    near(a.diagonal(), dense.diagonal(dim1=-2, dim2=-1))
+    near(a.trace(), dense.diagonal(dim1=-2, dim2=-1).sum(-1))
+    near(a.mT.to_dense(), dense.mT)
+    near(a.mH.to_dense(), dense.mH)
+    near(a.logdet(), torch.logdet(dense))
+    near(a.slogdet().logabsdet, torch.linalg.slogdet(dense).logabsdet)
+    for b_batch in [(), (2, *[1] * len(batch))]:
+        x = torch.randn(*b_batch, n, 3, dtype=dtype, device=device)
+        near(a @ x, dense @ x)
+        near(x.mT @ a, x.mT @ dense)
+        expected = torch.linalg.solve(dense, x.expand(*torch.broadcast_shapes(b_batch, batch), n, 3))
+        near(a.solve(x, **EXACT), expected)
+        quadratic, logdet = a.inv_quad_logdet(x, **EXACT)
+        near(quadratic, (x.conj() * expected).sum((-2, -1)).real)
+        near(logdet, torch.logdet(dense))
+    x = torch.randn(n, dtype=dtype, device=device)
+    near(a @ x, dense @ x)
+    near(torch.matmul(x, a), x @ dense)
+    near(a.solve(x, **EXACT), torch.linalg.solve(dense, x.expand(*batch, n)[..., None])[..., 0])
+    assert (a.convergence is not None) == form.startswith("vector")
+
+
+@pytest.mark.parametrize("form", FORMS[:5])
+def test_factors_that_are_not_symmetric(form, dtype, device):
+    factors = random_factors([(3, 3), (2, 4, 4)], dtype, device)
+    s, diagonal = drawn_diagonal(form, factors)
+    a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+    b = torch.randn(12, 2, dtype=dtype, device=device)
+    near(a.solve(b), torch.linalg.solve(dense, b.expand(2, 12, 2)))
+    near(a.logdet(), torch.logdet(dense))
+
+
+def test_drawn_sizes(seed, device):
+    """Sizes, forms and columns drawn from the test's seed."""
+    generator = np.random.default_rng(seed)
+    for _ in range(10):
+        sizes, columns = generator.integers(1, 5, int(generator.integers(1, 5))).tolist(), int(generator.integers(0, 4))
+        factors = hermitian(random_factors([(p, p) for p in sizes], torch.float64, device, dominant=False))
+        s, diagonal = drawn_diagonal(str(generator.choice(FORMS)), factors)
+        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag(diagonal)
+        b = torch.randn(len(diagonal), columns, dtype=torch.float64, device=device)
+        near(a @ b, dense @ b)
+        near(a.solve(b, **EXACT), torch.linalg.solve(dense, b))
+        near(a.logdet(), torch.logdet(dense))
+
+
+def test_equal_shifts_have_eigenvectors(dtype, device):
+    factors = hermitian(random_factors([(3, 3), (2, 2)], dtype, device, dominant=False))
+    a, dense = KroneckerProduct(factors).add_diagonal(-0.5), kron_dense(factors) - 0.5 * torch.eye(6, device=device)
+    values, vectors = a.eigh()
+    v = vectors.to_dense()
+    near(v @ (values[:, None] * v.mH), dense)
+    near(a.eigvalsh().sort().values, torch.linalg.eigvalsh(dense))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_samples_have_the_covariance(form, dtype, device):
+    """100,000 samples: an element of their covariance errs by about 1/300 of the largest, and 5 times that is allowed."""
+    factors = hermitian(random_factors([(2, 2), (2, 2, 2)], dtype, device, dominant=False))
+    s, diagonal = drawn_diagonal(form, factors)
+    a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+    x = a.sample((1000, 100), generator=torch.Generator(device).manual_seed(0)).flatten(0, 1)
+    assert x.shape == (100_000, 2, 4)
+    covariance = torch.einsum("sbi,sbj->bij", x, x.conj()) / len(x)
+    assert (covariance - dense).abs().amax() < 5 / 300 * dense.abs().amax()
+    assert a.sample().shape == (2, 4)
+
+
+# ---- conjugate gradients ---------------------------------------------------------------------------------------------------------
+
+
+def grid(sizes, device, noise=0.1):
+    """A Gaussian process' covariance on a grid, and noise of differing strength."""
+    lines = [torch.linspace(0, 1, p, dtype=torch.float64, device=device) for p in sizes]
+    factors = [torch.exp(-3 * (x - x[:, None]).abs()) for x in lines]
+    return KroneckerProduct(factors), noise * (torch.rand(int(np.prod(sizes)), dtype=torch.float64, device=device) + 0.1)
+
+
+def test_masks(dtype, device):
+    factors = hermitian(random_factors([(4, 4), (2, 3, 3)], dtype, device, dominant=False))
+    for form in FORMS:
+        s, diagonal = drawn_diagonal(form, factors)
+        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+        mask = torch.rand(12, device=device) < 0.6
+        mask[0] = True
+        kept = mask.nonzero()[:, 0]
+        b = torch.randn(12, 2, dtype=dtype, device=device)
+        x = a.solve(torch.where(mask[:, None], b, torch.nan), mask=mask, **EXACT)
+        near(x[:, kept], torch.linalg.solve(dense[:, kept][:, :, kept], b[kept].expand(2, len(kept), 2)))
+        assert (x[:, ~mask] == 0).all()
+
+
+def test_preconditioning(device):
+    """A vector that is a Kronecker product takes one iteration or two; another takes fewer than without a preconditioner."""
+    k, noise = grid((12, 10, 8), device)
+    b = torch.randn(960, 2, dtype=torch.float64, device=device)
+    parts = [positive(p, dtype=torch.float64, device=device) for p in (12, 10, 8)]
+    easy = k.add_diagonal(kron_dense([d[:, None] for d in parts])[:, 0])
+    easy.solve(b)
+    assert easy.convergence.iterations <= 2
+    counts = []
+    for preconditioner in (True, False, lambda r: r / 2):
+        a = k.add_diagonal(noise)
+        near(a @ a.solve(b, preconditioner=preconditioner, **EXACT), b)
+        assert a.convergence.converged
+        counts.append(a.convergence.iterations)
+    assert counts[0] < counts[1] / 2
+    assert counts[2] == counts[1]
+
+
+def test_progress_and_convergence(device):
+    k, noise = grid((12, 10), device)
+    a, seen = k.add_diagonal(noise), []
+    b = torch.randn(120, dtype=torch.float64, device=device)
+    x = a.solve(b, tolerance=1e-8, progress=lambda i, residual: seen.append((i, residual)))
+    found = a.convergence
+    assert [i for i, _ in seen] == list(range(1, found.iterations + 1))
+    assert found.converged
+    assert found.tolerance == 1e-8
+    residual = float((a @ x - b).norm() / b.norm())
+    assert residual <= 1e-8
+    assert found.residual == pytest.approx(residual, rel=1e-3)
+    a.solve(torch.zeros_like(b))
+    assert a.convergence == (0, 0.0, 1e-10, True)
+
+
+def test_no_convergence_is_a_warning_and_a_record(device):
+    k, noise = grid((12, 10), device)
+    a, b = k.add_diagonal(noise), torch.randn(120, 2, dtype=torch.float64, device=device, requires_grad=True)
+    with pytest.warns(
+        RuntimeWarning, match="conjugate gradients: relative residual .* after 3 iterations, above the tolerance 1e-10"
+    ) as caught:
+        x = a.solve(b, max_iterations=3)
+    assert not a.convergence.converged
+    assert a.convergence.iterations == 3
+    assert a.convergence.residual > 1e-10
+    assert f"{a.convergence.residual:.3g}" in str(caught[0].message)
+    with pytest.warns(RuntimeWarning, match="conjugate gradients"):  # and of the backward pass
+        x.sum().backward()
+
+
+def test_float32_reaches_its_tolerance(device):
+    """Ill-conditioned enough that the recurrence's residual leaves the true one."""
+    k, noise = grid((32, 32), device, noise=1e-2)
+    a = k.float().add_diagonal(noise.float())
+    b = torch.randn(1024, device=device)
+    x = a.solve(b)
+    assert a.convergence.converged
+    dense = k.to_dense() + torch.diag(noise)
+    assert float((dense @ x.double() - b.double()).norm() / b.norm()) < 2e-4
+
+
+# ---- derivatives -------------------------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([True, True, False, True, False, True])
+DERIVED = {
+    "A @ x": lambda a, x: a @ x,
+    "x @ A": lambda a, x: x.mT @ a,
+    "solve": lambda a, x: a.solve(x, **EXACT),
+    "masked solve": lambda a, x: a.solve(x, mask=MASK, **EXACT),
+    "logdet": lambda a, x: a.logdet(),
+    "inv_quad_logdet": lambda a, x: a.inv_quad_logdet(x, **EXACT),
+    "diagonal": lambda a, x: a.diagonal(),
+    "trace": lambda a, x: a.trace(),
+    "to_dense": lambda a, x: a.to_dense(),
+    "sample": lambda a, x: a.sample((2,), generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["", "equal eigenvalues"])
+@pytest.mark.parametrize("form", ["0-dimensional", "one for each matrix", "Kronecker", "vector"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_gradients(name, form, equal, dtype):
+    """With respect to x, both factors and s; at multiples of the identity too, where derivatives of eigenvectors are infinite."""
+    if equal:
+        factors = [1.5 * torch.eye(p, dtype=dtype) for p in (2, 3)]
+    else:
+        factors = hermitian(random_factors([(2, 2), (2, 3, 3)], dtype, "cpu", dominant=False))
+    s, _ = drawn_diagonal(form, factors)
+    s = [t.real.requires_grad_() for t in (s if isinstance(s, list) else [s])]
+    factors = [f.requires_grad_() for f in factors]
+    x = torch.randn(6, 2, dtype=dtype, requires_grad=True)
+
+    def function(x, f0, f1, *s):  # a symmetric matrix moves as one
+        s = [t.to(dtype) for t in s]
+        return DERIVED[name](KroneckerProduct([(f0 + f0.mH) / 2, (f1 + f1.mH) / 2]).add_diagonal(s if form == "Kronecker" else s[0]), x)
+
+    assert torch.autograd.gradcheck(function, (x, *factors, *s), fast_mode=True)
+    if name != "sample":
+        assert torch.autograd.gradgradcheck(function, (x, *factors, *s), fast_mode=True)
+
+
+def test_third_derivatives_of_solve():
+    f = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    s = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    b = torch.ones(4, dtype=torch.float64)
+    found = KroneckerProduct([f, f]).add_diagonal(s).solve(b).sum()
+    expected = (torch.linalg.inv(torch.kron(f, f) + s * torch.eye(4, dtype=torch.float64)) @ b).sum()
+    for _ in range(3):
+        (found,), (expected,) = (torch.autograd.grad(t, s, create_graph=True) for t in (found, expected))
+        near(found, expected)
+
+
+def test_a_wrong_shift_would_show(device):
+    """The negative control: a shift that is off by one part in a thousand."""
+    factors = hermitian(random_factors([(3, 3), (4, 4)], torch.float64, device, dominant=False))
+    b = torch.randn(12, 2, dtype=torch.float64, device=device)
+    dense = kron_dense(factors) + 0.7 * torch.eye(12, device=device)
+    with pytest.raises(AssertionError, match="is not close"):
+        near(KroneckerProduct(factors).add_diagonal(0.7007).solve(b), torch.linalg.solve(dense, b))
+
+
+def test_transforms():
+    factors = hermitian(random_factors([(2, 2), (3, 3)], torch.float64, "cpu", dominant=False))
+    k, b, s = KroneckerProduct(factors), torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 1
+    near(torch.func.jacrev(k.add_diagonal(s).solve)(b), torch.linalg.inv(k.to_dense() + torch.diag(s)))
+
+    def likelihood(s):
+        return sum(k.add_diagonal(s).inv_quad_logdet(b))
+
+    for shift in (torch.tensor(0.5, dtype=torch.float64), s):
+        near(torch.func.grad(likelihood)(shift), torch.autograd.functional.jacobian(likelihood, shift))
+
+
+# ---- functions ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+def test_functions(shapes, dtype, device):
+    factors = hermitian(random_factors(shapes, dtype, device, dominant=False))
+    k, dense = KroneckerProduct(factors), kron_dense(factors)
+    values, vectors = torch.linalg.eigh(dense)
+    x = torch.randn(dense.shape[-1], 3, dtype=dtype, device=device)
+    root = k.apply_function(torch.sqrt)
+    near(root @ x, vectors @ (values.sqrt()[..., None] * (vectors.mH @ x)))
+    near(root.to_dense() @ root.to_dense(), dense)
+    near(root.mT.to_dense(), root.to_dense().mT)
+    near(root @ x[:, 0], (root @ x)[..., 0])
+    if dtype.is_complex:
+        turn = k.apply_function(lambda v: torch.polar(torch.ones_like(v), v))
+        near(turn @ x, vectors @ (torch.exp(1j * values)[..., None] * (vectors.mH @ x)))
+        near(turn.mH @ (turn @ x), x.expand(*dense.shape[:-2], *x.shape))
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["", "equal eigenvalues"])
+def test_gradients_of_functions(equal, dtype):
+    """With respect to x, the factors and what f closes over, against torch's own of the dense matrix where eigenvalues differ."""
+    if equal:
+        factors = [1.5 * torch.eye(p, dtype=dtype) for p in (2, 3)]
+    else:
+        factors = hermitian(random_factors([(2, 2), (2, 3, 3)], dtype, "cpu", dominant=False))
+    factors = [f.requires_grad_() for f in factors]
+    x, s = torch.randn(6, 2, dtype=dtype, requires_grad=True), torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+
+    def function(x, s, *fs):
+        return KroneckerProduct([(f + f.mH) / 2 for f in fs]).apply_function(lambda v: (v + s).log()) @ x
+
+    assert torch.autograd.gradcheck(function, (x, s, *factors))
+    (g,) = torch.autograd.grad(function(x, s, *factors).abs().sum(), factors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="apply_function: factors have derivatives of the first order"):
+        g.abs().sum().backward()
+    fixed = [f.detach() for f in factors]
+    assert torch.autograd.gradgradcheck(lambda x, s: function(x, s, *fixed), (x, s))
+
+
+def test_gradients_of_functions_at_near_eigenvalues():
+    """A pair 1e-9 apart, where a quotient of differences would lose nine digits."""
+    f = torch.diag(torch.tensor([1.0, 1 + 1e-9, 2.0], dtype=torch.float64)).requires_grad_()
+    x, y = torch.randn(2, 6, dtype=torch.float64)
+    other = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
+    (found,) = torch.autograd.grad(y @ (KroneckerProduct([f, other]).apply_function(torch.square) @ x), f)
+    (expected,) = torch.autograd.grad(y @ (torch.kron(f @ f, other @ other) @ x), f)
+    near(found, expected)
+
+
+# ---- arrays, copies, bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_numpy_arrays():
+    factors = hermitian(random_factors([(2, 2), (3, 3)], torch.float64, "cpu", dominant=False))
+    k = KroneckerProduct([f.numpy() for f in factors])
+    b = torch.randn(6, 2, dtype=torch.float64)
+    for form in FORMS[:1] + FORMS[2:4] + FORMS[5:]:
+        s, diagonal = drawn_diagonal(form, factors)
+        given = s if isinstance(s, float) else [t.numpy() for t in s] if isinstance(s, list) else s.numpy()
+        a, dense = k.add_diagonal(given), kron_dense(factors) + torch.diag_embed(diagonal)
+        for got, want in [
+            (a @ b.numpy(), dense @ b),
+            (b.mT.numpy() @ a, b.mT @ dense),
+            (a.solve(b.numpy(), **EXACT), torch.linalg.solve(dense, b)),
+            (a.to_dense(), dense),
+        ]:
+            assert isinstance(got, np.ndarray)
+            near(torch.from_numpy(got), want)
+        assert isinstance(a.logdet(), np.float64)
+        assert isinstance(a.sample((3,)), np.ndarray)
+    near(torch.from_numpy(k.apply_function(torch.sqrt) @ (k.apply_function(torch.sqrt) @ b.numpy())), kron_dense(factors) @ b)
+
+
+def test_conversions_and_copies():
+    k, noise = grid((3, 2), "cpu")
+    a = k.add_diagonal(noise)
+    assert a.float().dtype == torch.float32
+    for other in (copy.deepcopy(a), pickle.loads(pickle.dumps(a)), a.clone()):
+        assert torch.equal(other.to_dense(), a.to_dense())
+    assert repr(a) == "KroneckerPlusDiagonal(3x3 (x) 2x2 + a vector, shape=(6, 6), dtype=torch.float64, device=cpu)"
+    half = k.to(torch.bfloat16).add_diagonal(0.5)
+    x = torch.randn(6, 2).bfloat16()
+    dense = kron_dense([f.double() for f in half.factors]) + 0.5 * torch.eye(6)
+    assert_close(half @ x, dense @ x.double(), magnitude=dense.abs() @ x.double().abs(), steps=3)
+
+
+def test_large_products_are_never_built(device):
+    """2**18 points: the residuals of a direct solve and of an iterative one, and a determinant by its eigenvalues."""
+    k, noise = grid((64, 64, 64), device)
+    b = torch.randn(64**3, dtype=torch.float64, device=device)
+    a = k.add_diagonal(0.1)
+    near(a @ a.solve(b), b)
+    near(a.logdet(), (k.eigvalsh() + 0.1).log().sum())
+    a = k.add_diagonal(noise)
+    near(a @ a.solve(b, tolerance=1e-11), b)
+
+
+F = [torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.eye(3)]
+SKEW = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
+K = KroneckerProduct(F)
+ONES = torch.ones(6)
+REFUSED = {
+    "not square": (
+        lambda: KroneckerProduct([torch.ones(2, 3)]).add_diagonal(1.0),
+        ValueError,
+        "factors: expected a square product to add a diagonal to; got shape (2, 3)",
+    ),
+    "a word": (lambda: K.add_diagonal("1"), TypeError, "s: expected a number or a 0-dimensional floating-point tensor; got str"),
+    "infinite": (lambda: K.add_diagonal(float("inf")), ValueError, "s: expected a finite number; got inf"),
+    "complex": (lambda: K.add_diagonal(1j), TypeError, "s: expected a real number, since factors[0] is of torch.float32; got 1j"),
+    "another dtype": (
+        lambda: K.add_diagonal(ONES.double()),
+        TypeError,
+        "s: expected factors[0]'s dtype torch.float32; got torch.float64",
+    ),
+    "another size": (lambda: K.add_diagonal(torch.ones(5)), ValueError, "s: expected a vector [6] or [*batch, 1]; got shape (5,)"),
+    "too few vectors": (lambda: K.add_diagonal([torch.ones(2)]), ValueError, "s: expected 2 vectors, one for each factor; got 1"),
+    "a vector of another size": (
+        lambda: K.add_diagonal([torch.ones(2), torch.ones(2)]),
+        ValueError,
+        "s[1]: expected a vector [3], the diagonal that is added to factors[1]; got shape (2,)",
+    ),
+    "an operator that is not diagonal": (
+        lambda: K.add_diagonal(K),
+        ValueError,
+        "s.factors[0]: expected a diagonal matrix; got one with other elements",
+    ),
+    "an array beside tensors": (
+        lambda: K.add_diagonal(np.ones(6, np.float32)),
+        TypeError,
+        "s: expected a torch tensor, like factors[0]; got numpy.ndarray",
+    ),
+    "a negative Kronecker diagonal": (
+        lambda: K.add_diagonal([torch.ones(2), -torch.ones(3)]).solve(ONES),
+        ValueError,
+        "s[1]: expected positive numbers; got -1",
+    ),
+    "a singular shift": (
+        lambda: K.add_diagonal(-1.0).solve(ONES),
+        torch.linalg.LinAlgError,
+        "s: expected a regular matrix for solve; got eigenvalues of 0 to 2 in absolute value",
+    ),
+    "indefinite": (
+        lambda: K.add_diagonal(-2 * ONES).solve(torch.arange(6.0)),
+        ValueError,
+        "factors, s: expected a positive definite K + diag(s) and preconditioner; got a direction without positive curvature in iteration "
+        "1",
+    ),
+    "not symmetric": (
+        lambda: KroneckerProduct([SKEW, F[1]]).add_diagonal(ONES).solve(ONES),
+        ValueError,
+        "factors[0]: expected a symmetric matrix for conjugate gradients; got one that differs from its conjugate transpose",
+    ),
+    "a sample of what is indefinite": (
+        lambda: K.add_diagonal(-2.0).sample(),
+        ValueError,
+        "factors, s: expected a positive definite matrix for sample; got an eigenvalue of -1",
+    ),
+    "a sample of what is not symmetric": (
+        lambda: KroneckerProduct([SKEW, F[1]]).add_diagonal(1.0).sample(),
+        ValueError,
+        "factors[0]: expected a symmetric matrix for eigenvalues that are real; got one that differs from its conjugate transpose",
+    ),
+    "rectangular factors": (
+        lambda: KroneckerProduct([torch.ones(2, 3), torch.ones(3, 2)]).add_diagonal(1.0).solve(ONES),
+        ValueError,
+        "factors[0]: expected a square matrix for eigenvectors; got shape (2, 3)",
+    ),
+    "half types": (
+        lambda: K.to(torch.float16).add_diagonal(1.0).solve(ONES.half()),
+        TypeError,
+        "factors: expected a dtype among float32, float64, complex64, complex128 for eigenvectors; got torch.float16",
+    ),
+    "b of another size": (
+        lambda: K.add_diagonal(1.0).solve(torch.ones(5)),
+        ValueError,
+        "b: expected dimension -1 of size 6, the product of the factors' sizes; got shape (5,)",
+    ),
+    "b that is not finite": (
+        lambda: K.add_diagonal(ONES).solve(ONES / 0),
+        ValueError,
+        "b: expected finite numbers; got NaN or an infinity",
+    ),
+    "x of another size": (
+        lambda: K.add_diagonal(ONES) @ torch.ones(5),
+        ValueError,
+        "x: expected dimension -1 of size 6, the product of the factors' sizes; got shape (5,)",
+    ),
+    "a mask of numbers": (
+        lambda: K.add_diagonal(1.0).solve(ONES, mask=ONES),
+        TypeError,
+        "mask: expected a tensor of bool; got torch.float32",
+    ),
+    "a mask of another size": (
+        lambda: K.add_diagonal(1.0).solve(ONES, mask=torch.ones(5).bool()),
+        ValueError,
+        "mask: expected dimension -1 of size 6; got shape (5,)",
+    ),
+    "an empty mask": (
+        lambda: K.add_diagonal(1.0).solve(ONES, mask=ONES < 0),
+        ValueError,
+        "mask: expected one that is true somewhere; got one that is false everywhere",
+    ),
+    "a negative tolerance": (
+        lambda: K.add_diagonal(ONES).solve(ONES, tolerance=-1),
+        ValueError,
+        "tolerance: expected a finite number, 0 or more; got -1",
+    ),
+    "iterations that are no integer": (
+        lambda: K.add_diagonal(ONES).solve(ONES, max_iterations=1.5),
+        TypeError,
+        "max_iterations: expected an integer; got float",
+    ),
+    "a preconditioner that is none": (
+        lambda: K.add_diagonal(ONES).solve(ONES, preconditioner="eigen"),
+        TypeError,
+        "preconditioner: expected True, False or a function; got str",
+    ),
+    "progress that is no function": (
+        lambda: K.add_diagonal(ONES).solve(ONES, progress=1),
+        TypeError,
+        "progress: expected a function of (iteration, residual) or None; got int",
+    ),
+    "a determinant that is too large": (
+        lambda: KroneckerProduct([torch.eye(100)] * 2).add_diagonal(torch.ones(10_000)).logdet(),
+        ValueError,
+        "s: expected one number or a Kronecker product of diagonals for the determinant of more than 67108864 elements; got a vector and a "
+        "matrix of shape (10000, 10000)",
+    ),
+    "eigenvectors of a vector": (
+        lambda: K.add_diagonal(ONES).eigh(),
+        ValueError,
+        "s: expected one number: other sums have no Kronecker product of eigenvectors; got a vector",
+    ),
+    "a sample shape": (lambda: K.add_diagonal(1.0).sample(3), TypeError, "sample_shape: expected a sequence of integers; got int"),
+    "f is none": (lambda: K.apply_function(2), TypeError, "f: expected a function of eigenvalues; got int"),
+    "f changes the shape": (
+        lambda: K.apply_function(torch.sum) @ ONES,
+        ValueError,
+        "f: expected a function that keeps the shape (6,); got one to shape ()",
+    ),
+    "f changes the dtype": (
+        lambda: K.apply_function(torch.Tensor.double) @ ONES,
+        TypeError,
+        "f: expected a function to torch.float32; got one to torch.float64",
+    ),
+    "f of what is not symmetric": (
+        lambda: KroneckerProduct([SKEW]).apply_function(torch.sqrt) @ ONES[:2],
+        ValueError,
+        "factors[0]: expected a symmetric matrix for eigenvalues that are real; got one that differs from its conjugate transpose",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    assert_refused(*REFUSED[name])
+
+
+def test_direct_solves_warn_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        K.add_diagonal(1.0).solve(ONES, tolerance=0)
