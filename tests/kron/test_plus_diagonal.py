@@ -9,6 +9,7 @@ import pickle
 import warnings
 
 import numpy as np
+import pages
 import pytest
 import torch
 from kronecker_cases import hermitian, near, random_factors
@@ -553,3 +554,7 @@ def test_direct_solves_warn_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         K.add_diagonal(1.0).solve(ONES, tolerance=0)
+
+
+def test_the_page_of_the_operators_runs():
+    exec(pages.text("operators.md").split("```python\n")[1].split("```")[0], {})

