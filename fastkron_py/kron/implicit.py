@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.batching import batchable, take, vmap_by_sample
-from fastkron_py.runtime.eager import transforms_active
+from fastkron_py.runtime.eager import transforms_active, without_autocast
 
 
 class System(Protocol):
@@ -39,19 +39,24 @@ def pull_back(
         return function(*[next(left) if want else t for t, want in zip(arguments, wanted, strict=True)])
 
     chosen = [t for t, want in zip(arguments, wanted, strict=True) if want]
+    with without_autocast(chosen[0].device):
+        return tuple(take(_vjp(of_chosen, chosen, cotangent), wanted))
+
+
+def _vjp(function: Callable[..., Any], arguments: Sequence[Tensor], cotangent: Any) -> Sequence[Tensor]:
     if transforms_active():  # not otherwise: it imports torch's compiler
-        return tuple(take(torch.func.vjp(of_chosen, *chosen)[1](cotangent), wanted))
+        found: Sequence[Tensor] = torch.func.vjp(function, *arguments)[1](cotangent)
+        return found
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views of their own: how other inputs depend on the arguments belongs to derivatives of those.
-        own = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in chosen]
-        results = of_chosen(*own)
+        own = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in arguments]
+        results = function(*own)
         pairs = [(results, cotangent)] if isinstance(results, Tensor) else list(zip(results, cotangent, strict=True))
         pairs = [(r, c) for r, c in pairs if r.requires_grad]
-        found = torch.autograd.grad(
+        return torch.autograd.grad(
             [r for r, _ in pairs], own, [c for _, c in pairs], create_graph=again, allow_unused=True, materialize_grads=True
         )
-    return tuple(take(found, wanted))
 
 
 class _Solve(torch.autograd.Function):
@@ -59,7 +64,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(system: System, adjoint: bool, count: int, b: Tensor, *tensors: Tensor) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(b.device):
             return system.invert(b, tensors[:count], tensors[count:], adjoint)
 
     @staticmethod

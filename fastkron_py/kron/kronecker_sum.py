@@ -100,10 +100,14 @@ class KroneckerSum(LazyOperator):
         masses = ", with masses" if self._masses else ""
         return f"KroneckerSum({shown}{more}{masses}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
-    def _pairs(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = ()) -> Any:
+    def _pairs(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False) -> Any:
         """The result of a function of factors, masses and other arrays as tensors."""
         count, both = len(self._factors), len(self._arrays)
-        return self._on_tensors(lambda t: function(t[:count], t[count:both], *t[both:]), [*self._arrays, *extra], [*self._names, *names])
+
+        def of(t: list[Tensor]) -> Any:
+            return function(t[:count], t[count:both], *t[both:])
+
+        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class KroneckerSum(LazyOperator):
             lone = -1 if left else -2
             return sum_matmul(factors, masses, x.unsqueeze(lone), left).squeeze(lone)
 
-        return self._pairs(product, x, names=["x"])
+        return self._pairs(product, x, names=["x"], autocast=True)
 
     def __mul__(self, scalar: Any) -> KroneckerSum:
         scalar = self._scalar(scalar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, Self
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 DENSE_LIMIT: Final = 2**26
@@ -143,14 +145,24 @@ class LazyOperator:
         """The result of a function of the list of arrays, given back as arrays of their kind."""
         return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
 
-    def _on_tensors(self, function: Callable[[list[Tensor]], Any], arrays: Sequence[Any], names: Sequence[str]) -> Any:
-        """The result of a function of arrays as tensors, all of one kind, dtype and device; tensors and lists in it are given back."""
+    def _on_tensors(
+        self, function: Callable[[list[Tensor]], Any], arrays: Sequence[Any], names: Sequence[str], *, autocast: bool = True
+    ) -> Any:
+        """The result of a function of arrays as tensors, all of one kind, dtype and device; tensors and lists in it are given back.
+
+        Args:
+            function: of the tensors.
+            arrays: that it is given.
+            names: how errors call them.
+            autocast: whether autocast is in force there, if it is at all. It would round what is solved with.
+        """
         bridge = find_bridge(arrays, names)
         with bridge.context():
             tensors = [bridge.load(a, name) for a, name in zip(arrays, names, strict=True)]
             for t, name in zip(tensors, names, strict=True):
                 check_tensor(name, t, tensors[0], names[0])
-            result = function(tensors)
+            with contextlib.nullcontext() if autocast else without_autocast(tensors[0].device):
+                result = function(tensors)
             if isinstance(result, Tensor):
                 return bridge.give_back(result)
             return [[bridge.give_back(t) for t in r] if isinstance(r, list) else bridge.give_back(r) for r in result]

@@ -21,7 +21,7 @@ from fastkron_py.kron.pencil import Basis, combined, eigenbasis
 from fastkron_py.kron.shapes import Shape
 from fastkron_py.kron.spectral import by_basis, scaled
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
-from fastkron_py.runtime.eager import wants_gradient
+from fastkron_py.runtime.eager import wants_gradient, without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Function = Callable[[Tensor], Tensor]
@@ -109,17 +109,9 @@ class _Gradient(torch.autograd.Function):
     """The gradients of x, of the values of f and of the factors."""
 
     @staticmethod
-    def forward(form: _Form, gradient: Tensor, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        factors, eigenvalues, vectors = form.split(tensors)
-        inverses = [v.mH for v in vectors]
-        g, turned = kron_matmul_left(inverses, gradient), kron_matmul_left(inverses, x)
-        fg = scaled(g, values.conj())
-        dx = kron_matmul_left(vectors, fg)
-        dvalues = (g * turned.conj()).sum(-1)
-        dvalues = (dvalues if values.is_complex() or not dvalues.is_complex() else dvalues.real).sum_to_size(values.shape)
-        found = [_factor_gradient(form, i, (g, fg, turned), values, slopes, eigenvalues) for i in range(len(factors))]
-        back = [v @ c.to(v.dtype) @ w for v, c, w in zip(vectors, found, inverses, strict=True)]
-        return dx, dvalues, *[b.sum_to_size(f.shape) for b, f in zip(back, factors, strict=True)]
+    def forward(form: _Form, gradient: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with without_autocast(gradient.device):
+            return _gradients(form, gradient, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -132,6 +124,20 @@ class _Gradient(torch.autograd.Function):
     @classmethod
     def vmap(cls, info: Any, in_dims: Sequence[Any], form: _Form, *tensors: Tensor) -> tuple[Any, Any]:
         return vmap_by_sample(lambda *t: cls.apply(form, *t), info.batch_size, in_dims[1:], tensors, ())  # type: ignore[no-untyped-call]
+
+
+def _gradients(form: _Form, gradient: Tensor, x: Tensor, values: Tensor, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Those of x, of the values of f and of the factors."""
+    factors, eigenvalues, vectors = form.split(tensors)
+    inverses = [v.mH for v in vectors]
+    g, turned = kron_matmul_left(inverses, gradient), kron_matmul_left(inverses, x)
+    fg = scaled(g, values.conj())
+    dx = kron_matmul_left(vectors, fg)
+    dvalues = (g * turned.conj()).sum(-1)
+    dvalues = (dvalues if values.is_complex() or not dvalues.is_complex() else dvalues.real).sum_to_size(values.shape)
+    found = [_factor_gradient(form, i, (g, fg, turned), values, slopes, eigenvalues) for i in range(len(factors))]
+    back = [v @ c.to(v.dtype) @ w for v, c, w in zip(vectors, found, inverses, strict=True)]
+    return dx, dvalues, *[b.sum_to_size(f.shape) for b, f in zip(back, factors, strict=True)]
 
 
 def _factor_gradient(
@@ -189,7 +195,7 @@ class KroneckerFunction(LazyOperator):
             y = multiply_by_function(factors, self._f, eigenbasis(factors, hermitian=True), x, self._shape[:-2])
             return y.squeeze(-1) if vector else y
 
-        return self._on_tensors(product, [*self._factors, x], [*self._names, "x"])
+        return self._on_tensors(product, [*self._factors, x], [*self._names, "x"], autocast=False)
 
     def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
         """The matrix itself, ``[*batch, n, n]``; max_elements as in `KroneckerProduct.to_dense`."""

@@ -93,7 +93,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         found = self._each(lambda a: a.conj())
         return KroneckerPlusDiagonal(found._factors, found._diagonals, self._form, number, self._shape)
 
-    def _tensors(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = ()) -> Any:
+    def _tensors(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False) -> Any:
         """The result of a function of `Shifted` and of other arrays as tensors."""
         count, both = len(self._factors), len(self._arrays)
 
@@ -103,7 +103,7 @@ class KroneckerPlusDiagonal(LazyOperator):
                 diagonals = [torch.full((1,), self._number, dtype=factors[0].dtype, device=factors[0].device)]
             return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *t[both:])
 
-        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names])
+        return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
 
     # ---- products -----------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             x = columns if left else columns.mT
             return verb(k.factors, x, beta=1.0, z=z if left else z.mT)
 
-        return self._tensors(product, x, names=["x"])
+        return self._tensors(product, x, names=["x"], autocast=True)
 
     # ---- linear algebra -----------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ def torch_function(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapp
     if method is None:
         return NotImplemented
     if not isinstance(args[0], Tensor):
-        return getattr(args[0], method)(*args[1:], **(kwargs or {}))
-    if method not in _REFLECTED or len(args) != 2 or kwargs:
+        return getattr(args[0], method)(*args[1:], **(kwargs or {})) if hasattr(args[0], method) else NotImplemented
+    if method not in _REFLECTED or len(args) != 2 or kwargs or not hasattr(args[1], _REFLECTED[method]):
         return NotImplemented
     return getattr(args[1], _REFLECTED[method])(args[0])
 

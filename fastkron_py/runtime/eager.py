@@ -101,4 +101,5 @@ def _without_autocast(guard: contextlib.AbstractContextManager[Any], device_type
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Dtypes were settled before; a caller of backward() may be under autocast again."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else contextlib.nullcontext()
+    is_on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()

@@ -274,6 +274,23 @@ def test_conversions_and_copies():
     assert repr(s) == "KroneckerSum(2x2 (+) 3x3, with masses, shape=(6, 6), dtype=torch.float64, device=cpu)"
 
 
+def test_autocast_leaves_what_is_solved_alone(device):
+    """Products are rounded to bfloat16, as `kron_matmul` does; solves, determinants and their gradients are not."""
+    factors = [f.float().requires_grad_() for f in drawn([(2, 2), (3, 3)], torch.float64, device, "symmetric")[0]]
+    s, b = KroneckerSum(factors), torch.randn(6, device=device)
+
+    def everything():
+        value = s.solve(b).sum() + s.logdet()
+        return [value, *torch.autograd.grad(value, factors)]
+
+    plain = everything()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert (s @ b).dtype == torch.bfloat16
+        under = everything()
+    for got, want in zip(under, plain, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_large_sums_are_never_built():
     """2**24 points: the residual of a solve, and a determinant by its closed form."""
     line = 2 * torch.eye(64, dtype=torch.float64) - torch.diag(torch.ones(63, dtype=torch.float64), 1)

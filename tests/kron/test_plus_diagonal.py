@@ -377,6 +377,37 @@ def test_conversions_and_copies():
     assert_close(half @ x, dense @ x.double(), magnitude=dense.abs() @ x.double().abs(), steps=3)
 
 
+def test_autocast_leaves_what_is_solved_alone(device):
+    """Products are rounded to bfloat16, as `kron_matmul` does; solves, determinants and their gradients are not."""
+    k, noise = grid((4, 3), device)
+    b = torch.randn(12, device=device)
+
+    def everything():
+        factors = [f.float().requires_grad_() for f in k.factors]
+        found = []
+        for s in (torch.tensor(0.5, device=device), noise.float()):
+            own = KroneckerProduct(factors)
+            a = own.add_diagonal(s)
+            value = a.solve(b).sum() + sum(a.inv_quad_logdet(b)) + (own.apply_function(torch.exp) @ b).sum()
+            found += [value, *torch.autograd.grad(value, factors)]
+        return found, (KroneckerProduct(factors).add_diagonal(0.5) @ b).dtype
+
+    plain, _ = everything()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        under, dtype = everything()
+    assert dtype == torch.bfloat16
+    for got, want in zip(under, plain, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_functions_of_torch_that_it_does_not_have_are_refused():
+    a = KroneckerProduct([torch.eye(2)] * 2).add_diagonal(1.0)
+    assert torch.logdet(a) == torch.logdet(a.to_dense())
+    for function in (torch.linalg.cholesky, torch.exp, lambda a: torch.ones(4, 4) + a, lambda a: torch.ones(4) * a):
+        with pytest.raises(TypeError):
+            function(a)
+
+
 def test_large_products_are_never_built(device):
     """2**18 points: the residuals of a direct solve and of an iterative one, and a determinant by its eigenvalues."""
     k, noise = grid((64, 64, 64), device)
