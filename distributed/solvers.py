@@ -22,14 +22,11 @@ from fastkron_py.distributed.api import PLACEMENTS, kron_matmul_left
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.local import LocalKroneckerProduct, check_square, per_factor
+from fastkron_py.distributed.local import LocalKroneckerProduct, are_hermitian, check_square, per_factor
 from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
 from fastkron_py.runtime.checks import check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
-
-SYMMETRY: float = 64.0
-"""Units in the last place of a factor's largest element by which it may differ from its transpose."""
 
 Eigen = tuple[Tensor, list[Tensor]]
 Prepared = TypeVar("Prepared")
@@ -183,9 +180,8 @@ def symmetric_eigh(factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         ValueError: a factor is not square or not symmetric.
     """
     check_square(factors, "a solve with K + shift I")
-    for i, f in enumerate(factors):
-        largest = f.detach().abs().amax()
-        if (f.detach() - f.detach().mT).abs().amax() > SYMMETRY * torch.finfo(f.dtype).eps * largest:
+    for i, symmetric in enumerate(are_hermitian(factors)):
+        if not symmetric:
             raise value_error(f"factors[{i}]", "a symmetric matrix", "one that differs from its transpose")
     return per_factor(factors, "eigh", torch.linalg.eigh)
 

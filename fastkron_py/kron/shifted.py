@@ -122,6 +122,8 @@ def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
         draw: standard normal numbers of the result's shape.
     """
     check_real(k.diagonals, "sample")
+    if 0 in k.diagonals[0].shape:
+        return draw()
     if k.form == VECTOR:  # a sum of two independent ones, neither of them singular
         least = k.diagonals[0].real.amin(-1, keepdim=True) / 2
         rest = k.diagonals[0] - least
@@ -228,4 +230,4 @@ def solve_iteratively(k: Shifted, b: Tensor, system: IterativeSystem, preconditi
     check_hermitian(k.factors, "conjugate gradients")
     check_real(k.diagonals, "conjugate gradients")
     b = b if system.mask is None else torch.where(system.mask, b, 0)
-    return linear_solve(system, b, k.parameters, preconditioning_basis(k) if precondition else [])
+    return linear_solve(system, b, k.parameters, preconditioning_basis(k) if precondition and b.numel() else [])

@@ -244,6 +244,24 @@ def test_products_in_lower_precision(dtype, device):
         assert_close(s.solve(x), torch.linalg.solve(dense, x.to(wide)), rms_tol=1e-5, max_tol=1e-5)
 
 
+@pytest.mark.parametrize("shapes", [((4, 4), (3, 3)), ((2, 4, 4), (2, 2, 2), (3, 3))], ids=ids)
+def test_on_both_backends(shapes, backend_name, device):
+    factors, masses = drawn(shapes, torch.float64, device, "symmetric, mass")
+    dense, x = dense_sum(factors), torch.randn(int(np.prod([s[-1] for s in shapes])), 3, dtype=torch.float64, device=device)
+    s = KroneckerSum([f.float() for f in factors])
+    assert_close(s @ x.float(), dense @ x, magnitude=dense.abs() @ x.abs(), steps=3)
+    assert_close(x.mT.float() @ s, x.mT @ dense, magnitude=x.mT.abs() @ dense.abs(), steps=3)
+    near(KroneckerSum(factors, masses=masses) @ x, dense_sum(factors, masses) @ x)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0, 3)])
+def test_empty_factors(sizes, device):
+    s = KroneckerSum([torch.eye(p, device=device) for p in sizes])
+    b = torch.ones(0, 2, device=device)
+    assert (s @ b).shape == s.solve(b).shape == (0, 2)
+    assert s.logdet() == 0
+
+
 def test_numpy_arrays():
     factors, masses = drawn([(2, 2), (3, 3)], torch.float64, "cpu", "symmetric, mass")
     s = KroneckerSum([f.numpy() for f in factors], masses=[m.numpy() for m in masses])

@@ -340,6 +340,15 @@ def test_gradients_of_functions_at_near_eigenvalues():
     near(found, expected)
 
 
+@pytest.mark.parametrize("sizes", [(0,), (2, 0, 3)])
+def test_empty_factors(sizes, device):
+    k, b = KroneckerProduct([torch.eye(p, device=device) for p in sizes]), torch.ones(0, 2, device=device)
+    for a in (k.add_diagonal(0.5), k.add_diagonal(torch.ones(0, device=device))):
+        assert (a @ b).shape == a.solve(b).shape == (0, 2)
+        assert a.logdet() == 0
+        assert a.sample((3,)).shape == (3, 0)
+
+
 # ---- arrays, copies, bad input -------------------------------------------------------------------------------------------------------
 
 
