@@ -13,13 +13,13 @@ from fastkron_py.kron import algebra, shifted
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.lanczos import Probes, estimate
 from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
 from fastkron_py.kron.pencil import Basis
 from fastkron_py.kron.shapes import Shape, broadcast_batch
 from fastkron_py.kron.shifted import EQUAL, KRONECKER, VECTOR, Shifted
 from fastkron_py.kron.spectral import scaled
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_integer, check_tensor
+from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
@@ -47,12 +47,14 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     Attributes:
         convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
+        standard_error: of the last determinant that was estimated, ``[*batch]``; None before.
     """
 
     def __init__(self, factors: Sequence[Any], diagonals: Sequence[Any], form: str, number: Any, shape: Shape) -> None:
         self._factors, self._diagonals, self._form, self._number = tuple(factors), tuple(diagonals), form, number
         self._shape = tuple(shape)
         self.convergence: Convergence | None = None
+        self.standard_error: Any = None
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -243,26 +245,44 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     def slogdet(self) -> algebra.SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k))))
+        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None)))
 
-    def _slogdet(self, k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
+    def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
+        if k.form == VECTOR and probes is not None:
+            found, error = estimate(k, probes)
+            self.standard_error = error if isinstance(self._factors[0], Tensor) else error.cpu().numpy()
+            return torch.ones_like(found, dtype=k.factors[0].dtype), found
         if k.form == VECTOR and math.prod(self._shape) > DENSE_LIMIT:
-            expected = f"one number or a Kronecker product of diagonals for the determinant of more than {DENSE_LIMIT} elements"
-            raise value_error("s", expected, f"a vector and a matrix of shape {self._shape}")
+            expected = f"a number, to estimate the determinant of a vector D with more than {DENSE_LIMIT} elements in all"
+            raise value_error("probes", expected, f"None for shape {self._shape}")
         return shifted.slogdet(k, basis)
 
-    def logdet(self) -> Any:
+    def _probes(self, count: Any, generator: Any, stop: Stopping) -> Probes | None:
+        if count is None:
+            return None
+        if check_integer("probes", count, "an integer or None") < 1:
+            raise value_error("probes", "1 or more", count)
+        return Probes(int(count), generator, stop)
+
+    def logdet(self, *, probes: int | None = None, generator: torch.Generator | None = None) -> Any:
         """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
 
         By eigenvectors where D has equal elements or is a Kronecker product of diagonals, with derivatives of the first and of the second
-        order that bear equal eigenvalues. Of a vector D by the dense matrix, up to 2**26 elements.
+        order that bear equal eigenvalues. Of a vector D by the dense matrix, up to 2**26 elements, or as an estimate by stochastic Lanczos
+        quadrature (Ubaru, Chen and Saad, 2017) with derivatives of the first order; `standard_error` tells its error.
+
+        Args:
+            probes: of the estimate: the number of random vectors, whose error falls with its square root. Other determinants need none.
+            generator: of the random vectors.
 
         Raises:
-            TypeError: float16 or bfloat16 factors.
-            ValueError: a factor is not square, a Kronecker product of diagonals is not positive, or D is a vector of more than 8192.
+            TypeError: float16 or bfloat16 factors, or probes are no integer.
+            ValueError: a factor is not square, a Kronecker product of diagonals is not positive, D is a vector of more than 8192 and no
+                probes are given, or in an estimate ``K + D`` is not Hermitian and positive definite.
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
-        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k))))
+        given = self._probes(probes, generator, stopping(None, 1000, None, _torch_dtype(self.dtype)))
+        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)))
 
     def inv_quad_logdet(
         self,
@@ -272,6 +292,8 @@ class KroneckerPlusDiagonal(LazyOperator):
         max_iterations: int = 1000,
         preconditioner: bool | Callable[[Tensor], Tensor] = True,
         progress: Callable[[int, Any], Any] | None = None,
+        probes: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> InvQuadLogdet:
         """``sum(conj(b) * A^-1 b)`` and ``log det A``, as linear_operator's method of this name.
 
@@ -281,6 +303,8 @@ class KroneckerPlusDiagonal(LazyOperator):
             max_iterations: as `solve`.
             preconditioner: as `solve`.
             progress: as `solve`.
+            probes: as `logdet`.
+            generator: as `logdet`.
 
         Raises:
             TypeError: as `solve` and `logdet`.
@@ -291,11 +315,12 @@ class KroneckerPlusDiagonal(LazyOperator):
             >>> quadratic, logdet = A.inv_quad_logdet(torch.ones(20))
         """
         iterative = self._iterative(None, tolerance, max_iterations, preconditioner, progress)
+        given = self._probes(probes, generator, iterative.stop)
 
         def both(k: Shifted, b: Tensor) -> tuple[Tensor, Tensor]:
             basis = self._basis(k)
             total = (b.conj() * self._solve(k, b, iterative, basis)).sum(-1 if b.ndim == 1 else (-2, -1))
-            return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis))
+            return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis, given))
 
         return InvQuadLogdet(*self._tensors(both, b, names=["b"]))
 
@@ -355,37 +380,6 @@ class KroneckerPlusDiagonal(LazyOperator):
         shifted.check_real(k.diagonals, "eigh")
         values, vectors = algebra.eigh(k.factors)
         return values + k.diagonals[0].real, vectors
-
-
-def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
-    """``K + D`` for each kind of argument that `KroneckerProduct.add_diagonal` takes, but for operators."""
-    factors, names, n = product._arrays, product._names, product.shape[-1]
-    first = factors[0]
-    if isinstance(s, Sequence) and not isinstance(s, str | bytes):
-        given, labels, form = list(s), [f"s[{i}]" for i in range(len(s))], KRONECKER
-        if len(given) != len(factors):
-            raise value_error("s", f"{len(factors)} vectors, one for each factor", len(given))
-    elif getattr(s, "ndim", 0) == 0:
-        number = product._scalar(s, "s")
-        if not isinstance(number, Tensor):
-            return KroneckerPlusDiagonal(factors, (), EQUAL, number, product.shape)
-        return KroneckerPlusDiagonal(factors, [number.to(first.device, first.dtype)], EQUAL, None, product.shape)
-    else:
-        given, labels, form = [s], ["s"], EQUAL if s.shape[-1] == 1 else VECTOR
-    bridge = find_bridge([*factors, *given], [*names, *labels])
-    with bridge.context():
-        like = bridge.load(first, names[0])
-        tensors = [bridge.load(a, label) for a, label in zip(given, labels, strict=True)]
-        for label, t in zip(labels, tensors, strict=True):
-            check_tensor(label, t, like, names[0])
-    for i, (label, t) in enumerate(zip(labels, tensors, strict=True)):
-        size = tuple(factors[i].shape[-2:]) if form == KRONECKER else (n, n)
-        if t.ndim == 0 or ((t.shape[-1], t.shape[-1]) != size and not (form == EQUAL and t.shape[-1] == 1)):
-            more = f", the diagonal that is added to factors[{i}]" if form == KRONECKER else " or [*batch, 1]"
-            expected = f"a vector [{size[0]}]" + more
-            raise value_error(label, expected, f"shape {tuple(t.shape)}")
-    batch = broadcast_batch([product.shape[:-2], *[tuple(t.shape[:-1]) for t in tensors]], "factors, s")
-    return KroneckerPlusDiagonal(factors, given, form, None, (*batch, n, n))
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron import algebra
+from fastkron_py.kron.add_diagonal import plus_diagonal
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factor_list
 from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
 from fastkron_py.kron.matrix_function import KroneckerFunction
-from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal, plus_diagonal
+from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_tensor
