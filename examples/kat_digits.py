@@ -1,6 +1,6 @@
 """A small Kolmogorov-Arnold transformer that learns to read digits, beside the same transformer with GELU.
 
-The images are scikit-learn's 1,797 digits of 8 x 8 pixels; the recipe is that of KAT's paper, shortened (docs/kat.md).
+The images are scikit-learn's 1,797 digits of 8 x 8 pixels; the training settings are those of KAT's paper, shortened (docs/kat.md).
 
     python examples/kat_digits.py [--quick] [--epochs 40] [--device cpu|cuda] [--picture out/kat_digits.png]
 """
@@ -102,7 +102,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train(run: Run, digits: Digits, epochs: int, tell: Any) -> None:
-    """AdamW, a warm-up and a cosine, label smoothing, MixUp and CutMix, stochastic depth: KAT's recipe. Equal seeds, equal batches."""
+    """AdamW, a warm-up and a cosine, label smoothing, MixUp and CutMix, stochastic depth: KAT's settings. Equal seeds, equal batches."""
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(1)  # of stochastic depth
     images, labels = digits.train

@@ -1,7 +1,7 @@
 """Runs a Gluon kernel on a CPU, one program after the other, with NumPy: Gluon has no interpreter of its own.
 
 Layouts mean nothing here: this shows that addresses, masks, buffers and sums are right, not that an element sits in a certain thread.
-What the hardware does on its own time is done as late as the kernel allows: a copy when it is waited for, a product likewise, from
+What the hardware does on its own time is done as late as the kernel allows: a copy when it is waited for, and a product, from
 what its operands' memory holds by then. So a buffer that is filled too early, or a wait for too little, gives a wrong result. Memory
 begins as NaN, and so does what a thread stores for tensor cores, until its fence. Products read TF32 operands cut off, and cut off their
 sums too, as an H100's tensor cores do. Partitions of warps: see `gluon_partitions`.
@@ -247,7 +247,7 @@ class Machine:
         self.warps.copying = []
 
     def wait_group(self, left: int) -> None:
-        """Until so many groups are left."""
+        """Until this number of groups is left."""
         while len(self.warps.copies) > left:
             for copy in self.warps.copies.popleft():
                 copy()
@@ -270,7 +270,7 @@ class Machine:
         return result
 
     def warpgroup_mma_wait(self, left: int, deps: Sequence[Tile]) -> Tile:
-        """Until so many products are left."""
+        """Until this number of products is left."""
         while len(self.warps.products) > left:
             self.warps.products.popleft()()
         return deps[0]

@@ -36,7 +36,7 @@ class Barrier:
         self.count = self._missing = count
 
     def arrive(self, count: int, announced: int = 0) -> None:
-        """So many have arrived, who announce so many bytes."""
+        """Count arrivals, and the bytes that they announce."""
         assert self.count > 0, "not begun"
         self.settle()
         assert self._missing >= count, "more arrived than a phase has"

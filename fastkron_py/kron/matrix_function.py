@@ -130,21 +130,21 @@ def _gradients(form: _Form, gradient: Tensor, x: Tensor, values: Tensor, slopes:
     """Those of x, of the values of f and of the factors."""
     factors, eigenvalues, vectors = form.split(tensors)
     inverses = [v.mH for v in vectors]
-    g, turned = kron_matmul_left(inverses, gradient), kron_matmul_left(inverses, x)
+    g, rotated = kron_matmul_left(inverses, gradient), kron_matmul_left(inverses, x)
     fg = scaled(g, values.conj())
     dx = kron_matmul_left(vectors, fg)
-    dvalues = (g * turned.conj()).sum(-1)
+    dvalues = (g * rotated.conj()).sum(-1)
     dvalues = (dvalues if values.is_complex() or not dvalues.is_complex() else dvalues.real).sum_to_size(values.shape)
-    found = [_factor_gradient(form, i, (g, fg, turned), values, slopes, eigenvalues) for i in range(len(factors))]
+    found = [_factor_gradient(form, i, (g, fg, rotated), values, slopes, eigenvalues) for i in range(len(factors))]
     back = [v @ c.to(v.dtype) @ w for v, c, w in zip(vectors, found, inverses, strict=True)]
     return dx, dvalues, *[b.sum_to_size(f.shape) for b, f in zip(back, factors, strict=True)]
 
 
 def _factor_gradient(
-    form: _Form, i: int, turned: tuple[Tensor, Tensor, Tensor], values: Tensor, slopes: Tensor, eigenvalues: Sequence[Tensor]
+    form: _Form, i: int, rotated: tuple[Tensor, Tensor, Tensor], values: Tensor, slopes: Tensor, eigenvalues: Sequence[Tensor]
 ) -> Tensor:
     """The gradient of a factor in its eigenvectors' basis, ``[*batch, P, P]``."""
-    g, fg, x = turned
+    g, fg, x = rotated
     sizes = [v.shape[-1] for v in eigenvalues]
     split = (math.prod(sizes[:i]), sizes[i], -1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
-from fastkron_py.kron.plan.torch_plan import Problem, recorded_plan
+from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -40,8 +40,8 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if choose_backend(backend, tensors[0]) == "torch":
         operands, scalars = (x, *factors) if z is None else (x, *factors, z), (_ALPHA, _BETA)
         small = _small(tensors, shape, precision, left, backward=False)
-        may_record = precision is None and (z is not None or tensors[-1] is None)
-        recorded = _small(tensors, shape, precision, left, backward=True) if may_record else None
+        may_differentiate = precision is None and (z is not None or tensors[-1] is None)
+        differentiable = _small(tensors, shape, precision, left, backward=True) if may_differentiate else None
 
         def by_torch(x: Tensor, *given: Any) -> Tensor:
             count = len(factors)
@@ -51,7 +51,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
                 z4 = problem.pack(z[0].expand(shape)) if z else None
                 return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
 
-        return build.program([build.call(small or by_torch, operands, result, scalars=scalars)], recorded=recorded)
+        return build.program([build.call(small or by_torch, operands, result, scalars=scalars)], differentiable=differentiable)
     from fastkron_py.kron.forward import Scale, add_multiply
 
     problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
@@ -71,7 +71,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
         shape: of the result.
         precision: of float32 products.
         left: the form.
-        backward: whether autograd records the function.
+        backward: whether autograd differentiates the function.
     """
     x, *factors, _ = tensors
     if x.ndim != 2 or any([f.ndim != 2 for f in factors]):
@@ -85,7 +85,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
     if not (is_one_product or torch_small.is_small(problem)):
         return None
-    steps = recorded_plan(problem).steps
+    steps = differentiable_plan(problem).steps
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]

@@ -46,7 +46,7 @@ class Shifted(NamedTuple):
 
     @property
     def masses(self) -> list[Tensor]:
-        """The factors of D as matrices, of which the pairs with the factors of K are made; none for equal elements."""
+        """The factors of D as matrices, to be paired with the factors of K; none for equal elements."""
         return [torch.diag_embed(d) for d in self.diagonals] if self.form == KRONECKER else []
 
     @property

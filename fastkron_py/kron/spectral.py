@@ -80,8 +80,8 @@ def invert_by_basis(
         right, left, diagonal = [y.mH for y in left], [x.mH for x in right], diagonal.conj()
 
     def invert(r: Tensor) -> Tensor:
-        turned = kron_matmul_left(left, r.to(left[0].dtype))
-        x = kron_matmul_left(right, turned.div_(diagonal.unsqueeze(-1)))
+        rotated = kron_matmul_left(left, r.to(left[0].dtype))
+        x = kron_matmul_left(right, rotated.div_(diagonal.unsqueeze(-1)))
         return x if r.is_complex() else x.real if x.is_complex() else x
 
     x = invert(b)
@@ -126,14 +126,14 @@ class _LogForm(NamedTuple):
         """``[*batch]``: complex where E is, else the sum of log abs E. Derivatives are right to the first order, or to the second."""
         right, left = vectors[: self.size], vectors[self.size : 2 * self.size]
         is_complex = shift.is_complex() or vectors[-1].is_complex()
-        turned = [y @ f.to(x.dtype) @ x for f, x, y in zip(factors, right, left, strict=True)]
-        values = [t.diagonal(dim1=-2, dim2=-1) for t in turned]
+        rotated = [y @ f.to(x.dtype) @ x for f, x, y in zip(factors, right, left, strict=True)]
+        values = [t.diagonal(dim1=-2, dim2=-1) for t in rotated]
         values = values if is_complex else [v.real if v.is_complex() else v for v in values]
         diagonal = combined(values, self.sums, None if self.sums else shift)
         total = (diagonal.log() if is_complex else diagonal.abs().log()).sum(-1)
         if not second:
             return total
-        for i, t in enumerate(turned):
+        for i, t in enumerate(rotated):
             d = self._differences([v.detach() for v in values], i, diagonal.detach())
             part = ((t * t.mT) * d.to(t.dtype)).sum((-2, -1)) / 2
             total = total + (part if is_complex or not part.is_complex() else part.real)

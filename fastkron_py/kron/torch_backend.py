@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
 from fastkron_py.kron.matmul import PLAIN, Epilogue
-from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Problem, Step, plan, recorded_plan
+from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Problem, Step, differentiable_plan, plan
 from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
 from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
 from fastkron_py.runtime.checks import HALF_DTYPES
@@ -83,7 +83,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
         if x.dtype not in HALF_DTYPES and is_small(problem):
             if groups > 1:
                 return multiply_small_groups(x, factors, z, alpha, beta)
-            steps = recorded_plan(problem).steps
+            steps = differentiable_plan(problem).steps
             return multiply_small(x, [f[0] for f in factors], steps, (1, length, n, columns), columns, z, alpha, beta)
         chosen, dtype = _plan_for(x, factors)
         layout = chosen.layout

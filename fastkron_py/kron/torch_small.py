@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 14  # of a small matrix: products of many rows with it go 
 def is_small(problem: Problem) -> bool:
     """Whether a multiply takes one product for each factor, which autograd may record: the general way's calls cost more than they save.
 
-    A backward pass of recorded products has all intermediates; so the problem is small, or of one factor.
+    A backward pass by autograd has all intermediates; so the problem is small, or of one factor.
     """
     k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
     elements = problem.groups * problem.rows * problem.columns * max(k, n)

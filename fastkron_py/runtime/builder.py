@@ -169,14 +169,14 @@ class Builder:
         return results[0] if len(results) == 1 else list(results)
 
     def program(
-        self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None, recorded: Callable[..., Tensor] | None = None
+        self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None, differentiable: Callable[..., Tensor] | None = None
     ) -> Program:
         """The program that returns these tensors; each all of a value, in the shape given if there is one.
 
         Args:
             results: of the program.
             shapes: of the results.
-            recorded: the program's `Program.recorded`.
+            differentiable: the program's `Program.differentiable`.
 
         Raises:
             ValueError: a result is an input, or no step uses it.
@@ -198,7 +198,7 @@ class Builder:
         places = Places(tuple(self._alignments.items()), tuple(self._orders.items()))
         count = next(self._numbers)
         found = [Result(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
-        return Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device, recorded)
+        return Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device, differentiable)
 
     # ---- inside ----------------------------------------------------------------------------------
 

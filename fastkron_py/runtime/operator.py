@@ -181,11 +181,11 @@ class Operator:
         return found
 
     def _call_of(self, program: Program, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-        """The function that runs a program on tensors like these; where a gradient is wanted, autograd's or a recorded one."""
+        """The function that runs a program on tensors like these; where a gradient is wanted, autograd's rule or the program's own."""
         if not wants_gradient(tensors):
             return self._run
-        if program.recorded is not None:
-            return self._recorded
+        if program.differentiable is not None:
+            return self._by_autograd
         absent = [i for i, t in enumerate(tensors) if t is None]
         if not absent:
             return self._differentiable
@@ -204,10 +204,10 @@ class Operator:
             return self._shown(self._results(program, given, options))
         return program(given, self._numbers(options) if program.has_scalars else ())[0]
 
-    def _recorded(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
+    def _by_autograd(self, program: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Any:
         """The result of a program whose operations autograd records."""
         with without_autocast(given[0].device):
-            return program.recorded(*given, *self._numbers(options))  # type: ignore[misc]
+            return program.differentiable(*given, *self._numbers(options))  # type: ignore[misc]
 
     def _differentiable(self, program: Program, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Any:
         """The same with gradients."""
@@ -302,7 +302,7 @@ def asked_for(ctx: Any, needs: Sequence[bool]) -> tuple[bool, ...]:
     """needs_input_grad of the tensors, without those that this backward pass does nothing with.
 
     ``torch.autograd.grad(y, x, create_graph=True)`` needs no gradient of a layer's parameters, which torch's flags do not say. Where
-    no graph is recorded, all that is needed is taken to be asked for: that is a whole backward pass, whose program is kept.
+    no graph is kept, all that is needed is taken to be asked for: that is a whole backward pass, whose program is kept.
 
     Args:
         ctx: the function's.

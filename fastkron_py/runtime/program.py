@@ -159,7 +159,7 @@ class Program:
         results: Sequence[Result],
         places: Places,
         device: torch.device,
-        recorded: Callable[..., Tensor] | None = None,
+        differentiable: Callable[..., Tensor] | None = None,
     ) -> None:
         """Steps over values.
 
@@ -171,11 +171,11 @@ class Program:
             results: of the program.
             places: of the inputs.
             device: of all values.
-            recorded: a function of the inputs and scalars to the one result, of few operations that autograd may record, where it then
-                calls their derivatives in less time than an autograd function and its backward pass take.
+            differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less
+                time than an autograd function and its backward pass take.
         """
         self._steps = tuple(steps)
-        self.recorded = recorded
+        self.differentiable = differentiable
         self._inputs, self._pool, self._results = inputs, pool, tuple(results)
         self._blank = [None] * (count - inputs)
         self._offsets = [(number, offset) for number, offset, *_ in pool.parts]

@@ -75,7 +75,7 @@ def test_other_bases(basis: str, launched: list[str], generator: torch.Generator
 @pytest.mark.parametrize("product", ["TF32", "bfloat16"])
 @pytest.mark.parametrize("basis", ["legendre", "fourier"])
 def test_rows_of_any_number_and_stride(product: str, basis: str, launched: list[str], generator: torch.Generator) -> None:
-    """203 rows, of which TF32's copy of dy, turned, makes no run of 16 bytes; dy a part of a wider matrix; two groups of eight degrees."""
+    """203 rows, whose transposed copy of dy in TF32 makes no run of 16 bytes; dy a part of a wider matrix; two groups of eight degrees."""
     dtype, precision, bound = PRODUCTS[product]
     x, c, dy = problem(203, 72, 136, 11, dtype, torch.device("cpu"), generator)
     wide = torch.full((203, 160), torch.nan, dtype=dtype)

@@ -389,7 +389,9 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     truth = reference.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=dy, left=left)
     gradients = torch.autograd.grad(truth, arguments, dy)
     columns = rows if left else 1
-    found = [torch_plan.recorded_plan(torch_plan.Problem(tuple(shapes), rows // columns, columns, backward=b)).steps for b in (False, True)]
+    found = [
+        torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), rows // columns, columns, backward=b)).steps for b in (False, True)
+    ]
     for steps in (*found, *([s._replace(way=way) for s in found[0]] for way in WAYS)):
         y = torch_small.multiply_small(x, [f.mT for f in factors] if left else factors, steps, dy.shape, columns, dy, 0.5, 2.0)
         assert y.is_contiguous()

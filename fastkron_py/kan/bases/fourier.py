@@ -1,6 +1,6 @@
 """The Fourier basis: 1, sin(pi t), cos(pi t), sin(2 pi t), cos(2 pi t), ...
 
-The pair is turned by pi t at every second step.
+The pair is rotated by pi t at every second step.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _start(t, TERMS: tl.constexpr, PARAMS: tl.constexpr):
 def _step(state, d, TERMS: tl.constexpr, PARAMS: tl.constexpr):
     s1, c1, s, c = state
     if d % 2 == 0:
-        turned = s * c1 + c * s1
+        rotated = s * c1 + c * s1
         c = c * c1 - s * s1
-        s = turned
+        s = rotated
     return s1, c1, s, c
 
 

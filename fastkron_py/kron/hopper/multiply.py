@@ -185,7 +185,7 @@ def _step(
     t = gl.reshape(in_order(gl.reshape(t, twos(TO)), TO), [ROWS_, P])
     t = gl.convert_layout(t, OPERAND)
     if GUARD:
-        # An infinity of an earlier factor has turned the padding into NaN, which 0 does not cancel.
+        # An infinity of an earlier factor has made NaN of the padding, which 0 does not cancel.
         p = _column_index(gl.arange(0, P, gl.SliceLayout(0, OPERAND)), STEPS, INDEX)
         t = gl.where(p[None, :] < _field(STEPS, INDEX, P_SIZE), t, 0.0)
     if not THREE and (ROUND == 2 or (ROUND == 1 and INDEX > 0)):
@@ -290,7 +290,7 @@ def _chained_multiply_fwd_kernel(
             first = (gl.program_id(0) + batch) * BLOCK_S
             fetch_tile(buffer, x_ptr, x_strides, batch, first, num_slices, before, after, TILE, WARPS)
     else:
-        # Under way while the factors are staged.
+        # Under way while the factors are stored to shared memory.
         t = load_tile(x_ptr, x_strides, batch, first, num_slices, before, after, TILE)
     h0, l0 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 0, ALONG_P, WARPS, THREE)
     h1, l1 = _stage_factor(factor_ptrs, factor_strides, batch, SHAPES, STEPS, 1, ALONG_P, WARPS, THREE) if COUNT > 1 else (h0, l0)

@@ -158,7 +158,7 @@ def _fetching(warps, tail):
 
 @gluon.constexpr_function
 def _waiting(tail):
-    """Where a fetched tile waits: swizzled, since lanes take rows as well as columns from it."""
+    """Where a loaded tile waits: swizzled, since lanes take rows as well as columns from it."""
     return gl.SwizzledSharedLayout(4, 1, 8, [0, 1] if tail else [1, 0])
 
 

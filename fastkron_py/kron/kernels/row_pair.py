@@ -76,7 +76,7 @@ def _row_pair_fwd_kernel(
             x = tl.load(x_row + (p * SIZES[2] + b))
         else:
             x = tl.load(x_row + (p * SIZES[2] + b), mask=(p < SIZES[0]) & (b < SIZES[2]), other=0.0)
-        # An infinity of a factor turns padding into NaN, which 0 does not cancel.
+        # An infinity of a factor makes NaN of padding, which 0 does not cancel.
         if A_FIRST:
             t = dot(fa, x, tl.zeros((QA, PB), tl.float32), PRECISION)
             if SIZES[2] != PB:

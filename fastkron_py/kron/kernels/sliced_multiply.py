@@ -108,7 +108,7 @@ def _multiply_step(
     """``[BLOCK_S, REST * P_PAD]`` times factor tile f along the last mode, to ``[BLOCK_S, Q_PAD, REST]``."""
     t = tl.reshape(t, (BLOCK_S * REST, P_PAD))
     if P != P_PAD:
-        # An infinity of an earlier factor has turned the padding into NaN, which 0 does not cancel.
+        # An infinity of an earlier factor has made NaN of the padding, which 0 does not cancel.
         t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)
     t = dot(t.to(COMPUTE), f, tl.zeros((BLOCK_S * REST, Q_PAD), ACC), PRECISION)
     return tl.permute(tl.reshape(t, (BLOCK_S, REST, Q_PAD)), (0, 2, 1))

@@ -287,8 +287,8 @@ def chained_config(steps: Sequence[Step], itemsize: int, sectors: int, num_slice
         return ChainedConfig(block_s, 16, 0, 0, False) if sectors < 2 else None
     if block_s * most > WIDEST_TILE or not fits_chained(steps, block_s, num_warps):
         return None
-    staged = 2 * sum(p * q for p, q in pads)
-    loops = sectors == 0 and len(steps) > 1 and staged > block_s * most // 2
+    shared_elements = 2 * sum(p * q for p, q in pads)
+    loops = sectors == 0 and len(steps) > 1 and shared_elements > block_s * most // 2
     return ChainedConfig(block_s, num_warps, 8 // num_warps or 1 if loops else 0, 128 if num_warps == 8 else 0)
 
 

@@ -1,6 +1,6 @@
 """Where each element of u and g sits while a Hopper tensor core makes gradients of a chain of two steps `u (A (x) B)`.
 
-As in `plan.chained_gradient`, tiles wait in shared memory and operands are loaded in fragment order. Every warp takes slices
+As in `plan.chained_gradient`, tiles wait in shared memory and operands are loaded in the order of registers. Every warp takes slices
 of its own, and the accumulators of one product are an operand of the next. The bits of a product's rows and columns are
 chosen such that both are the same registers. Of the modes a and b of u, and a' and b' of g:
 

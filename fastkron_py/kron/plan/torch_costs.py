@@ -53,7 +53,7 @@ CHUNKED: Final = 20e3  # a product in chunks
 CHUNKED_STEP: Final = 8e3  # each step of it
 CHUNKED_BACKWARD: Final = 80e3  # a product and its backward pass in chunks
 CHUNKED_STEP_BACKWARD: Final = 25e3
-RECORDED_STEP: Final = 4e3  # each step of a product whose operations autograd records, and of its backward pass
+DIFFERENTIABLE_STEP: Final = 4e3  # each step of a product whose operations autograd records, and of its backward pass
 
 # Half types that the CPU multiplies: products in oneDNN.
 HALF_MULTIPLY_ADD: Final = 0.006
@@ -215,12 +215,12 @@ def best_ways(mode: Mode, backward: bool, is_last: bool, rates: Rates) -> Ways:
     return Ways((0.0 if is_last else seconds) + back_seconds + gradient_seconds, way, back, gradient)
 
 
-def recorded_ways(mode: Mode, backward: bool, rates: Rates) -> Ways:
+def differentiable_ways(mode: Mode, backward: bool, rates: Rates) -> Ways:
     """The same where autograd records the product: its backward pass takes the way that the product took."""
     total = _fresh(product_ways(mode, rates), mode, rates)
     if backward:
-        turned = mode._replace(p=mode.q, q=mode.p)
-        back = _fresh(product_ways(turned, rates), turned, rates)
+        swapped = mode._replace(p=mode.q, q=mode.p)
+        back = _fresh(product_ways(swapped, rates), swapped, rates)
         at_once = gradient_ways(Mode(1, mode.p, mode.q, mode.matrices * mode.tail), rates)[IN_PLACE]  # of operands that are copied by then
         gradient = {IN_PLACE: gradient_ways(mode, rates)[IN_PLACE], MOVED: at_once, TRANSPOSED: at_once}
         total = {way: seconds + back[way] + gradient[way] for way, seconds in total.items()}

@@ -124,23 +124,25 @@ def plan(problem: Problem) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def recorded_plan(problem: Problem) -> Plan:
+def differentiable_plan(problem: Problem) -> Plan:
     """The plan of a product that autograd records: no factor is multiplied out, and nothing takes another layout."""
     rates = Rates(problem.itemsize)
     runs = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
-    made = [_steps(problem, runs, order, rates, recorded=True) for order in _orders(runs)]
+    made = [_steps(problem, runs, order, rates, differentiable=True) for order in _orders(runs)]
     steps, seconds = min(made, key=lambda m: m[1])
     return Plan(steps, seconds=seconds)
 
 
 def records(problem: Problem) -> bool:
-    """Whether `recorded_plan` takes less time than `plan`, by the model; where there is a backward pass, with the product before it."""
-    recorded = recorded_plan(problem)
+    """Whether `differentiable_plan` takes less time than `plan`, by the model; a backward pass is counted with the product before it."""
+    by_autograd = differentiable_plan(problem)
     general = plan(problem)
     seconds = general.seconds + costs.chunked(len(general.steps), problem.backward)
     if not problem.backward:
-        return recorded.seconds <= seconds
-    return recorded.seconds + len(recorded.steps) * costs.RECORDED_STEP <= seconds + plan(problem._replace(backward=False)).seconds
+        return by_autograd.seconds <= seconds
+    return (
+        by_autograd.seconds + len(by_autograd.steps) * costs.DIFFERENTIABLE_STEP <= seconds + plan(problem._replace(backward=False)).seconds
+    )
 
 
 def _chunk_rows(problem: Problem) -> int:
@@ -164,7 +166,7 @@ def _mode(problem: Problem, before: int, after: int) -> tuple[int, int]:
 
 
 def _steps(
-    problem: Problem, runs: Sequence[_Run], order: Sequence[int], rates: Rates, recorded: bool = False
+    problem: Problem, runs: Sequence[_Run], order: Sequence[int], rates: Rates, differentiable: bool = False
 ) -> tuple[tuple[Step, ...], float]:
     """The runs as steps in this order, and their time."""
     sizes = [r.p for r in runs]
@@ -174,8 +176,8 @@ def _steps(
         before, after = math.prod(sizes[:i]), math.prod(sizes[i + 1 :])
         count, tail = _mode(problem, before, after)
         mode = Mode(count, p, q, tail)
-        if recorded:
-            took, *ways = costs.recorded_ways(mode, problem.backward, rates)
+        if differentiable:
+            took, *ways = costs.differentiable_ways(mode, problem.backward, rates)
         else:
             took, *ways = costs.best_ways(mode, problem.backward, at == len(order) - 1, rates)
         seconds += took

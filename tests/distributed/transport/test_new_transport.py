@@ -23,7 +23,7 @@ from fastkron_py.distributed.transport.transfer import Transfer, Transport
 
 
 class Mail(Transport):
-    """A letter to each peer, in order; for transfers of at most so many elements. Modelled to cost next to nothing."""
+    """A letter to each peer, in order; for transfers up to a number of elements. Modelled to cost next to nothing."""
 
     name = "mail"
     label = "by mail"
