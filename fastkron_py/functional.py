@@ -6,6 +6,7 @@ from fastkron_py.kan.api import poly_kan
 from fastkron_py.kron.api import gekmm, gemkm, kron_matmul, kron_matmul_left
 from fastkron_py.kron.hadamard import hadamard
 from fastkron_py.kron.kronecker_sum import KroneckerSum
+from fastkron_py.kron.mode_matmul import mode_matmul
 from fastkron_py.kron.product import KroneckerProduct
 from fastkron_py.kron.tune.api import tune
 from fastkron_py.rational.api import linear_rational, rational
@@ -25,6 +26,7 @@ __all__ = [
     "layer_norm_rational",
     "linear_rational",
     "lokr_linear",
+    "mode_matmul",
     "poly_kan",
     "rational",
     "rational_linear",

@@ -1,0 +1,137 @@
+"""Matrices that contract dimensions of a tensor, against einsum in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastkron_py
+from fastkron_py import mode_matmul
+from fastkron_py.testing import assert_close
+
+SHAPE = (3, 4, 5, 6)
+COLUMNS = {0: 2, 1: 7, 2: 5, 3: 8}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+DIMS = [(0,), (1,), (3,), (-1,), (0, 1), (1, 2), (2, -1), (0, 2), (1, 3), (0, 1, 3), (0, 1, 2, 3), (3, 0)]
+
+
+def einsum(x: torch.Tensor, factors: dict[int, torch.Tensor]) -> torch.Tensor:
+    """In float64 or complex128, one dimension after the other."""
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    y = x.to(wide)
+    for dim, f in factors.items():
+        y = torch.tensordot(y, f.to(wide), ([dim], [0])).movedim(-1, dim)
+    return y
+
+
+def drawn(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    torch.manual_seed(0)
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    x = torch.randn(SHAPE, dtype=wide).to(device, dtype)
+    return x, {dim: torch.randn(SHAPE[dim], COLUMNS[dim % 4], dtype=wide).to(device, dtype) for dim in dims}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_values(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x, factors = drawn(dims, dtype, device)
+    y = mode_matmul(x, factors)
+    assert y.dtype == dtype
+    assert_close(y, einsum(x, factors), steps=4 * len(dims))
+    with pytest.raises(AssertionError):
+        assert_close(y * 1.5, einsum(x, factors), steps=4 * len(dims))
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 0, 3, 2), (0, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize("dims", [(0,), (1, 2), (0, 3)], ids=str)
+def test_permuted_tensors_are_not_copied(dims: tuple[int, ...], order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, factors = drawn(dims, torch.float64, torch.device("cpu"))
+    permuted = x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+    assert permuted.stride() != x.stride()
+    wanted = einsum(x, factors)
+    copies: list[torch.Size] = []
+    reshape = torch.Tensor.reshape
+
+    def counted(t: torch.Tensor, *shape: Any) -> torch.Tensor:
+        found = reshape(t, *shape)
+        copies.extend([t.shape] if t.numel() and found.data_ptr() != t.data_ptr() else [])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "reshape", counted)
+        y = mode_matmul(permuted, factors)
+    assert_close(y, wanted, steps=8)
+    assert x.shape not in copies
+    assert y.permute(order).is_contiguous()
+
+
+@pytest.mark.parametrize("view", ["sliced", "expanded", "negative step"])
+def test_other_strides(view: str, device: torch.device) -> None:
+    x, factors = drawn((1, 2), torch.float64, device)
+    views = {"sliced": torch.cat([x, x], 1)[:, ::2], "expanded": x[:1].expand_as(x), "negative step": x.flip(2)}
+    assert_close(mode_matmul(views[view], factors), einsum(views[view], factors), steps=8)
+
+
+def test_shapes_at_the_edge(device: torch.device) -> None:
+    x = torch.randn(4, device=device, dtype=torch.float64)
+    assert_close(mode_matmul(x, {0: torch.eye(4, 3, device=device).double()}), x[:3], steps=2)
+    assert mode_matmul(x, {}).equal(x)
+    empty = torch.zeros(0, 4, 5, device=device)
+    assert mode_matmul(empty, {1: torch.ones(4, 6, device=device)}).shape == (0, 6, 5)
+    assert mode_matmul(torch.zeros(3, 0, device=device), {1: torch.ones(0, 2, device=device)}).equal(torch.zeros(3, 2, device=device))
+    assert mode_matmul(x.expand(2, 3, 4), {np.int64(2): torch.ones(4, 1, device=device).double()}).shape == (2, 3, 1)
+
+
+def test_gradients_of_both_orders() -> None:
+    x, factors = drawn((0, 2, 3), torch.float64, torch.device("cpu"))
+    x, matrices = x[:, :2].clone().requires_grad_(), [f.requires_grad_() for f in factors.values()]
+
+    def function(x: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
+        return mode_matmul(x, dict(zip(factors, matrices, strict=True)))
+
+    assert torch.autograd.gradcheck(function, (x, *matrices), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (x, *matrices), fast_mode=True)
+
+
+def test_transforms() -> None:
+    x, factors = drawn((1, 2), torch.float64, torch.device("cpu"))
+    wanted = einsum(x, factors)
+    shifted = {dim - 1: f for dim, f in factors.items()}
+    assert_close(torch.vmap(lambda t: mode_matmul(t, shifted))(x), wanted, steps=8)
+    compiled = torch.compile(lambda t: mode_matmul(t, factors), fullgraph=True, backend="eager")
+    assert_close(compiled(x), wanted, steps=8)
+
+
+def test_numpy() -> None:
+    x, factors = drawn((-1, 0), torch.float64, torch.device("cpu"))
+    y = mode_matmul(x.numpy(), {dim: f.numpy() for dim, f in factors.items()})
+    assert isinstance(y, np.ndarray)
+    assert_close(torch.from_numpy(y), einsum(x, factors), steps=8)
+
+
+def test_all_dimensions_are_one_product() -> None:
+    x, factors = drawn((0, 1, 2, 3), torch.float64, torch.device("cpu"))
+    y = fastkron_py.kron_matmul(x.reshape(1, -1), [factors[i] for i in range(4)])
+    assert torch.equal(mode_matmul(x, factors).reshape(1, -1), y)
+
+
+X = torch.zeros(2, 3, 4)
+REFUSED = {
+    "no mapping": ([torch.ones(3, 3)], TypeError, "factors: expected a mapping of dimensions to matrices; got list"),
+    "no integer": ({"1": torch.ones(3, 3)}, TypeError, "factors: expected integers as dimensions"),
+    "out of range": ({3: torch.ones(3, 3)}, ValueError, "factors: expected dimensions from -3 to 2, as x has; got 3"),
+    "twice": ({1: torch.ones(3, 3), -2: torch.ones(3, 3)}, ValueError, "factors: expected each dimension once"),
+    "rows": ({1: torch.ones(4, 3)}, ValueError, r"factors\[1\]: expected a matrix of 3 rows, x's size there; got shape \(4, 3\)"),
+    "a vector": ({1: torch.ones(3)}, ValueError, r"factors\[1\]: expected a matrix of 3 rows"),
+    "dtype": ({1: torch.ones(3, 3).double()}, TypeError, r"factors\[1\]: expected x's dtype torch.float32"),
+    "no tensor": ({1: np.ones((3, 3))}, TypeError, r"factors\[1\]"),
+}
+
+
+@pytest.mark.parametrize(("factors", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(factors: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mode_matmul(X, factors)
