@@ -104,7 +104,8 @@ def _memory_order(x: Tensor) -> list[int]:
     given = list(range(x.ndim))
     if torch.compiler.is_compiling() or x.is_contiguous():
         return given
-    order = sorted(given, key=lambda dim: (-x.stride(dim), dim))
+    strides = tuple(x.stride())
+    order = sorted(given, key=lambda dim: (-strides[dim], dim))
     return order if x.permute(order).is_contiguous() else given
 
 
