@@ -1,4 +1,4 @@
-"""The commands of ``python -m fastkron_py``."""
+"""The commands of ``fastkron``, which ``python -m fastkron_py`` runs as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from fastkron_py.cli.picture import draw
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.cli.tune import tune
 
-app = typer.Typer(help="Kronecker products, fast.", no_args_is_help=True, add_completion=False)
+EXAMPLE = """Example:
+
+fastkron info
+
+fastkron demo --out demo.png
+"""
+
+app = typer.Typer(help="Multiply with Kronecker products.", epilog=EXAMPLE, no_args_is_help=True, add_completion=False)
 app.command()(bench)
 app.command()(tune)
 

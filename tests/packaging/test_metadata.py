@@ -26,6 +26,10 @@ def test_version_is_the_distribution_s() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", installed)
 
 
+def test_the_citation_has_this_version() -> None:
+    assert f"version: {fastkron_py.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_room_is_installed() -> None:
     rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
     assert rooms == {"adapters", "cli", "distributed", "gated", "integrations", "kan", "kron", "nn", "rational", "runtime", "tiling"}

@@ -1,0 +1,33 @@
+"""The command line as a whole."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from fastkron_py.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_arguments_it_shows_commands_and_an_example() -> None:
+    shown = CliRunner().invoke(app, []).output
+    for command in ("info", "demo", "bench", "tune"):
+        assert command in shown
+    assert "fastkron info" in shown
+    assert "fastkron demo --out demo.png" in shown
+
+
+def test_an_unknown_command_is_named() -> None:
+    result = CliRunner().invoke(app, ["mult"])
+    assert result.exit_code == 2
+    assert "mult" in result.output
+
+
+def test_the_console_script_is_this_app() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, name = scripts["fastkron"].split(":")
+    assert getattr(import_module(module), name) is app
