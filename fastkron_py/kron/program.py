@@ -40,7 +40,8 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if choose_backend(backend, tensors[0]) == "torch":
         operands, scalars = (x, *factors) if z is None else (x, *factors, z), (_ALPHA, _BETA)
         small = _small(tensors, shape, precision, left, backward=False)
-        may_differentiate = precision is None and (z is not None or tensors[-1] is None)
+        # A backward pass under autocast would round the products of float32 factors that autograd differentiates.
+        may_differentiate = precision is None and (z is not None or tensors[-1] is None) and all([f.dtype == x.dtype for f in factors])
         differentiable = _small(tensors, shape, precision, left, backward=True) if may_differentiate else None
 
         def by_torch(x: Tensor, *given: Any) -> Tensor:
