@@ -209,7 +209,7 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
 def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
     """The launch configuration of two steps on one slice at a time."""
     batches, (first, second) = problem.shape[0], problem.launch.steps
-    config = row_pair_config(first, second, gpu)
+    config = row_pair_config(first, second, problem.epilogue == "axpby", gpu)
     sizes, pads = (first.p, first.q, second.p, second.q), sides(first, second)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
     arguments = common | {

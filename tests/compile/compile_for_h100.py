@@ -47,6 +47,9 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "bfloat16 128^2": (torch.bfloat16, 1, 1024, [(128, 128)] * 2, 1),
     "float16 16^4": (torch.float16, 1, 1024, [(16, 16)] * 4, 1),
     "float16 64^2": (torch.float16, 1, 1024, [(64, 64)] * 2, 1),
+    "bfloat16 172, 64": (torch.bfloat16, 1, 1024, [(172, 172), (64, 64)], 1),
+    "float16 172, 60": (torch.float16, 1, 1024, [(172, 172), (60, 60)], 1),
+    "bfloat16 70 to 140, 100": (torch.bfloat16, 1, 1024, [(70, 140), (100, 100)], 1),
 }
 # Also compiled backward: every width of a fused kernel, and some too wide for it.
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3")

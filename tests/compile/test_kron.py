@@ -11,7 +11,8 @@ from compiled_for_h100 import LIMIT, SHARED_MEMORY, compiled
 pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_h100")]
 
 LARGE_TILES = ("16^5", "8^7")
-IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4")
+ROW_PAIRS = ("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100")
+IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4", *ROW_PAIRS)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,12 @@ def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
     """Of the preferred configuration: on an H100 nothing should fall back."""
     too_large = [k for k in kernels if k["shared"] > SHARED_MEMORY]
     assert not too_large
+
+
+def test_row_pairs_are_compiled_with_z(kernels: list[dict[str, Any]]) -> None:
+    """z takes shared memory too, which the choice of stages counts."""
+    found = {k["problem"] for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["what"] == "with z"}
+    assert found >= set(ROW_PAIRS)
 
 
 def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:

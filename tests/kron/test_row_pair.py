@@ -11,7 +11,7 @@ from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.row_pair import row_pair_config, sides
+from fastkron_py.kron.plan.row_pair import row_pair_config, shared_memory, sides
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
@@ -109,12 +109,12 @@ def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
     assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
 
 
-@pytest.mark.parametrize("shape", [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128), (172, 64), (256, 128)], ids=str)
-def test_shared_memory_suffices(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("adds", [False, True], ids=["plain", "z"])
+@pytest.mark.parametrize("shape", [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128), (172, 64), (172, 60), (256, 128)], ids=str)
+def test_shared_memory_suffices(shape: tuple[int, int], adds: bool) -> None:
+    """By the model, which `tests/compile` holds against the compiler."""
     first, second = (Step(i, i + 1, p, p) for i, p in enumerate(shape))
-    config = row_pair_config(first, second, HOPPER)
-    pa, qa, pb, qb = sides(first, second)
-    between = 0 if config.a_first else pa * qb
-    needed = 2 * (config.stages * pa * pb + pb * qb + qa * pa + between)
-    assert needed * config.programs_per_sm <= HOPPER.shared_memory
+    config = row_pair_config(first, second, adds, HOPPER)
+    _, qa, _, qb = sides(first, second)
+    assert shared_memory(first, second, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
     assert math.prod((qa, qb)) // (32 * config.num_warps) <= 128  # sums in a thread's registers

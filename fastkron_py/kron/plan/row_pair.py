@@ -62,14 +62,28 @@ def _fits(first: Step, second: Step) -> bool:
     pa, qa, pb, qb = sides(first, second)
     if _is_a_first(first, second) and min(pb, qb) < LEAST_SECOND_OF_WIDE:
         return False
-    return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and _shared_memory(first, second, 1) <= HOPPER.shared_memory
+    return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and shared_memory(first, second, 1, False) <= HOPPER.shared_memory
 
 
-def _shared_memory(first: Step, second: Step, stages: int) -> int:
-    """Bytes of a program: slices that are loaded ahead, both factors, and the result of the first product, unless it is in registers."""
+def shared_memory(first: Step, second: Step, stages: int, adds: bool) -> int:
+    """Bytes of a program, as Triton allocates them.
+
+    It holds slices of x and of z that are loaded ahead, both factors, and the result of the first product. If that stays in
+    registers, it takes another layout by way of shared memory, which a lone stage has free.
+
+    Args:
+        first: step A.
+        second: step B.
+        stages: slices in work.
+        adds: z is added.
+    """
     pa, qa, pb, qb = sides(first, second)
-    between = 0 if _is_a_first(first, second) else pa * qb
-    return 2 * (stages * pa * pb + pb * qb + qa * pa + between)
+    ahead = stages - 1
+    elements = stages * pa * pb + pb * qb + qa * pa + (ahead * qa * qb if adds else 0)
+    if not _is_a_first(first, second):
+        return 2 * (elements + pa * qb)
+    is_whole = (pb, qb) == (second.p, second.q)
+    return 2 * elements + (WIDEST * 2 * (qb if is_whole else WIDEST) if ahead else 0)
 
 
 def row_pair_cost(first: Step, second: Step, moved: float) -> float:
@@ -86,17 +100,18 @@ def row_pair_cost(first: Step, second: Step, moved: float) -> float:
     return max(TRAFFIC * moved, slices * 2 * products / OPERATIONS)
 
 
-def row_pair_config(first: Step, second: Step, gpu: GPU) -> RowPairConfig:
+def row_pair_config(first: Step, second: Step, adds: bool, gpu: GPU) -> RowPairConfig:
     """The launch of two steps.
 
     Args:
         first: step A.
         second: step B.
+        adds: z is added.
         gpu: where it runs.
     """
     pa, qa, pb, qb = sides(first, second)
     most = MOST_STAGES if pa * pb <= SMALL_SLICE else MOST_STAGES - 1
-    stages = next((n for n in range(most, 1, -1) if _shared_memory(first, second, n) <= gpu.shared_memory), 1)
-    programs = min(4, max(1, gpu.shared_memory // _shared_memory(first, second, stages)))
+    stages = next((n for n in range(most, 1, -1) if shared_memory(first, second, n, adds) <= gpu.shared_memory), 1)
+    programs = min(4, max(1, gpu.shared_memory // shared_memory(first, second, stages, adds)))
     warps = 8 if max(pa, qa) * max(pb, qb) > 2 * SMALL_SLICE else 4
     return RowPairConfig(warps, stages, programs, _is_a_first(first, second))
