@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.kron import algebra, spectral
 from fastkron_py.kron.checks import factor_list, right_hand_side
-from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.lazy import LazyOperator, numbered
 from fastkron_py.kron.modes import sum_matmul
 from fastkron_py.kron.pencil import check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.product import KroneckerProduct
@@ -78,16 +78,11 @@ class KroneckerSum(LazyOperator):
 
     @property
     def _names(self) -> list[str]:
-        return [*[f"factors[{i}]" for i in range(len(self._factors))], *[f"masses[{i}]" for i in range(len(self._masses))]]
+        return [*numbered("factors", self._factors), *numbered("masses", self._masses)]
 
     def _with(self, arrays: Sequence[Any]) -> KroneckerSum:
         count = len(self._factors)
         return KroneckerSum(arrays[:count], masses=arrays[count:] or None)
-
-    @property
-    def factors(self) -> tuple[Any, ...]:
-        """The factors, ``[*batch_i, P_i, P_i]`` each, as they were given."""
-        return self._factors
 
     @property
     def masses(self) -> tuple[Any, ...] | None:
@@ -95,10 +90,7 @@ class KroneckerSum(LazyOperator):
         return self._masses or None
 
     def __repr__(self) -> str:
-        shown = " (+) ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
-        more = f" (+) ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
-        masses = ", with masses" if self._masses else ""
-        return f"KroneckerSum({shown}{more}{masses}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
+        return self._shown("(+)", ", with masses" if self._masses else "")
 
     def _pairs(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False) -> Any:
         """The result of a function of factors, masses and other arrays as tensors."""
@@ -168,18 +160,7 @@ class KroneckerSum(LazyOperator):
 
     # ---- linear algebra -----------------------------------------------------------------------
 
-    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
-        """The sum itself, ``[*batch, n, n]``.
-
-        Args:
-            max_elements: refuse to build more than this; None builds anything.
-
-        Raises:
-            TypeError: max_elements is not an integer.
-            ValueError: the sum has more elements.
-        """
-        check_dense_size(self._shape, max_elements)
-
+    def _dense(self) -> Any:
         def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
             units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
             terms = [algebra.dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]

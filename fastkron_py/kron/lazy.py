@@ -29,26 +29,36 @@ def check_dense_size(shape: tuple[int, ...], max_elements: int | None) -> None:
             raise value_error("max_elements", f"at least {count} to build a matrix of shape {shape}", max_elements)
 
 
+def numbered(name: str, arrays: Sequence[Any]) -> list[str]:
+    """How errors call the elements of an argument."""
+    return [f"{name}[{i}]" for i in range(len(arrays))]
+
+
 class LazyOperator:
     """A matrix ``[*batch, rows, columns]`` given by small arrays, and never built.
 
-    A subclass says which arrays it is made of (`_arrays`, `_names`), its shape, and how it is made of other arrays (`_with`). The arrays
-    are kept as they are, so that parameters stay parameters and later changes of them show.
+    A subclass sets `_factors` and `_shape`, and says how it is made of other arrays (`_with`) and how its matrix is built (`_dense`).
+    One of more arrays than its factors overrides `_arrays` and `_names`. The arrays are kept as they are, so that parameters stay
+    parameters and later changes of them show.
     """
 
     __array_ufunc__ = None  # numpy leaves x @ K and a * K to this class
 
+    _factors: tuple[Any, ...]
     _shape: tuple[int, ...]
 
     @property
     def _arrays(self) -> Sequence[Any]:
-        raise NotImplementedError
+        return self._factors
 
     @property
     def _names(self) -> list[str]:
-        raise NotImplementedError
+        return numbered("factors", self._factors)
 
     def _with(self, arrays: Sequence[Any]) -> Self:
+        raise NotImplementedError
+
+    def _dense(self) -> Any:
         raise NotImplementedError
 
     # ---- what it is --------------------------------------------------------------------------
@@ -64,6 +74,11 @@ class LazyOperator:
         return len(self._shape)
 
     @property
+    def factors(self) -> tuple[Any, ...]:
+        """The factors, ``[*batch_i, P_i, Q_i]`` each, as they were given."""
+        return self._factors
+
+    @property
     def dtype(self) -> Any:
         """The factors' dtype, of their library."""
         return self._arrays[0].dtype
@@ -77,6 +92,25 @@ class LazyOperator:
     def requires_grad(self) -> bool:
         """Whether anything that the operator is made of does."""
         return any([getattr(a, "requires_grad", False) for a in self._arrays])
+
+    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
+        """The matrix itself, ``[*batch, rows, columns]``.
+
+        Args:
+            max_elements: refuse to build more than this; None builds anything.
+
+        Raises:
+            TypeError: max_elements is not an integer.
+            ValueError: the matrix has more elements.
+        """
+        check_dense_size(self._shape, max_elements)
+        return self._dense()
+
+    def _shown(self, sign: str, more: str = "") -> str:
+        """The operator as a text: its factors' sizes with a sign between them, what else it is made of, shape, dtype and device."""
+        sizes = f" {sign} ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
+        others = f" {sign} ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
+        return f"{type(self).__name__}({sizes}{others}{more}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: NumPy would make an array of one object of it."""

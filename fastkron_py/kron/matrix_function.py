@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import right_hand_side
-from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.lazy import LazyOperator
 from fastkron_py.kron.pencil import Basis, combined, eigenbasis
 from fastkron_py.kron.shapes import Shape
 from fastkron_py.kron.spectral import by_basis, scaled
@@ -169,14 +169,6 @@ class KroneckerFunction(LazyOperator):
     def __init__(self, factors: Sequence[Any], f: Function, shape: tuple[int, ...]) -> None:
         self._factors, self._f, self._shape = tuple(factors), f, shape
 
-    @property
-    def _arrays(self) -> Sequence[Any]:
-        return self._factors
-
-    @property
-    def _names(self) -> list[str]:
-        return [f"factors[{i}]" for i in range(len(self._factors))]
-
     def _with(self, arrays: Sequence[Any]) -> KroneckerFunction:
         return KroneckerFunction(arrays, self._f, self._shape)
 
@@ -197,10 +189,7 @@ class KroneckerFunction(LazyOperator):
 
         return self._on_tensors(product, [*self._factors, x], [*self._names, "x"], autocast=False)
 
-    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
-        """The matrix itself, ``[*batch, n, n]``; max_elements as in `KroneckerProduct.to_dense`."""
-        check_dense_size(self._shape, max_elements)
-
+    def _dense(self) -> Any:
         def dense(factors: list[Tensor]) -> Tensor:
             unit = torch.eye(self._shape[-1], dtype=factors[0].dtype, device=factors[0].device)
             found: Tensor = KroneckerFunction(factors, self._f, self._shape) @ unit

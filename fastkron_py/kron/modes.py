@@ -43,18 +43,18 @@ def sum_matmul(factors: Sequence[Tensor], masses: Sequence[Tensor], x: Tensor, l
     """
     batch = broadcast_batch([tuple(x.shape[:-2]), *[tuple(f.shape[:-2]) for f in (*factors, *masses)]], "x, factors")
     x = x.expand(*batch, *x.shape[-2:])
-    total: Tensor | None = None
-    if masses:
-        for i, f in enumerate(factors):
-            pair = [*masses[:i], f, *masses[i + 1 :]]
-            z, beta = total, 0.0 if total is None else 1.0
-            total = kron_matmul_left(pair, x, z=z, beta=beta) if left else kron_matmul(x, pair, z=z, beta=beta)
-    else:
-        sizes = [f.shape[-1] for f in factors]
-        rows, columns = (1, x.shape[-1]) if left else (x.shape[-2], 1)
-        for i, f in enumerate(factors):
-            modes: Shape = (*batch, rows * math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]) * columns)
-            z = None if total is None else total.view(modes)
-            total = mode_product(x.reshape(modes), f if left else f.mT, z)
-    assert total is not None  # noqa: S101
-    return total.reshape(x.shape)
+    sizes = [f.shape[-1] for f in factors]
+    rows, columns = (1, x.shape[-1]) if left else (x.shape[-2], 1)
+
+    def term(i: int, z: Tensor | None) -> Tensor:
+        if masses:
+            pair, beta = [*masses[:i], factors[i], *masses[i + 1 :]], 0.0 if z is None else 1.0
+            return kron_matmul_left(pair, x, z=z, beta=beta) if left else kron_matmul(x, pair, z=z, beta=beta)
+        modes: Shape = (*batch, rows * math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]) * columns)
+        f = factors[i] if left else factors[i].mT
+        return mode_product(x.reshape(modes), f, None if z is None else z.reshape(modes)).reshape(x.shape)
+
+    total = term(0, None)
+    for i in range(1, len(factors)):
+        total = term(i, total)
+    return total

@@ -14,7 +14,7 @@ from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.checks import right_hand_side
 from fastkron_py.kron.lanczos import Probes, estimate
-from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, numbered
 from fastkron_py.kron.pencil import Basis
 from fastkron_py.kron.shapes import Shape, broadcast_batch
 from fastkron_py.kron.shifted import EQUAL, KRONECKER, VECTOR, Shifted
@@ -64,25 +64,15 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     @property
     def _names(self) -> list[str]:
-        many = self._form == KRONECKER
-        return [
-            *[f"factors[{i}]" for i in range(len(self._factors))],
-            *[f"s[{i}]" if many else "s" for i in range(len(self._diagonals))],
-        ]
+        diagonals = numbered("s", self._diagonals) if self._form == KRONECKER else ["s"] * len(self._diagonals)
+        return [*numbered("factors", self._factors), *diagonals]
 
     def _with(self, arrays: Sequence[Any]) -> KroneckerPlusDiagonal:
         count = len(self._factors)
         return KroneckerPlusDiagonal(arrays[:count], arrays[count:], self._form, self._number, self._shape)
 
-    @property
-    def factors(self) -> tuple[Any, ...]:
-        """The factors of K, as they were given."""
-        return self._factors
-
     def __repr__(self) -> str:
-        shown = " (x) ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
-        more = f" (x) ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
-        return f"KroneckerPlusDiagonal({shown}{more} + {self._form}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
+        return self._shown("(x)", f" + {self._form}")
 
     @property
     def mT(self) -> KroneckerPlusDiagonal:  # noqa: N802
@@ -135,9 +125,7 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     # ---- linear algebra -----------------------------------------------------------------------
 
-    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
-        """The matrix itself, ``[*batch, n, n]``; max_elements as in `KroneckerProduct.to_dense`."""
-        check_dense_size(self._shape, max_elements)
+    def _dense(self) -> Any:
         return self._tensors(shifted.dense)
 
     def diagonal(self) -> Any:

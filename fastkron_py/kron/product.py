@@ -13,7 +13,7 @@ from fastkron_py.kron import algebra
 from fastkron_py.kron.add_diagonal import plus_diagonal
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factor_list
-from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, check_dense_size
+from fastkron_py.kron.lazy import LazyOperator, numbered
 from fastkron_py.kron.matrix_function import KroneckerFunction
 from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
@@ -51,7 +51,7 @@ class KroneckerProduct(LazyOperator):
 
     def __init__(self, factors: Sequence[Any]) -> None:
         listed = factor_list(factors)
-        names = [f"factors[{i}]" for i in range(len(listed))]
+        names = numbered("factors", listed)
         bridge = find_bridge(listed, names)
         with bridge.context():
             tensors = [bridge.load(f, name) for f, name in zip(listed, names, strict=True)]
@@ -65,38 +65,13 @@ class KroneckerProduct(LazyOperator):
 
     # ---- what it is --------------------------------------------------------------------------
 
-    @property
-    def _arrays(self) -> Sequence[Any]:
-        return self._factors
-
-    @property
-    def _names(self) -> list[str]:
-        return [f"factors[{i}]" for i in range(len(self._factors))]
-
     def _with(self, arrays: Sequence[Any]) -> KroneckerProduct:
         return KroneckerProduct(arrays)
 
-    @property
-    def factors(self) -> tuple[Any, ...]:
-        """The factors, ``[*batch_i, P_i, Q_i]`` each, as they were given."""
-        return self._factors
-
     def __repr__(self) -> str:
-        shown = " (x) ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
-        more = f" (x) ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
-        return f"KroneckerProduct({shown}{more}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
+        return self._shown("(x)")
 
-    def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
-        """The product itself, ``[*batch, prod P_i, prod Q_i]``.
-
-        Args:
-            max_elements: refuse to build more than this; None builds anything.
-
-        Raises:
-            TypeError: max_elements is not an integer.
-            ValueError: the product has more elements.
-        """
-        check_dense_size(self._shape, max_elements)
+    def _dense(self) -> Any:
         return self._run(algebra.dense)
 
     # ---- products -----------------------------------------------------------------------------

@@ -12,23 +12,17 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from kronecker_cases import hermitian, near, random_factors
+from kronecker_cases import SQUARE, hermitian, ids, near, near_by_elements, random_factors
 from refusals import assert_refused
 
 from fastkron_py import KroneckerProduct, KroneckerSum
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
-SIZES = [((3, 3),), ((2, 2), (3, 3)), ((1, 1), (4, 4), (3, 3)), ((2, 3, 3), (2, 2)), ((2, 1, 2, 2), (3, 4, 4), (1, 1))]
-
 
 @pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
 def dtype(request):
     return request.param
-
-
-def ids(shapes):
-    return "*".join("x".join(map(str, s)) for s in shapes)
 
 
 def dense_sum(factors, masses=None):
@@ -52,23 +46,16 @@ KINDS = ["symmetric", "symmetric, mass", "general", "general, mass", "general, s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+@pytest.mark.parametrize("shapes", SQUARE, ids=ids)
 def test_against_the_dense_sum(shapes, kind, dtype, device):
     factors, masses = drawn(shapes, dtype, device, kind)
     s, dense = KroneckerSum(factors, masses=masses), dense_sum(factors, masses)
     n, batch = dense.shape[-1], dense.shape[:-2]
-    assert s.shape == tuple(dense.shape)
-    near(s.to_dense(), dense)
-    near(s.diagonal(), dense.diagonal(dim1=-2, dim2=-1))
-    near(s.trace(), dense.diagonal(dim1=-2, dim2=-1).sum(-1))
-    near(s.mT.to_dense(), dense.mT)
-    near(s.mH.to_dense(), dense.mH)
+    near_by_elements(s, dense)
     near((2 * s / 4).to_dense(), dense / 2)
     near((-s).to_dense(), -dense)
     unit = kron_dense(masses) if masses else torch.eye(n, dtype=dtype, device=device)
     near(s.add_diagonal(0.7).to_dense(), dense + 0.7 * unit)
-    near(s.logdet(), torch.logdet(dense))
-    near(s.slogdet().logabsdet, torch.linalg.slogdet(dense).logabsdet)
     for b_batch in [(), (2, *[1] * len(batch))]:
         x = torch.randn(*b_batch, n, 3, dtype=dtype, device=device)
         near(s @ x, dense @ x)
@@ -95,7 +82,7 @@ def test_drawn_sizes(seed, device):
 
 
 @pytest.mark.parametrize("mass", [False, True])
-@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+@pytest.mark.parametrize("shapes", SQUARE, ids=ids)
 def test_eigh(shapes, mass, dtype, device):
     factors, masses = drawn(shapes, dtype, device, "symmetric, mass" if mass else "symmetric")
     s, dense = KroneckerSum(factors, masses=masses), dense_sum(factors, masses)
@@ -109,7 +96,7 @@ def test_eigh(shapes, mass, dtype, device):
     near(s.eigvalsh(), values)
 
 
-@pytest.mark.parametrize("shapes", SIZES, ids=ids)
+@pytest.mark.parametrize("shapes", SQUARE, ids=ids)
 def test_exponentials(shapes, dtype, device):
     factors = random_factors(shapes, dtype, device, dominant=False)
     s, dense = KroneckerSum(factors), dense_sum(factors)
