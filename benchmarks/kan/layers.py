@@ -29,7 +29,7 @@ HALF = ((16384, 1024, 1024, 8), (65536, 512, 512, 8))
 ROWS = [(r, "float32") for r in SMALL + LARGE] + [(r, "tf32") for r in LARGE] + [(r, "bfloat16") for r in HALF]
 WEIGHT_NOTE = "Peers start from coefficients laid out for one product with the stored basis, [(degree + 1) * in, out]."
 TF32_NOTE = 'Rows named tf32 allow TF32 on all sides (torch\'s float32 matmul precision "high"); the others allow it nowhere.'
-TABLE_NOTE = "Tables have 4096 entries; their error is in the error column, beside its bound in docs/poly_kan.md."
+TABLE_NOTE = "Tables have 4096 entries; their error is in the error column, beside its bound in docs/how_it_works/kan.md."
 
 register(
     Benchmark(

@@ -1,7 +1,7 @@
 """The rational function's derivatives as the epilogue of the next linear layer's gradient: the trial that the library does not use.
 
 ``dy @ weight`` is the gradient of ``P(z) / Q(z)``; here its sums become dz and this tile's part of the coefficients' gradients while
-they are in registers. See docs/rational.md.
+they are in registers. See docs/how_it_works/rational.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 
 of them: memory, copies, stores into peers' memory (with a guess at their barriers), rounds of messages, and what multiplies do beside an
 exchange. The processor's lie between two hosts, one of them twice as slow as the other. Those of links between hosts are a data
 sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
-docs/distributed.md has the table of what was modelled and measured.
+docs/guides/many_gpus.md has the table of what was modelled and measured.
 """
 
 from __future__ import annotations

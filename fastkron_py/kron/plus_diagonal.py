@@ -155,9 +155,8 @@ class KroneckerPlusDiagonal(LazyOperator):
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
-            mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. There b is read, and NaN
-            elsewhere
-                does no harm; elsewhere x is 0.
+            mask: bool ``[n]`` or ``[*batch, n]``: solves with the rows and columns of A where it is true. Elsewhere b is not read,
+                and x is 0.
             tolerance: of conjugate gradients, of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64
                 and 1e-10 in float64 and complex128.
             max_iterations: of conjugate gradients.
@@ -170,9 +169,8 @@ class KroneckerPlusDiagonal(LazyOperator):
 
         Raises:
             TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
-            ValueError: a factor is not square, b or mask do not fit, the mask is empty, a Kronecker product of diagonals is not positive,
-            or
-                conjugate gradients meet factors that are not Hermitian or a matrix that is not positive definite.
+            ValueError: a factor is not square, b or mask do not fit, the mask is empty, a Kronecker product of diagonals is not
+                positive, or conjugate gradients meet factors that are not Hermitian or a matrix that is not positive definite.
             torch.linalg.LinAlgError: A is singular but for rounding.
 
         Warns:

@@ -3,7 +3,7 @@
 Each factor multiplies its own mode, mostly in place, ``[A, P, C] -> [A, Q, C]``, as one batched matrix
 product, so the large operand is not transposed. Rows are taken in chunks that stay in cache while
 every factor passes over them, and neighbouring factors too small for a matrix product to be fast are
-multiplied out first (`plan`). docs/cpu.md explains the choices.
+multiplied out first (`plan`). docs/how_it_works/cpu.md explains the choices.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class GatedMLP(nn.Module):
         in_features: of x.
         hidden_features: of each wide projection.
         out_features: of the result; None is in_features.
-        activation: as in `gated_linear`, or an alias such as "swiglu", "geglu" or "bilinear" (docs/gated_mlp.md lists them).
+        activation: as in `gated_linear`, or an alias such as "swiglu", "geglu" or "bilinear" (docs/guides/gated_mlp.md lists them).
         bias: of all three projections.
         layout: "interleaved" or "stacked".
         backward: "save" or "recompute", as in `gated_linear`: with "save" x and both wide projections are kept for the backward

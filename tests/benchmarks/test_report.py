@@ -200,8 +200,30 @@ def test_a_table_in_markdown(tmp_path: Path) -> None:
     assert markdown.table(found | {"ratios": ratios.of_measured(found)}).splitlines() == [
         "| | ours | peer |",
         "| --- | --- | --- |",
-        "| a | 2.00, 25% | 5.00, 2.5x, 70% |",
+        "| a | 2.00, 25% | 5.00, 2.50x, 70% |",
         "| b | 1000 | out of memory |",
         "",
-        "Milliseconds, times the subject's, share of Kronecker products; a GPU. Geometric mean: 2.50 times as fast as peer over 1 cases.",
+        "Milliseconds, times as long as ours, share of Kronecker products; a GPU.",
+        "",
+        "Geometric means: 2.50x the speed of peer, 1 cases.",
+    ]
+
+
+def test_a_table_in_markdown_leaves_out_what_never_ran() -> None:
+    def result(name: str, seconds: float | None) -> dict[str, Any]:
+        times = seconds and {"median": seconds}
+        return {"contender": name, "times": times, "status": "ok" if times else "unavailable", "reason": None}
+
+    cases = [
+        {"label": "a", "floor_seconds": 0.001, "results": [result("ours", 0.002), result("absent", None), result("peer", 0.5)]},
+        {"label": "b", "results": [result("ours", 0.002), result("peer", None)], "recorded": {"other run": {"seconds": 0.008}}},
+    ]
+    found = {"subject": "ours", "cases": cases, "environment": {"device": "a GPU", "versions": {"torch": "2"}, "date": "2026-11-21T10"}}
+    assert markdown.table(found | {"ratios": {}}).splitlines() == [
+        "| | floor | ours | peer | other run |",
+        "| --- | --- | --- | --- | --- |",
+        "| a | 1.00 | 2.00 | 500, 250x | |",
+        "| b | | 2.00 | not run | *8.00, 4.0x* |",
+        "",
+        "Milliseconds, times as long as ours; a GPU, torch 2, 2026-11-21.",
     ]

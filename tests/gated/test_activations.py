@@ -38,7 +38,7 @@ def test_host_and_device_functions(name: str, device: torch.device) -> None:
 
 def test_the_page_has_them_all() -> None:
     """Each activation has a row with the record's formula and aliases."""
-    rows = table("gated_mlp.md", "Activations")
+    rows = table("guides/gated_mlp.md", "Activations")
     written = {name.strip("`"): (formula.strip("`"), tuple(re.findall(r"`(\w+)`", aliases))) for name, formula, aliases in rows}
     assert written == {name: (find_activation(name).formula, find_activation(name).aliases) for name in activation_names()}
 

@@ -1,4 +1,4 @@
-"""The snippets of docs/adapters.md, run as they stand."""
+"""The snippets of docs/guides/adapters.md, run as they stand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 def run(index: int) -> dict[str, Any]:
     """The names that a snippet leaves, given a model."""
     names: dict[str, Any] = {"model": Attention()}
-    code = text("adapters.md").split("```python\n")[1 + index].split("```")[0]
+    code = text("guides/adapters.md").split("```python\n")[1 + index].split("```")[0]
     exec(code, names)
     return names
 

@@ -250,7 +250,7 @@ def kept_bytes(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize(("recompute", "beyond_vit"), [(False, 0), ((True, False), 2), ((False, True), -8), (True, -6)])
 def test_keeps_as_many_bytes_as_documented(recompute: Any, beyond_vit: int) -> None:
-    """docs/kat.md's table: bytes a token, block and unit of width, beside a vision transformer with GELU."""
+    """docs/how_it_works/rational.md's table: bytes a token, block and unit of width, beside a vision transformer with GELU."""
     options = {**TINY, "weight_init": "skip"}
     options.pop("num_groups")
     tokens = 3 * 5

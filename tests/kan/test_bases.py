@@ -177,7 +177,7 @@ def test_table_slopes_are_those_of_its_lines() -> None:
 
 def test_the_page_has_them_all() -> None:
     """Each basis has a row with the record's formula, its parameters and their defaults, and what its layers do to x."""
-    rows = table("poly_kan.md", "Bases")
+    rows = table("guides/kan.md", "Bases")
     assert sorted(name.strip("`") for name, *_ in rows) == sorted(basis_names())
     for name, formula, parameters, normalization in rows:
         found = find_basis(name.strip("`"))

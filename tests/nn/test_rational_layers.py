@@ -17,7 +17,7 @@ from fastkron_py.nn import GRKAN, GroupRational
 from fastkron_py.nn.rational_fit import fit
 from fastkron_py.nn.rational_functions import FUNCTIONS, _initial, initial
 
-# docs/rational.md has the same table: largest errors on [-3, 3] at degrees (5, 4), rounded up.
+# docs/guides/rational.md has the same table: largest errors on [-3, 3] at degrees (5, 4), rounded up.
 ERRORS = {
     "identity": (0, 0, 0, 0),
     "relu": (1.4e-2, 1.4e-2, 1.5e-2, 1.4e-2),

@@ -230,7 +230,7 @@ def _in_the_docstring() -> list[tuple[str, str]]:
 
 
 def _in_the_page() -> list[tuple[str, str]]:
-    return [(name, formula.replace("`", "")) for name, formula, *_ in table("rational.md", "Versions")]
+    return [(name, formula.replace("`", "")) for name, formula, *_ in table("guides/rational.md", "Versions")]
 
 
 @pytest.mark.parametrize("rows", [_in_the_docstring, _in_the_page])

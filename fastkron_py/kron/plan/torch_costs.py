@@ -1,6 +1,6 @@
 """Times of torch's matrix products and copies on a CPU, in closed form: functions of shapes and of a few constants.
 
-The constants are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL; docs/cpu.md has them.
+The constants are nanoseconds of one core in float32, fitted to measurements on an AVX-512 CPU with MKL; docs/how_it_works/cpu.md has them.
 Only their ratios matter: they choose between ways to do the same.
 """
 

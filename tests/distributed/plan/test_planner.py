@@ -200,7 +200,7 @@ HALF_FIVES = replace(FIVES, dtype=torch.bfloat16)
 WIDE = Problem(32, (128,) * 4, (128,) * 4)
 HALF_WIDE = replace(WIDE, dtype=torch.bfloat16)
 
-# Milliseconds on four H200, on two for 1 x 2, in another number of chunks each; the same runs as docs/distributed.md's tables.
+# Milliseconds on four H200, on two for 1 x 2, in another number of chunks each; the same runs as docs/guides/many_gpus.md's tables.
 MEASURED = [
     (SIXTY_FOURS, (1, 2), {"direct": (8, 14.01), "messages": (8, 22.40), "packed": (8, 22.01), "stages": (8, 34.53)}),
     (replace(SIXTY_FOURS, m=256), (1, 2), {"direct": (16, 28.42), "messages": (8, 45.05), "packed": (8, 44.74)}),
