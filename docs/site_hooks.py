@@ -63,7 +63,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _target(text: str, path: str, anchor: str, page: Page, config: MkDocsConfig) -> str:
     """A link to a file of the repository: to its page, to the repository's own site, or, where that has none, its text."""
     pages = {file: name for name, file in PAGES.items()}
-    if path in pages or path.startswith(("docs/", f"{RESULTS}/")) and not path.endswith((".json", ".py")):
+    if path in pages or (path.startswith(("docs/", f"{RESULTS}/")) and not path.endswith((".json", ".py"))):
         target = posixpath.relpath(pages.get(path, path.removeprefix("docs/")), posixpath.dirname(page.file.src_uri) or ".")
         return f"[{text}]({target}{'#' + anchor if anchor else ''})"
     if not (ROOT / path).exists():
@@ -74,4 +74,4 @@ def _target(text: str, path: str, anchor: str, page: Page, config: MkDocsConfig)
 def _result(name: str) -> str:
     """A benchmark's description and its table."""
     found: dict[str, Any] = json.loads((ROOT / RESULTS / f"{name}.json").read_text())
-    return f"### `{name}`\n\n{found['description']}\n\n{table(found)}"
+    return f"### `{name}`\n\n{found['description']}\n\n<div class='results' markdown>\n\n{table(found)}\n\n</div>"

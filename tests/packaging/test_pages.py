@@ -1,0 +1,176 @@
+"""The Python code of the README and of the guides runs, and the reference has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pages import DOCS, text
+from torchvision_import import import_torchvision
+
+README = Path("..") / "README.md"
+
+# Objects that a page takes for granted: a user has them.
+LLAMA = """
+import torch, transformers
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=16)
+llama = model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+tokens = torch.arange(8)[None]
+"""
+ATTENTION = """
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.v_proj = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    def forward(self, x):
+        return self.v_proj(self.q_proj(x))
+network = Attention()
+"""
+TORCHVISION = """
+from torchvision_import import import_torchvision
+import_torchvision()
+"""
+GRID_GP = """
+import gpytorch, torch
+class GridGP(gpytorch.models.ExactGP):
+    def __init__(self, x, y, likelihood):
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.GridInterpolationKernel(gpytorch.kernels.RBFKernel(), grid_size=8, num_dims=2)
+    def forward(self, x):
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+train_x, train_y = torch.rand(20, 2), torch.rand(20)
+likelihood = gpytorch.likelihoods.GaussianLikelihood()
+model = GridGP(train_x, train_y, likelihood)
+mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+"""
+GIVEN = {
+    "guides/gated_mlp.md": TORCHVISION + LLAMA,
+    "guides/kat.md": TORCHVISION,
+    str(README): TORCHVISION + LLAMA + ATTENTION + GRID_GP,
+}
+ELSEWHERE = {"guides/adapters.md"}  # run by tests/integrations/test_adapters_page.py
+
+
+def blocks(page: str) -> list[str]:
+    """The fenced Python code of a page, in its order."""
+    return re.findall(r"^```python\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
+
+
+def run(page: str) -> subprocess.CompletedProcess[str]:
+    """Run a page's code as one program, in a process of its own with one rank and no GPU's settings."""
+    code = "\n".join([GIVEN.get(page, ""), *blocks(page)])
+    path = os.pathsep.join(filter(None, sys.path))
+    launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in launchers} | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False)
+
+
+def guides() -> list[str]:
+    """Pages with code of their own, that no other test runs."""
+    pages = sorted(str(p.relative_to(DOCS)) for p in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")])
+    return [p for p in pages if p not in ELSEWHERE and p != "extending.md" and blocks(p)] if DOCS.is_dir() else []
+
+
+def test_code_of_the_readme() -> None:
+    result = run(str(README))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", guides())
+def test_code_of_a_guide(page: str) -> None:
+    result = run(page)
+    assert result.returncode == 0, result.stderr
+
+
+def test_code_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GIVEN, "index.md", "from fastkron_py import no_such_name")
+    assert "no_such_name" in run("index.md").stderr
+
+
+def test_the_readme_is_short() -> None:
+    lines = text(str(README)).splitlines()
+    assert len(lines) <= 150
+    prose = re.sub(
+        r"^```.*?^```$|^    .*?$|^\|.*?$|^#.*?$|!?\[[^\]]*\]\([^)]*\.png\)", "", "\n".join(lines), flags=re.DOTALL | re.MULTILINE
+    )
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    sentences = re.split(r"(?<=[.:?!])[\s*]+|\n\n|\n- ", prose)
+    assert [s for s in sentences if len(s.split()) > 25] == []
+
+
+def test_lines_of_the_pages() -> None:
+    """At most 100 characters, but for tables, pictures and code."""
+    long = []
+    for page in DOCS.rglob("*.md"):
+        prose = re.sub(
+            r"^```.*?^```$|^    [^\n]*$", lambda m: "\n" * m.group().count("\n"), page.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        long += [f"{page.name}:{n}" for n, line in enumerate(prose.splitlines(), 1) if len(line) > 100 and not line.startswith(("|", "!["))]
+    assert long == []
+
+
+MODULES = (
+    "fastkron_py",
+    "fastkron_py.distributed",
+    "fastkron_py.functional",
+    "fastkron_py.integrations.gpytorch",
+    "fastkron_py.integrations.lycoris",
+    "fastkron_py.integrations.peft",
+    "fastkron_py.integrations.timm",
+    "fastkron_py.integrations.transformers",
+    "fastkron_py.nn",
+)
+PUBLIC_WITHOUT_ALL = {
+    "fastkron_py.testing": ("assert_close", "tolerances"),
+    "fastkron_py.reference": ("kron_dense", "kron_matmul", "lokr_linear"),
+}
+
+
+def found(name: str) -> object:
+    """The object behind a dotted name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def described() -> dict[str, object]:
+    """The entries of the reference, and their objects."""
+    if not DOCS.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    import_torchvision()
+    names = [name for page in (DOCS / "reference").glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+    return {name: found(name) for name in names}
+
+
+def missing(module: str, entries: Iterable[object]) -> list[str]:
+    """Public names of a module whose objects are not among the entries."""
+    names = getattr(importlib.import_module(module), "__all__", None) or PUBLIC_WITHOUT_ALL[module]
+    ids = {id(entry) for entry in entries}
+    return [name for name in names if id(found(f"{module}.{name}")) not in ids]
+
+
+@pytest.mark.parametrize("module", [*MODULES, *PUBLIC_WITHOUT_ALL])
+def test_the_reference_has_every_public_name(module: str) -> None:
+    assert missing(module, described().values()) == []
+
+
+def test_a_name_without_an_entry_is_seen() -> None:
+    entries = [entry for name, entry in described().items() if name != "fastkron_py.hadamard"]
+    assert missing("fastkron_py", entries) == ["hadamard"]
+
+
+def test_the_reference_looks_at_every_module() -> None:
+    """Packages of integrations, and submodules that `fastkron_py` offers."""
+    import fastkron_py
+
+    integrations = {p.parent.name for p in (Path(fastkron_py.__file__).parent / "integrations").glob("*/__init__.py")}
+    assert {m.rsplit(".", 1)[1] for m in MODULES if ".integrations." in m} == integrations
