@@ -85,8 +85,11 @@ def kron_matmul(
         CollectiveError: an exchange failed, since a rank has died or left; names the stage.
 
     Example:
-        >>> grid = ProcessGrid((2, 2))
-        >>> y = kron_matmul(torch.randn(64, 2048, device=grid.device), [f1, f2], grid=grid)  # f1, f2 are [64, 64]
+        >>> grid = ProcessGrid()  # a row of blocks for each rank
+        >>> f1, f2 = torch.ones(64, 64, device=grid.device), torch.ones(64, 64, device=grid.device)
+        >>> x = torch.randn(16, 4096, device=grid.device)  # this rank's block
+        >>> kron_matmul(x, [f1, f2], grid=grid).shape
+        torch.Size([16, 4096])
     """
     return _call(_Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=False), grid)
 
@@ -128,6 +131,12 @@ def kron_matmul_left(
         TypeError: as in `kron_matmul`.
         ValueError: as in `kron_matmul`.
         CollectiveError: as in `kron_matmul`.
+
+    Example:
+        >>> grid = ProcessGrid()
+        >>> rows, columns = grid.block((4096, 16))
+        >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
+        >>> y = kron_matmul_left([torch.ones(64, 64, device=grid.device) for _ in range(2)], x, grid=grid)
     """
     return _call(_Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
 

@@ -25,6 +25,10 @@ class Problem:
         dtype: of all tensors; a floating-point one that products take.
         left: the product stands to the left of x.
         gradients: of x and all factors are wanted.
+
+    Example:
+        >>> Problem(128, (64,) * 4, (64,) * 4).left
+        False
     """
 
     m: int

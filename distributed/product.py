@@ -41,8 +41,12 @@ class KroneckerProduct:
             differ from rank to rank. Raised on every rank alike.
 
     Example:
-        >>> K = KroneckerProduct([f1, f2, f3], grid=ProcessGrid((2, 2)))
-        >>> y = K @ x  # x is this rank's block of [K.shape[1], M], y of [K.shape[0], M]
+        >>> grid = ProcessGrid()
+        >>> factor = torch.eye(8, device=grid.device) + 1
+        >>> K = KroneckerProduct([factor, factor, factor], grid=grid)
+        >>> rows, columns = grid.block((K.shape[1], 4))
+        >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
+        >>> y = K @ x  # this rank's block of [K.shape[0], 4]
         >>> x = K.solve(y, shift=0.1)
     """
 

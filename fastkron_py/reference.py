@@ -17,7 +17,13 @@ from fastkron_py.reference_rational import rational as rational
 
 
 def kron_dense(factors: Sequence[Tensor]) -> Tensor:
-    """The Kronecker product itself: factors ``[*batch, P_i, Q_i]`` to ``[*batch, prod P_i, prod Q_i]``."""
+    """The Kronecker product itself: factors ``[*batch, P_i, Q_i]`` to ``[*batch, prod P_i, prod Q_i]``.
+
+    Example:
+        >>> kron_dense([torch.eye(2), torch.ones(1, 2)])
+        tensor([[1., 1., 0., 0.],
+                [0., 0., 1., 1.]])
+    """
 
     def pair(a: Tensor, b: Tensor) -> Tensor:
         product = torch.einsum("...pq,...rs->...prqs", a, b)
@@ -41,6 +47,10 @@ def kron_matmul(
         beta: scales z.
         z: broadcasts to the result; needed when beta is not 0.
         left: multiply from the left.
+
+    Example:
+        >>> kron_matmul(torch.ones(3, 6), [torch.eye(2), torch.eye(3)]).shape
+        torch.Size([3, 6])
     """
     shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
     if x.ndim == 1:
@@ -77,6 +87,10 @@ def lokr_linear(
         w2: ``[out2, in2]``, or a pair.
         base: ``[*, out1 * out2]`` or None.
         scale: scales the product.
+
+    Example:
+        >>> lokr_linear(torch.ones(3, 6), torch.eye(2), torch.eye(3)).shape
+        torch.Size([3, 6])
     """
     weight = kron_dense([w if isinstance(w, Tensor) else w[0] @ w[1] for w in (w1, w2)])
     y = scale * (x @ weight.mT)

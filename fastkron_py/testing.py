@@ -38,6 +38,10 @@ def tolerances(dtype: torch.dtype, steps: int = 1) -> tuple[float, float]:
 
     Raises:
         ValueError: a dtype that is not in the table, or steps below 1.
+
+    Example:
+        >>> tolerances(torch.float32)
+        (1e-06, 4e-06)
     """
     if steps < 1:
         raise value_error("steps", "at least 1", steps)
@@ -86,6 +90,7 @@ def assert_close(
         ValueError: a dtype without tolerances, or steps below 1.
 
     Example:
+        >>> x, factors = torch.randn(3, 6), [torch.randn(2, 2), torch.randn(3, 3)]
         >>> y = fastkron_py.kron_matmul(x, factors)
         >>> doubles = [f.double() for f in factors]
         >>> assert_close(y, fastkron_py.reference.kron_matmul(x.double(), doubles), steps=len(factors))

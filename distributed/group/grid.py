@@ -41,10 +41,10 @@ class ProcessGrid:
         CollectiveError: a rank did not come.
 
     Example:
-        >>> init_process_group()
-        >>> grid = ProcessGrid((2, 4))
-        >>> grid.row, grid.col, grid.device
-        (0, 0, device(type='cuda', index=0))
+        >>> info = init_process_group()
+        >>> grid = ProcessGrid((1, info.world_size))
+        >>> grid.row, grid.col
+        (0, 0)
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class ProcessGrid:
             shape: ``(rows, columns)`` of the whole matrix.
 
         Example:
-            >>> rows, columns = grid.block((1000, 512))
+            >>> whole = torch.randn(1000, 512)
+            >>> rows, columns = ProcessGrid().block((1000, 512))
             >>> x = whole[rows, columns]
         """
         cuts = zip(shape, self._shape, (self.row, self.col), strict=True)

@@ -234,6 +234,8 @@ def plan(
 
     Example:
         >>> print(plan(Problem(128, (64,) * 4, (64,) * 4), world_size=8))
+        x @ K, M = 128, 64^4, float32: 8 x 1 grid, one chunk of rows
+        ...
     """
     if not isinstance(problem, Problem):
         raise type_error("problem", "a Problem", type_name(problem))

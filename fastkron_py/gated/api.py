@@ -186,6 +186,10 @@ def pack_gated(up: Tensor, gate: Tensor, layout: str = "interleaved") -> Tensor:
     Raises:
         TypeError: an argument of the wrong type, or dtypes that differ.
         ValueError: shapes or devices that differ, more than two dimensions, or an unknown layout.
+
+    Example:
+        >>> pack_gated(torch.randn(256, 64), torch.randn(256, 64), "stacked").shape
+        torch.Size([2, 256, 64])
     """
     check_choice("layout", layout, LAYOUTS)
     check_tensor("up", up, up, "up")
@@ -203,6 +207,11 @@ def unpack_gated(packed: Tensor, layout: str = "interleaved") -> tuple[Tensor, T
     Raises:
         TypeError: not a tensor.
         ValueError: a shape that the layout does not have, or an unknown layout.
+
+    Example:
+        >>> up, gate = unpack_gated(torch.randn(2, 256, 64), "stacked")
+        >>> up.shape
+        torch.Size([256, 64])
     """
     check_choice("layout", layout, LAYOUTS)
     check_tensor("packed", packed, packed, "packed")

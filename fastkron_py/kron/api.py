@@ -118,6 +118,10 @@ def gemkm(x: ArrayT, fs: Sequence[ArrayT], alpha: Scalar = 1.0, beta: Scalar = 0
     Raises:
         TypeError: as in `kron_matmul`.
         ValueError: as in `kron_matmul`.
+
+    Example:
+        >>> gemkm(torch.ones(3, 6), [torch.eye(2), torch.eye(3)], 0.5)[0]
+        tensor([0.5000, 0.5000, 0.5000, 0.5000, 0.5000, 0.5000])
     """
     return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))  # type: ignore[no-any-return]
 
@@ -135,6 +139,10 @@ def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0
     Raises:
         TypeError: as in `kron_matmul`.
         ValueError: as in `kron_matmul`.
+
+    Example:
+        >>> gekmm([torch.eye(2), torch.eye(3)], torch.ones(6, 4), 0.5).shape
+        torch.Size([6, 4])
     """
     return _call(x, fs, alpha, beta, y, None, True, ("x", "fs", "y"))  # type: ignore[no-any-return]
 

@@ -95,7 +95,7 @@ class LoKrLinear(LoKrLayer):
             ValueError: options outside their range.
 
         Example:
-            >>> LoKrLinear.from_linear(nn.Linear(64, 128), rank=4, alpha=8)(torch.randn(3, 64)).shape
+            >>> LoKrLinear.from_linear(torch.nn.Linear(64, 128), rank=4, alpha=8)(torch.randn(3, 64)).shape
             torch.Size([3, 128])
         """
         if not isinstance(layer, nn.Linear):
@@ -197,7 +197,7 @@ class LoKrConv2d(LoKrLayer):
             ValueError: more than one group, other padding, or options outside their range.
 
         Example:
-            >>> LoKrConv2d.from_conv(nn.Conv2d(16, 32, 3), rank=2)(torch.randn(2, 16, 8, 8)).shape
+            >>> LoKrConv2d.from_conv(torch.nn.Conv2d(16, 32, 3), rank=2)(torch.randn(2, 16, 8, 8)).shape
             torch.Size([2, 32, 6, 6])
         """
         if not isinstance(layer, nn.Conv2d):

@@ -215,6 +215,12 @@ def from_efficient_kan(
         ValueError: shapes that do not fit, an order other than 1 to 3, or a grid whose points are not at equal distances, which
             efficient-kan's ``update_grid`` makes unless its ``grid_eps`` is 1; a scaler that is trained where its weights are not, or the
             other way round; a module as `from_chebykan` refuses it.
+
+    Example:
+        >>> grid = torch.linspace(-2.2, 2.2, 12).expand(3, 12)  # 5 intervals on [-1, 1], and 3 more on each side
+        >>> state = {"base_weight": torch.randn(4, 3), "spline_weight": torch.randn(4, 3, 8), "grid": grid}
+        >>> from_efficient_kan(state)(torch.rand(10, 3)).shape
+        torch.Size([10, 4])
     """
     layer = _from_efficient_kan(source, base_activation, **options)
     return layer if not isinstance(source, nn.Module) else _taken_over(layer, source, {id(source): layer})

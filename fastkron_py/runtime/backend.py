@@ -42,6 +42,10 @@ def set_backend(name: str) -> None:
     Raises:
         TypeError: name is not a string.
         ValueError: name is none of the three.
+
+    Example:
+        >>> fastkron_py.set_backend("torch")
+        >>> fastkron_py.set_backend("auto")  # the default
     """
     global _default
     _default = _check(name)
@@ -56,7 +60,7 @@ def backend(name: str) -> Iterator[None]:
 
     Example:
         >>> with fastkron_py.backend("torch"):
-        ...     y = fastkron_py.kron_matmul(x, factors)
+        ...     y = fastkron_py.kron_matmul(torch.ones(3, 6), [torch.eye(2), torch.eye(3)])
 
     Raises:
         TypeError: name is not a string.

@@ -183,7 +183,7 @@ class use_fastkron:  # noqa: N801
         TypeError: enabled is not a bool.
 
     Example:
-        >>> with use_fastkron():
+        >>> with use_fastkron():  # model and mll are GPyTorch's
         ...     loss = -mll(model(x), y)
         ...     loss.backward()
     """

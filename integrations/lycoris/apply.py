@@ -26,8 +26,9 @@ _REBUILD: Final = frozenset(
 def use_fastkron(network: nn.Module) -> Applied:
     """Let the LoKr modules of a LyCORIS network compute with `fastkron_py.lokr_linear`, which builds no weight.
 
-    Before or after ``apply_to``. Modules, parameters, their names and their memory stay as they are, and so do saving, merging,
-    the multiplier, rank and module dropout, and weight decomposition, whose norms come from the factors.
+    Call it after ``apply_to``, which registers the network's modules. Modules, parameters, their names and their memory stay as
+    they are, and so do saving, merging, the multiplier, rank and module dropout, and weight decomposition, whose norms come from
+    the factors.
 
     Args:
         network: a network, or one module of it.
@@ -42,7 +43,9 @@ def use_fastkron(network: nn.Module) -> Applied:
     Example:
         >>> network = lycoris.create_lycoris(model, 1.0, linear_dim=16, linear_alpha=16, algo="lokr")
         >>> network.apply_to()
-        >>> use_fastkron(network)
+        >>> applied = use_fastkron(network)
+        >>> len(applied.replaced)
+        2
     """
     expected = "LoKr modules of LyCORIS that can be replaced"
     replaced, left_alone = replaceable("network", network, expected, lambda module: isinstance(module, LokrModule), _reason)
@@ -60,6 +63,12 @@ def revert_fastkron(network: nn.Module) -> None:
 
     Raises:
         TypeError: no module.
+
+    Example:
+        >>> network = lycoris.create_lycoris(model, 1.0, linear_dim=16, linear_alpha=16, algo="lokr")
+        >>> network.apply_to()
+        >>> applied = use_fastkron(network)
+        >>> revert_fastkron(network)
     """
     leave_all("network", network, _leave)
 

@@ -38,7 +38,9 @@ def use_fastkron(model: nn.Module) -> Applied:
 
     Example:
         >>> model = peft.get_peft_model(model, peft.LoKrConfig(target_modules=["q_proj", "v_proj"]))
-        >>> use_fastkron(model)
+        >>> applied = use_fastkron(model)
+        >>> len(applied.replaced)
+        2
     """
     expected = "LoKr layers of PEFT that can be replaced"
     replaced, left_alone = replaceable("model", model, expected, lambda module: isinstance(module, LoKrLayer), _reason)
@@ -55,6 +57,11 @@ def revert_fastkron(model: nn.Module) -> None:
 
     Raises:
         TypeError: no module.
+
+    Example:
+        >>> model = peft.get_peft_model(model, peft.LoKrConfig(target_modules=["q_proj", "v_proj"]))
+        >>> applied = use_fastkron(model)
+        >>> revert_fastkron(copy.deepcopy(model))
     """
     leave_all("model", model, _leave)
 

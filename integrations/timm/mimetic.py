@@ -59,6 +59,9 @@ def init_attention_mimetic_(
     Raises:
         TypeError: a module without such parts.
         ValueError: a projection whose shapes are not those of self-attention of one width.
+
+    Example:
+        >>> init_attention_mimetic_(timm.create_model("vit_tiny_patch16_224").blocks[0].attn)
     """
     qkv: Any = getattr(attention, "qkv", None)
     proj: Any = getattr(attention, "proj", None)

@@ -120,6 +120,12 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module, **opti
         state_dict: of KAT, FlashKAT, this library or a vision transformer of timm.
         model: what it is for.
         options: for timm's function of this name, which does the rest.
+
+    Example:
+        >>> model = timm.create_model("kat_tiny_patch16_224")
+        >>> state = checkpoint_filter_fn(timm.create_model("kat_tiny_patch16_224").state_dict(), model)
+        >>> model.load_state_dict(state)
+        <All keys matched successfully>
     """
     if not isinstance(state_dict, Mapping):
         raise type_error("state_dict", "tensors by name, or a checkpoint that holds such", type_name(state_dict))

@@ -65,17 +65,35 @@ def _create(variant: str, pretrained: bool, sizes: dict[str, Any], options: dict
 
 
 def kat_tiny_patch16_224(pretrained: bool = False, **options: Any) -> KATVisionTransformer:
-    """KAT-T: 12 blocks of width 192, 3 heads, 5,718,328 parameters."""
+    """KAT-T: 12 blocks of width 192, 3 heads, 5,718,328 parameters.
+
+    Example:
+        >>> model = timm.create_model("kat_tiny_patch16_224", num_classes=10)
+        >>> model.num_classes
+        10
+    """
     return _create("kat_tiny_patch16_224", pretrained, {"embed_dim": 192, "num_heads": 3}, options)
 
 
 def kat_small_patch16_224(pretrained: bool = False, **options: Any) -> KATVisionTransformer:
-    """KAT-S: 12 blocks of width 384, 6 heads, 22,051,576 parameters."""
+    """KAT-S: 12 blocks of width 384, 6 heads, 22,051,576 parameters.
+
+    Example:
+        >>> model = timm.create_model("kat_small_patch16_224", num_classes=10)
+        >>> model.num_classes
+        10
+    """
     return _create("kat_small_patch16_224", pretrained, {"embed_dim": 384, "num_heads": 6}, options)
 
 
 def kat_base_patch16_224(pretrained: bool = False, **options: Any) -> KATVisionTransformer:
-    """KAT-B: 12 blocks of width 768, 12 heads, 86,568,568 parameters."""
+    """KAT-B: 12 blocks of width 768, 12 heads, 86,568,568 parameters.
+
+    Example:
+        >>> model = timm.create_model("kat_base_patch16_224", num_classes=10)
+        >>> model.num_classes
+        10
+    """
     return _create("kat_base_patch16_224", pretrained, {"embed_dim": 768, "num_heads": 12}, options)
 
 

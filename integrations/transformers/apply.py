@@ -57,7 +57,7 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
 
     Example:
         >>> applied = apply_to_llama(model)
-        >>> model(input_ids).loss.backward()
+        >>> logits = model(input_ids).logits
         >>> applied.close()
     """
     check_choice("backward", backward, BACKWARDS)
@@ -77,6 +77,10 @@ def revert_llama(model: nn.Module) -> None:
 
     Raises:
         TypeError: no module.
+
+    Example:
+        >>> applied = apply_to_llama(model)
+        >>> revert_llama(copy.deepcopy(model))
     """
     leave_all("model", model, leave)
 

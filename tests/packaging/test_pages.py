@@ -65,12 +65,16 @@ def blocks(page: str) -> list[str]:
 
 
 def run(page: str) -> subprocess.CompletedProcess[str]:
-    """Run a page's code as one program, in a process of its own with one rank and no GPU's settings."""
-    code = "\n".join([GIVEN.get(page, ""), *blocks(page)])
+    """Run a page's code as one program, in a process of its own."""
+    return program("-c", "\n".join([GIVEN.get(page, ""), *blocks(page)]))
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user would: one rank, no launcher."""
     path = os.pathsep.join(filter(None, sys.path))
     launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launchers} | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=env, check=False)
 
 
 def guides() -> list[str]:
@@ -151,6 +155,11 @@ def described() -> dict[str, object]:
     return {name: found(name) for name in names}
 
 
+def examples(page: str) -> subprocess.CompletedProcess[str]:
+    """Run the examples behind a page of the reference, in a process of its own with one rank."""
+    return program(str(Path(__file__).parent / "run_examples.py"), str(DOCS / "reference" / page))
+
+
 def missing(module: str, entries: Iterable[object]) -> list[str]:
     """Public names of a module whose objects are not among the entries."""
     names = getattr(importlib.import_module(module), "__all__", None) or PUBLIC_WITHOUT_ALL[module]
@@ -166,6 +175,21 @@ def test_the_reference_has_every_public_name(module: str) -> None:
 def test_a_name_without_an_entry_is_seen() -> None:
     entries = [entry for name, entry in described().items() if name != "fastkron_py.hadamard"]
     assert missing("fastkron_py", entries) == ["hadamard"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", sorted(p.name for p in (DOCS / "reference").glob("*.md")))
+def test_examples_of_the_reference(page: str) -> None:
+    """Every function and class has an example in its docstring, which runs."""
+    result = examples(page)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_an_example_that_fails_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("::: fastkron_py.hadamard\n\n::: fastkron_py.runtime.sizes.next_power_of_two\n")
+    result = examples(str(tmp_path / "page.md"))
+    assert result.returncode == 1
+    assert "fastkron_py.runtime.sizes.next_power_of_two has no example" in result.stdout
 
 
 def test_the_reference_looks_at_every_module() -> None:
