@@ -134,7 +134,7 @@ operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/
 	for name in $(OPERATORS_EXAMPLES); do $(PY) examples/operators/$$name.py --picture docs/images/operators_$$name.png || exit 1; done
 
 docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning is an error
-	$(DOCS_PY) -m mkdocs build --strict --quiet
+	$(DOCS_PY) -m mkdocs build --strict
 	@echo "open out/site/index.html"
 
 docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change

@@ -22,7 +22,10 @@ from benchmarks.markdown import table  # noqa: E402
 # mkdocs counts warnings below this name, and --strict makes them errors.
 LOG = logging.getLogger("mkdocs.hooks.site")
 
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}  # page of the site: file of the repository
+PAGES = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}  # page of the site: file of the repository
 RESULTS = "benchmarks/results"
 MARKER = re.compile(r"^<!-- results: ([\w ]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -68,7 +71,9 @@ def _target(text: str, path: str, anchor: str, page: Page, config: MkDocsConfig)
         return f"[{text}]({target}{'#' + anchor if anchor else ''})"
     if not (ROOT / path).exists():
         LOG.warning("%s: there is no file %s", page.file.src_uri, path)
-    return f"[{text}]({config.repo_url}/blob/main/{path})" if config.repo_url else text
+    if config.repo_url:
+        return f"[{text}]({config.repo_url}/blob/main/{path})"
+    return f"`{text}`" if re.fullmatch(r"[\w./]+[./][\w.]+", text) else text
 
 
 def _result(name: str) -> str:
