@@ -135,7 +135,7 @@ operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/
 
 docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning is an error
 	$(DOCS_PY) -m mkdocs build --strict
-	@echo "open out/site/index.html"
+	@echo "open out/site/index.html, or run make docs-serve, which has search"
 
 docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change
 	$(DOCS_PY) -m mkdocs serve
