@@ -21,6 +21,7 @@ ifeq ($(strip $(VENV)),)
   KAT_READY :=
   LOKR_READY :=
   OPERATORS_READY :=
+  NOTEBOOKS_READY :=
   DOCS_PY := $(PY)
   DOCS_READY :=
   RELEASE_PY := $(PY)
@@ -35,6 +36,7 @@ else
   KAT_READY := $(VENV)/.ready-kat
   LOKR_READY := $(VENV)/.ready-lokr
   OPERATORS_READY := $(VENV)/.ready-operators
+  NOTEBOOKS_READY := $(VENV)/.ready-notebooks
   DOCS_PY := $(DOCS_VENV)/bin/python
   DOCS_READY := $(DOCS_VENV)/.ready
   RELEASE_PY := $(RELEASE_VENV)/bin/python
@@ -47,7 +49,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures docs docs-serve dist clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +135,12 @@ $(addprefix operators-,$(OPERATORS_EXAMPLES)): operators-%: $(OPERATORS_READY)
 operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/guides/operators.md shows
 	for name in $(OPERATORS_EXAMPLES); do $(PY) examples/operators/$$name.py --picture docs/images/operators_$$name.png || exit 1; done
 
+notebooks: $(NOTEBOOKS_READY)  ## run the notebooks of examples/notebooks, write out/notebooks/*.ipynb
+	mkdir -p out/notebooks
+	for file in examples/notebooks/*.py; do \
+	  $(PY) -m jupytext --to ipynb --set-kernel python3 --execute --output out/notebooks/$$(basename $$file .py).ipynb $$file || exit 1; \
+	done
+
 docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning is an error
 	$(DOCS_PY) -m mkdocs build --strict
 	@echo "open out/site/index.html, or run make docs-serve, which has search"
@@ -208,6 +216,10 @@ $(DOCS_READY): pyproject.toml constraints.txt
 
 $(RELEASE_READY): pyproject.toml constraints.txt
 	$(call environment_of,$(RELEASE_VENV),release)
+
+$(NOTEBOOKS_READY): $(VENV)/.ready-torch pyproject.toml
+	$(PIP) -e '.[notebooks]'
+	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[bench]'

@@ -38,7 +38,24 @@ def test_every_room_is_installed() -> None:
 
 def test_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {"gp", "kan", "mpi", "cupy", "vision", "llm", "lycoris", "peft", "bench", "demo", "docs", "plots", "release", "test", "dev"}
+    extras = {
+        "gp",
+        "kan",
+        "mpi",
+        "cupy",
+        "vision",
+        "llm",
+        "lycoris",
+        "peft",
+        "notebooks",
+        "bench",
+        "demo",
+        "docs",
+        "plots",
+        "release",
+        "test",
+        "dev",
+    }
     assert set(project["optional-dependencies"]) == extras
 
 

@@ -95,6 +95,17 @@ def test_code_of_a_guide(page: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+NOTEBOOKS = sorted((DOCS.parent / "examples" / "notebooks").glob("*.py"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook(notebook: Path) -> None:
+    """Its cells, in their order; they assert what they show."""
+    result = program("-c", TORCHVISION + notebook.read_text())
+    assert result.returncode == 0, result.stderr
+
+
 def test_code_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GIVEN, "index.md", "from fastkron_py import no_such_name")
     assert "no_such_name" in run("index.md").stderr
