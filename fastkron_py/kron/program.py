@@ -54,12 +54,15 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
         return build.program([build.call(small or by_torch, operands, result, scalars=scalars)], differentiable=differentiable)
     from fastkron_py.kron.forward import Scale, add_multiply
+    from fastkron_py.kron.saved_intermediate import cut_multiply, cut_of
 
+    cut = cut_of(x, factors, precision, left) if z is not None or tensors[-1] is None else None
+    differentiable = None if cut is None else cut_multiply(cut, len(factors), shape, precision, backend, left)
     problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
     z4 = None if z is None else problem.pack(z.expand(shape))
     scale = Scale(_ONE if alpha == 1 else _ALPHA, _ZERO if z is None else _BETA)
     y4 = add_multiply(build, problem.x, problem.factors, resolved(precision), scale, z4)
-    return build.program([y4], [shape])
+    return build.program([y4], [shape], differentiable)
 
 
 def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left: bool, backward: bool) -> Callable[..., Tensor] | None:
