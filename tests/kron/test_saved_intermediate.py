@@ -1,4 +1,4 @@
-"""A multiply whose small intermediate autograd saves: numbers and gradients as without, of fewer launches backward.
+"""A multiply whose small intermediate is saved for the backward pass: numbers and gradients as without it.
 
 In float64 and float32 both ways err by rounding only; in half types the intermediate is rounded once more.
 """
@@ -15,6 +15,7 @@ from fastkron_py import kron_matmul, kron_matmul_left, reference
 from fastkron_py.kron import saved_intermediate
 from fastkron_py.kron.plan import saved_intermediate as plan
 from fastkron_py.kron.plan.saved_intermediate import Cut, Whole, find_cut
+from fastkron_py.runtime.builder import describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
@@ -98,10 +99,41 @@ def test_without_gradients_nothing_is_cut(device: torch.device, monkeypatch: pyt
     assert torch.equal(kron_matmul(x, factors), whole)
 
 
+def test_backward_passes_in_a_row_and_of_parts(device: torch.device, cuts: list[Cut]) -> None:
+    """What was saved is not overwritten; gradients of x alone and of one factor alone."""
+    (x, *factors, _), _ = problem(SHAPES["twice"], False, torch.float64, device)
+    y = kron_matmul(x, factors)
+    dy = torch.randn_like(y)
+    whole = torch.autograd.grad(y, [x, *factors], dy, retain_graph=True)
+    again = torch.autograd.grad(y, [x, *factors], dy, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    for i, t in enumerate([x, *factors]):
+        tensors = [u.detach().requires_grad_(u is t) for u in (x, *factors)]
+        (got,) = torch.autograd.grad(kron_matmul(tensors[0], tensors[1:]), tensors[i], dy)
+        assert_close(got, whole[i], steps=4)
+    assert cuts
+
+
+def test_a_backward_pass_reads_what_was_saved(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with another intermediate gradients are others."""
+    (x, *factors, _), _ = problem(SHAPES["last"], False, torch.float64, device)
+    right = torch.autograd.grad(kron_matmul(x, factors).sum(), factors)
+    add = saved_intermediate.add_multiply_saving
+
+    def spoiled(build: Any, *arguments: Any) -> Any:
+        y, between = add(build, *arguments)
+        return y, build.call(torch.zeros_like, (between,), describe(between.shape, between.dtype))
+
+    monkeypatch.setattr(saved_intermediate, "add_multiply_saving", spoiled)
+    CACHE.forget()
+    wrong = torch.autograd.grad(kron_matmul(x, factors).sum(), factors)
+    assert not torch.allclose(wrong[0], right[0])
+
+
 def test_where_x_would_be_copied(device: torch.device, cuts: list[Cut]) -> None:
     """Nothing is cut: strided tensors, and factors with batches."""
     (x, *factors, _), _ = problem(SHAPES["last"], False, torch.bfloat16, device)
-    kron_matmul(x.detach().mT.contiguous().mT.requires_grad_(), factors)
+    kron_matmul(x.detach()[0].mT.contiguous().mT.requires_grad_(), factors)
     kron_matmul(x, [f.expand(2, -1, -1) for f in factors])
     assert not cuts
 

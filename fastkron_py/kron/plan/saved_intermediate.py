@@ -1,4 +1,4 @@
-"""Where a multiply with a gradient is cut in two, so that autograd saves the intermediate. Closed-form.
+"""Where a multiply with a gradient is cut in two, to save the intermediate for the backward pass. Closed-form.
 
 A backward pass reads x again to make its intermediates. Where the factors of one side narrow x, what they leave is so small
 that it may as well be saved: that spares the backward pass a reading of x.
@@ -14,7 +14,7 @@ from fastkron_py.kron.plan.gradient import gradient_plan
 from fastkron_py.kron.plan.gradient_order import least_seconds
 from fastkron_py.runtime.gpu import GPU
 
-LEAST_BYTES: Final = 1 << 24  # of x: below, two nodes of autograd cost the host more than a reading of x costs the GPU
+LEAST_BYTES: Final = 1 << 20  # of x: below, a launch costs more than a reading of x
 MOST_SAVED: Final = 1 / 8  # of x's elements
 WORTH: Final = 0.95  # of the modelled time without
 
