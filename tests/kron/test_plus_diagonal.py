@@ -195,8 +195,8 @@ def test_no_convergence_is_a_warning_and_a_record(device):
 
 
 def test_float32_reaches_its_tolerance(device):
-    """Ill-conditioned enough that the recurrence's residual leaves the true one."""
-    k, noise = grid((32, 32), device, noise=1e-2)
+    """Ill-conditioned enough that the recurrence's residual leaves the true one; with less noise a GPU's rounding alone is 1e-4."""
+    k, noise = grid((32, 32), device, noise=3e-2)
     a = k.float().add_diagonal(noise.float())
     b = torch.randn(1024, device=device)
     x = a.solve(b)
