@@ -11,6 +11,7 @@ import benchmarks.kron.drawn
 import benchmarks.kron.first_call
 import benchmarks.kron.hadamard
 import benchmarks.kron.products
+import benchmarks.kron.quantize
 import benchmarks.rational.activations
 import benchmarks.rational.kat
 import benchmarks.rational.layers  # noqa: F401

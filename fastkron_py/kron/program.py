@@ -68,7 +68,7 @@ def _by_triton(tensors: Sequence[Any], options: tuple[Any, ...], shape: tuple[in
     problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
     z4 = None if beta == 0 else problem.pack(z.expand(shape))
     scale = Scale(_ONE if alpha == 1 else _ALPHA, _ZERO if z4 is None else _BETA)
-    halves = halves_of(problem, precision)
+    halves = halves_of(problem, precision, build.device)
     if saves and halves is not None:
         y4, between = add_multiply_saving(build, problem, halves, precision, scale, z4)
         return build.program([y4, between], [shape, between.shape], saved=1)
@@ -154,7 +154,7 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     needs = (need_x, *need_factors)
     dtype = torch.float32 if torch.float32 in [f.dtype for f in factors] else x.dtype
     precision, dy4 = resolved(precision), problem.pack(dy)
-    halves = None if between is None else halves_of(problem, precision)
+    halves = None if between is None else halves_of(problem, precision, build.device)
     if halves is None:
         dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, scale, dtype)
     else:

@@ -39,12 +39,13 @@ class Halves(NamedTuple):
     result: Shape
 
 
-def halves_of(problem: Canonical, precision: str) -> Halves | None:
+def halves_of(problem: Canonical, precision: str, device: torch.device) -> Halves | None:
     """How a multiply is cut if a gradient is wanted; None if it is not, or if cutting would copy x.
 
     Args:
         problem: of Triton's backend.
         precision: of float32 products.
+        device: of all tensors.
     """
     x, factors = problem.x, problem.factors
     groups, rows, _, columns = x.shape
@@ -52,7 +53,7 @@ def halves_of(problem: Canonical, precision: str) -> Halves | None:
         return None
     shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
     whole = Whole(shapes, rows, columns, x.element_size(), passes_of(x.dtype, precision))
-    cut = find_cut(whole, devices.gpu_of(x.device))
+    cut = find_cut(whole, devices.gpu_of(device))
     if cut is None:
         return None
     front, back = slice(0, cut.at), slice(cut.at, len(factors))
