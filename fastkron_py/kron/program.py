@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
 from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
+from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -58,7 +59,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
 def _by_triton(tensors: Sequence[Any], options: tuple[Any, ...], shape: tuple[int, ...], saves: bool = False) -> Program:
     """The program of Triton's backend; saves: the one that returns an intermediate too, for the backward pass."""
-    from fastkron_py.kron.forward import Scale, add_multiply
+    from fastkron_py.kron.forward import add_multiply
     from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
 
     alpha, beta, precision, _, left = options
@@ -146,7 +147,6 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         made = build.call(by_torch, (dy, x, *factors), *results, scalars=(_ALPHA,))
         return build.program([made] if len(results) == 1 else made)
     from fastkron_py.kron.backward import add_backward
-    from fastkron_py.kron.forward import Scale
     from fastkron_py.kron.saved_intermediate import add_backward_saved, halves_of
 
     problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
