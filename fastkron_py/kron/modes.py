@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
@@ -20,16 +19,7 @@ def mode_product(x: Tensor, f: Tensor, z: Tensor | None) -> Tensor:
         f: ``[*batch_f, P, P]``.
         z: like x, or None.
     """
-    beta = 0.0 if z is None else 1.0
-    if math.prod(f.shape[:-2]) == 1:
-        return kron_matmul_left([f.reshape(f.shape[-2:])], x, beta=beta, z=z)
-    if x.shape[-3] == 1:
-        return kron_matmul_left([f.unsqueeze(-3)], x, beta=beta, z=z)
-    # One call for each matrix: together each would be repeated for every index before the mode.
-    batch, tail = x.shape[:-3], x.shape[-3:]
-    matrices = f.expand(*batch, *f.shape[-2:]).flatten(0, -3)
-    xs, zs = x.reshape(-1, *tail), [None] * len(matrices) if z is None else z.reshape(-1, *tail)
-    return torch.stack([kron_matmul_left([m], xs[i], beta=beta, z=zs[i]) for i, m in enumerate(matrices)]).reshape(x.shape)
+    return kron_matmul_left([f.unsqueeze(-3)], x, beta=0.0 if z is None else 1.0, z=z)
 
 
 def sum_matmul(factors: Sequence[Tensor], masses: Sequence[Tensor], x: Tensor, left: bool) -> Tensor:

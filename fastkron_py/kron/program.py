@@ -181,7 +181,8 @@ def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | Non
         if df is not None:
             df = df.mT if problem.left else df
             batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
-            results.append(df.unflatten(0, problem.batch) if batched else df[0])
+            shared = [1] * (len(problem.batch) - len(problem.factor_batch))
+            results.append(df.unflatten(0, (*problem.factor_batch, *shared)) if batched else df[0])
     return results
 
 
