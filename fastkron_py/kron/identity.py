@@ -1,0 +1,81 @@
+"""Identity factors: an integer n among the factors of a product stands for I_n, which takes no multiply and no memory.
+
+``(I_a (x) F (x) I_b) x`` is one mode of x viewed as ``[a, P, b]``, so identities become dimensions of x beside which the other factors
+are multiplied where they stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron.checks import shape_of
+from fastkron_py.kron.matmul import Epilogue
+from fastkron_py.kron.runs import multiply_runs
+from fastkron_py.kron.shapes import result_shape
+from fastkron_py.runtime.checks import HALF_DTYPES
+
+Factor = Tensor | int
+
+
+def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | None, epilogue: Epilogue) -> Tensor:
+    """``alpha * x @ (F1 (x) ... (x) FN) + beta * z``, or with the product to the left of x.
+
+    Args:
+        x: ``[*batch, M, K]``, or ``[*batch, K, M]`` where the product is left of it.
+        factors: ``[*batch_i, P_i, Q_i]`` and integers.
+        left: the form.
+        precision: of float32 products.
+        epilogue: applied to the result; z broadcasts to it.
+
+    Returns:
+        ``[*batch, M, N]`` or ``[*batch, N, M]``, contiguous.
+    """
+    parts, (alpha, beta, z) = _parts(factors, left), epilogue
+    shape = result_shape(tuple(x.shape), [shape_of(f) for f in factors], left=left)
+    z = None if z is None else z.expand(shape)
+    if not any([isinstance(part, list) for part in parts]):
+        return _scaled(x, alpha, beta, z)
+    ranks = [f.ndim for f in factors if isinstance(f, Tensor)]
+    batch, axis = max(x.ndim, *ranks) - 2, -2 if left else -1
+
+    def split(t: Tensor, side: int) -> Tensor:
+        """With a dimension for each part, whose matrices have the size of this side there."""
+        sizes = [math.prod([f.shape[side] for f in part]) if isinstance(part, list) else part for part in parts]
+        found: Tensor = t.reshape(*[1] * (batch + 2 - t.ndim), *t.shape).unflatten(axis, sizes)
+        return found
+
+    of: list[list[Tensor]] = [part if isinstance(part, list) else [] for part in parts]
+    epilogue = Epilogue(alpha, beta, None if z is None else split(z, -1))
+    return multiply_runs(split(x, -2), [*of, []] if left else [[], *of], batch, precision, epilogue).reshape(shape)
+
+
+def _parts(factors: Sequence[Factor], left: bool) -> list[int | list[Tensor]]:
+    """Runs of matrices, as they multiply from the right, and the sizes of the identities between them."""
+    parts: list[int | list[Tensor]] = []
+    for f in factors:
+        last = parts[-1] if parts else None
+        if not isinstance(f, Tensor):
+            if f == 1:
+                continue
+            if isinstance(last, list) or last is None:
+                parts.append(f)
+            else:
+                parts[-1] = last * f
+        elif isinstance(last, list):
+            last.append(f.mT if left else f)
+        else:
+            parts.append([f.mT if left else f])
+    return parts
+
+
+def _scaled(x: Tensor, alpha: float, beta: float, z: Tensor | None) -> Tensor:
+    """``alpha * x + beta * z``, rounded once."""
+    if z is None:
+        return x.clone(memory_format=torch.contiguous_format) if alpha == 1 else (x * alpha).contiguous()
+    if x.dtype in HALF_DTYPES:
+        return torch.add(x.float() * alpha, z.float(), alpha=beta).to(x.dtype).contiguous()
+    return torch.add(x * alpha, z, alpha=beta).contiguous()
