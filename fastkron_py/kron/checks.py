@@ -13,6 +13,9 @@ from fastkron_py.kron.shapes import Shape, broadcast_batch, result_shape
 from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
+Factor = Tensor | int
+"""A matrix ``[*batch, P, Q]``, or n for the identity I_n."""
+
 
 def is_identity(factor: Any) -> TypeGuard[int]:
     """Whether a factor is an integer n, which stands for I_n."""

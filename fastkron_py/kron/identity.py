@@ -12,13 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.checks import shape_of
+from fastkron_py.kron.checks import Factor, shape_of
 from fastkron_py.kron.matmul import Epilogue
 from fastkron_py.kron.runs import multiply_runs
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.checks import HALF_DTYPES
-
-Factor = Tensor | int
 
 
 def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | None, epilogue: Epilogue) -> Tensor:

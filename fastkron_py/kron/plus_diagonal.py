@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron import algebra, shifted
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.cg import Convergence, Stopping, stopping
-from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.checks import Factor, is_identity, right_hand_side
 from fastkron_py.kron.lanczos import Probes, estimate
 from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, numbered
 from fastkron_py.kron.pencil import Basis
@@ -44,6 +44,8 @@ class KroneckerPlusDiagonal(LazyOperator):
     D has one of three forms: equal elements, ``s * I``; a Kronecker product of diagonals; any vector. Of the first two, eigenvectors of
     each factor, or of each pair of factors, make A diagonal, which solves and determinants go by. Of the third, solves go by conjugate
     gradients.
+
+    Products with A take no work for identity factors. Solves, determinants and samples build them, as matrices of their own sizes.
 
     Attributes:
         convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
@@ -77,7 +79,7 @@ class KroneckerPlusDiagonal(LazyOperator):
     @property
     def mT(self) -> KroneckerPlusDiagonal:  # noqa: N802
         """The transpose of the matrix, or of each matrix of the batch; a view."""
-        return self._with([*[f.swapaxes(-2, -1) for f in self._factors], *self._diagonals])
+        return self._with([*[f if is_identity(f) else f.swapaxes(-2, -1) for f in self._factors], *self._diagonals])
 
     def conj(self) -> KroneckerPlusDiagonal:
         """The complex conjugate; of real factors a view."""
@@ -85,14 +87,17 @@ class KroneckerPlusDiagonal(LazyOperator):
         found = self._each(lambda a: a.conj())
         return KroneckerPlusDiagonal(found._factors, found._diagonals, self._form, number, self._shape)
 
-    def _tensors(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False) -> Any:
-        """The result of a function of `Shifted` and of other arrays as tensors."""
+    def _tensors(
+        self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False
+    ) -> Any:
+        """The result of a function of `Shifted` and of other arrays as tensors; its factors may be identities, or all are matrices."""
         count, both = len(self._factors), len(self._arrays)
 
         def of(t: list[Tensor]) -> Any:
-            factors, diagonals = t[:count], t[count:both]
+            factors, diagonals = t[:count] if identities else algebra.built(t[:count]), t[count:both]
             if not diagonals:
-                diagonals = [torch.full((1,), self._number, dtype=factors[0].dtype, device=factors[0].device)]
+                like = algebra.matrices(factors)[0]
+                diagonals = [torch.full((1,), self._number, dtype=like.dtype, device=like.device)]
             return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *t[both:])
 
         return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
@@ -121,20 +126,20 @@ class KroneckerPlusDiagonal(LazyOperator):
             x = columns if left else columns.mT
             return verb(k.factors, x, beta=1.0, z=z if left else z.mT)
 
-        return self._tensors(product, x, names=["x"], autocast=True)
+        return self._tensors(product, x, names=["x"], autocast=True, identities=True)
 
     # ---- linear algebra -----------------------------------------------------------------------
 
     def _dense(self) -> Any:
-        return self._tensors(shifted.dense)
+        return self._tensors(shifted.dense, identities=True)
 
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, n]``."""
-        return self._tensors(lambda k: algebra.diagonal(k.factors) + k.diagonal())
+        return self._tensors(lambda k: algebra.diagonal(k.factors) + k.diagonal(), identities=True)
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
-        return self._tensors(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1))
+        return self._tensors(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1), identities=True)
 
     def solve(
         self,
@@ -225,8 +230,8 @@ class KroneckerPlusDiagonal(LazyOperator):
         n = self._shape[-1]
         if mask.ndim == 0 or mask.shape[-1] != n:
             raise value_error("mask", f"dimension -1 of size {n}", f"shape {tuple(mask.shape)}")
-        if str(mask.device) != str(self.device) and isinstance(self._factors[0], Tensor):
-            raise value_error("mask", f"factors[0]'s device {self.device}", mask.device)
+        if str(mask.device) != str(self.device) and isinstance(self._first[1], Tensor):
+            raise value_error("mask", f"{self._first[0]}'s device {self.device}", mask.device)
         if not mask.is_meta and not bool(mask.any(-1).all()):
             raise value_error("mask", "one that is true somewhere", "one that is false everywhere")
         return mask
@@ -238,7 +243,7 @@ class KroneckerPlusDiagonal(LazyOperator):
     def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
         if k.form == VECTOR and probes is not None:
             found, error = estimate(k, probes)
-            self.standard_error = error if isinstance(self._factors[0], Tensor) else error.cpu().numpy()
+            self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
             return torch.ones_like(found, dtype=k.factors[0].dtype), found
         if k.form == VECTOR and math.prod(self._shape) > DENSE_LIMIT:
             expected = f"a number, to estimate the determinant of a vector D with more than {DENSE_LIMIT} elements in all"
@@ -355,14 +360,14 @@ class KroneckerPlusDiagonal(LazyOperator):
         """
         from fastkron_py.kron.product import KroneckerProduct
 
-        values, vectors = self._tensors(self._eigh)
+        values, vectors = self._tensors(self._eigh, identities=True)
         return algebra.Eigh(values, KroneckerProduct(vectors))
 
     def eigvalsh(self) -> Any:
         """The eigenvalues of `eigh`, in the same order."""
-        return self._tensors(lambda k: self._eigh(k)[0])
+        return self._tensors(lambda k: self._eigh(k)[0], identities=True)
 
-    def _eigh(self, k: Shifted) -> tuple[Tensor, list[Tensor]]:
+    def _eigh(self, k: Shifted) -> tuple[Tensor, list[Factor]]:
         if k.form != EQUAL:
             raise value_error("s", "one number: other sums have no Kronecker product of eigenvectors", k.form)
         shifted.check_real(k.diagonals, "eigh")
