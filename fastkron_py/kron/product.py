@@ -14,6 +14,7 @@ from fastkron_py.kron.add_diagonal import plus_diagonal
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.lazy import LazyOperator, check_arrays, numbered
+from fastkron_py.kron.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.matrix_function import KroneckerFunction
 from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
@@ -259,6 +260,25 @@ class KroneckerProduct(LazyOperator):
         elif isinstance(s, LazyOperator):
             raise type_error("s", "a number, an array, vectors, or a KroneckerProduct of diagonal matrices", type_name(s))
         return plus_diagonal(self, s)
+
+    def masked(self, *, rows: Any = None, columns: Any = None) -> MaskedKroneckerProduct:
+        """``K[rows][:, columns]``, for grids with holes, as a lazy operator with ``@``, `add_diagonal` and `solve`.
+
+        Args:
+            rows: of K that are kept: a bool mask ``[prod P_i]``, or integer indices ``[m]`` in any order, each once; None for all.
+            columns: the same of K's columns, ``[prod Q_i]``.
+
+        Raises:
+            TypeError: a mask that is neither of bools nor of integers.
+            ValueError: neither rows nor columns, a mask of another size, an empty one, indices out of range or given twice, or
+                another device.
+
+        Example:
+            >>> K = KroneckerProduct([torch.randn(4, 4), torch.randn(5, 5)])
+            >>> A = K.masked(rows=torch.rand(20) < 0.5, columns=torch.tensor([3, 0, 19]))
+            >>> y = A @ torch.ones(3)
+        """
+        return masked(self, rows, columns)
 
     def apply_function(self, f: Callable[[Tensor], Tensor]) -> KroneckerFunction:
         """``f(K) = V f(L) V^H`` of Hermitian factors, with the eigenvalues L and eigenvectors V of K, as a lazy operator with ``@``.
