@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.checks import Factor, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.monomial import monomial
 from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.runtime.errors import type_error, value_error
@@ -290,21 +291,23 @@ def solve(factors: Sequence[Factor], b: Tensor) -> Tensor:
     """
     check_square(factors, "solve")
     check_linalg_dtype(factors, "solve")
-    sizes = [shape_of(f)[-1] for f in factors]
-    n = math.prod(sizes)
+    identities = Columns.of(factors)
+    n = math.prod(identities.sizes)
     factor_batch = broadcast_batch([shape_of(f)[:-2] for f in factors], "factors")
     b, vector = right_hand_side(b, n, factor_batch)
+    given, b = b.shape[-1], identities.pack(b)
     if factor_batch:
-        x = _solve_modes(factors, sizes, b)
+        x = _solve_modes(factors, b)
     else:  # batches are columns then, and each factor is factorised once
         columns = b.movedim(-2, 0)  # [n, *batch, M]
-        x = _solve_modes(factors, sizes, columns.reshape(n, math.prod(columns.shape[1:])))
+        x = _solve_modes(factors, columns.reshape(columns.shape[0], math.prod(columns.shape[1:])))
         x = x.reshape(columns.shape).movedim(0, -2)
+    x = identities.unpack(x, given)
     return x[..., 0].contiguous() if vector else x.contiguous()
 
 
-def _solve_modes(factors: Sequence[Factor], sizes: Sequence[int], b: Tensor) -> Tensor:
-    """`solve` for b ``[*batch, n, C]`` with every batch dimension in place.
+def _solve_modes(factors: Sequence[Factor], b: Tensor) -> Tensor:
+    """`solve` without the identities, for b ``[*batch, n, C]`` with every batch dimension in place.
 
     The mode to be solved is kept in front: after each solve the modes move round by one place, and after
     all of them only the columns stand before the modes.
@@ -312,7 +315,10 @@ def _solve_modes(factors: Sequence[Factor], sizes: Sequence[int], b: Tensor) -> 
     n, columns = b.shape[-2:]
     batch = b.shape[:-2]
     x = b
-    for i, (f, size) in enumerate(zip(factors, sizes, strict=True)):
+    for i, f in enumerate(factors):
+        if not isinstance(f, Tensor):
+            continue
+        size = f.shape[-1]
         x = x.reshape(*batch, size, n * columns // size if size else 0)
-        x = (_named(i, f, partial(torch.linalg.solve, B=x)) if isinstance(f, Tensor) else x).mT
+        x = _named(i, f, partial(torch.linalg.solve, B=x)).mT
     return x.reshape(*batch, columns, n).mT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,3 +78,49 @@ def _scaled(x: Tensor, alpha: float, beta: float, z: Tensor | None) -> Tensor:
     if x.dtype in HALF_DTYPES:
         return torch.add(x.float() * alpha, z.float(), alpha=beta).to(x.dtype).contiguous()
     return torch.add(x * alpha, z, alpha=beta).contiguous()
+
+
+class Columns(NamedTuple):
+    """Identities as further columns: what acts on each column of x alone needs the other factors only.
+
+    Attributes:
+        sizes: of all factors.
+        kept: the factors that are no identities, by index.
+    """
+
+    sizes: list[int]
+    kept: list[int]
+
+    @classmethod
+    def of(cls, factors: Sequence[Factor]) -> Columns:
+        """Those of square factors."""
+        return cls([shape_of(f)[-1] for f in factors], [i for i, f in enumerate(factors) if isinstance(f, Tensor)])
+
+    @property
+    def width(self) -> int:
+        """Columns for each column of x."""
+        return math.prod([size for i, size in enumerate(self.sizes) if i not in self.kept])
+
+    def _order(self, batch: int) -> list[int]:
+        """The dimensions ``[*batch, *sizes, M]`` with identities before M."""
+        moved = [i for i in range(len(self.sizes)) if i not in self.kept]
+        return [*range(batch), *[batch + i for i in (*self.kept, *moved, len(self.sizes))]]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``[*batch, n, M]`` as ``[*batch, n / width, width * M]``."""
+        if len(self.kept) == len(self.sizes):
+            return x
+        batch = x.shape[:-2]
+        rows = math.prod([self.sizes[i] for i in self.kept])
+        modes: Tensor = x.unflatten(-2, self.sizes)
+        return modes.permute(self._order(len(batch))).reshape(*batch, rows, self.width * x.shape[-1])
+
+    def unpack(self, y: Tensor, columns: int) -> Tensor:
+        """``[*batch, n / width, width * M]`` as ``[*batch, n, M]``, of M columns."""
+        if len(self.kept) == len(self.sizes):
+            return y
+        batch = y.shape[:-2]
+        order = self._order(len(batch))
+        shape = (*batch, *self.sizes, columns)
+        found = y.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        return found.reshape(*batch, math.prod(self.sizes), columns)

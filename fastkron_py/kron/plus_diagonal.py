@@ -45,7 +45,8 @@ class KroneckerPlusDiagonal(LazyOperator):
     each factor, or of each pair of factors, make A diagonal, which solves and determinants go by. Of the third, solves go by conjugate
     gradients.
 
-    Products with A take no work for identity factors. Solves, determinants and samples build them, as matrices of their own sizes.
+    Products with A take no work for identity factors. Where all elements of D are equal, nothing does; otherwise solves and determinants
+    build them, as matrices of their own sizes.
 
     Attributes:
         convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
@@ -117,7 +118,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         if self._number is not None:
             return verb(self._factors, x, beta=self._number, z=x)
 
-        def product(k: Shifted, x: Tensor) -> Tensor:
+        def product(k: Shifted, x: Tensor) -> Any:
             columns = x.mT if not left and x.ndim > 1 else x
             columns, vector = right_hand_side(columns, self._shape[-1], self._shape[:-2], "x")
             z = scaled(columns, k.diagonal())
@@ -191,7 +192,10 @@ class KroneckerPlusDiagonal(LazyOperator):
             True
         """
         iterative = self._iterative(mask, tolerance, max_iterations, preconditioner, progress)
-        return self._tensors(lambda k, b: self._solve(k, b, iterative, self._basis(k) if mask is None else None), b, names=["b"])
+        whole, direct = mask is None, mask is None and self._form == EQUAL
+        return self._tensors(
+            lambda k, b: self._solve(k, b, iterative, self._basis(k) if whole else None), b, names=["b"], identities=direct
+        )
 
     def _iterative(self, mask: Any, tolerance: Any, max_iterations: Any, preconditioner: Any, progress: Any) -> _Iterative:
         """The options of `solve`, checked."""
@@ -238,7 +242,7 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     def slogdet(self) -> algebra.SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None)))
+        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None), identities=self._form == EQUAL))
 
     def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
         if k.form == VECTOR and probes is not None:
@@ -275,7 +279,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
         given = self._probes(probes, generator, stopping(None, 1000, None, _torch_dtype(self.dtype)))
-        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)))
+        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)
 
     def inv_quad_logdet(
         self,
@@ -315,7 +319,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             total = (b.conj() * self._solve(k, b, iterative, basis)).sum(-1 if b.ndim == 1 else (-2, -1))
             return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis, given))
 
-        return InvQuadLogdet(*self._tensors(both, b, names=["b"]))
+        return InvQuadLogdet(*self._tensors(both, b, names=["b"], identities=self._form == EQUAL))
 
     def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
         """Normal vectors of mean 0 and covariance A, with derivatives to factors and s of the first order.
@@ -340,7 +344,7 @@ class KroneckerPlusDiagonal(LazyOperator):
 
         def sample(k: Shifted) -> Tensor:
             algebra.check_square(k.factors, "sample")
-            first = k.factors[0]
+            first = algebra.matrices(k.factors)[0]
 
             def draw() -> Tensor:
                 shape = (*self._shape[:-1], math.prod(sizes))
@@ -349,7 +353,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             found = shifted.sample(k, draw)
             return found.movedim(-1, 0).reshape(*sizes, *self._shape[:-1])
 
-        return self._tensors(sample)
+        return self._tensors(sample, identities=self._form != KRONECKER)
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors and a D of equal elements, as those of `KroneckerProduct.eigh`.

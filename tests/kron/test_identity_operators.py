@@ -96,9 +96,44 @@ def test_identities_stay_identities() -> None:
     large = KroneckerProduct([2**20, definite(2), 2**20])  # never built
     assert large.trace() == 2.0**40 * large.factors[1].trace()
     assert_close(large.logdet(), 2.0**40 * large.factors[1].logdet())
-    tall = KroneckerProduct([2**18, definite(2)])
+
+
+def test_solves_take_identities_as_columns() -> None:
+    a = definite(2)
+    k = KroneckerProduct([2**9, a, 2**9])
+    tall = KroneckerProduct([2**18, a])  # whose identity has 2**36 elements
     b = torch.randn(2**19, dtype=torch.float64)
-    assert_close(tall @ tall.solve(b), b, steps=100)
+    for operator in (k, tall, k.add_diagonal(0.5), tall.add_diagonal(torch.tensor(0.5).double())):
+        assert_close(operator @ operator.solve(b), b, steps=100)
+    shifted = tall.add_diagonal(0.5)
+    assert_close(shifted.logdet(), 2**18 * torch.logdet(a + 0.5 * torch.eye(2)), steps=100)
+    assert shifted.slogdet().sign == 1
+    negative = KroneckerProduct([3, -a[:1, :1]]).add_diagonal(0.0)
+    assert negative.slogdet().sign == -1
+    root = tall.apply_function(torch.sqrt)
+    assert_close(root @ (root @ b), tall @ b, steps=100)
+    found = shifted.sample(generator=torch.Generator().manual_seed(0)).view(2**18, 2)
+    assert ((found.mT @ found) / 2**18 - a - 0.5 * torch.eye(2)).abs().max() < 0.1  # more than 20 standard errors
+    empty = KroneckerProduct([0, a])
+    assert empty.solve(torch.zeros(0, 3).double()).shape == (0, 3)
+    assert empty.add_diagonal(0.5).solve(torch.zeros(0).double()).shape == (0,)
+
+
+@pytest.mark.parametrize("order", [(2, "a"), ("a", 2, "b")], ids=str)
+def test_gradients_of_shifted_products(order: tuple[Any, ...]) -> None:
+    of = {"a": definite(2), "b": definite(2)}
+    tensors = [of[f].requires_grad_() for f in order if isinstance(f, str)]
+    s = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4 if len(order) == 2 else 8, 2, dtype=torch.float64, requires_grad=True)
+
+    def function(s: torch.Tensor, x: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        left_over = iter(tensors)
+        k = KroneckerProduct([f if isinstance(f, int) else (lambda m: m + m.mT)(next(left_over)) for f in order])
+        a = k.add_diagonal(s)
+        return a @ x, a.solve(x), a.logdet()
+
+    assert torch.autograd.gradcheck(function, (s, x, *tensors), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (s, x, *tensors), fast_mode=True)
 
 
 def test_rectangular_factors() -> None:
