@@ -40,6 +40,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "16^5": (torch.float32, 1, 16, [(16, 16)] * 5, 1),
     "8^7": (torch.float32, 1, 16, [(8, 8)] * 7, 1),
     "batched": (torch.float32, 5, 7, [(16, 12), (12, 16)], 1),
+    "left, batched": (torch.float32, 5, 7, [(64, 64)], 64),
     "float64 32^3": (torch.float64, 1, 64, [(32, 32)] * 3, 1),
     "float64 8^4": (torch.float64, 1, 1024, [(8, 8)] * 4, 1),
     "float64 128^2": (torch.float64, 1, 64, [(128, 128)] * 2, 1),

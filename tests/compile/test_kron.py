@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 
 LARGE_TILES = ("16^5", "8^7")
 ROW_PAIRS = ("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100")
-IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4", *ROW_PAIRS)
+IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", "bfloat16 16^4", *ROW_PAIRS)
 
 
 @pytest.fixture(scope="module")
