@@ -48,7 +48,7 @@ def kept_points(given: Any, size: int, name: str, device: torch.device) -> Tenso
         raise value_error(name, f"indices from 0 to {size - 1}", least if least < 0 else most)
     if index.unique().numel() < index.numel():
         raise value_error(name, "each index once", f"{index.numel() - index.unique().numel()} indices that were there before")
-    return index.long()
+    return index.to(torch.int64, copy=True)  # a later change of the argument shall not change the operator
 
 
 def gathered(t: Tensor, index: Tensor | None, dim: int) -> Tensor:
