@@ -77,8 +77,8 @@ check-types: $(TEST_READY)
 check-imports: $(TEST_READY)
 	$(PY) -c "from importlinter.cli import lint_imports_command as main; main()"
 
-test-gpu: $(TEST_READY)  ## every test, kernels compiled; on a prepared machine: make test-gpu PYTHON=python3 VENV=
-	TRITON_INTERPRET=0 $(PYTEST) $(PARALLEL) -m "not dist" $(PYTEST_ARGS)
+test-gpu: $(TEST_READY)  ## every test but those that compile for other GPUs; prepared machine: make test-gpu PYTHON=python3 VENV=
+	TRITON_INTERPRET=0 $(PYTEST) $(PARALLEL) -m "not dist" --ignore tests/compile $(PYTEST_ARGS)
 
 test-dist: $(TEST_READY)  ## tests over N=4 processes, on GPUs where there are as many
 	FASTKRON_TEST_RANKS=$(N) $(PYTEST) -m dist $(PYTEST_ARGS)

@@ -10,7 +10,9 @@ import benchmarks.kan.layers
 import benchmarks.kron.drawn
 import benchmarks.kron.first_call
 import benchmarks.kron.hadamard
+import benchmarks.kron.identity
 import benchmarks.kron.products
+import benchmarks.kron.quantize
 import benchmarks.rational.activations
 import benchmarks.rational.kat
 import benchmarks.rational.layers  # noqa: F401

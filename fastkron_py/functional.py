@@ -8,6 +8,7 @@ from fastkron_py.kron.hadamard import hadamard
 from fastkron_py.kron.kronecker_sum import KroneckerSum
 from fastkron_py.kron.mode_matmul import mode_matmul
 from fastkron_py.kron.product import KroneckerProduct
+from fastkron_py.kron.quantize import Quantized, kron_quantize
 from fastkron_py.kron.tune.api import tune
 from fastkron_py.rational.api import linear_rational, rational
 from fastkron_py.rational.api_layer_norm import layer_norm_rational
@@ -16,6 +17,7 @@ from fastkron_py.rational.api_linear import rational_linear
 __all__ = [
     "KroneckerProduct",
     "KroneckerSum",
+    "Quantized",
     "gated_linear",
     "gated_mlp",
     "gekmm",
@@ -23,6 +25,7 @@ __all__ = [
     "hadamard",
     "kron_matmul",
     "kron_matmul_left",
+    "kron_quantize",
     "layer_norm_rational",
     "linear_rational",
     "lokr_linear",

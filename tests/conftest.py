@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The closed form chooses, whatever this machine's user has tuned; tests of tuning use `tables`.
 os.environ["FASTKRON_TUNING"] = "off"
+
+# Inductor finds compiled graphs by their operators' names, whatever their arguments are: each checkout has a cache of its own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_fastkron_{zlib.crc32(__file__.encode()):08x}")
 
 import torch
 

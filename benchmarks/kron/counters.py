@@ -60,7 +60,7 @@ def _once(rows: int, widths: Sequence[int], form: str) -> None:
         if form == "left":
             fastkron_py.kron_matmul_left(factors, x)
         elif form == "backward":
-            torch.ops.fastkron.kron_matmul_backward(dy, x, factors, True, [True] * len(factors), 1.0, None, "triton", False)
+            torch.ops.fastkron.kron_matmul_backward(dy, x, factors, None, True, [True] * len(factors), 1.0, None, "triton", False)
         else:
             fastkron_py.kron_matmul(x, factors)
 

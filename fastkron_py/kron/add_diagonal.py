@@ -7,19 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from fastkron_py.kron.lazy import LazyOperator
+from fastkron_py.kron.checks import shape_of
+from fastkron_py.kron.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.kron.shifted import EQUAL, KRONECKER, VECTOR
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.errors import value_error
 
 
 def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
     """``K + D`` for each kind of argument that `KroneckerProduct.add_diagonal` takes, but for operators."""
-    factors, names, n = product._arrays, product._names, product.shape[-1]
-    first = factors[0]
+    factors, n = product._arrays, product.shape[-1]
+    label, first = product._first
     if isinstance(s, Sequence) and not isinstance(s, str | bytes):
         given, labels, form = list(s), [f"s[{i}]" for i in range(len(s))], KRONECKER
         if len(given) != len(factors):
@@ -31,17 +30,12 @@ def plus_diagonal(product: LazyOperator, s: Any) -> KroneckerPlusDiagonal:
         return KroneckerPlusDiagonal(factors, [number.to(first.device, first.dtype)], EQUAL, None, product.shape)
     else:
         given, labels, form = [s], ["s"], EQUAL if s.shape[-1] == 1 else VECTOR
-    bridge = find_bridge([*factors, *given], [*names, *labels])
-    with bridge.context():
-        like = bridge.load(first, names[0])
-        tensors = [bridge.load(a, label) for a, label in zip(given, labels, strict=True)]
-        for label, t in zip(labels, tensors, strict=True):
-            check_tensor(label, t, like, names[0])
-    for i, (label, t) in enumerate(zip(labels, tensors, strict=True)):
-        size = tuple(factors[i].shape[-2:]) if form == KRONECKER else (n, n)
+    check_arrays([first, *given], [label, *labels])
+    for i, (label, t) in enumerate(zip(labels, given, strict=True)):
+        size = shape_of(factors[i])[-2:] if form == KRONECKER else (n, n)
         if t.ndim == 0 or ((t.shape[-1], t.shape[-1]) != size and not (form == EQUAL and t.shape[-1] == 1)):
             more = f", the diagonal that is added to factors[{i}]" if form == KRONECKER else " or [*batch, 1]"
             expected = f"a vector [{size[0]}]" + more
             raise value_error(label, expected, f"shape {tuple(t.shape)}")
-    batch = broadcast_batch([product.shape[:-2], *[tuple(t.shape[:-1]) for t in tensors]], "factors, s")
+    batch = broadcast_batch([product.shape[:-2], *[tuple(t.shape[:-1]) for t in given]], "factors, s")
     return KroneckerPlusDiagonal(factors, given, form, None, (*batch, n, n))

@@ -1,7 +1,8 @@
 """Linear algebra of ``K = F1 (x) ... (x) FN``, factor by factor, on lists of torch tensors.
 
-Every function takes the factors as ``[*batch_i, P_i, Q_i]`` with batches that broadcast, and none builds
-K but `dense`. The identities are those of Van Loan, "The ubiquitous Kronecker product" (2000).
+Every function takes the factors as ``[*batch_i, P_i, Q_i]`` with batches that broadcast, or as integers n for
+identities I_n, one of them a tensor at least; none builds K but `dense`.
+The formulas are those of Van Loan, "The ubiquitous Kronecker product" (2000).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.checks import Factor, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.monomial import monomial
 from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.runtime.errors import type_error, value_error
@@ -42,12 +44,23 @@ class Eigh(NamedTuple):
 def check_square(factors: Sequence[Any], what: str) -> None:
     """Raise ValueError unless every factor is square."""
     for i, f in enumerate(factors):
-        if f.shape[-2] != f.shape[-1]:
+        if not is_identity(f) and f.shape[-2] != f.shape[-1]:
             raise value_error(f"factors[{i}]", f"a square matrix for {what}", f"shape {tuple(f.shape)}")
 
 
-def per_factor(factors: Sequence[Tensor], what: str, function: Callable[[Tensor], Any]) -> list[Any]:
-    """Apply one of torch's matrix functions to every factor; its failures name the factor.
+def matrices(factors: Sequence[Factor]) -> list[Tensor]:
+    """The factors that are no identities."""
+    return [f for f in factors if isinstance(f, Tensor)]
+
+
+def built(factors: Sequence[Factor]) -> list[Tensor]:
+    """The factors, identities among them as matrices."""
+    like = matrices(factors)[0]
+    return [f if isinstance(f, Tensor) else torch.eye(f, dtype=like.dtype, device=like.device) for f in factors]
+
+
+def per_factor(factors: Sequence[Factor], what: str, function: Callable[[Tensor], Any]) -> list[Any]:
+    """Apply one of torch's matrix functions to every factor but identities; its failures name the factor.
 
     Raises:
         TypeError: a dtype that torch's linear algebra does not take.
@@ -56,14 +69,15 @@ def per_factor(factors: Sequence[Tensor], what: str, function: Callable[[Tensor]
     """
     check_square(factors, what)
     check_linalg_dtype(factors, what)
-    return [_named(i, f, function) for i, f in enumerate(factors)]
+    return [_named(i, f, function) if isinstance(f, Tensor) else f for i, f in enumerate(factors)]
 
 
-def check_linalg_dtype(factors: Sequence[Tensor], what: str) -> None:
+def check_linalg_dtype(factors: Sequence[Factor], what: str) -> None:
     """Raise TypeError for half types, which torch's linear algebra does not take."""
-    if factors[0].dtype not in _LINALG_DTYPES:
+    dtype = matrices(factors)[0].dtype
+    if dtype not in _LINALG_DTYPES:
         expected = ", ".join(str(d).removeprefix("torch.") for d in _LINALG_DTYPES)
-        raise type_error("factors", f"a dtype among {expected} for {what}", factors[0].dtype)
+        raise type_error("factors", f"a dtype among {expected} for {what}", dtype)
 
 
 def _named(i: int, f: Tensor, function: Callable[[Tensor], Any]) -> Any:
@@ -73,14 +87,15 @@ def _named(i: int, f: Tensor, function: Callable[[Tensor], Any]) -> Any:
         raise LinAlgError(f"factors[{i}] of shape {tuple(f.shape)}: {error}") from error
 
 
-def dense(factors: Sequence[Tensor]) -> Tensor:
+def dense(factors: Sequence[Factor]) -> Tensor:
     """K itself, ``[*batch, prod P_i, prod Q_i]``, in memory of its own."""
 
     def pair(a: Tensor, b: Tensor) -> Tensor:
         product = a[..., :, None, :, None] * b[..., None, :, None, :]
         return product.reshape(*product.shape[:-4], a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1])
 
-    return reduce(pair, factors) if len(factors) > 1 else factors[0].clone()
+    listed = built(factors)
+    return reduce(pair, listed) if len(listed) > 1 else listed[0].clone()
 
 
 def kron_vectors(vectors: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> Tensor:
@@ -93,54 +108,83 @@ def kron_vectors(vectors: Sequence[Tensor], combine: Callable[[Tensor, Tensor], 
     return reduce(pair, vectors) if len(vectors) > 1 else vectors[0].clone()
 
 
-def diagonal(factors: Sequence[Tensor]) -> Tensor:
+def ones(n: int, factors: Sequence[Factor]) -> Tensor:
+    """The diagonal ``[n]`` of an identity among factors."""
+    like = matrices(factors)[0]
+    return like.new_ones(n)
+
+
+def diagonals(factors: Sequence[Factor]) -> list[Tensor]:
+    """The diagonal of each factor."""
+    return [f.diagonal(dim1=-2, dim2=-1) if isinstance(f, Tensor) else ones(f, factors) for f in factors]
+
+
+def diagonal(factors: Sequence[Factor]) -> Tensor:
     """The elements K[i, i], ``[*batch, min(prod P_i, prod Q_i)]``."""
-    if all([f.shape[-2] == f.shape[-1] for f in factors]):
-        return kron_vectors([f.diagonal(dim1=-2, dim2=-1) for f in factors])
+    shapes = [shape_of(f) for f in factors]
+    if all([shape[-2] == shape[-1] for shape in shapes]):
+        return kron_vectors(diagonals(factors))
     # Row i and column i have different digits where factors are not square.
-    count = min(math.prod([f.shape[-2] for f in factors]), math.prod([f.shape[-1] for f in factors]))
-    rows = columns = torch.arange(count, device=factors[0].device)
-    picked = []
+    count = min(math.prod([shape[d] for shape in shapes]) for d in (-2, -1))
+    index = torch.arange(count, device=matrices(factors)[0].device)
+    return elements(factors, index, index)
+
+
+def elements(factors: Sequence[Factor], rows: Tensor, columns: Tensor) -> Tensor:
+    """The elements ``K[rows, columns]``, ``[*batch, *shape]``, of indices that broadcast to one shape."""
+    picked, of_identities = [], torch.ones((), dtype=torch.bool, device=rows.device)
     for f in reversed(factors):
-        p, q = f.shape[-2:]
-        picked.append(f[..., rows % max(p, 1), columns % max(q, 1)])
+        p, q = shape_of(f)[-2:]
+        row, column = rows % max(p, 1), columns % max(q, 1)
+        if isinstance(f, Tensor):
+            picked.append(f[..., row, column])
+        else:
+            of_identities = of_identities & (row == column)
         rows, columns = rows // max(p, 1), columns // max(q, 1)
-    return reduce(torch.mul, reversed(picked))
+    found = reduce(torch.mul, reversed(picked))
+    return found if len(picked) == len(factors) else torch.where(of_identities, found, 0)
 
 
-def trace(factors: Sequence[Tensor]) -> Tensor:
+def trace(factors: Sequence[Factor]) -> Tensor:
     """``sum_i K[i, i]``, ``[*batch]``: the product of the traces where the factors are square."""
-    rows, columns = (math.prod([f.shape[d] for f in factors]) for d in (-2, -1))
+    shapes = [shape_of(f) for f in factors]
+    rows, columns = (math.prod([shape[d] for shape in shapes]) for d in (-2, -1))
     if rows != columns:
         raise value_error("factors", "a square product for trace", f"a product of {rows} x {columns}")
-    if all([f.shape[-2] == f.shape[-1] for f in factors]):
-        return reduce(torch.mul, [f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in factors])
-    return diagonal(factors).sum(-1)
+    if any([shape[-2] != shape[-1] for shape in shapes]):
+        return diagonal(factors).sum(-1)
+    return reduce(torch.mul, [f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in matrices(factors)]) * _identity_size(factors)
 
 
-def slogdet(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _identity_size(factors: Sequence[Factor]) -> int:
+    """The size of the product of the identities."""
+    return math.prod([f for f in factors if not isinstance(f, Tensor)])
+
+
+def slogdet(factors: Sequence[Factor]) -> tuple[Tensor, Tensor]:
     """Sign (or phase) and log of the absolute value of det K, both ``[*batch]``.
 
     ``det K = prod_i det(F_i) ** (n / P_i)``, in logs, since that power of anything but 1 overflows.
     """
-    given = factors[0]
+    check_square(factors, "a determinant")
+    own, weights = matrices(factors), _weights(factors)
+    given = own[0]
     if given.dtype == torch.complex64:  # a weight multiplies a phase's error, and a phase is known to whole turns only
-        factors = [f.to(torch.complex128) for f in factors]
-    parts = per_factor(factors, "a determinant", torch.linalg.slogdet)
-    weights = _weights(factors)
+        own = [f.to(torch.complex128) for f in own]
+    parts = per_factor(own, "a determinant", torch.linalg.slogdet)
     sign = monomial([sign for sign, _ in parts], weights, signs=True)
     # A weight of 0 (some other factor is empty) must not meet the log of 0.
     logs = [log * float(weight) if weight else torch.zeros_like(log) for (_, log), weight in zip(parts, weights, strict=True)]
     return sign.to(given.dtype), reduce(torch.add, logs).to(given.real.dtype)
 
 
-def _weights(factors: Sequence[Tensor]) -> list[int]:
-    """The powers of the factors' determinants in that of the product."""
-    sizes = [f.shape[-1] for f in factors]
-    return [math.prod(sizes[:i] + sizes[i + 1 :]) for i in range(len(sizes))]
+def _weights(factors: Sequence[Factor]) -> list[int]:
+    """The powers of the factors' determinants in that of the product, of those that are no identities."""
+    sizes = [shape_of(f)[-1] for f in factors]
+    return [math.prod(sizes[:i] + sizes[i + 1 :]) for i, f in enumerate(factors) if isinstance(f, Tensor)]
 
 
-def logdet(factors: Sequence[Tensor]) -> Tensor:
+def logdet(factors: Sequence[Factor]) -> Tensor:
     """Log det K: NaN for a negative determinant, the complex logarithm for complex factors."""
     return log_of(*slogdet(factors))
 
@@ -152,16 +196,18 @@ def log_of(sign: Tensor, log: Tensor) -> Tensor:
     return torch.where(sign < 0, float("nan"), log)
 
 
-def det(factors: Sequence[Tensor]) -> Tensor:
+def det(factors: Sequence[Factor]) -> Tensor:
     """Det K, by powers of the factors' determinants, whose derivatives exist where factors are singular."""
-    dtype = factors[0].dtype
+    check_square(factors, "a determinant")
+    own = matrices(factors)
+    dtype = own[0].dtype
     double = torch.complex128 if dtype.is_complex else torch.float64
-    factors = [f.to(double) for f in factors] if dtype.is_complex else factors  # as for `slogdet`
-    found = per_factor([f.detach() for f in factors], "a determinant", torch.linalg.slogdet)
-    scales = [_scale(log, f.shape[-1]) for f, (_, log) in zip(factors, found, strict=True)]
-    dets = [_det(f / scale[..., None, None], sign == 0) for f, scale, (sign, _) in zip(factors, scales, found, strict=True)]
-    n = math.prod([f.shape[-1] for f in factors])
-    return monomial([t.to(double) for t in (*dets, *scales)], [*_weights(factors), *[n] * len(factors)]).to(dtype)
+    own = [f.to(double) for f in own] if dtype.is_complex else own  # as for `slogdet`
+    found = per_factor([f.detach() for f in own], "a determinant", torch.linalg.slogdet)
+    scales = [_scale(log, f.shape[-1]) for f, (_, log) in zip(own, found, strict=True)]
+    dets = [_det(f / scale[..., None, None], sign == 0) for f, scale, (sign, _) in zip(own, scales, found, strict=True)]
+    n = math.prod([shape_of(f)[-1] for f in factors])
+    return monomial([t.to(double) for t in (*dets, *scales)], [*_weights(factors), *[n] * len(own)]).to(dtype)
 
 
 def _scale(log: Tensor, size: int) -> Tensor:
@@ -186,56 +232,58 @@ def _det(f: Tensor, is_singular: Tensor) -> Tensor:
     return found - torch.where(is_singular, found.detach(), 0.0)  # which rounding made of 0
 
 
-def inverse(factors: Sequence[Tensor]) -> list[Tensor]:
+def inverse(factors: Sequence[Factor]) -> list[Factor]:
     """Factors of the inverse: the inverses of the factors."""
     return per_factor(factors, "inverse", torch.linalg.inv)
 
 
-def cholesky(factors: Sequence[Tensor]) -> list[Tensor]:
+def cholesky(factors: Sequence[Factor]) -> list[Factor]:
     """Factors of the Cholesky factor: lower triangular ones."""
     return per_factor(factors, "cholesky", torch.linalg.cholesky)
 
 
-def eigh(factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def eigh(factors: Sequence[Factor]) -> tuple[Tensor, list[Factor]]:
     """Eigenvalues ``[*batch, n]`` in Kronecker order, and the factors of the eigenvectors."""
-    parts = per_factor(factors, "eigh", torch.linalg.eigh)
+    parts = [(ones(part, factors).real, part) if is_identity(part) else part for part in per_factor(factors, "eigh", torch.linalg.eigh)]
     return kron_vectors([values for values, _ in parts]), [vectors for _, vectors in parts]
 
 
-def eigvalsh(factors: Sequence[Tensor]) -> Tensor:
+def eigvalsh(factors: Sequence[Factor]) -> Tensor:
     """Eigenvalues ``[*batch, n]`` in Kronecker order."""
-    return kron_vectors(per_factor(factors, "eigvalsh", torch.linalg.eigvalsh))
+    parts = per_factor(factors, "eigvalsh", torch.linalg.eigvalsh)
+    return kron_vectors([ones(part, factors).real if is_identity(part) else part for part in parts])
 
 
-def matrix_power(factors: Sequence[Tensor], n: int) -> list[Tensor]:
+def matrix_power(factors: Sequence[Factor], n: int) -> list[Factor]:
     """Factors of ``K ** n``."""
     if n >= 0:  # products only, in any dtype
         check_square(factors, "matrix_power")
-        return [torch.linalg.matrix_power(f, n) for f in factors]
+        return [torch.linalg.matrix_power(f, n) if isinstance(f, Tensor) else f for f in factors]
     return per_factor(factors, "a negative matrix_power", lambda f: torch.linalg.matrix_power(f, n))
 
 
-def norm(factors: Sequence[Tensor], order: Any) -> Tensor:
+def norm(factors: Sequence[Factor], order: Any) -> Tensor:
     """Frobenius, nuclear, spectral, 1- or inf-norm, ``[*batch]``: the product of the factors' norms."""
     if order in ("nuc", 2):  # by singular values
         check_linalg_dtype(factors, f"the norm {order!r}")
-    norms: list[Tensor] = [torch.linalg.matrix_norm(f, order) for f in factors]
-    return reduce(torch.mul, norms)
+    norms: list[Tensor] = [torch.linalg.matrix_norm(f, order) for f in matrices(factors)]
+    size = _identity_size(factors)
+    return reduce(torch.mul, norms) * {"fro": math.sqrt(size), "nuc": size}.get(order, min(size, 1))
 
 
-def multiply(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+def multiply(left: Sequence[Factor], right: Sequence[Factor]) -> list[Factor]:
     """Factors of the product of two Kronecker products, whose factors chain one by one."""
-    columns, rows = [f.shape[-1] for f in left], [f.shape[-2] for f in right]
+    columns, rows = [shape_of(f)[-1] for f in left], [shape_of(f)[-2] for f in right]
     if columns != rows:
         raise value_error("other", f"factors with {columns} rows, one by one the columns of this operator's", f"factors with {rows} rows")
-    return [a @ b for a, b in zip(left, right, strict=True)]
+    return [b if not isinstance(a, Tensor) else a @ b if isinstance(b, Tensor) else a for a, b in zip(left, right, strict=True)]
 
 
-def solve(factors: Sequence[Tensor], b: Tensor) -> Tensor:
+def solve(factors: Sequence[Factor], b: Tensor) -> Tensor:
     """The x of ``K x = b``, by one solve with each factor.
 
     Args:
-        factors: square, ``[*batch_i, P_i, P_i]``.
+        factors: square, ``[*batch_i, P_i, P_i]``, or integers.
         b: ``[n]`` or ``[*batch, n, M]`` with ``n = prod P_i``.
 
     Returns:
@@ -243,21 +291,23 @@ def solve(factors: Sequence[Tensor], b: Tensor) -> Tensor:
     """
     check_square(factors, "solve")
     check_linalg_dtype(factors, "solve")
-    sizes = [f.shape[-1] for f in factors]
-    n = math.prod(sizes)
-    factor_batch = broadcast_batch([tuple(f.shape[:-2]) for f in factors], "factors")
+    identities = Columns.of(factors)
+    n = math.prod(identities.sizes)
+    factor_batch = broadcast_batch([shape_of(f)[:-2] for f in factors], "factors")
     b, vector = right_hand_side(b, n, factor_batch)
+    given, b = b.shape[-1], identities.pack(b)
     if factor_batch:
-        x = _solve_modes(factors, sizes, b)
+        x = _solve_modes(factors, b)
     else:  # batches are columns then, and each factor is factorised once
         columns = b.movedim(-2, 0)  # [n, *batch, M]
-        x = _solve_modes(factors, sizes, columns.reshape(n, math.prod(columns.shape[1:])))
+        x = _solve_modes(factors, columns.reshape(columns.shape[0], math.prod(columns.shape[1:])))
         x = x.reshape(columns.shape).movedim(0, -2)
+    x = identities.unpack(x, given)
     return x[..., 0].contiguous() if vector else x.contiguous()
 
 
-def _solve_modes(factors: Sequence[Tensor], sizes: Sequence[int], b: Tensor) -> Tensor:
-    """`solve` for b ``[*batch, n, C]`` with every batch dimension in place.
+def _solve_modes(factors: Sequence[Factor], b: Tensor) -> Tensor:
+    """`solve` without the identities, for b ``[*batch, n, C]`` with every batch dimension in place.
 
     The mode to be solved is kept in front: after each solve the modes move round by one place, and after
     all of them only the columns stand before the modes.
@@ -265,7 +315,10 @@ def _solve_modes(factors: Sequence[Tensor], sizes: Sequence[int], b: Tensor) -> 
     n, columns = b.shape[-2:]
     batch = b.shape[:-2]
     x = b
-    for i, (f, size) in enumerate(zip(factors, sizes, strict=True)):
+    for i, f in enumerate(factors):
+        if not isinstance(f, Tensor):
+            continue
+        size = f.shape[-1]
         x = x.reshape(*batch, size, n * columns // size if size else 0)
         x = _named(i, f, partial(torch.linalg.solve, B=x)).mT
     return x.reshape(*batch, columns, n).mT

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import operator
-from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
+from fastkron_py.kron import identity, operator
+from fastkron_py.kron.checks import check_problem, check_tensors, factors_and_identities, is_identity
+from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
@@ -25,7 +26,7 @@ Scalar = float | complex | Tensor
 
 def kron_matmul(
     x: ArrayT,
-    factors: Sequence[ArrayT],
+    factors: Sequence[ArrayT | int],
     *,
     alpha: Scalar = 1.0,
     beta: Scalar = 0.0,
@@ -42,7 +43,8 @@ def kron_matmul(
         x: ``[*batch, M, K]`` or ``[K]`` with ``K = prod(P_i)``. A torch tensor, or a NumPy or CuPy array;
             float16, bfloat16, float32, float64, complex64 or complex128.
         factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's array type, dtype and device.
-            Batch dimensions of x and of the factors broadcast.
+            Batch dimensions of x and of the factors broadcast. An integer n stands for the identity I_n, which
+            takes no multiply: the others are multiplied where their modes stand in x.
         alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
         beta: scales z: a number or a 0-dimensional tensor; other than 0 it needs z.
         z: added to the product; broadcasts to the result. Where beta is the number 0, z's shape is checked
@@ -57,19 +59,21 @@ def kron_matmul(
     Raises:
         TypeError: an argument of the wrong type or dtype, or array types or dtypes that differ.
         ValueError: shapes that do not chain or broadcast, devices that differ, a missing or ill-shaped z,
-            a scalar that is not finite, an unknown precision.
+            a scalar that is not finite, an unknown precision, a negative integer among the factors.
 
     Example:
         >>> x = torch.randn(100, 8 * 16)
         >>> f1, f2 = torch.randn(8, 4), torch.randn(16, 16)
         >>> kron_matmul(x, [f1, f2]).shape
         torch.Size([100, 64])
+        >>> kron_matmul(x, [2, f1, 8]).shape  # I_2 (x) F1 (x) I_8
+        torch.Size([100, 64])
     """
     return _call(x, factors, alpha, beta, z, precision, False, ("x", "factors", "z"))  # type: ignore[no-any-return]
 
 
 def kron_matmul_left(
-    factors: Sequence[ArrayT],
+    factors: Sequence[ArrayT | int],
     x: ArrayT,
     *,
     alpha: Scalar = 1.0,
@@ -82,7 +86,7 @@ def kron_matmul_left(
     No operand is transposed. Arguments are those of `kron_matmul`, except for these shapes.
 
     Args:
-        factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, or of integers n for identities I_n.
         x: ``[*batch, prod(Q_i), M]`` or ``[prod(Q_i)]``.
         alpha: scales the product.
         beta: scales z; other than 0 it needs z.
@@ -103,14 +107,14 @@ def kron_matmul_left(
     return _call(x, factors, alpha, beta, z, precision, True, ("x", "factors", "z"))  # type: ignore[no-any-return]
 
 
-def gemkm(x: ArrayT, fs: Sequence[ArrayT], alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
+def gemkm(x: ArrayT, fs: Sequence[ArrayT | int], alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
     """FastKron's name and argument order of `kron_matmul`: ``alpha * x @ (fs[0] (x) ...) + beta * y``.
 
     Unlike FastKron's, alpha, beta and y also take part where gradients are wanted.
 
     Args:
         x: ``[*batch, M, K]`` or ``[K]``.
-        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, or an integer n for I_n.
         alpha: scales the product.
         beta: scales y; other than 0 it needs y.
         y: added to the product; broadcasts to the result. It is not written to.
@@ -126,11 +130,11 @@ def gemkm(x: ArrayT, fs: Sequence[ArrayT], alpha: Scalar = 1.0, beta: Scalar = 0
     return _call(x, fs, alpha, beta, y, None, False, ("x", "fs", "y"))  # type: ignore[no-any-return]
 
 
-def gekmm(fs: Sequence[ArrayT], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
+def gekmm(fs: Sequence[ArrayT | int], x: ArrayT, alpha: Scalar = 1.0, beta: Scalar = 0.0, y: ArrayT | None = None) -> ArrayT:
     """FastKron's name and argument order of `kron_matmul_left`: ``alpha * (fs[0] (x) ...) @ x + beta * y``.
 
     Args:
-        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``.
+        fs: factors, each ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, or an integer n for I_n.
         x: ``[*batch, prod(Q_i), M]`` or ``[prod(Q_i)]``.
         alpha: scales the product.
         beta: scales y; other than 0 it needs y.
@@ -161,7 +165,7 @@ def _call(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, l
             return entry(given, (alpha, beta, *entry.options[2:]))
     if not isinstance(x, Tensor):
         return _on_arrays(x, factors, alpha, beta, z, precision, left, names)
-    return _multiply(x, factor_list(factors, names[1]), alpha, beta, z, precision, left, names, key)
+    return _multiply(x, factors_and_identities(factors, names[1]), alpha, beta, z, precision, left, names, key)
 
 
 def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool) -> tuple[Any, ...] | None:
@@ -176,22 +180,24 @@ def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool
 
 
 def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
-    factors = factor_list(factors, names[1])
-    arrays = [x, *factors] if z is None else [x, *factors, z]
-    labels = [names[0], *(f"{names[1]}[{i}]" for i in range(len(factors))), names[2]][: len(arrays)]
-    bridge = find_bridge(arrays, labels)
+    factors = factors_and_identities(factors, names[1])
+    given = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not is_identity(f)}}
+    given |= {} if z is None else {names[2]: z}
+    bridge = find_bridge(list(given.values()), list(given))
     for name, scalar in (("alpha", alpha), ("beta", beta)):
         if isinstance(scalar, Tensor):
             raise type_error(name, f"a number, since {names[0]} is {bridge.noun}", "a torch tensor")
     with bridge.context():
-        x, *tensors = (bridge.load(a, label) for a, label in zip(arrays, labels, strict=True))
+        x, *tensors = (bridge.load(array, label) for label, array in given.items())
         z = None if z is None else tensors.pop()
-        return bridge.give_back(_multiply(x, tensors, alpha, beta, z, precision, left, names))
+        left_over = iter(tensors)
+        factors = [f if is_identity(f) else next(left_over) for f in factors]
+        return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
 
 
 def _multiply(
     x: Tensor,
-    factors: list[Tensor],
+    factors: list[Tensor | int],
     alpha: Any,
     beta: Any,
     z: Tensor | None,
@@ -206,7 +212,7 @@ def _multiply(
     if dtype is not None:
         x, factors, z = cast(x, dtype), [cast(f, dtype) for f in factors], cast(z, dtype)
         key = None  # which does not tell autocast's dtype
-    check_tensors(x, factors, z, names)
+    check_tensors(x, factors, z, names, identities=True)
     alpha, beta = check_scalar("alpha", alpha, x, names[0]), check_scalar("beta", beta, x, names[0])
     shape = check_problem(x, factors, beta, z, left, names)
     if z is not None and not isinstance(beta, Tensor) and beta == 0:
@@ -215,11 +221,20 @@ def _multiply(
         x = x.unsqueeze(-1 if left else 0)
         if z is not None:
             z, key = z.expand(shape).unsqueeze(-1 if left else -2), None
+    if isinstance(alpha, float | int) and isinstance(beta, float | int):
+        y = _product(x, factors, Epilogue(float(alpha), float(beta), z), precision, left, key)
+    else:  # scalars with gradients, and complex ones
+        y = alpha * _product(x, factors, PLAIN, precision, left, None)
+        y = y if z is None else y + beta * z
+    return y if y.shape == shape else y.reshape(shape)  # a reshaped result is a view, even of the same shape
+
+
+def _product(x: Tensor, factors: list[Any], epilogue: Epilogue, precision: str | None, left: bool, key: Hashable) -> Tensor:
+    """``[*batch, M, N]`` (left: ``[*batch, N, M]``) by the operator, or by more than one call of it beside identities."""
+    if any([is_identity(f) for f in factors]):
+        return identity.multiply(x, factors, left, precision, epilogue)
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     backend = "" if torch.compiler.is_compiling() else requested_backend()
-    if not (isinstance(alpha, float | int) and isinstance(beta, float | int)):  # scalars with gradients, and complex ones
-        y: Tensor = alpha * operator.kron_matmul(x, factors, None, 1.0, 0.0, precision, backend, left)
-        y = y if z is None else y + beta * z
-    else:
-        y = operator.kron_matmul(x, factors, z, float(alpha), float(beta), precision, backend, left, key=key)
-    return y if y.shape == shape else y.reshape(shape)  # a reshaped result is a view, even of the same shape
+    alpha, beta, z = epilogue
+    y: Tensor = operator.kron_matmul(x, factors, z, alpha, beta, precision, backend, left, key=key)
+    return y

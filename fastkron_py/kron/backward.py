@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastkron_py.kron.backward_pass import Pass
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
-from fastkron_py.kron.forward import Scale, add_multiply, mergeable
+from fastkron_py.kron.forward import add_multiply, mergeable
 from fastkron_py.kron.fused_launches import fused_launch
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
@@ -28,6 +28,7 @@ from fastkron_py.kron.matmul import factor_gradient
 from fastkron_py.kron.plan.gradient import GradientConfig, Group, gradient_config, gradient_plan
 from fastkron_py.kron.plan.gradient_order import best_order
 from fastkron_py.kron.plan.wide import best_gradient_algorithm
+from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.gpu import GPU

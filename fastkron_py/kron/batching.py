@@ -67,5 +67,5 @@ def vmap_gradients(
         """Gradients are one for each sample, so an argument shared by all is repeated (as a view)."""
         return t if t.ndim == rank else t.expand(batch_size, *[1] * (rank - 1 - t.ndim), *t.shape)
 
-    results = calls.gradients(dy, per_sample(x), [per_sample(f) for f in factors], *options)
+    results = calls.gradients(dy, per_sample(x), [per_sample(f) for f in factors], None, *options)
     return [r.reshape(batch_size, *shape) for r, shape in zip(results, shapes, strict=True)], [0] * len(results)

@@ -18,10 +18,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.forward import MultiplyLaunch, Scale, launch_problem, plan_problem
+from fastkron_py.kron.forward import MultiplyLaunch, launch_problem, plan_problem
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.launches import Rows, launch_configs
 from fastkron_py.kron.plan.plan import InBlocks, Launch, places, plan, transposes
+from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.errors import value_error
 from fastkron_py.runtime.launch import Launcher

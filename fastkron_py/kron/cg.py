@@ -80,7 +80,8 @@ def conjugate_gradients(
     """The x of ``A x = b``, each column with step lengths of its own, until the last has converged.
 
     The recurrence's residual drifts from the true one. So the true one is computed where the recurrence says that it has arrived, and
-    the iteration begins anew from there as long as that halves it.
+    the iteration begins anew from there as long as that halves it; then with a quarter of the tolerance as its goal, since it would
+    else stop after one step at a residual as large as before.
 
     Args:
         apply: A, Hermitian and positive definite, of ``[*batch, n, M]``.
@@ -101,7 +102,8 @@ def conjugate_gradients(
     iterations, residual, before = 0, _worst(start, start), math.inf
     while residual > stop.tolerance and residual < before / 2 and iterations < stop.max_iterations:
         before = residual
-        iterations = _descend(apply, precondition, x, r, start, iterations, stop)
+        goal = stop if iterations == 0 else stop._replace(tolerance=stop.tolerance / 4)
+        iterations = _descend(apply, precondition, x, r, start, iterations, goal)
         r = b - apply(x)
         residual = _worst(_dots(r, r), start)
     found = Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)

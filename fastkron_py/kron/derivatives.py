@@ -20,7 +20,7 @@ class Calls(NamedTuple):
     """The two operators, which derive through themselves."""
 
     multiply: Callable[..., Tensor]  # (x, factors, z, alpha, beta, precision, backend, left)
-    gradients: Callable[..., Sequence[Tensor]]  # (dy, x, factors, need_x, need_factors, alpha, precision, backend, left)
+    gradients: Callable[..., Sequence[Tensor]]  # (dy, x, factors, between, need_x, need_factors, alpha, precision, backend, left)
 
 
 class _Sum:
@@ -43,22 +43,36 @@ def _replaced(factors: Sequence[Tensor], i: int, factor: Tensor) -> list[Tensor]
 
 
 def _gradients(
-    calls: Calls, dy: Tensor, x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool], options: Options
+    calls: Calls,
+    dy: Tensor,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    need_x: bool,
+    need_factors: Sequence[bool],
+    options: Options,
+    between: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The wanted of (dx, [dF_1, ..., dF_N]) without conjugates, None for the others."""
     if not need_x and not any(need_factors):
         return None, [None] * len(factors)
-    dx, *dfs = take(calls.gradients(dy, x, list(factors), need_x, list(need_factors), *options), (need_x, *need_factors))
+    dx, *dfs = take(calls.gradients(dy, x, list(factors), between, need_x, list(need_factors), *options), (need_x, *need_factors))
     return dx, dfs
 
 
 def reverse(
-    calls: Calls, dy: Tensor, x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool], options: Options
+    calls: Calls,
+    dy: Tensor,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    need_x: bool,
+    need_factors: Sequence[bool],
+    options: Options,
+    between: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Reverse rule of the multiply: cotangents of x and of the factors."""
+    """Reverse rule of the multiply: cotangents of x and of the factors; between is the intermediate that was saved."""
     if x.is_complex():
         x, factors = x.conj(), [f.conj() for f in factors]
-    return _gradients(calls, dy, x, factors, need_x, need_factors, options)
+    return _gradients(calls, dy, x, factors, need_x, need_factors, options, between)
 
 
 def forward(

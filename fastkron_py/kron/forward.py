@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.wide import best_algorithm, has_choice
+from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import torch_products
-from fastkron_py.runtime.program import Scalar, bits
+from fastkron_py.runtime.program import Scalar
 
 
 def is_mergeable(t: Tensor) -> bool:
@@ -76,21 +77,6 @@ class MultiplyLaunch(NamedTuple):
     def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
         """Add it to a program, from x to y."""
         build.launch(self.launcher, (x, tuple(factors[self.start : self.stop]), y if z is None else z, y), (scale.alpha, scale.beta))
-
-
-class Scale(NamedTuple):
-    """The scalars of the last launch: those of the run, or 1 and 0, as bit patterns."""
-
-    alpha: Scalar | int = bits(1.0)
-    beta: Scalar | int = bits(0.0)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether alpha changes nothing."""
-        return isinstance(self.alpha, int)
-
-
-PLAIN: Final = Scale()
 
 
 class MatmulStep(NamedTuple):

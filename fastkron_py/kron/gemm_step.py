@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 from torch import Tensor
 
 from fastkron_py.kron.kernels.gemm_epilogue import epilogue_axpby
+from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.tiling.gemm_launch import add_gemm
 from fastkron_py.tiling.gemm_problem import Gemm
-
-if TYPE_CHECKING:
-    from fastkron_py.kron.forward import Scale
 
 _CALL: Final = Gemm(epilogue_axpby, divisible=True)
 

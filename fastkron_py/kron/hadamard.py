@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import ArrayT, Scalar, kron_matmul
-from fastkron_py.kron.hadamard_matrices import MOST, Matrix, hadamard_matrix
+from fastkron_py.kron.hadamard_factors import factor_sizes, matrices, no_order, shrunk
+from fastkron_py.kron.hadamard_matrices import MOST
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error, value_error
-
-CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
-# Two steps in half types take 128 on both sides at most, and 32 behind at least: factors of two go beside that of order m accordingly.
-MOST_BITS: Final = 7
-LEAST_BITS: Final = 5
 
 
 def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) -> ArrayT:
@@ -67,31 +62,8 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) ->
         sizes = factor_sizes(x.shape[-1])
         factors = _kept(sizes, x.dtype, x.device) if type(x) in TENSOR_TYPES else [t.to(x.device) for t in matrices(sizes, x.dtype)]
     scale = check_scalar("scale", scale, x)
-    y = kron_matmul(x.reshape(-1, x.shape[-1]), factors, alpha=scale * _shrunk(sizes, x.dtype), precision=precision)
+    y = kron_matmul(x.reshape(-1, x.shape[-1]), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
     return cast("ArrayT", y.view(x.shape))
-
-
-@lru_cache(maxsize=256)
-def factor_sizes(n: int) -> tuple[int, ...]:
-    """The orders of the factors for rows of length n, from the first on.
-
-    Raises:
-        ValueError: there is no such m.
-    """
-    if n < 1:
-        raise value_error("x.shape[-1]", "a positive length", n)
-    twos = (n & -n).bit_length() - 1
-    odd = n >> twos
-    used = next((j for j in range(2, twos + 1) if odd << j <= MOST and hadamard_matrix(odd << j) is not None), None) if odd > 1 else 0
-    if used is None:
-        raise _no_order(n)
-    m, bits = odd << used, twos - used
-    if odd == 1:
-        return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)
-    room = MOST_BITS - (m - 1).bit_length()
-    room += bits - room > MOST_BITS  # a wide first step, so that two are enough
-    beside = max(0, min(room, bits - LEAST_BITS))
-    return (m, *_chunks(beside), *_chunks(bits - beside))
 
 
 def _length(n: int) -> int:
@@ -99,42 +71,8 @@ def _length(n: int) -> int:
     twos = next((k for k in range(63) if n % (2 << k)), 63)
     found = next((odd << twos for odd in range(1, MOST // 4, 2) if n == odd << twos), None)
     if found is None:
-        raise _no_order(n)
+        raise no_order(n)
     return found
-
-
-def _no_order(n: int) -> ValueError:
-    return value_error("x.shape[-1]", "m * 2^k with m = 1 or the order of a known Hadamard matrix (12, 20, 28, 36, ...)", n)
-
-
-def _chunks(bits: int) -> tuple[int, ...]:
-    """Factors of 2^bits, the smaller one first."""
-    rest = bits % CHUNK
-    return (*((1 << rest,) if rest else ()), *((1 << CHUNK,) * (bits // CHUNK)))
-
-
-def _exponent(order: int) -> int:
-    """By which power of two a factor is made smaller in float16, so that intermediates of several launches stay in its range."""
-    return math.ceil(math.log2(order) / 2)
-
-
-def _shrunk(sizes: tuple[int, ...], dtype: torch.dtype) -> float:
-    """What makes up for the smaller factors."""
-    return float(1 << sum(_exponent(order) for order in sizes)) if dtype == torch.float16 else 1.0
-
-
-@lru_cache(maxsize=64)
-def _entries(order: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of the matrix of this order."""
-    if order & (order - 1):
-        return tuple(tuple(row) for row in cast("Matrix", hadamard_matrix(order)).tolist())  # factor_sizes has asked for it
-    return tuple(tuple(1 - 2 * ((i & j).bit_count() & 1) for j in range(order)) for i in range(order))
-
-
-def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """The factors on the CPU, in float16 made smaller."""
-    shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
-    return [torch.tensor(_entries(order), dtype=torch.float64).mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
 
 
 @lru_cache(maxsize=64)

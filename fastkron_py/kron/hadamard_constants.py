@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.hadamard import factor_sizes
-from fastkron_py.kron.hadamard import matrices as made
+from fastkron_py.kron.hadamard_factors import factor_sizes
+from fastkron_py.kron.hadamard_factors import matrices as made
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -17,5 +17,5 @@ def sizes(n: int) -> tuple[int, ...]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """`hadamard.matrices`."""
+    """`hadamard_factors.matrices`."""
     return made(sizes, dtype)

@@ -79,7 +79,8 @@ def _program(tensors: Sequence[Tensor], options: tuple[int, int, bool, str | Non
         build.call(by_torch, (blocks[0], *factors, targets[0]), scalars=(_ALPHA,))
         return build.program([])
     from fastkron_py.kron.blocks import add_multiply_blocks
-    from fastkron_py.kron.forward import Scale, add_multiply
+    from fastkron_py.kron.forward import add_multiply
+    from fastkron_py.kron.scale import Scale
 
     scale = Scale(bits(1.0) if is_one else _ALPHA)
     if parts > 1 or outs > 1:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron import algebra, spectral
-from fastkron_py.kron.checks import factor_list, right_hand_side
-from fastkron_py.kron.lazy import LazyOperator, numbered
+from fastkron_py.kron.checks import Factor, factors_and_identities, is_identity, right_hand_side, shape_of
+from fastkron_py.kron.lazy import LazyOperator, check_arrays, numbered
 from fastkron_py.kron.modes import sum_matmul
 from fastkron_py.kron.pencil import check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.product import KroneckerProduct
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 
@@ -33,13 +31,14 @@ class KroneckerSum(LazyOperator):
     are NumPy or CuPy arrays, so are operands and results.
 
     Args:
-        factors: sequence of square ``[*batch_i, P_i, P_i]`` of one array type, dtype and device; batches broadcast. Kept as they are.
-        masses: a mass matrix ``[*batch_i, P_i, P_i]`` for each factor; None for identities.
+        factors: sequence of square ``[*batch_i, P_i, P_i]`` of one array type, dtype and device; batches broadcast. Kept as they are. An
+            integer n stands for the identity I_n: products take no work for it, and solves and determinants build it, in its own size.
+        masses: a mass matrix ``[*batch_i, P_i, P_i]``, or an integer, for each factor; None for identities.
 
     Raises:
         TypeError: not a sequence, or factors and masses of different kinds or dtypes.
-        ValueError: no factors, one that is not square, masses of another number or other sizes, batches that do not broadcast, or devices
-            that differ.
+        ValueError: no factors, identities only, one that is not square, masses of another number or other sizes, batches that do not
+            broadcast, or devices that differ.
 
     Example:
         >>> n = 32  # -u'' = f on a cube, zero on its faces
@@ -51,22 +50,18 @@ class KroneckerSum(LazyOperator):
     """
 
     def __init__(self, factors: Sequence[Any], *, masses: Sequence[Any] | None = None) -> None:
-        self._factors = tuple(factor_list(factors))
-        self._masses = () if masses is None else tuple(factor_list(masses, "masses"))
-        bridge = find_bridge(self._arrays, self._names)
-        with bridge.context():
-            tensors = [bridge.load(a, name) for a, name in zip(self._arrays, self._names, strict=True)]
-            for t, name in zip(tensors, self._names, strict=True):
-                check_tensor(name, t, tensors[0], self._names[0])
-        shapes = [tuple(f.shape) for f in self._factors]
+        self._factors = tuple(factors_and_identities(factors))
+        self._masses = () if masses is None else tuple(factors_and_identities(masses, "masses"))
+        check_arrays(self._arrays, self._names)
+        shapes = [shape_of(f) for f in self._factors]
         check_factor_shapes(shapes)
         algebra.check_square(self._factors, "a Kronecker sum")
         if masses is not None and len(self._masses) != len(shapes):
             raise value_error("masses", f"{len(shapes)} matrices, one for each factor", len(self._masses))
         for i, m in enumerate(self._masses):
-            if tuple(m.shape[-2:]) != shapes[i][-2:]:
-                raise value_error(f"masses[{i}]", f"a matrix {list(shapes[i][-2:])}, as factors[{i}]", f"shape {tuple(m.shape)}")
-        batch = broadcast_batch([tuple(a.shape[:-2]) for a in self._arrays], "factors, masses" if self._masses else "factors")
+            if shape_of(m)[-2:] != shapes[i][-2:]:
+                raise value_error(f"masses[{i}]", f"a matrix {list(shapes[i][-2:])}, as factors[{i}]", f"shape {shape_of(m)}")
+        batch = broadcast_batch([shape_of(a)[:-2] for a in self._arrays], "factors, masses" if self._masses else "factors")
         n = math.prod([s[-1] for s in shapes])
         self._shape = (*batch, n, n)
 
@@ -92,12 +87,15 @@ class KroneckerSum(LazyOperator):
     def __repr__(self) -> str:
         return self._shown("(+)", ", with masses" if self._masses else "")
 
-    def _pairs(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False) -> Any:
-        """The result of a function of factors, masses and other arrays as tensors."""
+    def _pairs(
+        self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False
+    ) -> Any:
+        """The result of a function of factors, masses and other arrays as tensors; there may be identities, or all are matrices."""
         count, both = len(self._factors), len(self._arrays)
 
-        def of(t: list[Tensor]) -> Any:
-            return function(t[:count], t[count:both], *t[both:])
+        def of(t: list[Any]) -> Any:
+            own = t[:both] if identities else algebra.built(t[:both])
+            return function(own[:count], own[count:], *t[both:])
 
         return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
 
@@ -113,7 +111,7 @@ class KroneckerSum(LazyOperator):
         if isinstance(x, LazyOperator):
             raise type_error("x", "an array: a Kronecker sum times an operator is neither a sum nor a product", type_name(x))
 
-        def product(factors: list[Tensor], masses: list[Tensor], x: Tensor) -> Tensor:
+        def product(factors: list[Factor], masses: list[Factor], x: Tensor) -> Tensor:
             axis = -2 if left and x.ndim > 1 else -1
             if x.ndim == 0 or x.shape[axis] != self._shape[-1]:
                 raise value_error("x", f"dimension {axis} of size {self._shape[-1]}", f"shape {tuple(x.shape)}")
@@ -122,11 +120,21 @@ class KroneckerSum(LazyOperator):
             lone = -1 if left else -2
             return sum_matmul(factors, masses, x.unsqueeze(lone), left).squeeze(lone)
 
-        return self._pairs(product, x, names=["x"], autocast=True)
+        return self._pairs(product, x, names=["x"], autocast=True, identities=True)
+
+    def _scaled(self, function: Callable[[Any], Any]) -> list[Any]:
+        """A function of each factor; identities become matrices."""
+        count = len(self._factors)
+        factors = self._on_tensors(lambda t: algebra.built(t)[:count], self._arrays, self._names) if self._has_identities else self._factors
+        return [function(f) for f in factors]
+
+    @property
+    def _has_identities(self) -> bool:
+        return any([is_identity(f) for f in self._factors])
 
     def __mul__(self, scalar: Any) -> KroneckerSum:
         scalar = self._scalar(scalar)
-        return KroneckerSum([f * scalar for f in self._factors], masses=self.masses)
+        return KroneckerSum(self._scaled(lambda f: f * scalar), masses=self.masses)
 
     __rmul__ = __mul__
 
@@ -134,10 +142,10 @@ class KroneckerSum(LazyOperator):
         scalar = self._scalar(scalar)
         if not isinstance(scalar, Tensor) and scalar == 0:
             raise value_error("scalar", "a divisor other than 0", scalar)
-        return KroneckerSum([f / scalar for f in self._factors], masses=self.masses)
+        return KroneckerSum(self._scaled(lambda f: f / scalar), masses=self.masses)
 
     def __neg__(self) -> KroneckerSum:
-        return KroneckerSum([-f for f in self._factors], masses=self.masses)
+        return KroneckerSum(self._scaled(lambda f: -f), masses=self.masses)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, a Kronecker sum again; with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as Helmholtz' equation has it.
@@ -162,7 +170,7 @@ class KroneckerSum(LazyOperator):
 
     def _dense(self) -> Any:
         def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+            units: Sequence[Factor] = masses or [f.shape[-1] for f in factors]
             terms = [algebra.dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]
             return torch.stack([t.expand(self._shape) for t in terms]).sum(0)
 
@@ -185,7 +193,7 @@ class KroneckerSum(LazyOperator):
         """The sum of the diagonal, ``[*batch]``."""
 
         def trace(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+            units: Sequence[Factor] = masses or [f.shape[-1] for f in factors]
             terms = [algebra.trace([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]
             return torch.stack([t.expand(self._shape[:-2]) for t in terms]).sum(0)
 
@@ -303,7 +311,9 @@ class KroneckerSum(LazyOperator):
         t = self._scalar(t, "t")
         if self._masses:
             raise value_error("masses", "none for expm: give factors Mi^-1 Ai, the generator of M u' = S u", "mass matrices")
-        return KroneckerProduct(self._run(lambda fs: algebra.per_factor([f * t for f in fs], "expm", torch.linalg.matrix_exp)))
+        return KroneckerProduct(
+            self._run(lambda fs: algebra.per_factor([f * t for f in algebra.built(fs)], "expm", torch.linalg.matrix_exp))
+        )
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
         """``exp(t * S) @ x``, as `expm` and a product.

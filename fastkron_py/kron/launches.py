@@ -11,7 +11,7 @@ import torch
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.wide_config import multiply_launch
 from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
-from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel
+from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
 from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
@@ -61,7 +61,7 @@ def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype
     return Mode(groups, rows * before, after, p, q, dtype.itemsize, passes_of(dtype, precision), devices.gpu_of(device))
 
 
-_EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby}
+_EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby, "quantize": epilogue_plain}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class LaunchProblem:
         launch: its steps.
         dtype: of all tensors.
         precision: of float32 products.
-        epilogue: "plain", "scale" or "axpby".
+        epilogue: "plain", "scale", "axpby", or "quantize", which stores small numbers and each slice's scale in z's place.
         shape: (B, L, before, after) around the launch's modes.
         transposed: the modes, which are the last ones of x, are the first ones of y.
         mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
@@ -221,6 +221,7 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
         "A_FIRST": config.a_first,
         "STAGES": config.stages,
         "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
+        "STORE": store_quantized if problem.epilogue == "quantize" else store_product,
         "num_warps": config.num_warps,
     }
     return LaunchConfig(_row_pair_fwd_kernel, (batches * programs,), arguments)

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, Self
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.checks import is_identity
 from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
@@ -34,6 +35,29 @@ def numbered(name: str, arrays: Sequence[Any]) -> list[str]:
     return [f"{name}[{i}]" for i in range(len(arrays))]
 
 
+def _matrices(arrays: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """The arrays that are no integers, and their names."""
+    kept = [i for i, a in enumerate(arrays) if not is_identity(a)]
+    return [arrays[i] for i in kept], [names[i] for i in kept]
+
+
+def check_alike(tensors: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise TypeError or ValueError unless all but identities are tensors of one dtype and on one device."""
+    matrices, labels = _matrices(tensors, names)
+    for t, label in zip(matrices, labels, strict=True):
+        check_tensor(label, t, matrices[0], labels[0])
+
+
+def check_arrays(arrays: Sequence[Any], names: Sequence[str]) -> None:
+    """The same of arrays, of one library; there has to be one that is no identity."""
+    matrices, labels = _matrices(arrays, names)
+    if not matrices:
+        raise value_error("factors", "at least one matrix, whose dtype and device the operator has", f"identities of sizes {list(arrays)}")
+    bridge = find_bridge(matrices, labels)
+    with bridge.context():
+        check_alike([bridge.load(a, label) for a, label in zip(matrices, labels, strict=True)], labels)
+
+
 class LazyOperator:
     """A matrix ``[*batch, rows, columns]`` given by small arrays, and never built.
 
@@ -55,6 +79,11 @@ class LazyOperator:
     def _names(self) -> list[str]:
         return numbered("factors", self._factors)
 
+    @property
+    def _first(self) -> tuple[str, Any]:
+        """The first array that is no identity, and how errors call it."""
+        return next((name, a) for name, a in zip(self._names, self._arrays, strict=True) if not is_identity(a))
+
     def _with(self, arrays: Sequence[Any]) -> Self:
         raise NotImplementedError
 
@@ -75,18 +104,18 @@ class LazyOperator:
 
     @property
     def factors(self) -> tuple[Any, ...]:
-        """The factors, ``[*batch_i, P_i, Q_i]`` each, as they were given."""
+        """The factors, ``[*batch_i, P_i, Q_i]`` each, as they were given; integers for identities."""
         return self._factors
 
     @property
     def dtype(self) -> Any:
         """The factors' dtype, of their library."""
-        return self._arrays[0].dtype
+        return self._first[1].dtype
 
     @property
     def device(self) -> Any:
         """The factors' device, of their library."""
-        return self._arrays[0].device
+        return self._first[1].device
 
     @property
     def requires_grad(self) -> bool:
@@ -108,7 +137,7 @@ class LazyOperator:
 
     def _shown(self, sign: str, more: str = "") -> str:
         """The operator as a text: its factors' sizes with a sign between them, what else it is made of, shape, dtype and device."""
-        sizes = f" {sign} ".join("x".join(map(str, f.shape)) for f in self._factors[:8])
+        sizes = f" {sign} ".join(f"I_{f}" if is_identity(f) else "x".join(map(str, f.shape)) for f in self._factors[:8])
         others = f" {sign} ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
         return f"{type(self).__name__}({sizes}{others}{more}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
@@ -119,7 +148,7 @@ class LazyOperator:
     # ---- the same operator of other arrays ----------------------------------------------------
 
     def _each(self, function: Callable[[Any], Any]) -> Self:
-        return self._with([function(a) for a in self._arrays])
+        return self._with([a if is_identity(a) else function(a) for a in self._arrays])
 
     @property
     def mT(self) -> Self:  # noqa: N802
@@ -153,7 +182,7 @@ class LazyOperator:
             TypeError: the arrays are not torch tensors, or the dtype is not one of the supported.
         """
         for name, a in zip(self._names, self._arrays, strict=True):
-            if not isinstance(a, Tensor):
+            if not isinstance(a, Tensor) and not is_identity(a):
                 raise type_error(name, "a torch tensor, to be moved or converted", type_name(a))
         return self._each(lambda f: f.to(*args, **kwargs))
 
@@ -180,32 +209,34 @@ class LazyOperator:
         return self._on_tensors(lambda t: function(t, *options), self._arrays, self._names)
 
     def _on_tensors(
-        self, function: Callable[[list[Tensor]], Any], arrays: Sequence[Any], names: Sequence[str], *, autocast: bool = True
+        self, function: Callable[[list[Any]], Any], arrays: Sequence[Any], names: Sequence[str], *, autocast: bool = True
     ) -> Any:
         """The result of a function of arrays as tensors, all of one kind, dtype and device; tensors and lists in it are given back.
 
         Args:
-            function: of the tensors.
+            function: of the tensors; integers that stand for identities are among them as they are.
             arrays: that it is given.
             names: how errors call them.
             autocast: whether autocast is in force there, if it is at all. It would round what is solved with.
         """
-        bridge = find_bridge(arrays, names)
+        bridge = find_bridge(*_matrices(arrays, names))
         with bridge.context():
-            tensors = [bridge.load(a, name) for a, name in zip(arrays, names, strict=True)]
-            for t, name in zip(tensors, names, strict=True):
-                check_tensor(name, t, tensors[0], names[0])
-            with contextlib.nullcontext() if autocast else without_autocast(tensors[0].device):
+            tensors = [a if is_identity(a) else bridge.load(a, name) for a, name in zip(arrays, names, strict=True)]
+            check_alike(tensors, names)
+            device = next(t.device for t in tensors if isinstance(t, Tensor))
+            with contextlib.nullcontext() if autocast else without_autocast(device):
                 result = function(tensors)
-            if isinstance(result, Tensor):
-                return bridge.give_back(result)
-            return [[bridge.give_back(t) for t in r] if isinstance(r, list) else bridge.give_back(r) for r in result]
+
+            def given_back(t: Any) -> Any:
+                return t if is_identity(t) else [given_back(e) for e in t] if isinstance(t, list) else bridge.give_back(t)
+
+            return given_back(result) if isinstance(result, Tensor) else [given_back(t) for t in result]
 
     def _scalar(self, value: Any, name: str = "scalar") -> Any:
         """A finite number, or a 0-dimensional tensor for torch factors, that leaves dtype and device as they are."""
-        first = self._arrays[0]
+        label, first = self._first
         if isinstance(first, Tensor):
-            return check_scalar(name, value, first, self._names[0])
+            return check_scalar(name, value, first, label)
         value = check_scalar(name, value)
         if isinstance(value, Tensor):
             raise type_error(name, "a number, since the factors are not torch tensors", "a torch tensor")

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from fastkron_py.kron import algebra
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.lazy import LazyOperator
 from fastkron_py.kron.pencil import Basis, combined, eigenbasis
 from fastkron_py.kron.shapes import Shape
@@ -175,23 +177,26 @@ class KroneckerFunction(LazyOperator):
     def conj(self) -> KroneckerFunction:
         """The complex conjugate: the conjugate function of the conjugate product."""
         f = self._f
-        return KroneckerFunction([a.conj() for a in self._factors], lambda v: f(v).conj(), self._shape)
+        return KroneckerFunction(self._each(lambda a: a.conj())._factors, lambda v: f(v).conj(), self._shape)
 
     def __repr__(self) -> str:
         return f"KroneckerFunction(shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
     def __matmul__(self, x: Any) -> Any:
-        def product(t: list[Tensor]) -> Tensor:
-            *factors, x = t
+        def product(t: list[Any]) -> Tensor:
+            *given, x = t
+            factors, identities = algebra.matrices(given), Columns.of(given)
             x, vector = right_hand_side(x, self._shape[-1], self._shape[:-2], "x")
-            y = multiply_by_function(factors, self._f, eigenbasis(factors, hermitian=True), x, self._shape[:-2])
+            basis = eigenbasis(factors, hermitian=True)
+            y = identities.unpack(multiply_by_function(factors, self._f, basis, identities.pack(x), self._shape[:-2]), x.shape[-1])
             return y.squeeze(-1) if vector else y
 
         return self._on_tensors(product, [*self._factors, x], [*self._names, "x"], autocast=False)
 
     def _dense(self) -> Any:
-        def dense(factors: list[Tensor]) -> Tensor:
-            unit = torch.eye(self._shape[-1], dtype=factors[0].dtype, device=factors[0].device)
+        def dense(factors: list[Any]) -> Tensor:
+            like = algebra.matrices(factors)[0]
+            unit = torch.eye(self._shape[-1], dtype=like.dtype, device=like.device)
             found: Tensor = KroneckerFunction(factors, self._f, self._shape) @ unit
             return found
 

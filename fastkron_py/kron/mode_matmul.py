@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import index
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.api import ArrayT, kron_matmul, kron_matmul_left
+from fastkron_py.kron.api import ArrayT
+from fastkron_py.kron.runs import multiply_runs
 from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.checks import check_precision, check_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _MATRIX: Final = 2  # dimensions
-
-
-class _Run(NamedTuple):
-    """Dimensions start to stop, each with its factor ``[P, Q]``."""
-
-    start: int
-    stop: int
-    factors: list[Tensor]
-
-    @property
-    def growth(self) -> float:
-        """Elements of the result for each of the operand."""
-        return math.prod([f.shape[1] for f in self.factors]) / max(1, math.prod([f.shape[0] for f in self.factors]))
 
 
 def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | None = None) -> ArrayT:
@@ -74,6 +62,9 @@ def mode_matmul(x: ArrayT, factors: Mapping[int, ArrayT], *, precision: str | No
 
 def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | None) -> Tensor:
     check_tensor("x", x, x, "x")
+    if not keys:
+        return x
+    x, matrices, _ = autocasted(x, matrices, None)
     of = {_dimension(key, x, keys): matrix for key, matrix in zip(keys, matrices, strict=True)}
     if len(of) < len(keys):
         raise value_error("factors", "each dimension once", f"dimensions {keys} of an x with {x.ndim} dimensions")
@@ -82,9 +73,7 @@ def _multiply(x: Tensor, keys: list[Any], matrices: list[Any], precision: str | 
         if matrix.ndim != _MATRIX or matrix.shape[0] != x.shape[dim]:
             raise value_error(f"factors[{key}]", f"a matrix of {x.shape[dim]} rows, x's size there", f"shape {tuple(matrix.shape)}")
     order = _memory_order(x)
-    y = x.permute(order)
-    for run in sorted(_runs(order, of), key=lambda run: run.growth):  # shrinking ones first
-        y = _contract(y, run, precision)
+    y = multiply_runs(x.permute(order), [[of[dim]] if dim in of else [] for dim in order], 0, precision)
     return y.permute([order.index(dim) for dim in range(x.ndim)])
 
 
@@ -107,28 +96,3 @@ def _memory_order(x: Tensor) -> list[int]:
     strides = tuple(x.stride())
     order = sorted(given, key=lambda dim: (-strides[dim], dim))
     return order if x.permute(order).is_contiguous() else given
-
-
-def _runs(order: list[int], of: dict[int, Tensor]) -> list[_Run]:
-    """Neighbours, in this order of x's dimensions, that have factors."""
-    found: list[_Run] = []
-    for i, dim in enumerate(order):
-        if dim not in of:
-            continue
-        if found and found[-1].stop == i:
-            found[-1] = found[-1]._replace(stop=i + 1, factors=[*found[-1].factors, of[dim]])
-        else:
-            found.append(_Run(i, i + 1, [of[dim]]))
-    return found
-
-
-def _contract(x: Tensor, run: _Run, precision: str | None) -> Tensor:
-    """Multiply one run of neighbours."""
-    before, after = x.shape[: run.start], x.shape[run.stop :]
-    modes = [f.shape[1] for f in run.factors]
-    size = math.prod(x.shape[run.start : run.stop])
-    if not after:
-        y = kron_matmul(x.reshape(math.prod(before), size), run.factors, precision=precision)
-    else:
-        y = kron_matmul_left([f.mT for f in run.factors], x.reshape(math.prod(before), size, math.prod(after)), precision=precision)
-    return y.reshape(*before, *modes, *after)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
+from fastkron_py.kron.checks import Factor, shape_of
 from fastkron_py.kron.shapes import Shape, broadcast_batch
 
 
@@ -20,30 +20,21 @@ def mode_product(x: Tensor, f: Tensor, z: Tensor | None) -> Tensor:
         f: ``[*batch_f, P, P]``.
         z: like x, or None.
     """
-    beta = 0.0 if z is None else 1.0
-    if math.prod(f.shape[:-2]) == 1:
-        return kron_matmul_left([f.reshape(f.shape[-2:])], x, beta=beta, z=z)
-    if x.shape[-3] == 1:
-        return kron_matmul_left([f.unsqueeze(-3)], x, beta=beta, z=z)
-    # One call for each matrix: together each would be repeated for every index before the mode.
-    batch, tail = x.shape[:-3], x.shape[-3:]
-    matrices = f.expand(*batch, *f.shape[-2:]).flatten(0, -3)
-    xs, zs = x.reshape(-1, *tail), [None] * len(matrices) if z is None else z.reshape(-1, *tail)
-    return torch.stack([kron_matmul_left([m], xs[i], beta=beta, z=zs[i]) for i, m in enumerate(matrices)]).reshape(x.shape)
+    return kron_matmul_left([f.unsqueeze(-3)], x, beta=0.0 if z is None else 1.0, z=z)
 
 
-def sum_matmul(factors: Sequence[Tensor], masses: Sequence[Tensor], x: Tensor, left: bool) -> Tensor:
+def sum_matmul(factors: Sequence[Factor], masses: Sequence[Factor], x: Tensor, left: bool) -> Tensor:
     """``(sum_i M1 (x) ... (x) F_i (x) ... (x) MN) @ x``, or x times it.
 
     Args:
-        factors: ``[*batch_i, P_i, P_i]``.
-        masses: one for each factor, ``[*batch_i, P_i, P_i]``; none for identities.
+        factors: ``[*batch_i, P_i, P_i]``, or integers for identities.
+        masses: one for each factor, ``[*batch_i, P_i, P_i]`` or integers; none for identities.
         x: ``[*batch, n, M]`` (left) or ``[*batch, M, n]``.
         left: the sum stands to the left of x.
     """
-    batch = broadcast_batch([tuple(x.shape[:-2]), *[tuple(f.shape[:-2]) for f in (*factors, *masses)]], "x, factors")
+    batch = broadcast_batch([tuple(x.shape[:-2]), *[shape_of(f)[:-2] for f in (*factors, *masses)]], "x, factors")
     x = x.expand(*batch, *x.shape[-2:])
-    sizes = [f.shape[-1] for f in factors]
+    sizes = [shape_of(f)[-1] for f in factors]
     rows, columns = (1, x.shape[-1]) if left else (x.shape[-2], 1)
 
     def term(i: int, z: Tensor | None) -> Tensor:
@@ -51,7 +42,10 @@ def sum_matmul(factors: Sequence[Tensor], masses: Sequence[Tensor], x: Tensor, l
             pair, beta = [*masses[:i], factors[i], *masses[i + 1 :]], 0.0 if z is None else 1.0
             return kron_matmul_left(pair, x, z=z, beta=beta) if left else kron_matmul(x, pair, z=z, beta=beta)
         modes: Shape = (*batch, rows * math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]) * columns)
-        f = factors[i] if left else factors[i].mT
+        f = factors[i]
+        if not isinstance(f, Tensor):
+            return x if z is None else z + x.to(z.dtype)
+        f = f if left else f.mT
         return mode_product(x.reshape(modes), f, None if z is None else z.reshape(modes)).reshape(x.shape)
 
     total = term(0, None)

@@ -1,7 +1,8 @@
 """Operators `fastkron::kron_matmul` and `fastkron::kron_matmul_backward`.
 
 kron_matmul           y = alpha * x @ K + beta * z     (left: alpha * K @ x + beta * z), K = F1 (x) ... (x) FN
-kron_matmul_backward  [dx] + [dF_i ...] of alpha * x @ K, only those asked for
+kron_matmul_backward  [dx] + [dF_i ...] of alpha * x @ K, only those asked for; `between` is an intermediate of the multiply, where its
+                      program has saved one. It is a function of x and the factors that spares time, and no derivative reads it.
 
 Both are multilinear, so the derivative of each is made of the two (`derivatives`), to every order. The
 backward operator computes plain transposes; conjugates, for complex tensors, are taken by the rules.
@@ -28,7 +29,8 @@ def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, *factors, _ = saved.tensors
     need_x, *need_factors, need_z = saved.needs
     alpha, beta, *rest = saved.options
-    dx, dfs = derivatives.reverse(CALLS, dy, x, factors, need_x, need_factors, (alpha, *rest))
+    between = saved.kept[0] if saved.kept else None
+    dx, dfs = derivatives.reverse(CALLS, dy, x, factors, need_x, need_factors, (alpha, *rest), between)
     dz = None
     if need_z:
         dz = (dy if beta == 1 else beta * dy).sum_to_size(saved.shapes[-1])
@@ -55,6 +57,7 @@ def _fake_backward(
     dy: Tensor,
     x: Tensor,
     factors: Sequence[Tensor],
+    between: Any,
     need_x: bool,
     need_factors: Sequence[bool],
     alpha: float,
@@ -66,24 +69,24 @@ def _fake_backward(
 
 
 def _backward_second(saved: Saved, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    dy, x, *factors = saved.tensors
-    need_dy, need_x, *need_factors = saved.needs
+    dy, x, *factors, _ = saved.tensors
+    need_dy, need_x, *need_factors, _ = saved.needs
     wanted, options = saved.options[:2], saved.options[2:]
     needs = (need_dy, need_x, need_factors)
     ddy, dx, dfs = derivatives.reverse_of_gradients(CALLS, cotangents, wanted, dy, x, factors, needs, options)
-    return ddy, dx, *dfs
+    return ddy, dx, *dfs, None
 
 
 def _jvp_second(saved: Saved, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    dy, x, *factors = saved.tensors
-    tdy, tx, *tfactors = tangents
+    dy, x, *factors, _ = saved.tensors
+    tdy, tx, *tfactors, _ = tangents
     (need_x, need_factors), options = saved.options[:2], saved.options[2:]
     return derivatives.forward_of_gradients(CALLS, dy, x, factors, tdy, tx, tfactors, need_x, need_factors, options)
 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    dy, x, *factors = tensors
-    return batching.vmap_gradients(CALLS, size, (*dims[:2], dims[2:]), dy, x, factors, *options)
+    dy, x, *factors, _ = tensors
+    return batching.vmap_gradients(CALLS, size, (*dims[:2], dims[2:-1]), dy, x, factors, *options)
 
 
 kron_matmul = Operator(
@@ -97,13 +100,14 @@ kron_matmul = Operator(
     scalars=(0, 1),
 )
 kron_matmul_backward = Operator(
-    "kron_matmul_backward(Tensor dy, Tensor x, Tensor[] factors, bool need_x, bool[] need_factors, float alpha, "
+    "kron_matmul_backward(Tensor dy, Tensor x, Tensor[] factors, Tensor? between, bool need_x, bool[] need_factors, float alpha, "
     "str? precision, str backend, bool left) -> Tensor[]",
     program=program.gradients,
     fake=_fake_backward,
     backward=_backward_second,
     jvp=_jvp_second,
     vmap=_vmap_backward,
+    unsaved=(-1,),
     scalars=(2,),
 )
 CALLS = Calls(kron_matmul, kron_matmul_backward)

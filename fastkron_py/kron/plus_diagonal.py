@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron import algebra, shifted
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.cg import Convergence, Stopping, stopping
-from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.checks import Factor, is_identity, right_hand_side
 from fastkron_py.kron.lanczos import Probes, estimate
 from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, numbered
 from fastkron_py.kron.pencil import Basis
@@ -44,6 +44,9 @@ class KroneckerPlusDiagonal(LazyOperator):
     D has one of three forms: equal elements, ``s * I``; a Kronecker product of diagonals; any vector. Of the first two, eigenvectors of
     each factor, or of each pair of factors, make A diagonal, which solves and determinants go by. Of the third, solves go by conjugate
     gradients.
+
+    Products with A take no work for identity factors. Where all elements of D are equal, nothing does; otherwise solves and determinants
+    build them, as matrices of their own sizes.
 
     Attributes:
         convergence: how the last solve by conjugate gradients ended, those of backward passes included; None before.
@@ -77,7 +80,7 @@ class KroneckerPlusDiagonal(LazyOperator):
     @property
     def mT(self) -> KroneckerPlusDiagonal:  # noqa: N802
         """The transpose of the matrix, or of each matrix of the batch; a view."""
-        return self._with([*[f.swapaxes(-2, -1) for f in self._factors], *self._diagonals])
+        return self._with([*[f if is_identity(f) else f.swapaxes(-2, -1) for f in self._factors], *self._diagonals])
 
     def conj(self) -> KroneckerPlusDiagonal:
         """The complex conjugate; of real factors a view."""
@@ -85,14 +88,17 @@ class KroneckerPlusDiagonal(LazyOperator):
         found = self._each(lambda a: a.conj())
         return KroneckerPlusDiagonal(found._factors, found._diagonals, self._form, number, self._shape)
 
-    def _tensors(self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False) -> Any:
-        """The result of a function of `Shifted` and of other arrays as tensors."""
+    def _tensors(
+        self, function: Callable[..., Any], *extra: Any, names: Sequence[str] = (), autocast: bool = False, identities: bool = False
+    ) -> Any:
+        """The result of a function of `Shifted` and of other arrays as tensors; its factors may be identities, or all are matrices."""
         count, both = len(self._factors), len(self._arrays)
 
         def of(t: list[Tensor]) -> Any:
-            factors, diagonals = t[:count], t[count:both]
+            factors, diagonals = t[:count] if identities else algebra.built(t[:count]), t[count:both]
             if not diagonals:
-                diagonals = [torch.full((1,), self._number, dtype=factors[0].dtype, device=factors[0].device)]
+                like = algebra.matrices(factors)[0]
+                diagonals = [torch.full((1,), self._number, dtype=like.dtype, device=like.device)]
             return function(Shifted(factors, [d.reshape(1) if d.ndim == 0 else d for d in diagonals], self._form), *t[both:])
 
         return self._on_tensors(of, [*self._arrays, *extra], [*self._names, *names], autocast=autocast)
@@ -112,7 +118,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         if self._number is not None:
             return verb(self._factors, x, beta=self._number, z=x)
 
-        def product(k: Shifted, x: Tensor) -> Tensor:
+        def product(k: Shifted, x: Tensor) -> Any:
             columns = x.mT if not left and x.ndim > 1 else x
             columns, vector = right_hand_side(columns, self._shape[-1], self._shape[:-2], "x")
             z = scaled(columns, k.diagonal())
@@ -121,20 +127,20 @@ class KroneckerPlusDiagonal(LazyOperator):
             x = columns if left else columns.mT
             return verb(k.factors, x, beta=1.0, z=z if left else z.mT)
 
-        return self._tensors(product, x, names=["x"], autocast=True)
+        return self._tensors(product, x, names=["x"], autocast=True, identities=True)
 
     # ---- linear algebra -----------------------------------------------------------------------
 
     def _dense(self) -> Any:
-        return self._tensors(shifted.dense)
+        return self._tensors(shifted.dense, identities=True)
 
     def diagonal(self) -> Any:
         """The elements ``A[i, i]``, ``[*batch, n]``."""
-        return self._tensors(lambda k: algebra.diagonal(k.factors) + k.diagonal())
+        return self._tensors(lambda k: algebra.diagonal(k.factors) + k.diagonal(), identities=True)
 
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
-        return self._tensors(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1))
+        return self._tensors(lambda k: algebra.trace(k.factors) + k.diagonal().expand(self._shape[:-1]).sum(-1), identities=True)
 
     def solve(
         self,
@@ -184,7 +190,10 @@ class KroneckerPlusDiagonal(LazyOperator):
             True
         """
         iterative = self._iterative(mask, tolerance, max_iterations, preconditioner, progress)
-        return self._tensors(lambda k, b: self._solve(k, b, iterative, self._basis(k) if mask is None else None), b, names=["b"])
+        whole, direct = mask is None, mask is None and self._form == EQUAL
+        return self._tensors(
+            lambda k, b: self._solve(k, b, iterative, self._basis(k) if whole else None), b, names=["b"], identities=direct
+        )
 
     def _iterative(self, mask: Any, tolerance: Any, max_iterations: Any, preconditioner: Any, progress: Any) -> _Iterative:
         """The options of `solve`, checked."""
@@ -223,20 +232,20 @@ class KroneckerPlusDiagonal(LazyOperator):
         n = self._shape[-1]
         if mask.ndim == 0 or mask.shape[-1] != n:
             raise value_error("mask", f"dimension -1 of size {n}", f"shape {tuple(mask.shape)}")
-        if str(mask.device) != str(self.device) and isinstance(self._factors[0], Tensor):
-            raise value_error("mask", f"factors[0]'s device {self.device}", mask.device)
+        if str(mask.device) != str(self.device) and isinstance(self._first[1], Tensor):
+            raise value_error("mask", f"{self._first[0]}'s device {self.device}", mask.device)
         if not mask.is_meta and not bool(mask.any(-1).all()):
             raise value_error("mask", "one that is true somewhere", "one that is false everywhere")
         return mask
 
     def slogdet(self) -> algebra.SlogDet:
         """Sign (of complex factors: phase) of the determinant and log of its absolute value, ``[*batch]`` each; see `logdet`."""
-        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None)))
+        return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None), identities=self._form == EQUAL))
 
     def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
         if k.form == VECTOR and probes is not None:
             found, error = estimate(k, probes)
-            self.standard_error = error if isinstance(self._factors[0], Tensor) else error.cpu().numpy()
+            self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
             return torch.ones_like(found, dtype=k.factors[0].dtype), found
         if k.form == VECTOR and math.prod(self._shape) > DENSE_LIMIT:
             expected = f"a number, to estimate the determinant of a vector D with more than {DENSE_LIMIT} elements in all"
@@ -268,7 +277,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
         given = self._probes(probes, generator, stopping(None, 1000, None, _torch_dtype(self.dtype)))
-        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)))
+        return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)
 
     def inv_quad_logdet(
         self,
@@ -308,7 +317,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             total = (b.conj() * self._solve(k, b, iterative, basis)).sum(-1 if b.ndim == 1 else (-2, -1))
             return total.real if total.is_complex() else total, algebra.log_of(*self._slogdet(k, basis, given))
 
-        return InvQuadLogdet(*self._tensors(both, b, names=["b"]))
+        return InvQuadLogdet(*self._tensors(both, b, names=["b"], identities=self._form == EQUAL))
 
     def sample(self, sample_shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
         """Normal vectors of mean 0 and covariance A, with derivatives to factors and s of the first order.
@@ -333,7 +342,7 @@ class KroneckerPlusDiagonal(LazyOperator):
 
         def sample(k: Shifted) -> Tensor:
             algebra.check_square(k.factors, "sample")
-            first = k.factors[0]
+            first = algebra.matrices(k.factors)[0]
 
             def draw() -> Tensor:
                 shape = (*self._shape[:-1], math.prod(sizes))
@@ -342,7 +351,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             found = shifted.sample(k, draw)
             return found.movedim(-1, 0).reshape(*sizes, *self._shape[:-1])
 
-        return self._tensors(sample)
+        return self._tensors(sample, identities=self._form != KRONECKER)
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of Hermitian factors and a D of equal elements, as those of `KroneckerProduct.eigh`.
@@ -353,14 +362,14 @@ class KroneckerPlusDiagonal(LazyOperator):
         """
         from fastkron_py.kron.product import KroneckerProduct
 
-        values, vectors = self._tensors(self._eigh)
+        values, vectors = self._tensors(self._eigh, identities=True)
         return algebra.Eigh(values, KroneckerProduct(vectors))
 
     def eigvalsh(self) -> Any:
         """The eigenvalues of `eigh`, in the same order."""
-        return self._tensors(lambda k: self._eigh(k)[0])
+        return self._tensors(lambda k: self._eigh(k)[0], identities=True)
 
-    def _eigh(self, k: Shifted) -> tuple[Tensor, list[Tensor]]:
+    def _eigh(self, k: Shifted) -> tuple[Tensor, list[Factor]]:
         if k.form != EQUAL:
             raise value_error("s", "one number: other sums have no Kronecker product of eigenvectors", k.form)
         shifted.check_real(k.diagonals, "eigh")

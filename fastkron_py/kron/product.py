@@ -12,13 +12,13 @@ from torch import Tensor
 from fastkron_py.kron import algebra
 from fastkron_py.kron.add_diagonal import plus_diagonal
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.checks import factor_list
-from fastkron_py.kron.lazy import LazyOperator, numbered
+from fastkron_py.kron.checks import factors_and_identities, is_identity, shape_of
+from fastkron_py.kron.lazy import LazyOperator, check_arrays, numbered
+from fastkron_py.kron.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.matrix_function import KroneckerFunction
 from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
-from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.checks import check_integer, check_tensor
+from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 NORMS: Final = ("fro", "nuc", 1, 2, math.inf)
@@ -34,11 +34,13 @@ class KroneckerProduct(LazyOperator):
 
     Args:
         factors: sequence of ``[*batch_i, P_i, Q_i]`` of one array type, dtype and device; batches broadcast. Kept
-            as they are, so that parameters stay parameters and later changes of them show.
+            as they are, so that parameters stay parameters and later changes of them show. An integer n stands for
+            the identity I_n, which takes no memory and no work; one factor at least is a matrix.
 
     Raises:
         TypeError: not a sequence, or factors of different kinds or dtypes.
-        ValueError: no factors, a factor that is not a matrix, batches that do not broadcast, or devices that differ.
+        ValueError: no factors, identities only, a negative integer, a factor that is not a matrix, batches that do not
+            broadcast, or devices that differ.
 
     Example:
         >>> K = KroneckerProduct([torch.rand(8, 8) + 8 * torch.eye(8) for _ in range(7)])
@@ -50,14 +52,9 @@ class KroneckerProduct(LazyOperator):
     """
 
     def __init__(self, factors: Sequence[Any]) -> None:
-        listed = factor_list(factors)
-        names = numbered("factors", listed)
-        bridge = find_bridge(listed, names)
-        with bridge.context():
-            tensors = [bridge.load(f, name) for f, name in zip(listed, names, strict=True)]
-            for t, name in zip(tensors, names, strict=True):
-                check_tensor(name, t, tensors[0], names[0])
-        shapes = [tuple(f.shape) for f in listed]
+        listed = factors_and_identities(factors)
+        check_arrays(listed, numbered("factors", listed))
+        shapes = [shape_of(f) for f in listed]
         check_factor_shapes(shapes)
         batch = broadcast_batch([s[:-2] for s in shapes], "factors")
         self._factors = tuple(listed)
@@ -86,9 +83,14 @@ class KroneckerProduct(LazyOperator):
     def __rmatmul__(self, other: Any) -> Any:
         return kron_matmul(other, self._factors)
 
+    def _scaled(self, function: Callable[[Any], Any]) -> KroneckerProduct:
+        """The product with a function of the first matrix in its place."""
+        first = [is_identity(f) for f in self._factors].index(False)
+        return KroneckerProduct([*self._factors[:first], function(self._factors[first]), *self._factors[first + 1 :]])
+
     def __mul__(self, scalar: Any) -> KroneckerProduct:
         scalar = self._scalar(scalar)
-        return KroneckerProduct([self._factors[0] * scalar, *self._factors[1:]])
+        return self._scaled(lambda f: f * scalar)
 
     __rmul__ = __mul__
 
@@ -96,10 +98,10 @@ class KroneckerProduct(LazyOperator):
         scalar = self._scalar(scalar)
         if not isinstance(scalar, Tensor) and scalar == 0:
             raise value_error("scalar", "a divisor other than 0", scalar)
-        return KroneckerProduct([self._factors[0] / scalar, *self._factors[1:]])
+        return self._scaled(lambda f: f / scalar)
 
     def __neg__(self) -> KroneckerProduct:
-        return KroneckerProduct([-self._factors[0], *self._factors[1:]])
+        return self._scaled(lambda f: -f)
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors.
@@ -259,6 +261,25 @@ class KroneckerProduct(LazyOperator):
             raise type_error("s", "a number, an array, vectors, or a KroneckerProduct of diagonal matrices", type_name(s))
         return plus_diagonal(self, s)
 
+    def masked(self, *, rows: Any = None, columns: Any = None) -> MaskedKroneckerProduct:
+        """``K[rows][:, columns]``, for grids with holes, as a lazy operator with ``@``, `add_diagonal` and `solve`.
+
+        Args:
+            rows: of K that are kept: a bool mask ``[prod P_i]``, or integer indices ``[m]`` in any order, each once; None for all.
+            columns: the same of K's columns, ``[prod Q_i]``.
+
+        Raises:
+            TypeError: a mask that is neither of bools nor of integers.
+            ValueError: neither rows nor columns, a mask of another size, an empty one, indices out of range or given twice, or
+                another device.
+
+        Example:
+            >>> K = KroneckerProduct([torch.randn(4, 4), torch.randn(5, 5)])
+            >>> A = K.masked(rows=torch.rand(20) < 0.5, columns=torch.tensor([3, 0, 19]))
+            >>> y = A @ torch.ones(3)
+        """
+        return masked(self, rows, columns)
+
     def apply_function(self, f: Callable[[Tensor], Tensor]) -> KroneckerFunction:
         """``f(K) = V f(L) V^H`` of Hermitian factors, with the eigenvalues L and eigenvectors V of K, as a lazy operator with ``@``.
 
@@ -286,11 +307,11 @@ class KroneckerProduct(LazyOperator):
         return KroneckerFunction(self._factors, f, self._shape)
 
 
-def _diagonals(factors: list[Tensor]) -> list[Tensor]:
+def _diagonals(factors: list[Any]) -> list[Tensor]:
     """The diagonals of diagonal matrices."""
     algebra.check_square(factors, "a diagonal")
-    found = [f.diagonal(dim1=-2, dim2=-1) for f in factors]
+    found = algebra.diagonals(factors)
     for i, (f, d) in enumerate(zip(factors, found, strict=True)):
-        if not f.is_meta and bool((f != torch.diag_embed(d)).any()):
+        if not is_identity(f) and not f.is_meta and bool((f != torch.diag_embed(d)).any()):
             raise value_error(f"s.factors[{i}]", "a diagonal matrix", "one with other elements")
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
 from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
+from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -24,7 +25,7 @@ _ONE, _ZERO = bits(1.0), bits(0.0)
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     """The program of `fastkron::kron_matmul`: x, the factors and z; alpha, beta, precision, backend and left."""
-    alpha, beta, precision, backend, left = options
+    _, beta, precision, backend, left = options
     build = Builder(tensors)
     x, *factors, z = build.inputs
     z = None if beta == 0 else z
@@ -53,13 +54,27 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
                 return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
 
         return build.program([build.call(small or by_torch, operands, result, scalars=scalars)], differentiable=differentiable)
-    from fastkron_py.kron.forward import Scale, add_multiply
+    return _by_triton(tensors, options, shape)
 
+
+def _by_triton(tensors: Sequence[Any], options: tuple[Any, ...], shape: tuple[int, ...], saves: bool = False) -> Program:
+    """The program of Triton's backend; saves: the one that returns an intermediate too, for the backward pass."""
+    from fastkron_py.kron.forward import add_multiply
+    from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
+
+    alpha, beta, precision, _, left = options
+    precision = resolved(precision)
+    build = Builder(tensors)
+    x, *factors, z = build.inputs
     problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
-    z4 = None if z is None else problem.pack(z.expand(shape))
-    scale = Scale(_ONE if alpha == 1 else _ALPHA, _ZERO if z is None else _BETA)
-    y4 = add_multiply(build, problem.x, problem.factors, resolved(precision), scale, z4)
-    return build.program([y4], [shape])
+    z4 = None if beta == 0 else problem.pack(z.expand(shape))
+    scale = Scale(_ONE if alpha == 1 else _ALPHA, _ZERO if z4 is None else _BETA)
+    halves = halves_of(problem, precision, build.device)
+    if saves and halves is not None:
+        y4, between = add_multiply_saving(build, problem, halves, precision, scale, z4)
+        return build.program([y4, between], [shape, between.shape], saved=1)
+    y4 = add_multiply(build, problem.x, problem.factors, precision, scale, z4)
+    return build.program([y4], [shape], saving=None if halves is None else _by_triton(tensors, options, shape, saves=True))
 
 
 def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left: bool, backward: bool) -> Callable[..., Tensor] | None:
@@ -107,10 +122,13 @@ def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Seq
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """The program of `fastkron::kron_matmul_backward`: dy, x and the factors; the gradients needed, alpha, precision, backend and left."""
+    """The program of `fastkron::kron_matmul_backward`.
+
+    Tensors are dy, x, the factors and the intermediate that was saved; options the gradients needed, alpha, precision, backend and left.
+    """
     need_x, need_factors, alpha, precision, backend, left = options
     build = Builder(tensors)
-    dy, x, *factors = build.inputs
+    dy, x, *factors, between = build.inputs
     results = [describe(t.shape, t.dtype) for t in wanted(x, factors, need_x, need_factors)]
     if not results:
         return build.program([])
@@ -129,13 +147,18 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
         made = build.call(by_torch, (dy, x, *factors), *results, scalars=(_ALPHA,))
         return build.program([made] if len(results) == 1 else made)
     from fastkron_py.kron.backward import add_backward
-    from fastkron_py.kron.forward import Scale
+    from fastkron_py.kron.saved_intermediate import add_backward_saved, halves_of
 
     problem = canonical(x, _cast(build, factors, x.dtype), left, build.reshape)
     scale = Scale(_ONE if alpha == 1 else _ALPHA)
     needs = (need_x, *need_factors)
     dtype = torch.float32 if torch.float32 in [f.dtype for f in factors] else x.dtype
-    dx4, dfs = add_backward(build, problem.pack(dy), problem.x, problem.factors, needs, resolved(precision), scale, dtype)
+    precision, dy4 = resolved(precision), problem.pack(dy)
+    halves = None if between is None else halves_of(problem, precision, build.device)
+    if halves is None:
+        dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, scale, dtype)
+    else:
+        dx4, dfs = add_backward_saved(build, problem, halves, (dy4, between), needs, precision, scale, dtype)
     found = [_fitted(build, f, r) for f, r in zip(_unpacked(problem, dx4, dfs), results, strict=True)]
     return build.program(found, [r.shape for r in results])
 
@@ -158,7 +181,8 @@ def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | Non
         if df is not None:
             df = df.mT if problem.left else df
             batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
-            results.append(df.unflatten(0, problem.batch) if batched else df[0])
+            shared = [1] * (len(problem.batch) - len(problem.factor_batch))
+            results.append(df.unflatten(0, (*problem.factor_batch, *shared)) if batched else df[0])
     return results
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron import algebra, spectral
 from fastkron_py.kron.cg import Convergence, Stopping, conjugate_gradients
+from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.implicit import linear_solve
 from fastkron_py.kron.matrix_function import multiply_by_function
+from fastkron_py.kron.monomial import monomial
 from fastkron_py.kron.pencil import Basis, check_hermitian, check_positive, combined, eigenbasis, reduced
 from fastkron_py.runtime.errors import value_error
 
@@ -25,24 +27,24 @@ class Shifted(NamedTuple):
     """``K + D`` as tensors.
 
     Attributes:
-        factors: of K, ``[*batch_i, P_i, P_i]``.
+        factors: of K, ``[*batch_i, P_i, P_i]``; where elements of D are equal, integers for identities.
         diagonals: of D: ``[*batch, 1]`` for equal elements, ``[*batch, n]``, or ``[*batch_i, P_i]`` for each factor of D.
         form: of D.
     """
 
-    factors: list[Tensor]
+    factors: list[Any]
     diagonals: list[Tensor]
     form: str
 
     @property
     def parameters(self) -> list[Tensor]:
         """Those of `spectral.ProductSystem`."""
-        return [*self.factors, *self.diagonals]
+        return [*algebra.matrices(self.factors), *self.diagonals]
 
     @property
     def system(self) -> spectral.ProductSystem:
         """The matrix's form."""
-        return spectral.ProductSystem(len(self.factors))
+        return spectral.ProductSystem(len(algebra.matrices(self.factors)))
 
     @property
     def masses(self) -> list[Tensor]:
@@ -65,7 +67,7 @@ class Shifted(NamedTuple):
         """Of the pairs of the factors of K and D."""
         if self.form == KRONECKER:
             check_positive_diagonals(self.diagonals)
-        return eigenbasis(self.factors, self.masses, name="s", hermitian=hermitian)
+        return eigenbasis(algebra.matrices(self.factors), self.masses, name="s", hermitian=hermitian)
 
     def values(self, basis: Basis) -> Tensor:
         """The diagonal of ``K + D`` in the pairs' basis, ``[*batch, n]``, without derivatives."""
@@ -93,7 +95,9 @@ def check_positive_diagonals(diagonals: Sequence[Tensor]) -> None:
 
 def solve_directly(k: Shifted, b: Tensor, basis: Basis) -> Tensor:
     """``(K + D)^-1 b`` of ``[*batch, n, M]`` by the pairs' eigenvectors; D is no vector."""
-    return spectral.solve(k.system, b, k.parameters, basis, k.values(basis), "s")
+    identities = Columns.of(k.factors)
+    x = spectral.solve(k.system, identities.pack(b), k.parameters, basis, k.values(basis), "s")
+    return identities.unpack(x, b.shape[-1])
 
 
 def slogdet(k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
@@ -101,9 +105,10 @@ def slogdet(k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
     if basis is None:
         found = torch.linalg.slogdet(dense(k))
         return found.sign, found.logabsdet
-    sign, log = spectral.log_abs_det(reduced(k.factors, k.masses, "s")[0], k.shift, False, basis)
+    sign, log = spectral.log_abs_det(reduced(algebra.matrices(k.factors), k.masses, "s")[0], k.shift, False, basis)
     if k.form == EQUAL:
-        return sign, log
+        count = Columns.of(k.factors).width
+        return (sign, log) if count == 1 else (monomial([sign], [count], signs=True).to(sign.dtype), count * log)
     of_diagonal = algebra.slogdet([torch.diag_embed(d) for d in k.diagonals])
     return sign * of_diagonal[0], log + of_diagonal[1]
 
@@ -132,11 +137,12 @@ def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
         return sample(equal, draw) + spectral.scaled(draw(), rest.sqrt())
     basis = k.basis(hermitian=True)
     check_positive(k.values(basis), "factors, s", "sample")
-    matrices, _ = reduced(k.factors, k.masses, "s")
+    matrices, _ = reduced(algebra.matrices(k.factors), k.masses, "s")
     shift = k.shift.real.unsqueeze(-1)
     own = basis._replace(right=basis.vectors, left=basis.inverses)
-    x = draw()
-    found = multiply_by_function(matrices, lambda v: (v + shift).sqrt(), own, x, tuple(x.shape[:-2]))
+    x, identities = draw(), Columns.of(k.factors)
+    found = multiply_by_function(matrices, lambda v: (v + shift).sqrt(), own, identities.pack(x), tuple(x.shape[:-2]))
+    found = identities.unpack(found, x.shape[-1])
     return found if k.form == EQUAL else spectral.scaled(found, k.diagonal().sqrt())
 
 

@@ -169,7 +169,13 @@ class Builder:
         return results[0] if len(results) == 1 else list(results)
 
     def program(
-        self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None, differentiable: Callable[..., Tensor] | None = None
+        self,
+        results: Sequence[Tensor],
+        shapes: Sequence[Sequence[int]] | None = None,
+        *,
+        differentiable: Callable[..., Tensor] | None = None,
+        saving: Program | None = None,
+        saved: int = 0,
     ) -> Program:
         """The program that returns these tensors; each all of a value, in the shape given if there is one.
 
@@ -177,6 +183,8 @@ class Builder:
             results: of the program.
             shapes: of the results.
             differentiable: the program's `Program.differentiable`.
+            saving: the program's `Program.saving`.
+            saved: the program's `Program.saved`.
 
         Raises:
             ValueError: a result is an input, or no step uses it.
@@ -198,7 +206,9 @@ class Builder:
         places = Places(tuple(self._alignments.items()), tuple(self._orders.items()))
         count = next(self._numbers)
         found = [Result(v.number, v.result if v.is_called and v.result != v.tensor.shape else None) for v in returned]
-        return Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device, differentiable)
+        made = Program(self._steps, count, len(self._addresses), Pool(nbytes, tuple(parts)), found, places, self.device)
+        made.differentiable, made.saving, made.saved = differentiable, saving, saved
+        return made
 
     # ---- inside ----------------------------------------------------------------------------------
 

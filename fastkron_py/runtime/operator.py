@@ -41,7 +41,7 @@ class Saved(NamedTuple):
 
     Attributes:
         tensors: the call's, one after the other; None for those that are absent or not saved.
-        kept: results that are there for the backward pass alone.
+        kept: results that are there for the backward pass alone, the operator's and the program's.
         shapes: of the tensors, where there is one whose values are not saved; else None.
         options: the call's other arguments.
         needs: which tensors' gradients are needed.
@@ -175,6 +175,8 @@ class Operator:
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))
         program = self._program(tensors, options)
+        if program.saving is not None and wants_gradient(tensors):
+            program = program.saving
         call = self._call_of(program, tensors)
         found = call(program, given, options)
         CACHE.keep(key, given, program, call, options, self.name)
@@ -211,7 +213,7 @@ class Operator:
 
     def _differentiable(self, program: Program, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Any:
         """The same with gradients."""
-        return self._shown(self._apply(program, options, *tensors))
+        return self._shown(self._apply(program, options, *tensors), program.saved)
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -234,12 +236,13 @@ class Operator:
     def _results(self, program: Program, given: Sequence[Tensor], options: Sequence[Any]) -> Any:
         """A program's results as the schema has them."""
         found = program(given, self._numbers(options))
-        return found[0] if self._is_single else found if self._schema.returns == "Tensor[]" else tuple(found)
+        return found[0] if self._is_single and not program.saved else found if self._schema.returns == "Tensor[]" else tuple(found)
 
-    def _shown(self, found: Any) -> Any:
-        """The results but for those that are kept; autograd functions make tuples of lists."""
+    def _shown(self, found: Any, saved: int = 0) -> Any:
+        """The results but for those that are kept, and those that the program saves; autograd functions make tuples of lists."""
         if self._is_single:
-            return found
+            return found[0] if saved else found
+        found = found[: len(found) - saved] if saved else found
         if not self._kept:
             return list(found) if self._schema.returns == "Tensor[]" else found
         shown = found[: len(found) - self._kept]
@@ -251,8 +254,11 @@ class Operator:
 
     # ---- the rules, for the operator and for its function ------------------------------------------
 
-    def _save(self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool) -> tuple[Any, ...]:
+    def _save(
+        self, ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], output: Any, alone: bool, saved: int = 0
+    ) -> tuple[Any, ...]:
         """Save the values that the derivatives read; return the tensors among them."""
+        ctx.kept = self._kept + saved
         ctx.options, ctx.shapes, ctx.alone = options, None, alone
         ctx.absent = [i for i, t in enumerate(tensors) if t is None]
         values = tensors
@@ -260,8 +266,8 @@ class Operator:
             unsaved = [i % len(tensors) for i in self._unsaved]
             values = tuple([None if i in unsaved else t for i, t in enumerate(tensors)])
             ctx.shapes = [None if t is None else t.shape for t in tensors]
-        if self._kept:
-            kept = output[-self._kept :]
+        if ctx.kept:
+            kept = output[-ctx.kept :]
             ctx.mark_non_differentiable(*kept)
             torch_internals.want_no_zeros(ctx)
             ctx.save_for_backward(*values, *kept)
@@ -271,15 +277,15 @@ class Operator:
 
     def _saved(self, ctx: Any, needs: tuple[bool, ...]) -> Saved:
         found = ctx.saved_tensors
-        if not self._kept:
+        if not ctx.kept:
             return Saved(found, (), ctx.shapes, ctx.options, needs, ctx.alone)
-        return Saved(found[: -self._kept], found[-self._kept :], ctx.shapes, ctx.options, needs, ctx.alone)
+        return Saved(found[: -ctx.kept], found[-ctx.kept :], ctx.shapes, ctx.options, needs, ctx.alone)
 
     def _reverse(self, ctx: Any, needs: tuple[bool, ...], cotangents: tuple[Any, ...]) -> Sequence[Tensor | None]:
         if not any(needs) or self._backward is None:
             return [None] * len(needs)
-        if self._kept:
-            cotangents = cotangents[: len(cotangents) - self._kept]
+        if ctx.kept:
+            cotangents = cotangents[: len(cotangents) - ctx.kept]
         return self._backward(self._saved(ctx, needs), *cotangents)
 
     def _setup_operator(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -344,7 +350,8 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            values = operator._save(ctx, inputs[2:], inputs[1], output, True)
+            saved = 0 if inputs[0] is None else inputs[0].saved
+            values = operator._save(ctx, inputs[2:], inputs[1], output, True, saved)
             if inputs[0] is None and operator._jvp is not None:  # with a program there is no forward mode
                 ctx.save_for_forward(*values)
 

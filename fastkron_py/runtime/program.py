@@ -148,6 +148,12 @@ class Program:
     """Steps over numbered values; any thread may run it.
 
     Inputs are taken for tensors of the shapes, strides, dtypes and device that it was built for.
+
+    Attributes:
+        differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less time
+            than an autograd function and its backward pass take.
+        saving: the program that is run instead where a gradient is wanted; its last results are intermediates, for the backward pass.
+        saved: the number of these.
     """
 
     def __init__(
@@ -159,7 +165,6 @@ class Program:
         results: Sequence[Result],
         places: Places,
         device: torch.device,
-        differentiable: Callable[..., Tensor] | None = None,
     ) -> None:
         """Steps over values.
 
@@ -171,11 +176,11 @@ class Program:
             results: of the program.
             places: of the inputs.
             device: of all values.
-            differentiable: a function of the inputs and scalars to the one result, of few operations that autograd differentiates in less
-                time than an autograd function and its backward pass take.
         """
         self._steps = tuple(steps)
-        self.differentiable = differentiable
+        self.differentiable: Callable[..., Tensor] | None = None
+        self.saving: Program | None = None
+        self.saved = 0
         self._inputs, self._pool, self._results = inputs, pool, tuple(results)
         self._blank = [None] * (count - inputs)
         self._offsets = [(number, offset) for number, offset, *_ in pool.parts]

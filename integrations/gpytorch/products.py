@@ -173,6 +173,6 @@ def factor_gradients(before: int, run: Run, left_vecs: Tensor, right_vecs: Tenso
         found = _gradients_by_loop(factors, need, left, right)
     else:
         with torch.no_grad():
-            found = torch.ops.fastkron.kron_matmul_backward(left, right, factors, False, need, 1.0, None, requested_backend(), True)
+            found = torch.ops.fastkron.kron_matmul_backward(left, right, factors, None, False, need, 1.0, None, requested_backend(), True)
     gradients = iter(found)
     return [next(gradients).reshape(p.value.shape) if n else None for p, n in zip(run, need, strict=True)]

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 
 LARGE_TILES = ("16^5", "8^7")
 ROW_PAIRS = ("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100")
-IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "bfloat16 16^4", *ROW_PAIRS)
+IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", "bfloat16 16^4", *ROW_PAIRS)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert names == {
         "_narrow_multiply_fwd_kernel",
         "_row_pair_fwd_kernel",
+        "_quantize_rows_kernel",
         "_narrow_multiply_bwd_kernel",
         "_sliced_multiply_fwd_kernel",
         "_fused_multiply_fwd_kernel",
@@ -38,13 +39,22 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_sum_partials_kernel",
         "_split_gradient_kernel",
     }
-    assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward"}
+    assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward", "as int8", "as float8_e4m3fn", "as int4"}
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
     """Of the preferred configuration: on an H100 nothing should fall back."""
     too_large = [k for k in kernels if k["shared"] > SHARED_MEMORY]
     assert not too_large
+
+
+def test_row_pairs_round_as_they_store(kernels: list[dict[str, Any]]) -> None:
+    """In every format, and without spills but where the plain store spills too."""
+    for problem in ROW_PAIRS:
+        found = {k["what"]: k for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["problem"] == problem}
+        assert {"as int8", "as float8_e4m3fn", "as int4"} <= set(found)
+    common = [k for k in kernels if k["problem"] in ("bfloat16 128^2", "float16 64^2") and k["what"].startswith("as ")]
+    assert [k for k in common if k["stack"] > 0] == []
 
 
 def test_row_pairs_are_compiled_with_z(kernels: list[dict[str, Any]]) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from pages import text
 from torch import Tensor, nn
+
+pytest.importorskip("lycoris", reason="the extra lycoris is not installed")
+pytest.importorskip("peft", reason="the extra peft is not installed")
 
 from fastkron_py.integrations.lycoris.modules import FastLoKr as FastLycoris
 from fastkron_py.integrations.peft.layers import FastLoKr as FastPeft

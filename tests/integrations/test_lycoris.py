@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+pytest.importorskip("lycoris", reason="the extra lycoris is not installed")
+
 from lycoris import LycorisNetwork
 from lycoris.modules.lokr import LokrModule
-from torch import Tensor, nn
 
 from fastkron_py.integrations.lycoris import revert_fastkron, use_fastkron
 from fastkron_py.integrations.lycoris.modules import FastLoKr

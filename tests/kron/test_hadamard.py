@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastkron_py
 from fastkron_py import hadamard
-from fastkron_py.kron.hadamard import factor_sizes
+from fastkron_py.kron.hadamard_factors import factor_sizes
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
 from fastkron_py.kron.plan.plan import PlanProblem, plan
 from fastkron_py.testing import assert_close

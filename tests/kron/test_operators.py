@@ -70,7 +70,7 @@ def test_opcheck(name: str, backend_name: str, device: torch.device, generator: 
     x, factors, _, alpha, _, precision, backend, left = arguments
     dy = torch.randn_like(call(left)(x, factors)).requires_grad_(x.requires_grad)
     for need_x, need_factors in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(BACKWARD, (dy, x, factors, need_x, [need_factors] * len(factors), alpha, precision, backend, left))
+        torch.library.opcheck(BACKWARD, (dy, x, factors, None, need_x, [need_factors] * len(factors), alpha, precision, backend, left))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded"])
@@ -80,7 +80,7 @@ def test_opcheck_of_layouts(layout: str, backend_name: str, device: torch.device
     change = (lambda t: t.mT.contiguous().mT) if layout == "transposed" else (lambda t: t[:1, :1].expand(t.shape))
     x, factors = change(x), [change(f) for f in factors]
     torch.library.opcheck(MULTIPLY, (x, factors, x, 1.0, 1.0, None, backend_name, False))
-    torch.library.opcheck(BACKWARD, (x, x, factors, True, [True, True], 1.0, None, backend_name, False))
+    torch.library.opcheck(BACKWARD, (x, x, factors, None, True, [True, True], 1.0, None, backend_name, False))
 
 
 def test_opcheck_can_fail(device: torch.device) -> None:

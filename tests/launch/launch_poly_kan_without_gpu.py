@@ -26,7 +26,7 @@ from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
 
 KEPT: list[torch.Tensor] = []
-_ADDRESS = 1 << 32  # integers from here on are places in memory, but for one
+_ADDRESS = 1 << 26  # integers from here on are places in memory, but for one; small tensors may lie low, in the heap
 _ONE = 0x3FF0000000000000  # the number 1, as kernels get it
 
 

@@ -26,7 +26,7 @@ from fastkron_py import functional, nn
 WITHOUT = {
     *("Activation", "Denominator", "DeviceFunctions"),
     *("AppliedToLlama", "Links", "Plan", "ProcessInfo", "Solution", "TuningResult"),
-    *("CollectiveError", "Convergence", "Eigh", "InvQuadLogdet", "KroneckerFunction", "SlogDet"),
+    *("CollectiveError", "Convergence", "Eigh", "InvQuadLogdet", "KroneckerFunction", "MaskedKroneckerProduct", "Quantized", "SlogDet"),
 }
 
 

@@ -65,9 +65,9 @@ def test_kron_computes_what_it_is_asked_for(recorded_graph: bool, monkeypatch: p
     monkeypatch.setattr(torch_small, "is_small", lambda problem: False)  # else autograd records torch's products
     seen: list[tuple[bool, list[bool]]] = []
 
-    def noted(dy: Tensor, x: Tensor, factors: Any, need_x: bool, need_factors: Any, *options: Any) -> Any:
+    def noted(dy: Tensor, x: Tensor, factors: Any, between: Any, need_x: bool, need_factors: Any, *options: Any) -> Any:
         seen.append((need_x, list(need_factors)))
-        return operator.kron_matmul_backward(dy, x, factors, need_x, need_factors, *options)
+        return operator.kron_matmul_backward(dy, x, factors, between, need_x, need_factors, *options)
 
     monkeypatch.setattr(operator, "CALLS", operator.CALLS._replace(gradients=noted))
     function, x, factors = problem("kron", device)

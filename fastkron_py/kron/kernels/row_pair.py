@@ -8,6 +8,7 @@ is on its way.
 import triton
 import triton.language as tl
 
+from fastkron_py.kron.kernels.quantize import largest_of, scale_of, store_values
 from fastkron_py.tiling.addresses import dot, factor_tile, load_factor
 
 
@@ -26,11 +27,33 @@ def _in_half(t, HALF: tl.constexpr):
         return (t * inverse).to(HALF), (exponent << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def store_product(y, y_ptr, z_ptr, z_stride, q, c, alpha, beta, SIZES: tl.constexpr, EXACT: tl.constexpr, EPILOGUE: tl.constexpr):
+    """Store a slice ``[QA, QB]`` of the result, with z."""
+    mask = (q < SIZES[1]) & (c < SIZES[3])
+    n = (q * SIZES[3] + c).to(tl.int64)
+    y = EPILOGUE(y, alpha, beta, z_ptr, n * z_stride, mask).to(y_ptr.dtype.element_ty)
+    if EXACT:
+        tl.store(y_ptr + (q * SIZES[3] + c), y)
+    else:
+        tl.store(y_ptr + (q * SIZES[3] + c), y, mask=mask)
+
+
+@triton.jit
+def store_quantized(y, y_ptr, scale_ptr, stride, q, c, alpha, beta, SIZES: tl.constexpr, EXACT: tl.constexpr, EPILOGUE: tl.constexpr):
+    """Store a slice, which is a row of the result, as small numbers, and its scale in z's place."""
+    if not EXACT:
+        y = tl.where((q < SIZES[1]) & (c < SIZES[3]), y, 0.0)
+    scale = scale_of(largest_of(y), alpha)
+    tl.store(scale_ptr, scale)
+    store_values(y, scale, y_ptr, 0, SIZES[1], SIZES[3], EXACT)
+
+
 @triton.jit(do_not_specialize=["alpha", "beta"])
 def _row_pair_fwd_kernel(
     x_ptr,  # [B, L, before, PA * PB]
     factor_ptrs,  # each [B, P_i, Q_i]
-    z_ptr,  # [B, L, before, QA * QB]
+    z_ptr,  # [B, L, before, QA * QB], or scales [B, L, before] that are stored
     y_ptr,  # [B, L, before, QA * QB]
     x_strides,  # (B, L, before, P, after)
     factor_strides,  # (B, P_i, Q_i) each
@@ -52,6 +75,7 @@ def _row_pair_fwd_kernel(
     A_FIRST: tl.constexpr,  # what lies between the products stays in registers
     STAGES: tl.constexpr,  # slices that are loaded ahead, and the present one
     PRECISION: tl.constexpr,
+    STORE: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     PA: tl.constexpr = PADS[0]
@@ -91,12 +115,6 @@ def _row_pair_fwd_kernel(
             y = dot(fa, t, tl.zeros((QA, QB), tl.float32), PRECISION)
         if tl.bfloat16 != HALF:
             y = y * (scale_a * scale_b) * scale
-        mask = (q < SIZES[1]) & (c < SIZES[3])
-        n = (q * SIZES[3] + c).to(tl.int64)
-        z_offsets = batch * z_strides[0] + row * z_strides[1] + j * z_strides[2] + n * z_strides[3]
-        y = EPILOGUE(y, alpha, beta, z_ptr, z_offsets, mask).to(y_ptr.dtype.element_ty)
+        z_row = z_ptr + batch * z_strides[0] + row * z_strides[1] + j * z_strides[2]
         y_row = y_ptr + batch * y_strides[0] + row * y_strides[1] + j * y_strides[2]
-        if EXACT:
-            tl.store(y_row + (q * SIZES[3] + c), y)
-        else:
-            tl.store(y_row + (q * SIZES[3] + c), y, mask=mask)
+        STORE(y, y_row, z_row, z_strides[3], q, c, alpha, beta, SIZES, EXACT, EPILOGUE)

@@ -45,13 +45,10 @@ def seconds(groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: in
     return total
 
 
-def best_order(
+def _orders(
     groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU
-) -> tuple[list[Group], list[int]]:
-    """Groups in the order of least modelled time, and the factors' numbers in that order; the groups count factors in it.
-
-    Arguments are those of `seconds`, with groups in the order in memory.
-    """
+) -> list[tuple[float, list[Group]]]:
+    """Orders with their times; the order in memory is the first."""
 
     def growth(group: Group) -> float:
         p, q = _size(group, shapes)
@@ -59,9 +56,25 @@ def best_order(
 
     falling = sorted(groups, key=growth, reverse=True)
     orders = [list(groups), *([first, *[g for g in falling if g is not first]] for first in groups)]
-    costs = [seconds(order, shapes, rows, itemsize, passes, gpu) for order in orders]
-    best = min(range(len(orders)), key=lambda i: costs[i])
-    order = orders[best] if costs[best] < _WORTH * costs[0] else orders[0]
+    return [(seconds(order, shapes, rows, itemsize, passes, gpu), order) for order in orders]
+
+
+def least_seconds(groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU) -> float:
+    """Modelled time of the best order; arguments as of `seconds`."""
+    return min(cost for cost, _ in _orders(groups, shapes, rows, itemsize, passes, gpu))
+
+
+def best_order(
+    groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU
+) -> tuple[list[Group], list[int]]:
+    """Groups in the order of least modelled time, and the factors' numbers in that order; the groups count factors in it.
+
+    Arguments are those of `seconds`, with groups in the order in memory.
+    """
+    timed = _orders(groups, shapes, rows, itemsize, passes, gpu)
+    least, order = min(timed, key=lambda pair: pair[0])
+    if least >= _WORTH * timed[0][0]:
+        order = timed[0][1]
     found: list[Group] = []
     numbers: list[int] = []
     for group in order:

@@ -1,0 +1,295 @@
+"""`MaskedKroneckerProduct`: some rows and columns of a Kronecker product, as a grid with holes has them, as a lazy linear operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import algebra
+from fastkron_py.kron.cg import Convergence
+from fastkron_py.kron.checks import right_hand_side
+from fastkron_py.kron.lazy import LazyOperator, check_arrays
+from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
+from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+_EXPECTED = "a bool mask or indices, of one dimension"
+
+
+def kept_points(given: Any, size: int, name: str, device: torch.device) -> Tensor:
+    """The indices, int64 on the device, of a bool mask ``[size]`` or of indices ``[m]``, which keep their order.
+
+    Raises:
+        TypeError: neither bools nor integers.
+        ValueError: a mask of another size or without a true element, indices out of range, none or one twice, more than one dimension, or
+            another device.
+    """
+    try:
+        index: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given).to(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise type_error(name, _EXPECTED, type_name(given)) from None
+    if index.ndim != 1:
+        raise value_error(name, _EXPECTED, f"shape {tuple(index.shape)}")
+    if index.device != device:
+        raise value_error(name, f"the factors' device {device}", index.device)
+    if index.dtype == torch.bool:
+        if index.shape[0] != size:
+            raise value_error(name, f"a mask of size {size}, the product's", f"size {index.shape[0]}")
+        index = index.nonzero().squeeze(-1)
+    if index.numel() == 0:
+        raise value_error(name, "at least one point", "none")
+    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+        raise type_error(name, "bools or signed integers", index.dtype)
+    least, most = (int(bound) for bound in index.aminmax())
+    if least < 0 or most >= size:
+        raise value_error(name, f"indices from 0 to {size - 1}", least if least < 0 else most)
+    if index.unique().numel() < index.numel():
+        raise value_error(name, "each index once", f"{index.numel() - index.unique().numel()} indices that were there before")
+    return index.to(torch.int64, copy=True)  # a later change of the argument shall not change the operator
+
+
+def gathered(t: Tensor, index: Tensor | None, dim: int) -> Tensor:
+    """The elements of dimension dim that have these indices; None stands for all."""
+    return t if index is None else t.index_select(dim, index)
+
+
+def scattered(t: Tensor, index: Tensor | None, size: int, dim: int) -> Tensor:
+    """The elements of dimension dim at these indices of a dimension of this size, with zeros elsewhere."""
+    if index is None:
+        return t
+    shape = list(t.shape)
+    shape[dim] = size
+    return t.new_zeros(shape).index_copy(dim, index, t)
+
+
+def masked(product: LazyOperator, rows: Any, columns: Any) -> MaskedKroneckerProduct:
+    """These rows and columns of a Kronecker product, as `KroneckerProduct.masked` takes them."""
+    if rows is None and columns is None:
+        raise value_error("rows, columns", "a mask or indices for one of them at least", "None for both")
+    label, first = product._first
+    device = find_bridge([first], [label]).load(first, label).device
+    p, q = product.shape[-2:]
+    of_rows = None if rows is None else kept_points(rows, p, "rows", device)
+    if columns is rows and p == q:
+        return MaskedKroneckerProduct(product, of_rows, of_rows)
+    return MaskedKroneckerProduct(product, of_rows, None if columns is None else kept_points(columns, q, "columns", device))
+
+
+def _check_points(t: Tensor, dim: int, count: int, name: str) -> None:
+    """Raise ValueError unless a dimension has this number of points."""
+    if t.ndim == 0 or t.shape[dim] != count:
+        raise value_error(name, f"dimension {dim} of size {count}, the number of points that are kept", f"shape {tuple(t.shape)}")
+
+
+def _spread(s: Tensor, index: Tensor, size: int) -> Tensor:
+    """The vector at these indices of one of this size, with its mean elsewhere: only preconditioners read that."""
+    return s.detach().mean(-1, keepdim=True).expand(*s.shape[:-1], size).index_copy(-1, index, s)
+
+
+class MaskedKroneckerProduct(LazyOperator):
+    """``A = K[rows][:, columns]`` of a Kronecker product K, or of K and a diagonal matrix; made by `KroneckerProduct.masked`.
+
+    ``A @ x`` and ``x @ A`` put x on the whole grid, multiply with K and take the points that are kept. Nothing of A is built. Gradients
+    reach factors, diagonal and operands through everything here.
+
+    Attributes:
+        rows: int64 indices ``[m]`` of K's rows; None for all.
+        columns: int64 indices of K's columns; None for all.
+    """
+
+    def __init__(self, whole: LazyOperator, rows: Tensor | None, columns: Tensor | None) -> None:
+        self._whole, self._factors = whole, whole.factors
+        device = whole.device if isinstance(whole._first[1], Tensor) else None  # indices follow the factors
+        self.rows = rows if rows is None or device is None else rows.to(device)
+        self.columns = self.rows if columns is rows else columns if columns is None or device is None else columns.to(device)
+        *batch, p, q = whole.shape
+        self._shape = (*batch, p if rows is None else rows.shape[0], q if columns is None else columns.shape[0])
+        self._solver: KroneckerPlusDiagonal | None = None
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def _arrays(self) -> Sequence[Any]:
+        return self._whole._arrays
+
+    @property
+    def _names(self) -> list[str]:
+        return self._whole._names
+
+    def _with(self, arrays: Sequence[Any]) -> MaskedKroneckerProduct:
+        return MaskedKroneckerProduct(self._whole._with(arrays), self.rows, self.columns)
+
+    def __repr__(self) -> str:
+        p, q = self._whole.shape[-2:]
+        return self._shown("(x)", f", of {p} x {q}")
+
+    @property
+    def mT(self) -> MaskedKroneckerProduct:  # noqa: N802
+        """The transpose of the matrix, or of each matrix of the batch; a view."""
+        return MaskedKroneckerProduct(self._whole.mT, self.columns, self.rows)
+
+    def conj(self) -> MaskedKroneckerProduct:
+        """The complex conjugate; of real factors a view."""
+        return MaskedKroneckerProduct(self._whole.conj(), self.rows, self.columns)
+
+    @property
+    def convergence(self) -> Convergence | None:
+        """How the last `solve` ended, those of its backward passes included; None before."""
+        return None if self._solver is None else self._solver.convergence
+
+    # ---- products -----------------------------------------------------------------------------
+
+    def __matmul__(self, x: Any) -> Any:
+        return self._multiply(x, True)
+
+    def __rmatmul__(self, x: Any) -> Any:
+        return self._multiply(x, False)
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        if isinstance(x, LazyOperator):
+            raise type_error("x", "an array", type_name(x))
+        source, target = (self.columns, self.rows) if left else (self.rows, self.columns)
+        inner = self._shape[-1 if left else -2]
+
+        def product(t: list[Any]) -> Tensor:
+            *own, x = t
+            dim = -2 if left and x.ndim > 1 else -1
+            _check_points(x, dim, inner, "x")
+            whole: Any = self._whole._with(own)
+            x = scattered(x, source, whole.shape[-1 if left else -2], dim)
+            return gathered(whole @ x if left else x @ whole, target, dim)
+
+        return self._on_tensors(product, [*self._arrays, x], [*self._names, "x"])
+
+    # ---- linear algebra -----------------------------------------------------------------------
+
+    def _elements(self, rows: Tensor, columns: Tensor) -> Any:
+        """Elements of the whole matrix, ``[*batch, *shape]``."""
+        if not isinstance(self._whole, KroneckerPlusDiagonal):
+            return self._run(algebra.elements, rows, columns)
+        n = self._whole.shape[-1]
+
+        def elements(k: Any) -> Tensor:
+            added = k.diagonal()
+            added = added.expand(*added.shape[:-1], n)[..., rows]
+            return algebra.elements(k.factors, rows, columns) + torch.where(rows == columns, added, 0)
+
+        return self._whole._tensors(elements, identities=True)
+
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        """The rows and columns that are kept."""
+        p, q = self._whole.shape[-2:]
+        device = next(i.device for i in (self.rows, self.columns) if i is not None)
+        rows = torch.arange(p, device=device) if self.rows is None else self.rows
+        return rows, torch.arange(q, device=device) if self.columns is None else self.columns
+
+    def _dense(self) -> Any:
+        rows, columns = self._indices()
+        return self._elements(rows[:, None], columns)
+
+    def diagonal(self) -> Any:
+        """The elements ``A[i, i]``, ``[*batch, min(rows, columns)]``."""
+        rows, columns = self._indices()
+        count = min(self._shape[-2:])
+        return self._elements(rows[:count], columns[:count])
+
+    def _points(self, what: str) -> Tensor:
+        """The indices of rows and columns, which have to be the same."""
+        rows, columns = self.rows, self.columns
+        if rows is None or columns is None or not (rows is columns or torch.equal(rows, columns)):
+            raise value_error("rows, columns", f"the same points for {what}, in the same order", "different ones")
+        if self._whole.shape[-1] != self._whole.shape[-2]:
+            raise value_error("factors", f"a square product for {what}", f"shape {self._whole.shape}")
+        return rows
+
+    def add_diagonal(self, s: Any) -> MaskedKroneckerProduct:
+        """``A + D`` for a diagonal D on the points that are kept.
+
+        Args:
+            s: D's diagonal: a number or a 0-dimensional tensor, for ``s * I``; ``[*batch, 1]``, one for each matrix of a batch; or
+                ``[m]`` or ``[*batch, m]``, one for each point. Of the factors' array type, dtype and device.
+
+        Raises:
+            TypeError: s of another type or dtype, complex where the factors are real, or a diagonal was added before.
+            ValueError: rows and columns that are not the same points, K that is not square, or s that does not fit or is not finite.
+
+        Example:
+            >>> K = KroneckerProduct([torch.eye(4) + 1, torch.eye(5)])
+            >>> A = K.masked(rows=torch.arange(7), columns=torch.arange(7)).add_diagonal(torch.rand(7))
+        """
+        points, whole = self._points("add_diagonal"), self._whole
+        if not hasattr(whole, "add_diagonal"):
+            raise type_error("s", "the only diagonal that is added: sum them before", "a second one")
+        if isinstance(s, Sequence | LazyOperator):
+            raise type_error("s", "a number or an array", type_name(s))
+        if getattr(s, "ndim", 0) and s.shape[-1] != 1:
+            label, first = self._first
+            check_arrays([first, s], [label, "s"])
+            if s.shape[-1] != self._shape[-1]:
+                raise value_error("s", f"a vector [{self._shape[-1]}] or [*batch, 1]", f"shape {tuple(s.shape)}")
+            s = self._on_tensors(lambda t: _spread(t[1], points, self._whole.shape[-1]), [first, s], [label, "s"])
+        return MaskedKroneckerProduct(whole.add_diagonal(s), self.rows, self.columns)
+
+    def solve(
+        self,
+        b: Any,
+        *,
+        tolerance: Any = None,
+        max_iterations: int = 1000,
+        preconditioner: bool | Callable[[Tensor], Tensor] = True,
+        progress: Callable[[int, Any], Any] | None = None,
+    ) -> Any:
+        """The x of ``A @ x = b`` by conjugate gradients, for an A that is Hermitian and positive definite.
+
+        Derivatives of every order, to factors, diagonal and b, go by further solves of the same kind.
+
+        Args:
+            b: ``[m]``, or ``[*batch, m, M]``; batches broadcast with the operator's.
+            tolerance: of the residual relative to b, for each column. None stands for 1e-4 in float32 and complex64 and 1e-10 in float64
+                and complex128.
+            max_iterations: before it stops.
+            preconditioner: True for the inverse of the whole ``K + D'``, taken on the points that are kept, where D' is a Kronecker product
+                of diagonals near to D; False for none; or a function of a residual ``[*batch, m, M]`` that is linear, Hermitian and
+                positive definite.
+            progress: called as ``progress(iteration, residual)`` after every iteration, in backward passes too.
+
+        Returns:
+            ``[*batch, m]`` for a vector b, else ``[*batch, m, M]``. `convergence` says how the iteration ended.
+
+        Raises:
+            TypeError: b of another array type or dtype, an option of another type, or float16 or bfloat16 factors.
+            ValueError: rows and columns that are not the same points, a factor that is not square or not Hermitian, b that does not fit, or
+                a matrix that turns out not to be positive definite.
+
+        Warns:
+            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
+
+        Example:
+            >>> x = torch.linspace(0, 1, 30)
+            >>> line = torch.exp(-20 * (x - x[:, None]) ** 2)
+            >>> measured = torch.rand(30 * 30) < 0.8  # a grid with holes
+            >>> A = KroneckerProduct([line, line]).masked(rows=measured, columns=measured).add_diagonal(0.1)
+            >>> y = A.solve(torch.ones(A.shape[-1]))
+        """
+        index, n = self._points("solve"), self._whole.shape[-1]
+        own = preconditioner
+        if callable(preconditioner):
+
+            def own(r: Tensor) -> Tensor:
+                return scattered(preconditioner(gathered(r, index, -2)), index, n, -2)
+
+        def solve(t: list[Any]) -> Tensor:
+            *arrays, b = t
+            _check_points(b, -1 if b.ndim == 1 else -2, self._shape[-1], "b")
+            b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
+            whole: Any = self._whole._with(arrays)
+            self._solver = solver = whole if isinstance(whole, KroneckerPlusDiagonal) else whole.add_diagonal(0.0)
+            mask = scattered(torch.ones_like(index, dtype=torch.bool), index, n, -1)
+            options = {"tolerance": tolerance, "max_iterations": max_iterations, "preconditioner": own, "progress": progress}
+            x = gathered(solver.solve(scattered(b, index, n, -2), mask=mask, **options), index, -2)
+            return x.squeeze(-1) if vector else x
+
+        return self._on_tensors(solve, [*self._arrays, b], [*self._names, "b"], autocast=False)

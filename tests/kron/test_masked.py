@@ -1,0 +1,225 @@
+"""Some rows and columns of a Kronecker product, against the same of a dense matrix in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastkron_py import KroneckerProduct
+from fastkron_py.testing import assert_close
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+
+
+def definite(n: int) -> torch.Tensor:
+    a = torch.randn(n, n, dtype=torch.float64)
+    return a @ a.mT / n + torch.eye(n)
+
+
+def rectangular(dtype: torch.dtype, device: torch.device) -> tuple[KroneckerProduct, torch.Tensor]:
+    """A product ``[24, 24]`` and the matrix."""
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    f, g = (torch.randn(size, dtype=wide).to(device, dtype) for size in [(3, 4), (4, 3)])
+    k = KroneckerProduct([f, 2, g])
+    return k, k.to(torch.complex128 if dtype.is_complex else torch.float64).to_dense()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", ["rows", "columns", "both"])
+def test_products(which: str, dtype: torch.dtype, device: torch.device) -> None:
+    k, dense = rectangular(dtype, device)
+    rows = torch.rand(24, device=device) < 0.5 if which != "columns" else None
+    columns = torch.tensor([5, 0, 23, 7], device=device, dtype=torch.int32) if which != "rows" else None
+    a = k.masked(rows=rows, columns=columns)
+    wanted = dense if rows is None else dense[rows]
+    wanted = wanted if columns is None else wanted[:, columns.long()]
+    assert a.shape == wanted.shape
+    x, y = torch.randn(a.shape[1], 3, device=device).to(dtype), torch.randn(5, 2, a.shape[0], device=device).to(dtype)
+    assert_close(a @ x, wanted @ x.to(wanted.dtype), steps=3)
+    assert_close(a @ x[:, 0], wanted @ x[:, 0].to(wanted.dtype), steps=3)
+    assert_close(y @ a, y.to(wanted.dtype) @ wanted, steps=3)
+    assert_close(y[0, 0] @ a, y[0, 0].to(wanted.dtype) @ wanted, steps=3)
+    assert_close(a.mT @ y.mT, wanted.mT @ y.mT.to(wanted.dtype), steps=3)
+    assert_close(a.mH @ y.mT, wanted.mH @ y.mT.to(wanted.dtype), steps=3)
+    assert_close(a.to_dense(), wanted, steps=3)
+    assert_close(a.diagonal(), wanted.diagonal(), steps=3)
+    with pytest.raises(AssertionError):
+        assert_close(a @ x, k.masked(rows=rows, columns=columns).to_dense().flip(1).to(wanted.dtype) @ x.to(wanted.dtype), steps=3)
+
+
+def symmetric(device: torch.device | str = "cpu") -> tuple[KroneckerProduct, torch.Tensor, torch.Tensor]:
+    """A product ``[18, 18]``, a mask and the matrix of its points."""
+    k = KroneckerProduct([definite(3).to(device), 2, definite(3).to(device)])
+    mask = torch.arange(18, device=device) % 3 != 1
+    return k, mask, k.to_dense()[mask][:, mask]
+
+
+@pytest.mark.parametrize("preconditioner", [True, False, lambda r: r / 2], ids=["default", "none", "own"])
+@pytest.mark.parametrize("added", ["nothing", "number", "0-dimensional", "vector", "batch"])
+def test_solves(added: str, preconditioner: Any, device: torch.device) -> None:
+    k, mask, dense = symmetric(device)
+    a = k.masked(rows=mask, columns=mask)
+    vector = torch.rand(12, device=device, dtype=torch.float64) + 0.1
+    diagonals = {"number": 0.5, "0-dimensional": vector[0], "vector": vector, "batch": torch.stack([vector, 3 * vector])}
+    if added != "nothing":
+        a = a.add_diagonal(diagonals[added])
+        diagonal = torch.as_tensor(diagonals[added], dtype=torch.float64, device=device)
+        dense = dense + torch.diag_embed(diagonal.expand(*diagonal.shape[:-1], 12))
+    b = torch.randn(12, 2, device=device, dtype=torch.float64)
+    seen: list[int] = []
+    x = a.solve(b, tolerance=1e-12, preconditioner=preconditioner, progress=lambda i, _: seen.append(i))
+    assert_close(x, torch.linalg.solve(dense, b.expand(*dense.shape[:-2], 12, 2)), steps=10**4)  # the tolerance, times the condition number
+    assert a.convergence is not None
+    assert a.convergence.converged
+    assert seen == list(range(1, a.convergence.iterations + 1))
+    assert_close(a @ b, dense @ b, steps=3)
+    assert_close(b.mT @ a, b.mT @ dense, steps=3)
+    assert_close(a.mT @ b, dense @ b, steps=3)
+    assert_close(a.to_dense(), dense, steps=3)
+    assert_close(a.diagonal(), dense.diagonal(dim1=-2, dim2=-1), steps=3)
+    with pytest.raises(AssertionError):
+        assert_close(x, 1.0001 * torch.linalg.solve(dense, b.expand(*dense.shape[:-2], 12, 2)), steps=10**4)
+
+
+def test_order_of_indices() -> None:
+    k, _, _ = symmetric()
+    index = torch.tensor([7, 0, 17, 3])
+    a = k.masked(rows=index, columns=index.clone())
+    dense = k.to_dense()[index][:, index]
+    b = torch.randn(4, dtype=torch.float64)
+    assert_close(a.solve(b), torch.linalg.solve(dense, b), steps=10**6)  # 1e-10, as of the tolerance
+    assert_close(a.add_diagonal(torch.arange(4.0).double()).to_dense(), dense + torch.diag(torch.arange(4.0)))
+
+
+def test_solve_that_does_not_converge() -> None:
+    k, mask, _ = symmetric()
+    a = k.masked(rows=mask, columns=mask)
+    with pytest.warns(RuntimeWarning, match="relative residual"):
+        a.solve(torch.randn(12).double(), max_iterations=1, preconditioner=False)
+    assert a.convergence is not None
+    assert not a.convergence.converged
+
+
+@pytest.mark.filterwarnings("ignore:conjugate gradients:RuntimeWarning")  # a tolerance below rounding
+def test_gradients_of_both_orders() -> None:
+    f, g = (definite(n).requires_grad_() for n in (3, 2))
+    s, x = torch.rand(3, dtype=torch.float64, requires_grad=True), torch.randn(3, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([4, 0, 3])
+
+    def function(f: torch.Tensor, g: torch.Tensor, s: torch.Tensor, x: torch.Tensor) -> Any:
+        a = KroneckerProduct([f + f.mT, g + g.mT]).masked(rows=index, columns=index)
+        b = a.add_diagonal(s)
+        solved = a.solve(x, tolerance=1e-14), b.solve(x, tolerance=1e-14), a.add_diagonal(s[0]).solve(x, tolerance=1e-14)
+        return a @ x, x @ a.mT, a.diagonal(), a.to_dense(), b @ x, b.to_dense(), *solved
+
+    assert torch.autograd.gradcheck(function, (f, g, s, x), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (f, g, s, x), fast_mode=True)
+
+
+def test_transforms() -> None:
+    f, g = definite(3), definite(2)
+    index = torch.tensor([4, 0, 3])
+    xs, fs = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, 3, dtype=torch.float64)
+
+    def product(f: torch.Tensor, x: torch.Tensor) -> Any:
+        return KroneckerProduct([f, g]).masked(rows=index, columns=index) @ x
+
+    wanted = torch.stack([torch.kron(m, g)[index][:, index] @ x for m, x in zip(fs, xs, strict=True)])
+    assert_close(torch.vmap(product)(fs, xs), wanted)
+    assert_close(torch.func.jacfwd(product)(f, xs[0]), torch.func.jacrev(product)(f, xs[0]))
+    a = KroneckerProduct([f, g]).masked(rows=index, columns=index)
+    compiled = torch.compile(lambda x: a @ x, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(xs[0]), torch.kron(f, g)[index][:, index] @ xs[0])
+    solved = torch.vmap(lambda x: a.solve(x, tolerance=1e-12))(xs)
+    assert_close(solved, torch.linalg.solve(torch.kron(f, g)[index][:, index], xs.mT).mT, steps=10**4)
+
+
+def test_arrays() -> None:
+    k, mask, dense = symmetric()
+    a = KroneckerProduct([f if isinstance(f, int) else f.numpy() for f in k.factors]).masked(rows=mask.numpy(), columns=mask.numpy())
+    b = np.ones(12)
+    assert isinstance(a @ b, np.ndarray)
+    assert np.allclose(a @ b, dense.numpy() @ b, rtol=1e-13)
+    assert np.allclose(a.solve(b), np.linalg.solve(dense.numpy(), b), rtol=1e-8)
+    assert np.allclose(a.add_diagonal(b).solve(b), np.linalg.solve(dense.numpy() + np.eye(12), b), rtol=1e-8)
+    assert np.array_equal(a.to_dense(), dense.numpy())
+
+
+def test_conversions() -> None:
+    k, mask, _ = symmetric()
+    a = k.masked(rows=mask, columns=mask).add_diagonal(1.0)
+    assert a.float().dtype == torch.float32
+    assert a.detach().clone().shape == (12, 12)
+    assert torch.equal(torch.matmul(a, torch.ones(12).double()), a @ torch.ones(12).double())
+    assert repr(a).startswith("MaskedKroneckerProduct(3x3 (x) I_2 (x) 3x3, of 18 x 18, shape=(12, 12)")
+    assert a.rows is a.columns
+    whole = KroneckerProduct([torch.stack([definite(3), definite(3)]), definite(2)])
+    assert whole.masked(rows=[0, 5]).shape == (2, 2, 6)
+
+
+NOT_THESE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({}, ValueError, r"rows, columns: expected a mask or indices for one of them"),
+    ({"rows": torch.zeros(4, dtype=torch.bool)}, ValueError, r"rows: expected at least one point; got none"),
+    ({"rows": torch.ones(9, dtype=torch.bool)}, ValueError, r"rows: expected a mask of size 4, the product's; got size 9"),
+    ({"columns": [9]}, ValueError, r"columns: expected indices from 0 to 8; got 9"),
+    ({"columns": [-1]}, ValueError, r"columns: expected indices from 0 to 8; got -1"),
+    ({"columns": [1, 1, 2]}, ValueError, r"columns: expected each index once; got 1 indices"),
+    ({"columns": []}, ValueError, r"columns: expected at least one point"),
+    ({"columns": torch.ones(2)}, TypeError, r"columns: expected bools or signed integers; got torch.float32"),
+    ({"rows": torch.ones(4, dtype=torch.uint8)}, TypeError, r"rows: expected bools or signed integers; got torch.uint8"),
+    ({"rows": torch.ones(2, 2, dtype=torch.int64)}, ValueError, r"rows: expected .*of one dimension; got shape \(2, 2\)"),
+    ({"rows": torch.ones(4, dtype=torch.bool, device="meta")}, ValueError, r"rows: expected the factors' device cpu; got meta"),
+    ({"rows": "abc"}, TypeError, r"rows: expected .*got str"),
+]
+
+
+@pytest.mark.parametrize(("masks", "error", "text"), NOT_THESE, ids=str)
+def test_refused_masks(masks: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        KroneckerProduct([torch.ones(2, 3)] * 2).masked(**masks)
+
+
+def _masked() -> Any:
+    return KroneckerProduct([definite(3), definite(2)]).masked(rows=[0, 1, 4], columns=[0, 1, 4])
+
+
+NOT_SO: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: KroneckerProduct([definite(3)]).masked(rows=[0], columns=[1]).solve(torch.ones(1)),
+        ValueError,
+        r"rows, columns: expected the same",
+    ),
+    (lambda: KroneckerProduct([definite(3)]).masked(rows=[0]).add_diagonal(1.0), ValueError, r"rows, columns: expected the same points"),
+    (
+        lambda: KroneckerProduct([torch.ones(2, 3)]).masked(rows=[0], columns=[0]).add_diagonal(1.0),
+        ValueError,
+        r"factors: expected a square",
+    ),
+    (lambda: _masked().add_diagonal(1.0).add_diagonal(1.0), TypeError, r"s: expected the only diagonal.*; got a second one"),
+    (lambda: _masked().add_diagonal(torch.ones(2).double()), ValueError, r"s: expected a vector \[3\].*got shape \(2,\)"),
+    (lambda: _masked().add_diagonal(torch.ones(3)), TypeError, r"s: expected factors\[0\]'s dtype torch.float64; got torch.float32"),
+    (lambda: _masked().add_diagonal([1.0, 2.0, 3.0]), TypeError, r"s: expected a number or an array; got list"),
+    (lambda: _masked().add_diagonal(float("nan")), ValueError, r"s: expected a finite number"),
+    (lambda: _masked() @ torch.ones(6).double(), ValueError, r"x: expected dimension -1 of size 3, the number of points that are kept"),
+    (lambda: _masked() @ torch.ones(3), TypeError, r"x: expected factors\[0\]'s dtype"),
+    (lambda: _masked() @ _masked(), TypeError, r"x: expected an array"),
+    (lambda: _masked().solve(torch.ones(4).double()), ValueError, r"b: expected dimension -1 of size 3, the number of points"),
+    (lambda: _masked().solve(torch.ones(3).double(), tolerance=-1), ValueError, r"tolerance: expected"),
+    (lambda: _masked().solve(torch.ones(3).double(), preconditioner=1), TypeError, r"preconditioner: expected"),
+    (lambda: _masked().add_diagonal(-9.0).solve(torch.ones(3).double()), ValueError, r"factors, s: expected a positive definite"),
+    (
+        lambda: KroneckerProduct([torch.randn(3, 3)]).masked(rows=[0, 1], columns=[0, 1]).solve(torch.ones(2)),
+        ValueError,
+        r"factors\[0\]: expected a symmetric matrix",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), NOT_SO, ids=[text for _, _, text in NOT_SO])
+def test_refusals(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

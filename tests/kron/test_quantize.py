@@ -1,0 +1,210 @@
+"""`kron_quantize` against a float64 product: every value is the nearest one of its format, but for rounding of the product.
+
+Errors are counted in steps of the format: half a step is that of rounding to it. A product of float32 adds 1e-3 of a step. In half types
+intermediates are rounded to 8 or 11 bits, which is about a step of int8 where the interpreter truncates to bfloat16.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fastkron_py
+from fastkron_py import kron_quantize, reference
+from fastkron_py.functional import Quantized
+from fastkron_py.kron import quantize_launch, quantize_program
+from fastkron_py.kron.hopper import kernels
+from fastkron_py.runtime.call_cache import CACHE
+
+FORMATS = [torch.int8, torch.float8_e4m3fn, "int4"]
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, "int4": 7}
+# (P, Q): two steps in one launch, whole and padded, the wide first step, and what takes a pass of its own.
+SHAPES = {
+    "a launch": [(64, 64), (32, 32)],
+    "padded": [(40, 36), (36, 34)],
+    "a wide first step": [(140, 132), (70, 66)],
+    "multiplied out": [(8, 8), (5, 5), (8, 8), (4, 4)],
+    "small": [(3, 4), (5, 6)],
+    "one factor": [(7, 10)],
+    "long rows": [(3, 50), (2, 70)],
+}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+PRODUCT = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5, torch.float64: 1e-5}  # of the row's largest value
+
+
+@pytest.fixture(autouse=True)
+def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Half types take the kernel of two steps on any device."""
+    CACHE.forget()
+    halves = (torch.bfloat16, torch.float16)
+    monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch.") if dtype in halves else "")
+    yield
+    CACHE.forget()
+
+
+def problem(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device, rows: tuple[int, ...] = (3,)) -> Any:
+    torch.manual_seed(0)
+    k = int(torch.tensor([p for p, _ in shapes]).prod())
+    x = torch.randn(*rows, k, dtype=torch.float64).to(device, dtype)
+    factors = [(torch.randn(p, q, dtype=torch.float64) / p**0.5).to(device, dtype) for p, q in shapes]
+    return x, factors, reference.kron_matmul(x.double(), [f.double() for f in factors])
+
+
+def assert_nearest(found: Quantized, wanted: torch.Tensor, dtype: torch.dtype, kind: Any, clip: float = 1.0) -> None:
+    """Scales, and values within half a step and the product's own error."""
+    largest, most = wanted.abs().amax(-1, keepdim=True), LARGEST[kind]
+    error = PRODUCT[dtype] * largest
+    assert found.scales.shape == largest.shape
+    assert ((found.scales * most - clip * largest).abs() <= error).all()
+    step = found.scales.double()
+    if kind == torch.float8_e4m3fn:  # of 3 bits, and of 2^-9 below 2^-6
+        step = step * torch.maximum(torch.exp2((wanted / step).abs().clamp(2.0**-6, 448).log2().floor() - 3), torch.tensor(2.0**-9))
+    limit = clip * largest
+    got = found.dequantize().double()
+    assert got.shape == wanted.shape
+    assert ((got - wanted.clamp(-limit, limit)).abs() <= 0.501 * step + error).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+def test_values(shapes: list[tuple[int, int]], dtype: torch.dtype, kind: Any, backend_name: str, device: torch.device) -> None:
+    x, factors, wanted = problem(shapes, dtype, device)
+    assert_nearest(kron_quantize(x, factors, kind), wanted, dtype, kind)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("shapes", [SHAPES["a launch"], SHAPES["small"]], ids=["a launch", "small"])
+def test_clipping(shapes: list[tuple[int, int]], kind: Any, backend_name: str, device: torch.device) -> None:
+    x, factors, wanted = problem(shapes, torch.float16, device)
+    assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.6), wanted, torch.float16, kind, 0.6)
+    assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.7), wanted, torch.float16, kind, 0.7)  # of the same program
+
+
+def test_the_control_fails(device: torch.device) -> None:
+    x, factors, wanted = problem(SHAPES["small"], torch.float32, device)
+    found = kron_quantize(x, factors, torch.int8)
+    values = found.values.clone()
+    values[1, 3] += 1
+    with pytest.raises(AssertionError):
+        assert_nearest(found._replace(values=values), wanted, torch.float32, torch.int8)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_formats(kind: Any, backend_name: str, device: torch.device) -> None:
+    """Known rows: the largest number, ties to even, zeros, and the order of int4's halves."""
+    x = torch.tensor([[7.0, -7.0, 0.5, 1.5, -2.5, 3.0], [0.0] * 6], device=device)
+    found = kron_quantize(x, [torch.eye(6, device=device)], kind)
+    most = LARGEST[kind]
+    assert found.scales[:, 0].tolist() == pytest.approx([7 / most, 1.0])
+    assert not found.dequantize()[1].any()
+    if kind == "int4":
+        assert found.values.dtype == torch.uint8
+        assert found.values[0].tolist() == [7 + 16 * 9, 0 + 16 * 2, 14 + 16 * 3]  # -7 is 9, -2 is 14
+        assert found.dequantize()[0].tolist() == [7.0, -7.0, 0.0, 2.0, -2.0, 3.0]
+    else:
+        assert found.values.dtype == kind
+        assert found.values[0, :2].float().tolist() == [most, -most]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:All-NaN")
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("shapes", [SHAPES["a launch"], SHAPES["small"]], ids=["a launch", "small"])
+def test_rows_that_are_not_finite_have_no_scale(shapes: list[tuple[int, int]], kind: Any, backend_name: str, device: torch.device) -> None:
+    x, factors, wanted = problem(shapes, torch.bfloat16, device, (4,))
+    x[0, 1], x[2, 3] = float("nan"), float("inf")
+    found = kron_quantize(x, factors, kind)
+    assert found.scales[[0, 2]].isnan().all()
+    assert found.dequantize()[[0, 2]].isnan().all()
+    assert_nearest(Quantized(found.values[1::2], found.scales[1::2]), wanted[1::2], torch.bfloat16, kind)
+
+
+def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
+    x, factors, wanted = problem(SHAPES["padded"], torch.float16, device, (2, 3))
+    for given in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.shape[-1]]):
+        assert_nearest(kron_quantize(given, [f.mT.contiguous().mT for f in factors], torch.int8), wanted, torch.float16, torch.int8)
+    one = kron_quantize(x[0, 0], factors, "int4")
+    assert one.values.shape == (wanted.shape[-1] // 2,)
+    assert one.scales.shape == (1,)
+    assert_nearest(one, wanted[0, 0], torch.float16, "int4")
+    for rows in ((0,), (2, 0, 3)):
+        empty = kron_quantize(x.new_zeros(*rows, x.shape[-1]), factors, torch.float8_e4m3fn)
+        assert empty.values.shape == (*rows, wanted.shape[-1])
+        assert empty.values.dtype == torch.float8_e4m3fn
+        assert empty.scales.shape == (*rows, 1)
+
+
+def test_gradients_stop(device: torch.device) -> None:
+    x, factors, _ = problem(SHAPES["small"], torch.float32, device)
+    found = kron_quantize(x.requires_grad_(), [f.requires_grad_() for f in factors], torch.int8)
+    assert not found.scales.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile_and_vmap(device: torch.device) -> None:
+    x, factors, wanted = problem(SHAPES["small"], torch.float32, device, (2, 3))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: kron_quantize(x, factors, "int4"), fullgraph=True, backend="aot_eager")
+    assert_nearest(compiled(x), wanted, torch.float32, "int4")
+    mapped = torch.vmap(lambda x: tuple(kron_quantize(x, factors, torch.int8)), in_dims=1, out_dims=1)(x)
+    assert_nearest(Quantized(*mapped), wanted, torch.float32, torch.int8)
+
+
+def test_opcheck(device: torch.device) -> None:
+    x, factors, _ = problem(SHAPES["small"], torch.float32, device)
+    torch.library.opcheck(torch.ops.fastkron.kron_quantize.default, (x, factors, 1 / 127, "int8", None, "torch"))
+
+
+def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others two; the same numbers come from both, but for the rounding of what lies between them."""
+    x, factors, wanted = problem(SHAPES["a launch"], torch.bfloat16, device)
+    taken: list[bool] = []
+    choose = quantize_launch.quantizing_launch
+
+    def noted(*arguments: Any) -> Any:
+        found = choose(*arguments)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(quantize_launch, "quantizing_launch", noted)
+    with fastkron_py.backend("triton"):
+        assert_nearest(kron_quantize(x, factors, "int4"), wanted, torch.bfloat16, "int4")
+        kron_quantize(x.float(), [f.float() for f in factors], "int4")
+    assert taken == [True, False]
+
+
+def test_torch_rounds_where_triton_does_not_know_the_format(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_launch, "_FLOAT8", (99, 0))  # as it is in the interpreter anyway
+    x, factors, wanted = problem(SHAPES["small"], torch.float32, device)
+    with fastkron_py.backend("triton"):
+        assert_nearest(kron_quantize(x, factors, torch.float8_e4m3fn), wanted, torch.float32, torch.float8_e4m3fn)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "format": ({"dtype": torch.int16}, TypeError, 'dtype: expected torch.int8, torch.float8_e4m3fn or "int4"; got torch.int16'),
+    "int8 as text": ({"dtype": "int8"}, TypeError, 'dtype: expected torch.int8, torch.float8_e4m3fn or "int4"'),
+    "complex": ({"x": torch.zeros(3, 12, dtype=torch.complex64)}, TypeError, "factors"),
+    "no tensor": ({"x": [1.0]}, TypeError, "x: expected a torch tensor"),
+    "batches": ({"factors": [torch.zeros(2, 3, 4), torch.zeros(4, 5)]}, ValueError, "factors[0]: expected a matrix"),
+    "sizes": ({"x": torch.zeros(3, 13)}, ValueError, "x"),
+    "odd": ({"factors": [torch.zeros(12, 5)], "dtype": "int4"}, ValueError, "factors: expected an even number of columns"),
+    "clip_ratio of 0": ({"clip_ratio": 0.0}, ValueError, "clip_ratio: expected a number above 0, at most 1"),
+    "clip_ratio of 2": ({"clip_ratio": 2}, ValueError, "clip_ratio: expected a number above 0, at most 1"),
+    "clip_ratio as a tensor": ({"clip_ratio": torch.tensor(0.5)}, TypeError, "clip_ratio: expected a number"),
+    "precision": ({"precision": "low"}, ValueError, "precision"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.zeros(3, 12), "factors": [torch.zeros(3, 4), torch.zeros(4, 5)], "dtype": torch.int8}
+    with pytest.raises(error, match=re.escape(message)):
+        kron_quantize(**arguments | given)
+
+
+def test_the_formats_are_torch_s() -> None:
+    assert set(quantize_program.STORED) == set(quantize_program.LARGEST)
+    assert torch.finfo(torch.float8_e4m3fn).max == 448

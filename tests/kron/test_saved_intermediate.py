@@ -1,0 +1,159 @@
+"""A multiply whose small intermediate is saved for the backward pass: numbers and gradients as without it.
+
+In float64 and float32 both ways err by rounding only; in half types the intermediate is rounded once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastkron_py
+from fastkron_py import kron_matmul, kron_matmul_left, reference
+from fastkron_py.kron import saved_intermediate
+from fastkron_py.kron.plan import saved_intermediate as plan
+from fastkron_py.kron.plan.saved_intermediate import Cut, Whole, find_cut
+from fastkron_py.runtime.builder import describe
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.testing import assert_close
+
+# (P, Q) of the factors: the last ones narrow x, the first ones, those in the middle, and each of two cuts.
+SHAPES = {
+    "last": [(3, 5), (40, 2)],
+    "first": [(40, 2), (3, 5)],
+    "first of three": [(36, 2), (2, 3), (3, 4)],
+    "last two of three": [(3, 4), (90, 1), (66, 2)],
+    "twice": [(20, 1), (3, 9), (24, 1)],
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The cuts that are made, of tensors of any size."""
+    made: list[Cut] = []
+
+    def noted(*arguments: Any) -> Cut | None:
+        cut = find_cut(*arguments)
+        made.extend([] if cut is None else [cut])
+        return cut
+
+    monkeypatch.setattr(plan, "LEAST_BYTES", 0)
+    monkeypatch.setattr(saved_intermediate, "find_cut", noted)
+    CACHE.forget()
+    with fastkron_py.backend("triton"):
+        yield made
+    CACHE.forget()
+
+
+def problem(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """(x, the factors, z) with gradients, and the verb."""
+    torch.manual_seed(0)
+    k, n = (int(torch.tensor([s[i] for s in shapes]).prod()) for i in (0, 1))
+    sizes = [(2, k, 3), *[(q, p) for p, q in shapes], (n, 1)] if left else [(2, 4, k), *shapes, (4, n)]
+    tensors = [torch.randn(s, dtype=torch.float64).to(device, dtype).requires_grad_() for s in sizes]
+    return tensors, kron_matmul_left if left else kron_matmul
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+def test_numbers(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, device: torch.device, cuts: list[Cut]) -> None:
+    (x, *factors, z), verb = problem(shapes, left, dtype, device)
+    x64, *f64, z64 = (t.detach().double().requires_grad_() for t in (x, *factors, z))
+    for given, options in (((), {}), ((z,), {"alpha": 0.5, "beta": 2.0})):
+        y = verb(*((x, factors) if verb is kron_matmul else (factors, x)), z=given[0] if given else None, **options)
+        wanted = reference.kron_matmul(x64, f64, z=z64 if given else None, left=left, **options)
+        assert_close(y, wanted, steps=4 * len(shapes))
+        dy = torch.randn_like(wanted).to(dtype)
+        got = torch.autograd.grad(y, [x, *factors, *given], dy)
+        want = torch.autograd.grad(wanted, [x64, *f64, *([z64] if given else [])], dy.double())
+        for g, w in zip(got, want, strict=True):
+            assert_close(g, w, steps=6 * len(shapes))
+    assert cuts
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_second_derivatives(left: bool, device: torch.device, cuts: list[Cut]) -> None:
+    tensors, verb = problem([(70, 1), (2, 3)], left, torch.float64, device)
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor) -> Any:
+        return verb(*((x, [a, b]) if verb is kron_matmul else ([a, b], x)), z=z, beta=0.7)
+
+    small = [t.detach()[:1].requires_grad_() if t.ndim == 3 else t for t in tensors]
+    assert torch.autograd.gradcheck(function, small, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, small, fast_mode=True)
+    assert cuts
+
+
+def test_without_gradients_nothing_is_cut(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, *factors, _), _ = problem(SHAPES["last"], False, torch.float32, device)
+    whole = kron_matmul(x.detach(), [f.detach() for f in factors])
+    with torch.no_grad():
+        assert torch.equal(kron_matmul(x, factors), whole)
+    monkeypatch.setattr(saved_intermediate, "find_cut", lambda *_: None)
+    CACHE.forget()
+    assert torch.equal(kron_matmul(x, factors), whole)
+
+
+def test_backward_passes_in_a_row_and_of_parts(device: torch.device, cuts: list[Cut]) -> None:
+    """What was saved is not overwritten; gradients of x alone and of one factor alone."""
+    (x, *factors, _), _ = problem(SHAPES["twice"], False, torch.float64, device)
+    y = kron_matmul(x, factors)
+    dy = torch.randn_like(y)
+    whole = torch.autograd.grad(y, [x, *factors], dy, retain_graph=True)
+    again = torch.autograd.grad(y, [x, *factors], dy, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    for i, t in enumerate([x, *factors]):
+        tensors = [u.detach().requires_grad_(u is t) for u in (x, *factors)]
+        (got,) = torch.autograd.grad(kron_matmul(tensors[0], tensors[1:]), tensors[i], dy)
+        assert_close(got, whole[i], steps=4)
+    assert cuts
+
+
+def test_a_backward_pass_reads_what_was_saved(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with another intermediate gradients are others."""
+    (x, *factors, _), _ = problem(SHAPES["last"], False, torch.float64, device)
+    right = torch.autograd.grad(kron_matmul(x, factors).sum(), factors)
+    add = saved_intermediate.add_multiply_saving
+
+    def spoiled(build: Any, *arguments: Any) -> Any:
+        y, between = add(build, *arguments)
+        return y, build.call(torch.zeros_like, (between,), describe(between.shape, between.dtype))
+
+    monkeypatch.setattr(saved_intermediate, "add_multiply_saving", spoiled)
+    CACHE.forget()
+    wrong = torch.autograd.grad(kron_matmul(x, factors).sum(), factors)
+    assert not torch.allclose(wrong[0], right[0])
+
+
+def test_where_x_would_be_copied(device: torch.device, cuts: list[Cut]) -> None:
+    """Nothing is cut: strided tensors, and factors with batches."""
+    (x, *factors, _), _ = problem(SHAPES["last"], False, torch.bfloat16, device)
+    kron_matmul(x.detach()[0].mT.contiguous().mT.requires_grad_(), factors)
+    kron_matmul(x, [f.expand(2, -1, -1) for f in factors])
+    assert not cuts
+
+
+# ---- the plan ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "cut"),
+    [
+        (((4, 12), (512, 2)), 1 << 14, Cut(1, True)),
+        (((512, 2), (4, 12)), 1 << 14, Cut(1, False)),
+        (((512, 512), (4, 4)), 1 << 14, None),  # nothing narrows x
+        (((512, 128), (4, 4)), 1 << 14, None),  # by 4 only
+        (((8, 1), (8, 8)), 1 << 17, None),  # one launch has both gradients
+        (((512, 2),), 1 << 14, None),
+    ],
+    ids=str,
+)
+def test_cuts(shapes: tuple[tuple[int, int], ...], rows: int, cut: Cut | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert find_cut(Whole(shapes, rows, 1, 4, 3), HOPPER) == cut
+    assert find_cut(Whole(shapes, 8, 1, 4, 3), HOPPER) is None  # small
