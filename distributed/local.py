@@ -3,10 +3,10 @@
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
-from fastkron_py.kron.algebra import SlogDet, check_square, per_factor
 from fastkron_py.kron.checks import check_tensors, factor_list
 from fastkron_py.kron.into import in_blocks, multiply_into
-from fastkron_py.kron.pencil import are_hermitian
+from fastkron_py.kron.operators.algebra import SlogDet, check_square, per_factor
+from fastkron_py.kron.operators.pencil import are_hermitian
 from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 from fastkron_py.kron.shapes import check_factor_shapes
 

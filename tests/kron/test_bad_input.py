@@ -96,7 +96,7 @@ CASES = {
     "a string as factors": wrong_type(lambda: kron_matmul(X, "ab"), f"factors: expected {LIST}; got str"),
     "None as factors": wrong_type(lambda: kron_matmul(X, None), f"factors: expected {LIST}; got None"),
     "an operator as factors": wrong_type(
-        lambda: kron_matmul(X, WIDE), f"factors: expected {LIST}; got fastkron_py.kron.product.KroneckerProduct"
+        lambda: kron_matmul(X, WIDE), f"factors: expected {LIST}; got fastkron_py.kron.operators.product.KroneckerProduct"
     ),
     "swapped arguments": wrong_type(lambda: kron_matmul(F, X), f"factors: expected {LIST}; got torch.Tensor"),
     "swapped arguments on the left": wrong_type(lambda: kron_matmul_left(X, F), f"factors: expected {LIST}; got torch.Tensor"),

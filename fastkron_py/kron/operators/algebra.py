@@ -18,7 +18,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.checks import Factor, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.identity import Columns
-from fastkron_py.kron.monomial import monomial
+from fastkron_py.kron.operators.monomial import monomial
 from fastkron_py.kron.shapes import broadcast_batch
 from fastkron_py.runtime.errors import type_error, value_error
 

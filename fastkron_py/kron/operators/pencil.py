@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.algebra import kron_vectors, per_factor
+from fastkron_py.kron.operators.algebra import kron_vectors, per_factor
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 

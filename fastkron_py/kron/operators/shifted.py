@@ -10,13 +10,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import algebra, spectral
-from fastkron_py.kron.cg import Convergence, Stopping, conjugate_gradients
 from fastkron_py.kron.identity import Columns
-from fastkron_py.kron.implicit import linear_solve
-from fastkron_py.kron.matrix_function import multiply_by_function
-from fastkron_py.kron.monomial import monomial
-from fastkron_py.kron.pencil import Basis, check_hermitian, check_positive, combined, eigenbasis, reduced
+from fastkron_py.kron.operators import algebra, spectral
+from fastkron_py.kron.operators.cg import Convergence, Stopping, conjugate_gradients
+from fastkron_py.kron.operators.implicit import linear_solve
+from fastkron_py.kron.operators.matrix_function import multiply_by_function
+from fastkron_py.kron.operators.monomial import monomial
+from fastkron_py.kron.operators.pencil import Basis, check_hermitian, check_positive, combined, eigenbasis, reduced
 from fastkron_py.runtime.errors import value_error
 
 EQUAL, KRONECKER, VECTOR = "one number", "a Kronecker product", "a vector"

@@ -15,7 +15,7 @@ from kronecker_cases import hermitian, near, random_factors
 
 import fastkron_py
 from fastkron_py import KroneckerProduct
-from fastkron_py.kron.lazy import DENSE_LIMIT
+from fastkron_py.kron.operators.lazy import DENSE_LIMIT
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import algebra, shifted
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
-from fastkron_py.kron.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.checks import Factor, is_identity, right_hand_side
-from fastkron_py.kron.lanczos import Probes, estimate
-from fastkron_py.kron.lazy import DENSE_LIMIT, LazyOperator, numbered
-from fastkron_py.kron.pencil import Basis
+from fastkron_py.kron.operators import algebra, shifted
+from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
+from fastkron_py.kron.operators.lanczos import Probes, estimate
+from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, numbered
+from fastkron_py.kron.operators.pencil import Basis
+from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
+from fastkron_py.kron.operators.spectral import scaled
 from fastkron_py.kron.shapes import Shape, broadcast_batch
-from fastkron_py.kron.shifted import EQUAL, KRONECKER, VECTOR, Shifted
-from fastkron_py.kron.spectral import scaled
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -360,7 +360,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             TypeError: float16 or bfloat16 factors.
             ValueError: a factor is not square, or the elements of D differ.
         """
-        from fastkron_py.kron.product import KroneckerProduct
+        from fastkron_py.kron.operators.product import KroneckerProduct
 
         values, vectors = self._tensors(self._eigh, identities=True)
         return algebra.Eigh(values, KroneckerProduct(vectors))

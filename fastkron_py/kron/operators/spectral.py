@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.algebra import kron_vectors
 from fastkron_py.kron.api import kron_matmul_left
-from fastkron_py.kron.implicit import linear_solve, pull_back
-from fastkron_py.kron.modes import sum_matmul
-from fastkron_py.kron.pencil import Basis, check_regular, combined
+from fastkron_py.kron.operators.algebra import kron_vectors
+from fastkron_py.kron.operators.implicit import linear_solve, pull_back
+from fastkron_py.kron.operators.modes import sum_matmul
+from fastkron_py.kron.operators.pencil import Basis, check_regular, combined
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
 
 Slogdet = tuple[Tensor, Tensor]

@@ -60,7 +60,7 @@ REFUSED = {
         lambda: S @ S,
         TypeError,
         "x: expected an array: a Kronecker sum times an operator is neither a sum nor a product; got "
-        "fastkron_py.kron.kronecker_sum.KroneckerSum",
+        "fastkron_py.kron.operators.kronecker_sum.KroneckerSum",
     ),
     "b of another size": (
         lambda: S.solve(torch.ones(5)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.checks import is_identity
-from fastkron_py.kron.torch_protocol import mend_dynamo, torch_function
+from fastkron_py.kron.operators.torch_protocol import mend_dynamo, torch_function
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.checks import check_integer, check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast

@@ -15,7 +15,7 @@ import torch
 from kronecker_cases import SQUARE, hermitian, ids, near, near_by_elements, random_factors
 
 from fastkron_py import KroneckerProduct
-from fastkron_py.kron import cg
+from fastkron_py.kron.operators import cg
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 

@@ -14,11 +14,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import algebra, spectral
 from fastkron_py.kron.api import kron_matmul_left
-from fastkron_py.kron.cg import Stopping, conjugate_gradients
-from fastkron_py.kron.pencil import check_hermitian
-from fastkron_py.kron.shifted import Shifted, check_real, preconditioning_basis
+from fastkron_py.kron.operators import algebra, spectral
+from fastkron_py.kron.operators.cg import Stopping, conjugate_gradients
+from fastkron_py.kron.operators.pencil import check_hermitian
+from fastkron_py.kron.operators.shifted import Shifted, check_real, preconditioning_basis
 from fastkron_py.runtime.errors import value_error
 
 _MOST_STEPS: Final = 200

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import algebra
-from fastkron_py.kron.cg import Convergence
 from fastkron_py.kron.checks import right_hand_side
-from fastkron_py.kron.lazy import LazyOperator, check_arrays
-from fastkron_py.kron.plus_diagonal import KroneckerPlusDiagonal
+from fastkron_py.kron.operators import algebra
+from fastkron_py.kron.operators.cg import Convergence
+from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
+from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 

@@ -1,0 +1,1 @@
+"""Lazy linear operators of Kronecker structure, and their linear algebra."""
