@@ -154,7 +154,8 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     needs = (need_x, *need_factors)
     dtype = torch.float32 if torch.float32 in [f.dtype for f in factors] else x.dtype
     precision, dy4 = resolved(precision), problem.pack(dy)
-    halves = None if between is None else halves_of(problem, precision, build.device)
+    # Without factor gradients, dx is a multiply as any other.
+    halves = None if between is None or not any(need_factors) else halves_of(problem, precision, build.device)
     if halves is None:
         dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, scale, dtype)
     else:
