@@ -101,12 +101,6 @@ class KroneckerSum(LazyOperator):
 
     # ---- products -----------------------------------------------------------------------------
 
-    def __matmul__(self, other: Any) -> Any:
-        return self._multiply(other, True)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self._multiply(other, False)
-
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, LazyOperator):
             raise type_error("x", "an array: a Kronecker sum times an operator is neither a sum nor a product", type_name(x))

@@ -61,7 +61,8 @@ def check_arrays(arrays: Sequence[Any], names: Sequence[str]) -> None:
 class LazyOperator:
     """A matrix ``[*batch, rows, columns]`` given by small arrays, and never built.
 
-    A subclass sets `_factors` and `_shape`, and says how it is made of other arrays (`_with`) and how its matrix is built (`_dense`).
+    A subclass sets `_factors` and `_shape`, and says how it is made of other arrays (`_with`), how it multiplies (`_multiply`) and
+    how its matrix is built (`_dense`).
     One of more arrays than its factors overrides `_arrays` and `_names`. The arrays are kept as they are, so that parameters stay
     parameters and later changes of them show.
     """
@@ -88,6 +89,10 @@ class LazyOperator:
         raise NotImplementedError
 
     def _dense(self) -> Any:
+        raise NotImplementedError
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        """The product with an array; left: the operator stands to the left of it."""
         raise NotImplementedError
 
     # ---- what it is --------------------------------------------------------------------------
@@ -121,6 +126,12 @@ class LazyOperator:
     def requires_grad(self) -> bool:
         """Whether anything that the operator is made of does."""
         return any([getattr(a, "requires_grad", False) for a in self._arrays])
+
+    def __matmul__(self, x: Any) -> Any:
+        return self._multiply(x, True)
+
+    def __rmatmul__(self, x: Any) -> Any:
+        return self._multiply(x, False)
 
     def to_dense(self, *, max_elements: int | None = DENSE_LIMIT) -> Any:
         """The matrix itself, ``[*batch, rows, columns]``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from fastkron_py.runtime.eager import wants_gradient, without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Function = Callable[[Tensor], Tensor]
+
+_MATRIX: Final = 2  # dimensions
 
 
 def function_values(f: Function, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -182,7 +184,16 @@ class KroneckerFunction(LazyOperator):
     def __repr__(self) -> str:
         return f"KroneckerFunction(shape={self._shape}, dtype={self.dtype}, device={self.device})"
 
-    def __matmul__(self, x: Any) -> Any:
+    def _multiply(self, x: Any, left: bool) -> Any:
+        if isinstance(x, LazyOperator):
+            raise type_error("x", "an array", type_name(x))
+        if not left:  # f(K)^T is the same function of K^T
+            vector, n = getattr(x, "ndim", 0) < _MATRIX, self._shape[-1]
+            if not vector and x.shape[-1] != n:
+                raise value_error("x", f"dimension -1 of size {n}, the product of the factors' sizes", f"shape {tuple(x.shape)}")
+            found = self.mT._multiply(x if vector else x.swapaxes(-2, -1), True)
+            return found if vector else found.swapaxes(-2, -1)
+
         def product(t: list[Any]) -> Tensor:
             *given, x = t
             factors, identities = algebra.matrices(given), Columns.of(given)

@@ -105,12 +105,6 @@ class KroneckerPlusDiagonal(LazyOperator):
 
     # ---- products -----------------------------------------------------------------------------
 
-    def __matmul__(self, x: Any) -> Any:
-        return self._multiply(x, True)
-
-    def __rmatmul__(self, x: Any) -> Any:
-        return self._multiply(x, False)
-
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, LazyOperator):
             raise type_error("x", "an array", type_name(x))

@@ -27,9 +27,12 @@ def test_functions(shapes, dtype, device):
     near(root.to_dense() @ root.to_dense(), dense)
     near(root.mT.to_dense(), root.to_dense().mT)
     near(root @ x[:, 0], (root @ x)[..., 0])
+    near(x.mT @ root, x.mT @ root.to_dense())
+    near(torch.matmul(x[:, 0], root), x[:, 0] @ root.to_dense())
     if dtype.is_complex:
         turn = k.apply_function(lambda v: torch.polar(torch.ones_like(v), v))
         near(turn @ x, vectors @ (torch.exp(1j * values)[..., None] * (vectors.mH @ x)))
+        near(x.mT @ turn, x.mT @ turn.to_dense())
         near(turn.mH @ (turn @ x), x.expand(*dense.shape[:-2], *x.shape))
 
 
@@ -62,3 +65,14 @@ def test_gradients_of_functions_at_near_eigenvalues():
     (found,) = torch.autograd.grad(y @ (KroneckerProduct([f, other]).apply_function(torch.square) @ x), f)
     (expected,) = torch.autograd.grad(y @ (torch.kron(f @ f, other @ other) @ x), f)
     near(found, expected)
+
+
+def test_what_is_refused_beside_a_function():
+    root = KroneckerProduct([torch.eye(2), torch.eye(3)]).apply_function(torch.sqrt)
+    with pytest.raises(ValueError, match=r"x: expected dimension -1 of size 6, the product of the factors' sizes; got shape \(4, 5\)"):
+        torch.ones(4, 5) @ root
+    with pytest.raises(ValueError, match=r"x: expected dimension -2 of size 6"):
+        root @ torch.ones(4, 5)
+    for product in (lambda: root @ root, lambda: root @ KroneckerProduct([torch.eye(6)])):
+        with pytest.raises(TypeError, match="x: expected an array; got"):
+            product()
