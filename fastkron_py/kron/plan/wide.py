@@ -247,7 +247,7 @@ def gemm_seconds(mode: Mode) -> float:
 
 def transposing_seconds(mode: Mode) -> float:
     """Seconds of a transposition, one matrix product, and a transposition back."""
-    return matmul_seconds(mode._replace(runs=mode.slices, after=1)) + mode.traffic(_TRANSPOSED[mode.itemsize]) + 2 * _LAUNCH
+    return matmul_seconds(mode._replace(runs=mode.slices, after=1)) + max(mode.traffic(_TRANSPOSED[mode.itemsize]), 2 * _LAUNCH)
 
 
 def looped_seconds(mode: Mode) -> float:
