@@ -18,9 +18,10 @@ SHAPES = {
     "last": (2, 2, (3, 130), (4, 129), 1),
     "columns": (1, 2, (140,), (3,), 5),
     "between": (3, 2, (5, 131, 2), (4, 7, 3), 1),
+    "to one column": (1, 3, (131, 2), (1, 3), 1),
     "two, the second wider": (1, 2, (66, 2, 70), (2, 3, 67), 1),
 }
-ALGORITHMS = ("matmul", "transposing", "looped")
+ALGORITHMS = ("matmul", "copying", "looped")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -66,7 +67,7 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
         ((1024, 256, 256, 256), 2, "matmul"),
         ((72, 1, 1033, 1033), 2, "matmul"),
         ((40, 1, 1500, 1500), 4, "matmul"),
-        ((2000, 7, 300, 200), 8, "transposing"),
+        ((2000, 7, 300, 200), 8, "copying"),
     ],
     ids=str,
 )
