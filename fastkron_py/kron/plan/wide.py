@@ -56,7 +56,7 @@ _GRADIENT_COPIES: Final = 2.4  # and those of both operands of a gradient,
 _GRADIENT_PRODUCT: Final = 1.5  # whose product takes this many times its operations' time
 # Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum. Two share a multiprocessor, which
 # gains nothing where rows do not begin on 16 bytes.
-_TILE: Final = 1.3e-6
+_TILE: Final = {2: 1.3e-6, 4: 1.3e-6, 8: 2.2e-6}
 _TILE_TERM: Final = {2: 5e-9, 4: 2e-8, 8: 5e-8}
 _TILE_TERM_UNALIGNED: Final = 3.2e-8  # of half types
 _DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch in a gradient,
@@ -220,7 +220,7 @@ def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) 
         return 0.0  # one product, whose sum torch splits
     tiles = count * _ceil(height, 128) * _ceil(width, 128)
     shared, term = (2, _TILE_TERM[mode.itemsize]) if _slowdown(mode) == 1 else (1, _TILE_TERM_UNALIGNED)
-    return max(1.0, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE + terms * term)
+    return max(1.0, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE[mode.itemsize] + terms * term)
 
 
 def matmul_seconds(mode: Mode) -> float:
