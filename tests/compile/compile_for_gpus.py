@@ -39,6 +39,11 @@ KAN: dict[str, tuple[int, int, int, int, torch.dtype, str]] = {
     "kan, small, bfloat16": (64, 256, 512, 15, HALF, "highest"),
     "kan, small, float64": (64, 256, 512, 8, DOUBLE, "highest"),
 }
+# name: (dtype, rows, width of both factors)
+COPIED: dict[str, tuple[torch.dtype, int, int]] = {
+    "131^2, copied, bfloat16": (HALF, 64, 131),
+    "131^2, copied, float64": (DOUBLE, 64, 131),
+}
 # name: (dtype, channels)
 RATIONAL: dict[str, tuple[torch.dtype, int]] = {
     "rational": (SINGLE, 768),
@@ -61,6 +66,12 @@ def run_kron(dtype: torch.dtype, rows: int, width: int, count: int, with_backwar
     multiply(x, factors)
     if with_backward:
         backward(x, x, factors)
+
+
+def run_copied(dtype: torch.dtype, rows: int, width: int) -> None:
+    choose_algorithm("copying")
+    run_kron(dtype, rows, width, 2, True)
+    choose_algorithm("looped")
 
 
 def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:
@@ -133,6 +144,7 @@ def problems() -> dict[str, Callable[[], None]]:
     """What is launched, by name."""
     table: list[tuple[Callable[..., None], dict[str, Any]]] = [
         (run_kron, KRON),
+        (run_copied, COPIED),
         (run_kan, KAN),
         (run_rational, RATIONAL),
         (run_linear_rational, {"linear layer and rational, bfloat16": ()}),

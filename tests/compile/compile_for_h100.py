@@ -30,6 +30,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "128^2": (torch.float32, 1, 1024, [(128, 128)] * 2, 1),
     "256^2": (torch.float32, 1, 1024, [(256, 256)] * 2, 1),
     "300, 451": (torch.float32, 1, 3, [(300, 300), (451, 451)], 1),
+    "bfloat16 131, 7": (torch.bfloat16, 1, 20, [(131, 131), (7, 7)], 1),
     "4, 300": (torch.float32, 1, 1024, [(4, 4), (300, 300)], 1),
     "8^5": (torch.float32, 1, 1024, [(8, 8)] * 5, 1),
     "2^10, one launch": (torch.float32, 1, 20, [(2, 2)] * 10, 1),
@@ -55,7 +56,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
 # Also compiled backward: every width of a fused kernel, and some too wide for it.
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3")
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
-ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped"}
+ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped", "bfloat16 131, 7": "copying"}
 
 
 class H100:

@@ -27,6 +27,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_narrow_multiply_fwd_kernel",
         "_row_pair_fwd_kernel",
         "_quantize_rows_kernel",
+        "_copy_matrices_kernel",
         "_narrow_multiply_bwd_kernel",
         "_sliced_multiply_fwd_kernel",
         "_fused_multiply_fwd_kernel",
@@ -61,6 +62,12 @@ def test_row_pairs_are_compiled_with_z(kernels: list[dict[str, Any]]) -> None:
     """z takes shared memory too, which the choice of stages counts."""
     found = {k["problem"] for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["what"] == "with z"}
     assert found >= set(ROW_PAIRS)
+
+
+def test_copies_do_not_spill(kernels: list[dict[str, Any]]) -> None:
+    found = [k for k in kernels if k["kernel"] == "_copy_matrices_kernel"]
+    assert {k["problem"] for k in found} == {"bfloat16 131, 7"}
+    assert [k for k in found if k["stack"] > 0] == []
 
 
 def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
