@@ -49,7 +49,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve dist clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve dist hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -154,14 +154,19 @@ dist: $(RELEASE_READY)  ## build the wheel and the source distribution into dist
 	$(RELEASE_PY) -m twine check --strict dist/*
 	$(RELEASE_PY) -m pyroma --min=8 dist/*.tar.gz
 
+hub-kernel:  ## build the Hugging Face kernel of gated MLPs and rational activations into out/kernels
+	$(PYTHON) hub/build.py out/kernels
+
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-docs .venv-release build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)
 # Debian's python3 comes without venv; torch.compile and Triton call a C++ compiler.
+VENV_MODULE_READY := $(PYTHON) -c "import ensurepip" || { apt-get update && apt-get install -y python3-venv; }
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+	$(VENV_MODULE_READY)
+	$(PYTHON) -m venv $(VENV)
 
 # Torch by itself and first: its pin decides for the packages that depend on it.
 $(VENV)/.ready-torch: $(VENV)/bin/python constraints.txt
@@ -205,7 +210,8 @@ $(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
 
 # $(1): a folder. $(2): an extra whose packages alone are installed: the extra itself would bring torch.
 define environment_of
-	$(PYTHON) -m venv $(1) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(1); }
+	$(VENV_MODULE_READY)
+	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $$($(1)/bin/python -c \
 	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(2)'])")
 	touch $@
