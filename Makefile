@@ -10,6 +10,10 @@ OUT ?= out/demo.png
 DOCS_VENV ?= .venv-docs
 RELEASE_VENV ?= .venv-release
 export NO_MKDOCS_2_WARNING := 1
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' fastkron_py/__init__.py)
+# Of the site: a release is called by its first two numbers and is the latest, another build is not.
+DOCS_VERSION ?= $(basename $(VERSION))
+PUSH ?=
 
 ifeq ($(strip $(VENV)),)
   PY := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
@@ -49,7 +53,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve dist hub-kernel clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve docs-version dist publish hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -148,11 +152,19 @@ docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning
 docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change
 	$(DOCS_PY) -m mkdocs serve
 
+docs-version: $(DOCS_READY)  ## commit the site as DOCS_VERSION=dev, or as the latest release, to the branch gh-pages (PUSH=--push)
+	PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" mike deploy $(PUSH) --update-aliases $(DOCS_VERSION) $(if $(filter dev,$(DOCS_VERSION)),,latest)
+	$(if $(filter dev,$(DOCS_VERSION)),,PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" mike set-default $(PUSH) latest)
+
 dist: $(RELEASE_READY)  ## build the wheel and the source distribution into dist/, and check their metadata
 	rm -rf dist build
 	$(RELEASE_PY) -m build
 	$(RELEASE_PY) -m twine check --strict dist/*
 	$(RELEASE_PY) -m pyroma --min=8 dist/*.tar.gz
+
+publish: $(RELEASE_READY)  ## upload dist/ to PyPI, from the workflow that PyPI trusts; TAG=v0.1.0 has to be the version
+	@test -z "$$TAG" || test "$$TAG" = "v$(VERSION)" || { echo "the tag $$TAG is not v$(VERSION) of fastkron_py/__init__.py"; exit 1; }
+	$(RELEASE_PY) -m twine upload --non-interactive dist/*
 
 hub-kernel:  ## build the Hugging Face kernel of gated MLPs and rational activations into out/kernels
 	$(PYTHON) hub/build.py out/kernels
