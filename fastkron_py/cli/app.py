@@ -72,9 +72,10 @@ def demo(
     On a GPU, times are also taken on a stack of photographs, which occupies it.
     """
     console = Console()
-    missing = [name for name in ("scipy", "matplotlib", "skimage") if find_spec(name) is None]
+    packages = {"scipy": "scipy", "matplotlib": "matplotlib", "skimage": "scikit-image"}
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        fail(console, f"the demo needs {', '.join(missing)}: pip install 'fastkron_py\\[demo]'")
+        fail(console, f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     try:
         work = Demo(photograph(image, size), chosen_device(device))
     except (ValueError, RuntimeError) as error:

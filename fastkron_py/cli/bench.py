@@ -95,7 +95,7 @@ def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds
         for shape in problems:
             status.update(escape(str(shape)))
             try:
-                found = list(compare(shape, settings))
+                found = compare(shape, settings)
             except RuntimeError as error:  # out of memory
                 found = [Measurement(OURS, failure=str(error).splitlines()[0])]
             rows += _rows(shape, found)

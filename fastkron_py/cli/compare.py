@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Final
 
@@ -16,6 +17,7 @@ from fastkron_py.cli.demo import matmul_transpose_loop
 from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.cli.shapes import Shape
 
+PASSES: Final = 4  # over the methods of a problem
 OURS: Final = "fastkron_py"
 HAS_GPYTORCH: Final = find_spec("linear_operator") is not None  # the package in which its products are
 # Far above rounding and far below a wrong result: sums of millions of products, as in gradients of factors, lose digits in any library.
@@ -37,7 +39,7 @@ class Measurement:
     """One method on one problem. ``failure`` is empty where it was timed; else it holds the reason."""
 
     method: str
-    seconds: float = float("nan")
+    seconds: float = float("inf")
     memory_bytes: int = 0
     error: float = float("nan")
     failure: str = ""
@@ -65,7 +67,7 @@ def _gpytorch(columns: Tensor, factors: Sequence[Tensor]) -> Tensor:
     return product
 
 
-def compare(shape: Shape, settings: Settings) -> Iterator[Measurement]:
+def compare(shape: Shape, settings: Settings) -> list[Measurement]:
     """Check and time each method on random operands of one problem.
 
     Raises:
@@ -82,22 +84,49 @@ def compare(shape: Shape, settings: Settings) -> Iterator[Measurement]:
     x = random(rows, math.prod(p for p, _ in sizes)).to(settings.dtype)
     dy = random(rows, math.prod(q for _, q in sizes)).to(settings.dtype)
     exact = _call(_Method("", reference.kron_matmul), x.double(), [f.double() for f in factors], dy.double(), settings.with_gradients)()
-    for method in _methods():
+    trials = [_Trial(method, _call(method, x, factors, dy, settings.with_gradients), settings) for method in _methods()]
+    for trial in trials:
+        trial.attempt(partial(trial.check, exact))
+    # In turn, since other work on the machine comes and goes.
+    for _ in range(PASSES):
+        for trial in trials:
+            trial.attempt(trial.time)
+    for trial in trials:
+        trial.attempt(trial.weigh)
+    return [trial.found for trial in trials]
+
+
+class _Trial:
+    """One method on one problem: it is checked, timed and weighed, until a step fails."""
+
+    def __init__(self, method: _Method, call: Callable[[], list[Tensor]], settings: Settings) -> None:
+        self._method, self._call, self._settings = method, call, settings
+        self.found = Measurement(method.name)
+
+    def attempt(self, step: Callable[[], Measurement]) -> None:
+        """Take a step, unless one has failed."""
+        if self.found.failure:
+            return
         try:
-            yield _measure(method, (x, factors, dy), exact, settings)
+            self.found = step()
         except (RuntimeError, MemoryError) as error:
-            yield Measurement(method.name, failure=str(error).splitlines()[0] if str(error) else type(error).__name__)
+            self.found = Measurement(self._method.name, failure=str(error).splitlines()[0] if str(error) else type(error).__name__)
 
+    def check(self, exact: list[Tensor]) -> Measurement:
+        """Compare the results with the reference's."""
+        results = [r.mT for r in self._call()] if self._method.is_left else self._call()
+        error = max(float((r.double() - e).norm() / e.norm()) for r, e in zip(results, exact, strict=True))
+        failure = "" if error <= LIMITS[self._settings.dtype] else "WRONG"  # NaN is wrong
+        return replace(self.found, error=error, failure=failure)
 
-def _measure(method: _Method, operands: tuple[Tensor, list[Tensor], Tensor], exact: list[Tensor], settings: Settings) -> Measurement:
-    call = _call(method, *operands, settings.with_gradients)
-    results = [r.mT for r in call()] if method.is_left else call()
-    error = max(float((r.double() - e).norm() / e.norm()) for r, e in zip(results, exact, strict=True))
-    del results
-    if not error <= LIMITS[settings.dtype]:  # NaN is not
-        return Measurement(method.name, error=error, failure="WRONG")
-    seconds = best_seconds(call, settings.device, settings.seconds)
-    return Measurement(method.name, seconds, peak_bytes(call, settings.device), error)
+    def time(self) -> Measurement:
+        """Keep the shortest time."""
+        seconds = best_seconds(self._call, self._settings.device, self._settings.seconds / PASSES)
+        return replace(self.found, seconds=min(seconds, self.found.seconds))
+
+    def weigh(self) -> Measurement:
+        """Measure the memory."""
+        return replace(self.found, memory_bytes=peak_bytes(self._call, self._settings.device))
 
 
 def _call(method: _Method, x: Tensor, factors: list[Tensor], dy: Tensor, with_gradients: bool) -> Callable[[], list[Tensor]]:
