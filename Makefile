@@ -53,7 +53,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve docs-version dist publish hub-kernel clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,6 +151,9 @@ docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning
 
 docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change
 	$(DOCS_PY) -m mkdocs serve
+
+docs-pictures: docs  ## screenshots of the site in headless Chromium, dark and light, into out/screenshots
+	$(DOCS_PY) docs/take_screenshots.py out/screenshots
 
 docs-version: $(DOCS_READY)  ## commit the site as DOCS_VERSION=dev, or as the latest release, to the branch gh-pages (PUSH=--push)
 	PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" mike deploy $(PUSH) --update-aliases $(DOCS_VERSION) $(if $(filter dev,$(DOCS_VERSION)),,latest)

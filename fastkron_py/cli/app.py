@@ -48,7 +48,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     console.print(table("Devices", ["device", "name", "capability", "memory", "figures"], rows))
     backend = found["backend"]
     rows = [[c["device"], c["dtype"], c["backend"], c["why"]] for c in backend["auto"]]
-    console.print(table(f'What backend "auto" takes (in force: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows))
+    console.print(
+        table(f'Choices of the backend "auto" (requested: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows)
+    )
     console.print(table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
     console.print(f"call cache: {found['call_cache']}", markup=False, soft_wrap=True)
 

@@ -44,7 +44,7 @@ def best_seconds(call: Callable[[], Any], device: torch.device, budget: float = 
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that a call holds at once beyond what was held before, its result included."""
+    """The most memory that a call allocates at once, its result included."""
     call()
     if device.type == "cuda":
         _wait(device)
