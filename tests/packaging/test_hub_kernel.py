@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "hub").is_dir(), reason="the tests run beside an installed package, without the source tree")
 NEEDS_KERNELS = pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the package kernels")
 ALONE = 'import sys\nsys.modules["fastkron_py"] = None\n'
 LOADERS = {
@@ -81,8 +82,6 @@ def builder() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not (ROOT / "hub").is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     out = tmp_path_factory.mktemp("kernels")
     builder().build(out)
     return out

@@ -11,6 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="the tests run beside an installed package, without the source tree")
 
 
 def jobs(path: Path) -> dict[str, Any]:
@@ -18,7 +19,6 @@ def jobs(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(not WORKFLOWS, reason="the tests run beside an installed package, without the source tree")
 def test_every_command_is_a_make_target() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = [step["run"] for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"] if "run" in step]
@@ -27,7 +27,6 @@ def test_every_command_is_a_make_target() -> None:
     assert called <= targets
 
 
-@pytest.mark.skipif(not WORKFLOWS, reason="the tests run beside an installed package, without the source tree")
 def test_only_the_upload_gets_an_identity() -> None:
     """PyPI trusts a job by its identity token; nothing else may ask for one."""
     asked = {
