@@ -10,6 +10,10 @@ OUT ?= out/demo.png
 DOCS_VENV ?= .venv-docs
 RELEASE_VENV ?= .venv-release
 export NO_MKDOCS_2_WARNING := 1
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' fastkron_py/__init__.py)
+# Of the site: a release is called by its first two numbers and is the latest, another build is not.
+DOCS_VERSION ?= $(basename $(VERSION))
+PUSH ?=
 
 ifeq ($(strip $(VENV)),)
   PY := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
@@ -49,7 +53,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve dist clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -148,11 +152,25 @@ docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning
 docs-serve: $(DOCS_READY)  ## show the site at http://127.0.0.1:8000, built again after every change
 	$(DOCS_PY) -m mkdocs serve
 
+docs-pictures: docs  ## screenshots of the site in headless Chromium, dark and light, into out/screenshots
+	$(DOCS_PY) docs/take_screenshots.py out/screenshots
+
+docs-version: $(DOCS_READY)  ## commit the site as DOCS_VERSION=dev, or as the latest release, to the branch gh-pages (PUSH=--push)
+	PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" mike deploy $(PUSH) --update-aliases $(DOCS_VERSION) $(if $(filter dev,$(DOCS_VERSION)),,latest)
+	$(if $(filter dev,$(DOCS_VERSION)),,PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" mike set-default $(PUSH) latest)
+
 dist: $(RELEASE_READY)  ## build the wheel and the source distribution into dist/, and check their metadata
 	rm -rf dist build
 	$(RELEASE_PY) -m build
 	$(RELEASE_PY) -m twine check --strict dist/*
 	$(RELEASE_PY) -m pyroma --min=8 dist/*.tar.gz
+
+publish: $(RELEASE_READY)  ## upload dist/ to PyPI, from the workflow that PyPI trusts; TAG=v0.1.0 has to be the version
+	@test -z "$$TAG" || test "$$TAG" = "v$(VERSION)" || { echo "the tag $$TAG is not v$(VERSION) of fastkron_py/__init__.py"; exit 1; }
+	$(RELEASE_PY) -m twine upload --non-interactive dist/*
+
+hub-kernel:  ## build the Hugging Face kernel of gated MLPs and rational activations into out/kernels
+	$(PYTHON) hub/build.py out/kernels
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-docs .venv-release build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -160,8 +178,10 @@ clean:  ## remove what the other targets made
 
 ifneq ($(strip $(VENV)),)
 # Debian's python3 comes without venv; torch.compile and Triton call a C++ compiler.
+VENV_MODULE_READY := $(PYTHON) -c "import ensurepip" || { apt-get update && apt-get install -y python3-venv; }
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+	$(VENV_MODULE_READY)
+	$(PYTHON) -m venv $(VENV)
 
 # Torch by itself and first: its pin decides for the packages that depend on it.
 $(VENV)/.ready-torch: $(VENV)/bin/python constraints.txt
@@ -205,7 +225,8 @@ $(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
 
 # $(1): a folder. $(2): an extra whose packages alone are installed: the extra itself would bring torch.
 define environment_of
-	$(PYTHON) -m venv $(1) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(1); }
+	$(VENV_MODULE_READY)
+	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $$($(1)/bin/python -c \
 	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(2)'])")
 	touch $@

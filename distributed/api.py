@@ -60,7 +60,7 @@ def kron_matmul(
     in any way. All ranks of the grid make the same call; one that cannot makes all of them raise its error.
 
     Gradients reach x, z, the factors, alpha and beta, in every order. Those of factors, alpha and beta are summed over all ranks,
-    once; the loss is taken to be the sum of what the ranks make of their blocks. In a module that DistributedDataParallel or fully_shard
+    once; the loss is taken to be the sum of the ranks' losses on their blocks. In a module that DistributedDataParallel or fully_shard
     wraps, which average gradients over ranks, it is their mean: take ``reduction="mean"``, or factors learn faster than all else.
 
     Args:
@@ -283,7 +283,7 @@ def _problem(call: _Call, m: int) -> Problem:
 
 
 def _checked(given: Any, grid: ProcessGrid) -> _Call:
-    """Check what one rank can check by itself."""
+    """Make the checks that need one rank alone."""
     x, plan, left = given.x, given.plan, given.left
     listed = [_plain_factor(f, i, x) for i, f in enumerate(factor_list(given.factors))]
     z, local = _plain_z(given.z, x), _plain_x(x)

@@ -26,9 +26,9 @@ class KroneckerProduct:
     """The Kronecker product ``K = F1 (x) ... (x) FN`` as an operator on matrices that are spread over a grid of ranks.
 
     Every rank holds all factors, which are small, and a block of each operand and result: `ProcessGrid.block` says
-    which. Names and errors are those of `fastkron_py.KroneckerProduct`; what depends on the factors alone (shape, trace,
-    logdet, ...) comes out alike on every rank. Gradients reach factors and operands, as in `kron_matmul`: what every
-    rank computes alike (trace, logdet, ...) counts once.
+    which. Names and errors are those of `fastkron_py.KroneckerProduct`. Values that depend on the factors alone (shape,
+    trace, logdet, ...) are equal on every rank. Gradients reach factors and operands, as in `kron_matmul`. A value that
+    is equal on every rank (trace, logdet, ...) counts once.
 
     Args:
         factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device.
@@ -270,7 +270,7 @@ class KroneckerProduct:
         Raises:
             TypeError: b of another array type or dtype, half-precision factors, or a shift that is no number.
             ValueError: b does not fit, or a factor is not square or, with a shift, not symmetric.
-            torch.linalg.LinAlgError: without a shift, a factor is singular. Every rank raises what one meets.
+            torch.linalg.LinAlgError: without a shift, a factor is singular. Every rank raises the error of one rank.
         """
         if shift is None:
             where = grid_for(b, self._grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import posixpath
 import re
 import sys
@@ -30,6 +31,12 @@ RESULTS = "benchmarks/results"
 MARKER = re.compile(r"^<!-- results: ([\w ]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^(?:```.*?^```$|    [^\n]*)|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Show the list of versions where mike builds one; elsewhere a page would ask for a list that is not there."""
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

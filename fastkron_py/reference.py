@@ -1,4 +1,4 @@
-"""The definitions, written plainly in torch: what every kernel is compared with.
+"""The definitions, written plainly in torch. Every kernel is compared with them.
 
 Nothing here is fast. Upcast the inputs (float64, complex128) to get a reference for lower precisions.
 """

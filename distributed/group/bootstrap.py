@@ -74,7 +74,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     """Bring the ranks of a job together, however it was started, and give each its device.
 
     Recognises torchrun, mpirun or mpiexec (through mpi4py; no address has to be set), Slurm's srun, and a process
-    that was started alone. A second call, or a call where torch's default group exists, returns what there is.
+    that was started alone. A second call, or a call where torch's default group exists, returns the existing one.
     The group is destroyed when Python exits; once it is destroyed, all ranks may make another.
 
     Args:

@@ -38,7 +38,7 @@ class CollectiveError(RuntimeError):
     ``--max-restarts``) or ends.
 
     Attributes:
-        stage: what was being done, as the message names it.
+        stage: the step that failed, as the message names it.
         rank: this process in the default group.
         seconds: how long this rank had been in the stage.
     """

@@ -128,7 +128,7 @@ class TransportModel:
         option: the argument of `plan` besides transport that asks for it, or forbids it; empty without.
         stages: it is for exchanges between stages too, not for products of whole rows alone.
         multiplies: of whole rows it takes over the product as well, which may read and write columns in blocks.
-        slots: buffers on each rank beside a product's, each as large as what the exchange of a chunk brings a rank at most.
+        slots: buffers on each rank beside a product's, each as large as the most that the exchange of a chunk brings a rank.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`plan`: the grid, the stages and the chunks of a distributed product, and what they cost. No tensors, no ranks."""
+"""`plan`: the grid, the stages and the chunks of a distributed product, and their cost. No tensors, no ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
         cuts: how many factors each stage multiplies on every rank, the first stage the last ones; none where ranks take
             whole rows for the product and give them back.
         chunks: into how many parts a rank's rows are cut, to exchange one while another is multiplied.
-        links: what the times are modelled with.
+        links: the speeds by which the times are modelled.
         steps: an exchange to whole slices or to rows where one is needed, then the stages.
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients also the saved operands.
         seconds: modelled time of the forward product, of GPUs and links or of the processor.
@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def cpu_seconds(self) -> float:
-        """Modelled: of these, what the processor needs to begin all of it."""
+        """Modelled: of these, the time that the processor needs to begin everything."""
         return cpu_seconds(self.steps, len(self.chunk_rows(self.rows(0))), self.links)
 
     @property
@@ -222,7 +222,7 @@ def plan(
         direct: True takes transport "peer memory", which needs six buffers more; False excludes it. It is chosen unasked for products by
             whole rows without gradients in four chunks or more, in row groups that `links` puts on one host.
         messages: True takes transport "messages", which is for whole rows; False excludes it.
-        transport: how exchanges are carried out, as `Plan.transport` has it; None chooses among what direct and messages leave.
+        transport: how exchanges are carried out, as `Plan.transport` has it; None chooses among those that direct and messages allow.
         links: how fast ranks exchange.
 
     Returns:

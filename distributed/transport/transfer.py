@@ -69,7 +69,7 @@ class Channel:
 
 
 class Transport(TransportModel, Channel):
-    """One way for blocks to go from rank to rank: what it costs (`TransportModel`), and how it sends, as its own channel by default.
+    """One way for blocks to go from rank to rank: its cost (`TransportModel`), and how it sends, as its own channel by default.
 
     A new one is a file with a subclass, and a line in `fastkron_py.distributed.transport`.
     """
@@ -157,7 +157,7 @@ class Transfer:
     """One exchange of some rows: its elements, and its pending data. Blocks are flat and contiguous.
 
     Attributes:
-        exchange: what goes where.
+        exchange: the ranges to be moved.
         row_group: among whom.
         rows: how often: the number of rows of x, or 1 by whole rows.
         label: how errors call it.
@@ -317,7 +317,7 @@ def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor 
 
     Args:
         transfers: as given to `start`.
-        tokens: what `start` returned for each.
+        tokens: the results of `start` for each.
         out: where the blocks shall be, a new tensor; transfers may know their parts of it as `Transfer.into`.
 
     Returns:

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fastkron_py.cli.bench import bench
 from fastkron_py.cli.demo import Check, Cost, Demo, photograph
-from fastkron_py.cli.display import chosen_device, fail, table
+from fastkron_py.cli.display import chosen_device, device_name, fail, table
 from fastkron_py.cli.environment import report
 from fastkron_py.cli.picture import draw
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.cli.tune import tune
 
+# Typer joins the lines of a paragraph.
 EXAMPLE = """Example:
 
-fastkron info
-
 fastkron demo --out demo.png
+
+fastkron bench --shapes 1024:8^5
 """
 
-app = typer.Typer(help="Multiply with Kronecker products.", epilog=EXAMPLE, no_args_is_help=True, add_completion=False)
-app.command()(bench)
-app.command()(tune)
+app = typer.Typer(
+    help="fastkron_py multiplies matrices by Kronecker products in PyTorch without building them.",
+    epilog=EXAMPLE,
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
 @app.command()
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, devices, and which backend multiplies where, and why."""
+    """Show versions, devices, and the backend of each dtype with the reason."""
     found = report()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -46,7 +48,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     console.print(table("Devices", ["device", "name", "capability", "memory", "figures"], rows))
     backend = found["backend"]
     rows = [[c["device"], c["dtype"], c["backend"], c["why"]] for c in backend["auto"]]
-    console.print(table(f'What backend "auto" takes (in force: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows))
+    console.print(
+        table(f'Choices of the backend "auto" (requested: "{backend["requested"]}")', ["device", "dtype", "backend", "why"], rows)
+    )
     console.print(table("Caches", ["of", "path"], [[k, v] for k, v in found["caches"].items()]))
     console.print(f"call cache: {found['call_cache']}", markup=False, soft_wrap=True)
 
@@ -65,26 +69,40 @@ def demo(
     image: Annotated[str, typer.Option(help="A picture inside scikit-image, or a path.")] = "chelsea.png",
     size: Annotated[int, typer.Option(min=0, help="Crop to this many pixels a side; 0: the whole picture.")] = 0,
 ) -> None:
-    """Blur, compress and transform a photograph with Kronecker products, check them against SciPy, draw the results."""
+    """Blur and compress a photograph, check the results against SciPy, draw them.
+
+    On a GPU, times are also taken on a stack of photographs, which occupies it.
+    """
     console = Console()
-    missing = [name for name in ("scipy", "matplotlib", "skimage") if find_spec(name) is None]
+    packages = {"scipy": "scipy", "matplotlib": "matplotlib", "skimage": "scikit-image"}
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        fail(console, f"the demo needs {', '.join(missing)}: pip install 'fastkron_py\\[demo]'")
+        fail(console, f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     try:
         work = Demo(photograph(image, size), chosen_device(device))
     except (ValueError, RuntimeError) as error:
         fail(console, str(error))
     height, width, _ = work.image.shape
-    console.print(f"[bold]{image}[/bold], {height} x {width} pixels, on {_device_name(work.device)}")
+    console.print(f"[bold]{image}[/bold], {height} x {width} pixels, on {device_name(work.device)}")
     _run(console, work, out)
 
     console.print(table("Checks", ["result", "against", "relative error", "limit", ""], [_check_row(c) for c in work.checks]))
-    console.print(table("Blur of 3 channels, float32", ["pixels", "method", "time", "memory"], [_cost_row(c) for c in work.costs]))
-    console.print("Memory is the operator's and the most that a call holds at once, its result included.", style="dim")
+    console.print(
+        table(
+            f"Blur of 3 channels, float32, {device_name(work.device)}",
+            ["pixels", "method", "time", "memory"],
+            [_cost_row(c) for c in work.costs],
+        )
+    )
+    console.print("Memory is that of the operator plus the most that a call allocates at once, its result included.", style="dim")
     console.print(f"Picture: {out}", soft_wrap=True)
     failed = [c.what for c in work.checks if not c.ok]
     if failed:
         fail(console, f"wrong: {', '.join(failed)}")
+
+
+app.command()(bench)
+app.command()(tune)
 
 
 def _run(console: Console, work: Demo, out: Path) -> None:
@@ -101,12 +119,6 @@ def _run(console: Console, work: Demo, out: Path) -> None:
         progress.update(task, description="Done", advance=1)
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads of {os.cpu_count()}"
-
-
 def _check_row(check: Check) -> list[str]:
     verdict = "[green]ok[/green]" if check.ok else "[bold red]WRONG[/bold red]"
     return [check.what, check.against, f"{check.error:.1e}", f"{check.limit:.0e}", verdict]
@@ -114,4 +126,4 @@ def _check_row(check: Check) -> list[str]:
 
 def _cost_row(cost: Cost) -> list[str]:
     time = "not built" if cost.seconds is None else seconds_text(cost.seconds)
-    return [f"{cost.height} x {cost.width}", cost.method, time, bytes_text(cost.memory_bytes)]
+    return [cost.problem, cost.method, time, bytes_text(cost.memory_bytes)]

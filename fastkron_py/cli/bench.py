@@ -1,25 +1,35 @@
-"""`bench`: run the benchmarks of the source tree, which are not installed with the package."""
+"""`bench`: compare methods on problems that the user gives, or run the benchmarks of the source tree."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
+import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import fastkron_py
+from fastkron_py.cli.compare import HAS_GPYTORCH, OURS, Measurement, Settings, compare
+from fastkron_py.cli.display import chosen_device, device_name, fail, table
+from fastkron_py.cli.shapes import Shape, parse_shapes
+from fastkron_py.cli.text import bytes_text, seconds_text
+from fastkron_py.kron.tune.choice import ITEMSIZE
+from fastkron_py.runtime.errors import value_error
 
-MISSING = (
-    "The benchmarks are part of the source tree, not of the installed package: clone the repository and run "
-    "'python -m fastkron_py bench NAME' or 'make bench NAME=...' inside it."
+DEFAULT_SHAPES: Final = "1024:8^3,1024:32^2,16:16^4"
+SECONDS: Final = 0.5
+MISSING: Final = (
+    "The benchmarks are in the source tree, not in the installed package. Clone the repository and run "
+    "'python -m fastkron_py bench NAME' or 'make bench NAME=...' in it, or compare your own sizes here: fastkron bench --shapes 1024:8^5"
 )
 
 
 def source_tree() -> Path | None:
-    """The folder that this package was imported from, or the current one, if the benchmarks lie there."""
+    """The folder that this package was imported from, or the current one, if it has the benchmarks."""
     for root in (Path(fastkron_py.__file__).resolve().parents[1], Path.cwd()):
         if (root / "benchmarks" / "catalogue.py").is_file() and (root / "fastkron_py" / "__init__.py").is_file():
             return root
@@ -28,21 +38,40 @@ def source_tree() -> Path | None:
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; without one, all that fit this machine.")
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks of the source tree; without one, all that fit this machine.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for NAME.json and the plots.")] = Path("out/benchmarks"),
+    shapes: Annotated[str, typer.Option(help="Compare on these problems instead: ROWS:FACTORS,... as in '1024:8^5,256:52>65x50>20'.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"Of --shapes: {', '.join(ITEMSIZE)}.")] = "float32",
+    gradients: Annotated[bool, typer.Option("--gradients", help="Of --shapes: time forward and backward passes.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and the plots; out/benchmarks unless given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases and rounds, to see that it works.")] = False,
-    seconds: Annotated[float | None, typer.Option(min=1.0, help="That one benchmark may take.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda, in place of the benchmark's own.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Limit of one benchmark; with --shapes, of one method on one problem.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one unless given.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="LABEL", help="Cases with this in their label; may be repeated.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the benchmarks.")] = False,
 ) -> None:
-    """Run benchmarks: every contender is checked before it is timed, beside its peers in the same run."""
+    """Compare with a torch loop and GPyTorch on problems of your own, or run the source tree's benchmarks.
+
+    Each method is checked against float64 before it is timed.
+
+    In --shapes, FACTORS are P, or P>Q for P rows and Q columns, joined by x; ^N repeats one.
+    """
+    of_the_tree = names or quick or only or list_ or out is not None
+    of_the_comparison = shapes or gradients or dtype != "float32"
     root = source_tree()
+    if of_the_comparison and of_the_tree:
+        fail(Console(stderr=True), "NAME, --quick, --only, --list and --out do not go with --shapes, --dtype and --gradients")
+    if root is not None and of_the_comparison and not shapes:
+        fail(Console(stderr=True), "--dtype and --gradients need --shapes")
+    if shapes or (root is None and not of_the_tree):
+        _compare(shapes or DEFAULT_SHAPES, dtype, device or "auto", gradients, seconds or SECONDS)
+        return
     if root is None:
         Console(stderr=True).print(f"[bold red]{MISSING}[/bold red]", soft_wrap=True)
         raise typer.Exit(1)
-    command = [sys.executable, "-m", "benchmarks", *(names or []), "--out", str(out.resolve())]
+    command = [sys.executable, "-m", "benchmarks", *(names or []), "--out", str((out or Path("out/benchmarks")).resolve())]
     command += ["--quick"] if quick else []
     command += ["--list"] if list_ else []
     command += [] if seconds is None else ["--seconds", str(seconds)]
@@ -50,3 +79,49 @@ def bench(
     command += [] if device is None else ["--device", device]
     # The benchmarks' own command line checks what it is given.
     raise typer.Exit(subprocess.run(command, cwd=root, check=False).returncode)  # noqa: S603
+
+
+def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds: float) -> None:
+    console = Console()
+    try:
+        if dtype not in ITEMSIZE:
+            raise value_error("dtype", f"one of {', '.join(ITEMSIZE)}", repr(dtype))
+        problems = parse_shapes(shapes)
+        settings = Settings(getattr(torch, dtype), chosen_device(device), with_gradients, seconds)
+    except (ValueError, RuntimeError) as error:
+        fail(console, escape(str(error)))
+    rows, failed = [], []
+    with console.status("") as status:
+        for shape in problems:
+            status.update(escape(str(shape)))
+            try:
+                found = compare(shape, settings)
+            except RuntimeError as error:  # out of memory
+                found = [Measurement(OURS, failure=str(error).splitlines()[0])]
+            rows += _rows(shape, found)
+            failed += [str(shape) for m in found if m.method == OURS and m.failure]
+    passes = "forward and backward" if with_gradients else "forward"
+    title = f"{passes.capitalize()}, {dtype}, {device_name(settings.device)}, torch {torch.__version__}"
+    console.print(table(title, ["problem", "method", "time", "memory", "relative error", f"{OURS} is"], rows))
+    console.print("Memory is the most that a call allocates at once. The error is that of the worst result, against float64.", style="dim")
+    if not HAS_GPYTORCH:
+        console.print("GPyTorch takes part where it is installed: pip install gpytorch", style="dim")
+    if failed:
+        fail(console, escape(f"not measured: {', '.join(failed)}"))
+
+
+def _rows(shape: Shape, found: list[Measurement]) -> list[list[str]]:
+    ours = next((m for m in found if m.method == OURS and not m.failure), None)
+    rows = []
+    for m in found:
+        error = "" if m.error != m.error else f"{m.error:.1e}"
+        if m.failure:
+            rows.append([str(shape), m.method, escape(m.failure), "", error, ""])
+        else:
+            faster = "" if ours is None or m is ours else _factor(m.seconds / ours.seconds)
+            rows.append([str(shape), m.method, seconds_text(m.seconds), bytes_text(m.memory_bytes), error, faster])
+    return rows
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NoReturn
 
 import torch
@@ -40,3 +41,10 @@ def chosen_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
         raise value_error("device", f"auto, cpu, or one of {torch.cuda.device_count()} CUDA devices", name)
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name; of a CPU, the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads of {os.cpu_count()}"

@@ -56,7 +56,7 @@ def installed(*distributions: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of this library and of what it runs on; None where a package is not installed."""
+    """Versions of this library and of the packages that it runs on; None where a package is not installed."""
     return {
         "fastkron_py": fastkron_py.__version__,
         "python": platform.python_version(),

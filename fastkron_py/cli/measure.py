@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+
+QUEUED: Final = 20  # calls of a round on a GPU
 
 
 def _wait(device: torch.device) -> None:
@@ -17,30 +18,33 @@ def _wait(device: torch.device) -> None:
 
 
 def best_seconds(call: Callable[[], Any], device: torch.device, budget: float = 0.5) -> float:
-    """The shortest time of a call, over as many calls as fit the budget, after one to warm up.
+    """The shortest time of a call, over as many rounds as fit the budget, after one call to warm up.
 
-    Whatever else runs on the machine can only make a call slower, so the shortest is the most repeatable.
+    Other work on the machine can only make a call slower, so the shortest time repeats best. A round on
+    a GPU queues several calls: one call between two synchronizations would mostly measure the wait.
 
     Args:
         call: the function to time.
         device: waited for before the clock is read.
-        budget: seconds to spend; at least five calls are made.
+        budget: seconds to spend; at least five rounds are timed.
     """
     call()
     _wait(device)
-    best, calls, now = float("inf"), 0, time.perf_counter()
+    calls = QUEUED if device.type == "cuda" else 1
+    best, rounds, now = float("inf"), 0, time.perf_counter()
     end = now + budget
-    while calls < 5 or now < end:
+    while rounds < 5 or now < end:
         start = now
-        call()
+        for _ in range(calls):
+            call()
         _wait(device)
         now = time.perf_counter()
-        best, calls = min(best, now - start), calls + 1
+        best, rounds = min(best, (now - start) / calls), rounds + 1
     return best
 
 
-def peak_bytes(call: Callable[[], Tensor], device: torch.device) -> int:
-    """The most memory that a call holds at once beyond what was held before, its result included."""
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that a call allocates at once, its result included."""
     call()
     if device.type == "cuda":
         _wait(device)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from fastkron_py.cli.demo import KEEP, SIGMA, Array, Cost, Demo
+from fastkron_py.cli.display import device_name
 from fastkron_py.cli.text import bytes_text, seconds_text
 
 INK: Final = "#1f2933"
@@ -65,9 +66,9 @@ def _title(axes: Any, title: str, subtitle: str) -> None:
 
 
 def _costs(axes: Any, demo: Demo, shape: float) -> None:
-    """Bars of time and memory, one panel each, on log scales."""
-    device = demo.device.type
-    _title(axes, "Cost of the blur", f"float32, {device.upper() if device == 'cpu' else device}, log scale")
+    """Bars of time and memory, one panel each, on logarithmic scales."""
+    device = "CPU" if demo.device.type == "cpu" else device_name(demo.device)
+    _title(axes, "Cost of the blur", f"float32, {device}")
     axes.set_box_aspect(shape)
     axes.axis("off")
     panels = [axes.inset_axes((left, 0, 0.46, 1)) for left in (0.0, 0.54)]
@@ -80,11 +81,11 @@ def _bars(axes: Any, title: str, costs: Sequence[Cost], values: Sequence[float |
     low, high = min(known) / 3, max(known)
     axes.set_xscale("log")
     axes.set_xlim(low, high * (high / low) ** 0.15)
-    y, size = -0.2, (0, 0)
+    y, problem = -0.2, ""
     for cost, value in zip(costs, values, strict=True):
-        if size != (cost.height, cost.width):
-            size = (cost.height, cost.width)
-            axes.text(low, y, f"{title}, {size[0]} × {size[1]} pixels", fontsize=8.5, color=MUTED, va="bottom", fontweight="bold")
+        if problem != cost.problem:
+            problem = cost.problem
+            axes.text(low, y, f"{title}, {problem.replace('x', '×')} pixels", fontsize=8.5, color=MUTED, va="bottom", fontweight="bold")
             y += 0.75
         ran = cost.seconds is not None
         shown = "not built" if value is None else text(value) + ("" if ran else ", not built")

@@ -75,7 +75,7 @@ def factors_text(factors: Sequence[tuple[int, int]]) -> str:
 
 
 def problem_text(problem: Problem) -> str:
-    """A tuned problem in the notation, with what the notation does not say."""
+    """A tuned problem in the notation, and the properties that the notation lacks."""
     if problem.columns > 1:
         text = f"left {problem.columns}:" + factors_text([(q, p) for p, q in problem.factors])
         text += f", {problem.rows} at once" if problem.rows > 1 else ""

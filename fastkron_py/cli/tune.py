@@ -27,13 +27,13 @@ from fastkron_py.runtime.errors import value_error
 
 
 def tune(
-    shapes: Annotated[str, typer.Option(help="What to tune: ROWS:FACTORS,... as in '1024:8^5,16:32x32x8,256:52>65x50>20'.")] = "",
+    shapes: Annotated[str, typer.Option(help="The problems: ROWS:FACTORS,... as in '1024:8^5,16:32x32x8,256:52>65x50>20'.")] = "",
     dtype: Annotated[str, typer.Option(help=", ".join(ITEMSIZE) + ".")] = "float32",
     precision: Annotated[str, typer.Option(help="Of float32: highest, high or medium; torch's setting unless given.")] = "",
     left: Annotated[bool, typer.Option("--left", help="Tune the left form: ROWS is then the number of x's columns.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu (with TRITON_INTERPRET=1, for tests), cuda or cuda:N.")] = "auto",
     budget: Annotated[float, typer.Option(min=0.1, help="Seconds for each problem, about.")] = tuner.BUDGET,
-    list_: Annotated[bool, typer.Option("--list", help="Show what the table holds.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the table.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,
 ) -> None:

@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
     Attributes:
         up_gate_weight: ``[2 * hidden_features, in_features]`` or ``[2, hidden_features, in_features]``.
         up_gate_bias: the same without the last dimension, or None.
-        down_proj: an `nn.Linear`, or what it was replaced by; an adapter or a hook there is called as usual.
+        down_proj: an `nn.Linear`, or its replacement; an adapter or a hook there is called as usual.
 
     Raises:
         TypeError: an argument of the wrong kind.

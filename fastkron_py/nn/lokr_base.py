@@ -55,7 +55,7 @@ class LoKrOptions(NamedTuple):
 
 
 class LoKrLayer(nn.Module):
-    """A base layer and its adapter. `LoKrLinear` and `LoKrConv2d` say what they compute."""
+    """A base layer and its adapter. `LoKrLinear` and `LoKrConv2d` compute the result."""
 
     lokr_w1: nn.Parameter | None
     lokr_w1_a: nn.Parameter | None

@@ -21,8 +21,8 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 class PolyKANLinear(EdgeFunctions):
     """``y[..., o] = bias[o] + sum_j f_oj(x[..., j])``: a learned function on every edge, each a sum over one basis (`poly_kan`).
 
-    Coefficients are drawn from a normal distribution whose variance is that of the output of a standard normal x divided by what
-    the basis makes of it, so that y has variance 1. That of ChebyKAN, N(0, 1 / (in * (degree + 1))), makes layers whose outputs shrink.
+    Coefficients are drawn from a normal distribution. Its variance is chosen such that y has variance 1 for a standard normal x.
+    ChebyKAN's distribution, N(0, 1 / (in * (degree + 1))), makes layers whose outputs shrink.
 
     Args:
         in_features: inputs, at least 1.
@@ -32,7 +32,7 @@ class PolyKANLinear(EdgeFunctions):
         bias: add a learned ``[out_features]``. Most bases hold a constant, which is one already.
         basis_parameters: as in `poly_kan`.
         normalization: as in `poly_kan`; None is the basis's own (`Basis.normalization`). "minmax" follows the range of
-            what comes by in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left
+            the inputs seen in training, as a running mean with `momentum`; the first batch sets it. Numbers that are not finite are left
             out, and the second run of a batch by `torch.utils.checkpoint` has the range of the first and moves nothing, if the batch is
             among the layer's latest 64 to 4,096 (those that 1 MiB holds).
         momentum: of the running range: the weight of a new batch.

@@ -156,7 +156,7 @@ def _checked_range(grid_range: Any) -> tuple[float, float]:
 
 
 def from_chebykan(source: nn.Module | Mapping[str, Tensor] | Tensor, **options: Any) -> PolyKANLinear:
-    """A ChebyKAN layer (SynodicMonth/ChebyKAN, and what follows its layout) as a `PolyKANLinear` with the same outputs.
+    """A ChebyKAN layer (SynodicMonth/ChebyKAN, or a layer of the same layout) as a `PolyKANLinear` with the same outputs.
 
     Args:
         source: the layer, its state_dict, or its ``cheby_coeffs [in, out, degree + 1]``. Its input goes through tanh; for a fork that

@@ -23,7 +23,7 @@ def smooth_init_(model: nn.Module, power: float = 2.0) -> nn.Module:
     """Draw the coefficients of every `PolyKANLinear` in a model anew, those of degree d with a deviation proportional to ``d^-power``.
 
     Outputs keep variance 1, as after `PolyKANLinear.reset_parameters`, where all degrees weigh the same (power 0): there a layer of a high
-    degree begins as a rough function, and what few examples do not say stays rough. Degree 0 weighs as much as degree 1, and of a
+    degree begins as a rough function, and stays rough where few examples constrain it. Degree 0 weighs as much as degree 1, and of a
     Fourier basis d is the frequency (`Basis.frequency`). Biases become 0.
 
     Args:

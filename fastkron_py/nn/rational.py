@@ -42,7 +42,7 @@ class GroupRational(NotScriptable, nn.Module):
         num_groups: groups that they are cut into; it divides num_features.
         degrees: (m, n) of P and Q; m from 0 to 16, n from 1 to 16.
         version: of the denominator: one of those of `fastkron_py.rational`, or one that was registered.
-        init: what it begins as: "identity", "relu", "leaky_relu", "gelu", "swish", "tanh", "sigmoid", "geglu" (``x gelu(x)``) or
+        init: the initial function: "identity", "relu", "leaky_relu", "gelu", "swish", "tanh", "sigmoid", "geglu" (``x gelu(x)``) or
             "swishglu" (``x swish(x)``), fitted on [-3, 3]. For degrees other than (5, 4), and for
             registered denominators, the fit is made now and takes seconds.
         share_numerator: let all groups have one numerator, as in the Kolmogorov-Arnold transformer.
@@ -226,7 +226,7 @@ class GRKAN(nn.Module):
         num_groups: of both rational functions; it divides in_features and hidden_features.
         degrees: of both.
         version: of both.
-        init: what the two begin as.
+        init: the initial functions of both.
         share_numerator: let the groups of a function have one numerator, as in the paper.
         bias: of the linear layers.
         dropout: after each rational function.

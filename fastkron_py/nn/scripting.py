@@ -1,4 +1,4 @@
-"""Layers that TorchScript cannot compile say so, and name what can."""
+"""Layers that TorchScript cannot compile raise an error that names alternatives."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def layer_norm_rational(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that disagree; what `rational` refuses.
+        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
 
     Example:
         >>> x, one, zero = torch.randn(4, 197, 192), torch.ones(192), torch.zeros(192)

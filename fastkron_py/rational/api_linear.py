@@ -61,7 +61,7 @@ def rational_linear(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that disagree; what `rational` refuses.
+        ValueError: shapes or devices that disagree; or a value that `rational` refuses.
 
     Example:
         >>> x, w = torch.randn(4, 197, 192), torch.randn(768, 192)

@@ -52,7 +52,7 @@ def gluon_kernel(module: str, name: str) -> Any:
         name: of the kernel.
     """
     try:
-        return getattr(importlib.import_module(f"fastkron_py.{module}"), name)
+        return getattr(importlib.import_module(f"..{module}", __package__), name)
     except (ImportError, AttributeError) as error:
         logger.warning("this version of Triton has no Gluon as %s for Hopper GPUs needs it (%s): slower kernels are used", module, error)
         return None

@@ -15,7 +15,8 @@ from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program
 
-LIBRARY = torch.library.Library("fastkron", "DEF")
+NAMESPACE: Final = "fastkron"  # hub/build.py writes another one here
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """Every operator of the library is registered here."""
 
 _NODES: Final = "nodes of a backward pass"  # a word of `torch_internals.works`
@@ -139,7 +140,7 @@ class Operator:
         self._build, self._kept, self._unsaved, self._scalars = program, kept, frozenset(unsaved), tuple(scalars)
         self._is_single = self._schema.returns == "Tensor"
         self._backward, self._jvp, self._vmap, self._in_torch, self._places = backward, jvp, vmap, in_torch, places
-        full = f"fastkron::{self.name}"
+        full = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, self._implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(full, fake, lib=LIBRARY)
@@ -148,7 +149,7 @@ class Operator:
             torch.library.register_autograd(full, over(self._backward_of_operator), setup_context=self._setup_operator, lib=LIBRARY)
         if vmap is not None:
             torch.library.register_vmap(full, self._vmap_of_operator, lib=LIBRARY)
-        self.registered = getattr(torch.ops.fastkron, self.name)
+        self.registered = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self._function = _function_of(self)
         self._apply: Any = undecorated(self._function)
 

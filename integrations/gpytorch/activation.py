@@ -212,7 +212,7 @@ class use_fastkron:  # noqa: N801
         self.close()
 
     def close(self) -> None:
-        """Go back to what was in force before, in this thread; without effect where that has happened."""
+        """Restore the earlier state in this thread; a second call has no effect."""
         self._unclaimed = None
         state = _current.get()
         while state is not None and state.owner() is not self:

@@ -22,8 +22,8 @@ from fastkron_py.runtime.errors import value_error
 class FastProducts:
     """Products and gradients of a Kronecker product; mixed into linear_operator's classes, before them.
 
-    Backward passes rebuild operators from their class and their tensors, on threads of autograd's own. That the class
-    says how to multiply is what makes them multiply as the forward pass did.
+    Backward passes rebuild operators from their class and their tensors, on threads of autograd's own. They multiply as
+    the forward pass did, because the class says how to multiply.
     """
 
     _made: Any = None  # what parts were made of, its versions, and the parts; see _parts
@@ -170,7 +170,7 @@ class KroneckerLinearOperator(_SquareFactors, FastProducts, KroneckerProductLine
 
 
 class KroneckerTriangularLinearOperator(FastProducts, KroneckerProductTriangularLinearOperator):  # type: ignore[misc]
-    """The Kronecker product of triangular operators: what `KroneckerLinearOperator` has as its Cholesky factor."""
+    """The Kronecker product of triangular operators: the Cholesky factor of a `KroneckerLinearOperator`."""
 
 
 class ScaledKroneckerLinearOperator(FastProducts, ConstantMulLinearOperator):  # type: ignore[misc]

@@ -56,7 +56,7 @@ def use_fastkron(network: nn.Module) -> Applied:
 
 
 def revert_fastkron(network: nn.Module) -> None:
-    """Change back what `use_fastkron` changed, also in a copy of the network or in one from a file.
+    """Revert the change by `use_fastkron`, also in a copy of the network or in one from a file.
 
     Args:
         network: the network, or a part of one.

@@ -50,7 +50,7 @@ def use_fastkron(model: nn.Module) -> Applied:
 
 
 def revert_fastkron(model: nn.Module) -> None:
-    """Change back what `use_fastkron` changed, also in a copy of the model or in one from a file.
+    """Revert the change by `use_fastkron`, also in a copy of the model or in one from a file.
 
     Args:
         model: the model, or a part of one.

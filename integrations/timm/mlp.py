@@ -50,14 +50,14 @@ class KATMlp(GRKAN):
         in_features: of x.
         hidden_features: between the linear layers; in_features unless given.
         out_features: of the result; in_features unless given.
-        act_layer: ignored; what timm's other MLPs take their activation from.
+        act_layer: ignored; the activation of timm's other MLPs.
         norm_layer: None; timm's norm between the two layers is not part of the model.
         bias: of the linear layers, both alike.
         drop: dropout after each rational function, one probability or two.
         num_groups: of both functions.
         degrees: of both.
         version: of both.
-        act_init: what the two begin as.
+        act_init: the initial functions of both.
         share_numerator: let the groups of a function have one numerator.
         recompute: for each of the two pairs of a rational function and a linear layer, or for both, whether the function's values
             are computed again in the backward pass, in place of being kept. Where the first is, no norm is fused with it.
@@ -66,7 +66,7 @@ class KATMlp(GRKAN):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a norm_layer; two biases that differ; what `GRKAN` refuses.
+        ValueError: a norm_layer; two biases that differ; a value that `GRKAN` refuses.
 
     Example:
         >>> KATMlp(192, 768)(torch.randn(2, 197, 192)).shape

@@ -23,7 +23,7 @@ class KATBlock(Block):  # type: ignore[misc]
     """timm's `Block`, whose second norm and first rational function are computed in one pass."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """``[B, N, C]`` to the same; what timm's block takes besides is for its attention."""
+        """``[B, N, C]`` to the same; further arguments of timm's block go to its attention."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *args, **options)))
         y: Tensor = x + self.drop_path2(self.ls2(self.mlp(x, self.norm2)))
         return y
@@ -41,14 +41,14 @@ class KATVisionTransformer(VisionTransformer):  # type: ignore[misc]
         num_groups: of every rational function.
         degrees: of every rational function.
         rational_version: of the denominators: "B" is the paper's, "A" that of the released checkpoints.
-        rational_init: what a block's two functions begin as.
+        rational_init: the initial functions of a block.
         share_numerator: let the groups of a function have one numerator, as in the paper.
         recompute: which of a block's rational functions are computed again in the backward pass (`KATMlp`).
         options: for `timm.models.vision_transformer.VisionTransformer`.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an unknown weight_init; an mlp_layer or act_layer; what `KATMlp` refuses.
+        ValueError: an unknown weight_init; an mlp_layer or act_layer; a value that `KATMlp` refuses.
 
     Example:
         >>> model = KATVisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=4, num_classes=10)
@@ -118,7 +118,7 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module, **opti
 
     Args:
         state_dict: of KAT, FlashKAT, this library or a vision transformer of timm.
-        model: what it is for.
+        model: that the checkpoint is for.
         options: for timm's function of this name, which does the rest.
 
     Example:

@@ -70,7 +70,7 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
 
 
 def revert_llama(model: nn.Module) -> None:
-    """Change back what `apply_to_llama` changed, also in a copy of the model or in one from a file, which have no `AppliedToLlama`.
+    """Revert the change by `apply_to_llama`, also in a copy of the model or in one from a file, which have no `AppliedToLlama`.
 
     Args:
         model: the model, or a part of one.

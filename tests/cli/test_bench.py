@@ -1,4 +1,4 @@
-"""`python -m fastkron_py bench`: finds the source tree's benchmarks, or says where they are."""
+"""`python -m fastkron_py bench`: compares on problems that are given, and finds the source tree's benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fastkron_py.cli import bench
+from fastkron_py.cli import bench, compare, measure
 from fastkron_py.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -52,13 +52,120 @@ def test_what_it_passes_on(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, t
     assert seen == [[sys.executable, *expected]]
 
 
-def test_without_a_source_tree(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    installed = tmp_path / "site-packages" / "fastkron_py"
-    installed.mkdir(parents=True)
-    (installed / "__init__.py").touch()
-    monkeypatch.setattr(bench.fastkron_py, "__file__", str(installed / "__init__.py"))
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package as it is installed, without the source tree."""
+    package = tmp_path / "site-packages" / "fastkron_py"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(bench.fastkron_py, "__file__", str(package / "__init__.py"))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rounds are enough where no test looks at seconds."""
+    timed = measure.best_seconds
+    monkeypatch.setattr(compare, "best_seconds", lambda call, device, budget: timed(call, device, 0.0))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_benchmark_without_a_source_tree(runner: CliRunner) -> None:
     result = runner.invoke(app, ["bench", "kron"])
     assert result.exit_code == 1
-    assert "part of the source tree" in result.output
+    assert "in the source tree" in result.output
     assert "make bench" in result.output
+    assert "fastkron bench --shapes" in result.output
+
+
+def cells(output: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line.startswith("│")]
+
+
+@pytest.mark.usefixtures("installed", "rounds")
+def test_without_a_source_tree_it_compares(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["bench", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    rows = cells(result.output)
+    methods = [m.name for m in compare._methods()]
+    assert [row[:2] for row in rows] == [[shape, method] for shape in bench.DEFAULT_SHAPES.split(",") for method in methods]
+    for _, method, time, memory, error, faster in rows:
+        assert time.endswith("s")
+        assert memory.endswith("B")
+        assert 0 <= float(error) < 1e-6
+        assert bool(faster) == (method != "fastkron_py")
+
+
+@pytest.mark.usefixtures("rounds")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("gradients", [[], ["--gradients"]], ids=["forward", "gradients"])
+def test_shapes_of_every_dtype(runner: CliRunner, dtype: str, gradients: list[str]) -> None:
+    result = runner.invoke(app, ["bench", "--shapes", "3:2>5x4x3>1,1:1", "--dtype", dtype, "--device", "cpu", *gradients])
+    assert result.exit_code == 0, result.output
+    assert ("backward" in result.output) == bool(gradients)
+    assert dtype in result.output
+    # A few roundings in each dtype: 2**-11, 2**-8, 2**-24 and 2**-53, times 8.
+    most = {"float16": 4e-3, "bfloat16": 3.2e-2, "float32": 5e-7, "float64": 1e-15}[dtype]
+    rows = cells(result.output)
+    assert len(rows) == 2 * len(compare._methods())
+    assert all(float(row[4]) < most for row in rows)
+
+
+@pytest.mark.usefixtures("rounds")
+def test_a_wrong_result_is_not_timed(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = compare.kron_matmul
+    monkeypatch.setattr(compare, "kron_matmul", lambda x, factors: right(x, factors) * 1.01)
+    result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert ["3:4^2", "fastkron_py", "WRONG", "", "1.0e-02", ""] in cells(result.output)
+    assert "not measured: 3:4^2" in result.output
+
+
+@pytest.mark.usefixtures("rounds")
+def test_a_method_that_fails_leaves_the_others(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(x: object, factors: object) -> None:
+        raise RuntimeError("out of memory\nby a lot")
+
+    monkeypatch.setattr(compare, "matmul_transpose_loop", loop)
+    result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert ["3:4^2", "torch loop", "out of memory", "", "", ""] in cells(result.output)
+
+
+def test_a_problem_that_does_not_fit(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["bench", "--shapes", "1:999999999^2", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "not measured: 1:999999999^2" in result.output
+
+
+@pytest.mark.usefixtures("rounds")
+def test_without_gpytorch(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bench, compare):
+        monkeypatch.setattr(module, "HAS_GPYTORCH", False)
+    result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
+    assert [row[1] for row in cells(result.output)] == ["torch loop", "fastkron_py"]
+    assert "pip install gpytorch" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--shapes", "3"], "no colon"),
+        (["--shapes", "3:4", "--dtype", "int8"], "dtype"),
+        (["--shapes", "3:4", "--device", "cuda:99"], "cuda:99"),
+        (["--shapes", "3:4", "kron"], "do not go with --shapes"),
+        (["--shapes", "3:4", "--out", "x"], "do not go with --shapes"),
+        (["--gradients", "--quick"], "do not go with --shapes"),
+    ],
+)
+def test_refusals(runner: CliRunner, options: list[str], named: str) -> None:
+    result = runner.invoke(app, ["bench", *options])
+    assert result.exit_code == 1
+    assert named in result.output
+
+
+def test_options_of_the_comparison_need_shapes_in_a_source_tree(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "source_tree", lambda: tmp_path)
+    result = runner.invoke(app, ["bench", "--gradients"])
+    assert result.exit_code == 1
+    assert "need --shapes" in result.output

@@ -13,7 +13,7 @@ from sampling import in_full
 from scipy import fft, ndimage
 from typer.testing import CliRunner
 
-from fastkron_py.cli import demo, measure
+from fastkron_py.cli import demo, measure, picture
 from fastkron_py.cli.app import app
 from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.reference import kron_matmul as reference_kron_matmul
@@ -47,11 +47,11 @@ def test_loop_is_the_product() -> None:
 
 
 def test_photograph_ships_with_scikit_image() -> None:
-    picture = demo.photograph("chelsea.png")
-    assert picture.shape == (300, 451, 3)
-    assert 0 <= picture.min() < 0.1
-    assert 0.9 < picture.max() <= 1
-    np.testing.assert_array_equal(demo.photograph("chelsea.png", 32), picture[134:166, 209:241])
+    image = demo.photograph("chelsea.png")
+    assert image.shape == (300, 451, 3)
+    assert 0 <= image.min() < 0.1
+    assert 0.9 < image.max() <= 1
+    np.testing.assert_array_equal(demo.photograph("chelsea.png", 32), image[134:166, 209:241])
 
 
 def test_photograph_from_a_path(tmp_path: Path) -> None:
@@ -92,7 +92,39 @@ def test_demo_writes_a_picture(runner: CliRunner, tmp_path: Path) -> None:
 def test_demo_on_a_gpu(runner: CliRunner, tmp_path: Path) -> None:
     result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png")])
     assert result.exit_code == 0, result.output
-    assert torch.cuda.get_device_name(0) in result.output
+    assert result.output.count(torch.cuda.get_device_name(0)) == 2  # above the checks, and of the times
+    assert re.search(r"\d+ of 300 x 451", result.output)
+
+
+def test_a_gpu_blurs_a_stack_of_pictures() -> None:
+    image = np.zeros((300, 451, 3))
+    on_cpu, on_gpu = ([name for name, _ in demo.Demo(image, torch.device(kind)).steps()] for kind in ("cpu", "cuda"))
+    assert on_gpu == [*on_cpu, "Time and memory on 82 pictures"]  # 2**27 // (4 * 300 * 451 * 3)
+    huge = np.broadcast_to(0.0, (4000, 6000, 3))
+    assert len(list(demo.Demo(huge, torch.device("cuda")).steps())) == len(on_cpu)
+
+
+def test_costs_of_a_stack_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "best_seconds", lambda call, device: 1e-3)
+    work = demo.Demo(demo.photograph("chelsea.png", 80), torch.device("cpu"))
+    for _, step in work.steps():
+        step()
+    work.compare(80, 80, 4)
+    one, stack = ([c for c in work.costs if c.problem == problem] for problem in ("80 x 80", "4 of 80 x 80"))
+    assert [c.method for c in stack] == ["dense", "loop", "fastkron_py"]
+    factors = 4 * 2 * 80 * 80
+    for a, b in zip(one[1:], stack[1:], strict=True):
+        assert b.memory_bytes - factors == pytest.approx(4 * (a.memory_bytes - factors), rel=0.01)
+
+    # The picture names the GPU that took the times.
+    texts = []
+    monkeypatch.setattr(picture, "device_name", lambda device: "GPU of a test")
+    monkeypatch.setattr(work, "device", torch.device("cuda"))
+    title = picture._title
+    monkeypatch.setattr(picture, "_title", lambda axes, *text: (texts.extend(text), title(axes, *text)))
+    picture.draw(work, tmp_path / "demo.png")
+    assert "float32, GPU of a test" in texts
+    assert (tmp_path / "demo.png").stat().st_size > 100_000
 
 
 @pytest.mark.parametrize(("verb", "wrong"), [("kron_matmul", "blur"), *in_full([("kron_matmul_left", "DCT-II")])])
@@ -122,7 +154,7 @@ def test_missing_packages_are_named(runner: CliRunner, monkeypatch: pytest.Monke
     monkeypatch.setattr("fastkron_py.cli.app.find_spec", lambda name: None)
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 1
-    assert "scipy, matplotlib, skimage: pip install 'fastkron_py[demo]'" in result.output
+    assert "scipy, matplotlib, scikit-image: pip install scipy matplotlib scikit-image" in result.output
 
 
 def test_measures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +165,18 @@ def test_measures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
     def call() -> None:
         now[0] += next(costs)
 
-    assert best_seconds(call, device, budget=1.0) == 0.125
+    assert best_seconds(call, torch.device("cpu"), budget=1.0) == 0.125
     assert list(costs) == [0.5]
+
+    # A GPU is waited for once in a round of several calls.
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    queued = measure.QUEUED
+    costs = iter([9.0, *([0.5] * queued), *([0.25] * queued), *([0.5] * 3 * queued)])
+    assert best_seconds(call, torch.device("cuda"), budget=1.0) == 0.25
+    assert waits == [torch.device("cuda")] * 6
+    monkeypatch.undo()
+
     once, twice = peak_bytes(lambda: x + 1, device), peak_bytes(lambda: (x + 1) + 1, device)
     assert once == pytest.approx(4e6, rel=0.1)
     assert twice == pytest.approx(8e6, rel=0.1)

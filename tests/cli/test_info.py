@@ -36,7 +36,7 @@ def test_info_as_text(runner: CliRunner) -> None:
         "cpu",
         "bfloat16",
         "complex128",
-        'What backend "auto" takes',
+        'Choices of the backend "auto"',
         "Caches",
         "\ncall cache: on\n",
     ):

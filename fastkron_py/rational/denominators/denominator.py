@@ -39,7 +39,7 @@ class Denominator:
     """A denominator by name, on the host and on the device.
 
     Attributes:
-        name: what users call it, as argument ``version``.
+        name: the value of the argument ``version``.
         formula: Q(x) in a line of text, with ``S(x)`` for the sum of all ``b_j x^j``.
         host_value: ``(b, x)`` to Q; b is a list of tensors that broadcast with x.
         host_derivatives: ``(b, x)`` to (Q, dQ/dx, list of all dQ/db_j), in operations that torch can differentiate further.

@@ -1,0 +1,31 @@
+"""Gated MLPs and rational activations of fastkron_py: Triton kernels on GPUs, torch elsewhere.
+
+`hub/build.py` makes this file the ``__init__.py`` of a kernel for Hugging Face's `kernels` package.
+"""
+
+from fastkron_py.gated.api import gated_linear, gated_mlp, pack_gated, unpack_gated
+from fastkron_py.nn.gated import GatedMLP
+from fastkron_py.nn.rational import GRKAN, GroupRational
+from fastkron_py.rational.api import linear_rational, rational
+from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.runtime.backend import backend, set_backend
+
+from . import layers
+
+__all__ = [
+    "GRKAN",
+    "GatedMLP",
+    "GroupRational",
+    "backend",
+    "gated_linear",
+    "gated_mlp",
+    "layer_norm_rational",
+    "layers",
+    "linear_rational",
+    "pack_gated",
+    "rational",
+    "rational_linear",
+    "set_backend",
+    "unpack_gated",
+]

@@ -1,0 +1,203 @@
+"""The kernel that `make hub-kernel` builds: its layout, and its results where fastkron_py is not installed.
+
+Each program runs in a process of its own. Most cannot import fastkron_py there. They load the kernel with Hugging
+Face's `kernels`, or by the import that the documentation of `kernels` describes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "hub").is_dir(), reason="the tests run beside an installed package, without the source tree")
+NEEDS_KERNELS = pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the package kernels")
+ALONE = 'import sys\nsys.modules["fastkron_py"] = None\n'
+LOADERS = {
+    "kernels": """
+from kernels import get_local_kernel
+kernel = get_local_kernel(FOLDER, backend="cpu")
+""",
+    "importlib": """
+import importlib.util, json, sys
+path = FOLDER / "build" / "torch-cpu"
+name = json.loads((path / "metadata.json").read_text())["id"]
+spec = importlib.util.spec_from_file_location(name, path / "__init__.py")
+kernel = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+""",
+    "older kernels": """
+import importlib.util, sys
+path = FOLDER / "build" / "torch-cpu" / "gated_rational" / "__init__.py"
+spec = importlib.util.spec_from_file_location("gated_rational_1234", path)
+kernel = sys.modules["gated_rational_1234"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+""",
+}
+RESULTS = """
+import torch
+from torch.nn.functional import gelu, silu
+torch.manual_seed(0)
+def compare(y, expected):  # float32 against float64: products of up to 24 terms stay below 1e-6
+    error = float((y.double() - expected).norm() / expected.norm())
+    assert error < 1e-6, error
+
+x, weight, down = torch.randn(7, 8), torch.randn(2, 24, 8), torch.randn(5, 24)
+up, gate = (x.double() @ w.double().T for w in weight)
+compare(kernel.gated_linear(x, weight, layout="stacked"), up * silu(gate))
+compare(kernel.gated_mlp(x, tuple(weight), down, activation="gelu_tanh"), up * gelu(gate, approximate="tanh") @ down.double().T)
+
+z, a, b = torch.randn(3, 24), torch.randn(4, 6), torch.randn(4, 4)
+t = z.double().reshape(3, 4, 6)
+p = sum(a.double()[:, i, None] * t**i for i in range(6))
+q = 1 + sum(b.double()[:, i, None] * t ** (i + 1) for i in range(4)).abs()
+compare(kernel.rational(z, a, b, version="B"), (p / q).reshape(3, 24))
+"""
+LAYERS = """
+layer, mlp = kernel.GroupRational(24, num_groups=4), kernel.GatedMLP(8, 24)
+loss = torch.compile(lambda x: layer(mlp(x).repeat(1, 3)).square().mean(), backend="eager", fullgraph=True)
+loss(x).backward()
+assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in [*layer.parameters(), *mlp.parameters()])
+assert torch.autograd.gradcheck(lambda *t: kernel.rational(*t), [v.double().requires_grad_() for v in (z, a, b)])
+"""
+
+
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hub_build", ROOT / "hub" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kernels")
+    builder().build(out)
+    return out
+
+
+def run(folder: Path, code: str, **environment: str) -> str:
+    code = f"from pathlib import Path\nFOLDER = Path({str(folder)!r})\n{code}"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"} | environment
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("loader", [pytest.param("kernels", marks=NEEDS_KERNELS), "importlib", "older kernels"])
+def test_loaded_alone_it_computes(folder: Path, loader: str) -> None:
+    run(folder, ALONE + LOADERS[loader] + RESULTS)
+
+
+def test_loaded_alone_its_layers_train(folder: Path) -> None:
+    run(folder, ALONE + LOADERS["importlib"] + RESULTS + LAYERS)
+
+
+def test_its_triton_kernels_compute(folder: Path) -> None:
+    """Under Triton's interpreter, which only a call for the backend by name gets on a CPU."""
+    pytest.importorskip("triton")
+    code = 'kernel.set_backend("triton")\n' + RESULTS
+    run(folder, ALONE + LOADERS["importlib"] + code, TRITON_INTERPRET="1")
+
+
+def test_a_wrong_result_is_seen(folder: Path) -> None:
+    wrong = "right = kernel.rational\nkernel.rational = lambda *t, **options: right(*t, **options) * (1 + 1e-5)\n"
+    with pytest.raises(AssertionError, match=r"AssertionError: 9\.9\d*e-06"):
+        run(folder, ALONE + LOADERS["importlib"] + wrong + RESULTS)
+
+
+@NEEDS_KERNELS
+def test_kernels_loads_it_beside_fastkron_py_and_another_version(folder: Path, tmp_path: Path) -> None:
+    """Each has operators, registries and modules of its own."""
+    hub = builder()
+    files = hub.sources()
+    files["layers.py"] += b"# another version\n"
+    for name, data in hub.variant("cpu", files).items():
+        path = tmp_path / "build" / "torch-cpu" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    code = f"""
+import torch, fastkron_py
+import fastkron_py.nn
+from pathlib import Path
+from kernels import get_local_kernel, get_loaded_kernels
+first, second = get_local_kernel(FOLDER, backend="cpu"), get_local_kernel(Path({str(tmp_path)!r}), backend="cpu")
+assert first.__name__ != second.__name__
+assert [k.metadata.version for k in get_loaded_kernels()] == [0, 0]
+x, weight = torch.randn(3, 4), torch.randn(2, 5, 4)
+results = [m.gated_linear(x, weight, layout="stacked") for m in (fastkron_py, first, second)]
+assert all(torch.equal(r, results[0]) for r in results)
+for name in ("fastkron", first.__name__, second.__name__):
+    assert getattr(torch.ops, name).gated_linear
+first.set_backend("torch")
+assert first.backend is not second.backend
+"""
+    run(folder, code)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("layer", "activation", "bias"), [("SwiGLUMLP", "silu", False), ("GeGLUMLP", "gelu", True)])
+def test_kernelize_takes_its_layers(folder: Path, layer: str, activation: str, bias: bool) -> None:
+    code = f"""
+import torch
+from torch import nn
+from kernels import KernelizeFallback, LocalLayerRepository, Mode, kernelize, use_kernel_forward_from_hub, use_kernel_mapping
+silu, gelu = torch.nn.functional.silu, lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+
+@use_kernel_forward_from_hub("MLP")
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 24, bias={bias}), nn.Linear(8, 24, bias={bias})
+        self.down_proj = nn.Linear(24, 8, bias={bias})
+    def forward(self, x):
+        return self.down_proj({activation}(self.gate_proj(x)) * self.up_proj(x))
+
+torch.manual_seed(0)
+mlp, x = MLP(), torch.randn(5, 8)
+expected = mlp(x)
+repository = LocalLayerRepository(repo_path=FOLDER, layer_name={layer!r})
+with use_kernel_mapping({{"MLP": {{"cpu": repository}}}}):
+    mlp = kernelize(mlp, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu", use_fallback=KernelizeFallback.NONE)
+torch.testing.assert_close(mlp(x), expected)
+assert "gated_rational" in mlp.forward.__func__.__module__
+mlp(x).square().mean().backward()
+assert all(p.grad.abs().sum() > 0 for p in mlp.parameters())
+"""
+    run(folder, ALONE + code)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_metadata(folder: Path, backend: str) -> None:
+    variant = folder / "build" / f"torch-{backend}"
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert metadata["id"].startswith(f"_gated_rational_{backend}_")
+    assert metadata["id"].isidentifier()
+    assert metadata["backend"]["type"] == backend
+    files = {path.relative_to(variant).as_posix(): path.read_bytes() for path in variant.rglob("*") if path.is_file()}
+    found = {n: base64.b64encode(hashlib.sha256(data).digest()).decode() for n, data in files.items() if "__pycache__" not in n}
+    del found["metadata.json"]
+    assert metadata["digest"]["files"] == found
+    assert {name.rpartition(".")[2] for name in found} == {"py", "json"}  # nothing compiled
+    absolute = [n for n, data in files.items() if n.endswith(".py") and (b"\nfrom fastkron_py" in data or b"import fastkron_py" in data)]
+    assert absolute == []
+
+
+def test_imports_become_relative() -> None:
+    hub = builder()
+    assert hub.relative("from fastkron_py.a.b import c\n", "__init__.py") == "from .a.b import c\n"
+    assert hub.relative("if x:\n    from fastkron_py.a import c\n", "gated/kernels/d.py") == "if x:\n    from ...a import c\n"
+    with pytest.raises(ValueError, match=r"expected 'from fastkron_py\.room import name', got 'import fastkron_py\.a'"):
+        hub.relative("import fastkron_py.a\n", "a.py")
