@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of
+from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
 from fastkron_py.kron.matmul import Epilogue, multiply_mode
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.wide import best_algorithm, has_choice
@@ -105,6 +105,7 @@ class MatmulStep(NamedTuple):
     def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
         """Add it to a program, from x to y."""
         factor = factors[self.start]
+        is_conj = factor.is_conj()
         groups, p, q = factor.shape
         out = y.view(groups, -1, q, self.after)
         operands = [build.reshape(x, (groups, -1, p, self.after)), factor, out]
@@ -116,7 +117,7 @@ class MatmulStep(NamedTuple):
         def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
             *given, alpha, beta = rest
             with torch_products(x, self.precision):
-                multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None), self.transposes)
+                multiply_mode(x, factor.conj() if is_conj else factor, out, Epilogue(alpha, beta, given[0] if given else None), self.transposes)
 
         build.call(run, operands, scalars=(alpha, beta))
 
@@ -129,12 +130,13 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
     groups, rows, _, columns = problem.shape
     before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
     return PlanProblem(
-        problem.dtype.itemsize,
+        problem.dtype.to_real().itemsize,
         groups * rows * before,
         after,
         kernels.has_chained(problem.device, problem.dtype),
         before,
         kernels.half_of(problem.device, problem.dtype),
+        parts_of(problem.dtype),
     )
 
 
@@ -169,6 +171,7 @@ def launch_problem(
         tuple([(s[-2], s[-1]) for s in problem.factor_shapes[span]]),
         tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
         problem.device,
+        problem.conj,
     )
 
 
@@ -233,10 +236,11 @@ def multiply_problem(
     z: Rows | None = None,
     part: Part | None = None,
 ) -> MultiplyProblem:
-    """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors."""
+    """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors, which may all be conjugate views."""
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
+    conj = factors[0].is_conj()
     start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
-    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device)
+    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device, conj)
 
 
 class Part(NamedTuple):
@@ -262,7 +266,7 @@ def add_multiply(
     Args:
         build: of the program.
         x: ``[B, L, K, R]``, not empty.
-        factors: ``[B, P_i, Q_i]``, any strides.
+        factors: ``[B, P_i, Q_i]``, any strides; all of them conjugate views, or none.
         precision: "highest", "high" or "medium".
         scale: alpha and beta.
         z: ``[B, L, N, R]``, any strides, or None.

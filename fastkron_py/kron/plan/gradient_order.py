@@ -29,9 +29,9 @@ def seconds(groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: in
     Args:
         groups: all of them.
         shapes: (P, Q) of the factors.
-        rows: number of products that share the factors, times columns.
-        itemsize: bytes of an element.
-        passes: over the tensor cores; 3 for float32 as such.
+        rows: number of products that share the factors, times columns, times the real numbers of an element.
+        itemsize: bytes of a real number.
+        passes: over the tensor cores; 3 for float32 as such; times the real numbers of an element.
         gpu: where it runs.
     """
     rate = gpu.rate(itemsize) / passes * _SHARE

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.plan.gradient import gradient_plan
+from fastkron_py.kron.plan.gradient import Numbers, gradient_plan
 from fastkron_py.kron.plan.gradient_order import least_seconds
 from fastkron_py.runtime.gpu import GPU
 
@@ -33,15 +33,20 @@ class Whole(NamedTuple):
         shapes: (P, Q) of the factors.
         rows: L.
         columns: R.
-        itemsize: bytes of an element.
+        numbers: of x.
         passes: over the tensor cores; 3 for float32 as such.
     """
 
     shapes: tuple[tuple[int, int], ...]
     rows: int
     columns: int
-    itemsize: int
+    numbers: Numbers
     passes: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return math.prod(self.numbers)
 
 
 def find_cut(whole: Whole, gpu: GPU) -> Cut | None:
@@ -74,5 +79,6 @@ def _parts(whole: Whole, at: int, last_first: bool) -> tuple[_Part, _Part, int]:
 
 def _seconds(whole: Whole, shapes: Sequence[tuple[int, int]], rows: int, columns: int, gpu: GPU) -> float:
     """Modelled time of a backward pass."""
-    groups = gradient_plan(tuple(shapes), whole.itemsize, rows, columns, gpu)
-    return least_seconds(groups, shapes, rows * columns, whole.itemsize, whole.passes, gpu)
+    groups = gradient_plan(tuple(shapes), whole.numbers, rows, columns, gpu)
+    itemsize, parts = whole.numbers
+    return least_seconds(groups, shapes, parts * rows * columns, itemsize, parts * whole.passes, gpu)

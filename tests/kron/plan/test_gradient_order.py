@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fastkron_py.kron.plan.gradient import Group, gradient_plan
+from fastkron_py.kron.plan.gradient import Group, Numbers, gradient_plan
 from fastkron_py.kron.plan.gradient_order import best_order, seconds
 from fastkron_py.runtime.gpu import HOPPER
 
@@ -15,7 +15,7 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 def found(shapes: Shapes, rows: int, itemsize: int = 4) -> tuple[list[Group], list[int]]:
-    groups = gradient_plan(shapes, itemsize, rows, 1, HOPPER)
+    groups = gradient_plan(shapes, Numbers(itemsize), rows, 1, HOPPER)
     return best_order(groups, shapes, rows, itemsize, 3, HOPPER)
 
 
@@ -53,7 +53,7 @@ def test_no_order_of_few_groups_is_much_better() -> None:
     generator = random.Random(4)
     for _ in range(30):
         shapes = tuple((generator.randint(65, 900), generator.randint(65, 900)) for _ in range(4))
-        groups = gradient_plan(shapes, 4, 1, 1, HOPPER)
+        groups = gradient_plan(shapes, Numbers(4), 1, 1, HOPPER)
         chosen, order = best_order(groups, shapes, 1, 4, 3, HOPPER)
         mine = seconds([groups[i] for i in order], shapes, 1, 4, 3, HOPPER)
         assert len(chosen) == 4
