@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fastkron_py.kron.plan.launch import chain_configs, chain_shared_memory, single_configs, single_shared_memory
-from fastkron_py.kron.plan.plan import CHAIN_TILE, CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
+from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
 from fastkron_py.kron.plan.steps import Step, padded
 from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
@@ -100,7 +100,7 @@ def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices, g
 def test_chain_tiles_give_every_dot_its_rows(p1, p2, numbers, num_slices, gpu):
     itemsize, parts = numbers
     launch = Launch((Step(0, 1, p1, p2, parts), Step(1, 2, p2, p1, parts)))
-    assume(launch.tile_width <= CHAIN_TILE[itemsize])  # else they are no chain
+    assume(is_chain(launch, itemsize, True))
     for config in chain_configs(launch, itemsize, num_slices, num_slices, gpu):
         assert chain_shared_memory(config, launch, itemsize) <= gpu.shared_memory
         first, last = launch.steps  # which runs first, beside modes of the first step's P
