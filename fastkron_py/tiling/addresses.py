@@ -9,7 +9,7 @@ tile lets them.
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.elements import embedded, load_elements
+from fastkron_py.tiling.elements import load_elements
 
 
 @triton.jit
@@ -150,19 +150,22 @@ def load_factor(
     PARTS: tl.constexpr = 1,
     CONJ: tl.constexpr = False,
 ):
-    """Tile ``[BLOCK_P, BLOCK_Q]`` of the product of neighbouring factors START to STOP, 0 outside of it; complex ones `embedded`.
+    """Tile ``[BLOCK_P, BLOCK_Q]`` of the product of neighbouring factors START to STOP, 0 outside of it.
+
+    Of complex factors it is the real matrix ``[2 * BLOCK_P, 2 * BLOCK_Q]`` that multiplies rows of parts as they multiply rows of elements
+    (`tiling.elements`). Its transpose is that of their conjugate transpose.
 
     ptrs, strides: one pointer and one (batch, row, column) stride triple for each factor.
     SHAPES: (P_i, Q_i) of each factor. The neighbours are multiplied out here, element by element.
     CONJ: whether complex ones are conjugated.
     """
-    p = first_p + tl.arange(0, BLOCK_P)[:, None]
-    q = first_q + tl.arange(0, BLOCK_Q)[None, :]
+    row, column = tl.arange(0, BLOCK_P * PARTS)[:, None], tl.arange(0, BLOCK_Q * PARTS)[None, :]
+    p, q = first_p + row // PARTS, first_q + column // PARTS
     if PARTS == 1:
         return factor_tile(ptrs, strides, batch, p, q, SHAPES, START, STOP, ACC)
     else:
         real, imaginary = factor_parts(ptrs, strides, batch, p, q, SHAPES, START, STOP, ACC, CONJ)
-        return embedded(real, imaginary)
+        return tl.where(row % 2 == column % 2, real, tl.where(column % 2 == 1, imaginary, -imaginary))
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Device functions for tiles of real or complex elements.
 
 A tile ``[M, N]`` of complex elements is held as real numbers ``[M, 2 * N]``: each element's real part and, right after it, its imaginary
-part. The product with a complex matrix ``[N, Q]`` is then a real product, with the matrix ``[2 * N, 2 * Q]`` of `embedded`. PARTS is the
-real numbers of an element: 1 or 2.
+part. The product with a complex matrix ``[N, Q]`` is then a real product, with a matrix ``[2 * N, 2 * Q]`` (`tiling.addresses.load_factor`).
+PARTS is the real numbers of an element: 1 or 2.
 
 Addresses count words. A complex number of two float32 is one word of 64 bits: a load of neighbours is as wide as it is for real numbers. One
 of two float64 is two words.
@@ -62,18 +62,6 @@ def store_elements(pointers, tile, mask, PARTS: tl.constexpr):
         else:
             tl.store(pointers, real.to(pointers.dtype.element_ty), mask=mask)
             tl.store(pointers + 1, imaginary.to(pointers.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def embedded(real, imaginary):
-    """The real matrix ``[2 * P, 2 * Q]`` that multiplies rows of parts as the complex ``[P, Q]`` multiplies rows of elements.
-
-    Its transpose is that of the conjugate transpose.
-    """
-    P: tl.constexpr = real.shape[0]
-    Q: tl.constexpr = real.shape[1]
-    pairs = tl.join(tl.join(real, -imaginary), tl.join(imaginary, real))  # [P, Q, part of the row, part of the column]
-    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (2 * P, 2 * Q))
 
 
 @triton.jit
