@@ -1,8 +1,8 @@
 """Derivatives of the two Kronecker operators, written once for every way of calling them.
 
 Both operators are linear in each argument, over the real numbers, so each derivative is a sum of calls of the two with one argument
-replaced. Of complex numbers the gradients follow torch's convention: dx is dy by the conjugate transpose, dF_i is linear in the conjugate of x.
-So no rule conjugates anything.
+replaced. Of complex numbers the gradients follow torch's convention: dx is dy by the conjugate transpose, dF_i is linear in the conjugate
+of x. So no rule conjugates anything.
 """
 
 from __future__ import annotations

@@ -116,8 +116,9 @@ class MatmulStep(NamedTuple):
 
         def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
             *given, alpha, beta = rest
+            factor = factor.conj() if is_conj else factor
             with torch_products(x, self.precision):
-                multiply_mode(x, factor.conj() if is_conj else factor, out, Epilogue(alpha, beta, given[0] if given else None), self.transposes)
+                multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None), self.transposes)
 
         build.call(run, operands, scalars=(alpha, beta))
 

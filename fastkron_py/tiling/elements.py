@@ -1,11 +1,11 @@
 """Device functions for tiles of real or complex elements.
 
 A tile ``[M, N]`` of complex elements is held as real numbers ``[M, 2 * N]``: each element's real part and, right after it, its imaginary
-part. The product with a complex matrix ``[N, Q]`` is then a real product, with a matrix ``[2 * N, 2 * Q]`` (`tiling.addresses.load_factor`).
-PARTS is the real numbers of an element: 1 or 2.
+part. The product with a complex matrix ``[N, Q]`` is then a real product, with a matrix ``[2 * N, 2 * Q]``
+(`tiling.addresses.load_factor`). PARTS is the real numbers of an element: 1 or 2.
 
-Addresses count words. A complex number of two float32 is one word of 64 bits: a load of neighbours is as wide as it is for real numbers. One
-of two float64 is two words.
+Addresses count words. A complex number of two float32 is one word of 64 bits: a load of neighbours is as wide as it is for real numbers.
+One of two float64 is two words.
 """
 
 import triton
@@ -66,7 +66,7 @@ def store_elements(pointers, tile, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def extracted(products, PARTS: tl.constexpr):
-    """The complex ``u^H g`` as ``[P, 2 * Q]``, of the products ``[2 * P, 2 * Q]`` of all parts of u's and g's columns; real ones as they are."""
+    """The complex ``u^H g`` as ``[P, 2 * Q]``, of the products ``[2 * P, 2 * Q]`` of all parts of u and g; real ones as they are."""
     if PARTS == 1:
         return products
     else:

@@ -77,7 +77,8 @@ def test_conjugate_views(conjugated: str, left: bool, dtype: torch.dtype, device
     factors = [drawn(dtype, device, 2, 2), drawn(dtype, device, 3, 3)]
     x = x.conj() if conjugated in ("x", "all") else x
     z = z.conj() if conjugated in ("z", "all") else z
-    factors = [f.conj() if conjugated in ("factors", "all") or (conjugated == "one factor" and i == 1) else f for i, f in enumerate(factors)]
+    which = {"factors": (0, 1), "all": (0, 1), "one factor": (1,)}.get(conjugated, ())
+    factors = [f.conj() if i in which else f for i, f in enumerate(factors)]
     inputs = [t.requires_grad_() for t in (x, *factors, z)]
     assert any(t.is_conj() for t in inputs)
     with fastkron_py.backend("triton"):

@@ -8,7 +8,6 @@ import torch
 
 from fastkron_py.runtime import device as devices
 
-
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 

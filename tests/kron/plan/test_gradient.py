@@ -78,7 +78,7 @@ def test_common_problems_take_few_passes():
 
 
 def test_nothing_spilling_is_fused():
-    """Two 64s in a chain spill, and so does a tile of eight slices of two 32s; 128 is too wide for one step. Complex ones are twice as wide."""
+    """Two 64s in a chain spill, and so does a tile of eight slices of two 32s; 128 is too wide for one step. Complex ones count twice."""
     assert not gradient.is_fused(gradient.Group(0, 1, 2), ((64, 64), (64, 64)), Numbers(4), True, HOPPER)
     assert gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4), True, HOPPER)
     assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4), False, HOPPER)
