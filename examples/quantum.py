@@ -109,12 +109,13 @@ def draw(path: Path, layers: list[Layer], n: int, times: dict[str, float], devic
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained", width_ratios=(2, 2, 1))
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained", width_ratios=(4, 4, 3))
     for t, layer in enumerate(layers):
         for gate in layer:
             left.plot([t] * gate.qubits, range(gate.qubit, gate.qubit + gate.qubits), "o-", color=f"C{2 - gate.qubits}", markersize=3)
     left.set(title=f"{sum(map(len, layers))} gates in {len(layers)} layers", xlabel="layer", ylabel="qubit")
     left.invert_yaxis()
+    left.yaxis.get_major_locator().set_params(integer=True)
     state = torch.zeros(2**n, dtype=torch.complex64, device=device)
     state[::PERIOD] = 1
     found = run(state / state.norm(), layers, n, by_mode_matmul).abs().square()
@@ -122,8 +123,7 @@ def draw(path: Path, layers: list[Layer], n: int, times: dict[str, float], devic
     middle.plot(torch.arange(len(bins)) / len(bins), bins)
     middle.set(title=f"transform of a state of period {PERIOD}", xlabel=f"k / 2^{n}", ylabel="probability")
     right.bar(list(times), [1e3 * s for s in times.values()], color=["C0", "0.6", "0.6"])
-    right.set(title=f"milliseconds, {n} qubits, {device.type}", yscale="log")
-    right.tick_params(axis="x", labelrotation=20)
+    right.set(title=f"milliseconds, {n} qubits, {device.type}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     print(f"wrote {path}")
