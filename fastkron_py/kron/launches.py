@@ -190,7 +190,7 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
     if config is None and not chain and is_narrow(parts * launch.p, parts * launch.q, itemsize):
         narrow = narrow_config(launch.p, launch.q, problem.dtype.itemsize, num_slices, after, gpu)
         return (_narrow(problem, elements, narrow, gpu),)
-    plain = elements | {"COMPUTE": compute, "PRECISION": precision}
+    plain = elements | {"COMPUTE": compute, "PRECISION": precision, "TURNED": problem.transposed or common["TAIL"]}
     configs: tuple[SingleConfig | ChainConfig, ...]
     if chain:
         plain |= _chain_constants(launch, batches)

@@ -117,11 +117,11 @@ def _fused_multiply_bwd_kernel(
         mask_s = slice_mask(first, i, num_slices, EVEN)
         mask_p, mask_q = mask_s[:, None] & valid_p[None, :], mask_s[:, None] & valid_q[None, :]
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)
-        g = load_elements(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask_q, PARTS)
+        g = load_elements(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask_q, PARTS, TAIL)
         g = tl.reshape(g, (BLOCK_S, QA, QB * PARTS)).to(COMPUTE)
         if NEED_A or NEED_B:
             u_rows = u_ptr + slice_offsets(u_strides, batch, sl, sj, sa)
-            u = load_elements(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask_p, PARTS)
+            u = load_elements(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask_p, PARTS, TAIL)
             u = tl.reshape(u, (BLOCK_S, PA, PB * PARTS)).to(COMPUTE)
         if CHAIN:
             g_transposed = swapped(g, BLOCK_S, QA, QB, PARTS)
@@ -147,7 +147,7 @@ def _fused_multiply_bwd_kernel(
                 dx *= scalar(alpha, ACC)
             dx_rows = dx_ptr + slice_offsets(dx_strides, batch, sl, sj, sa)
             dx_pointers = dx_rows[:, None] + p.to(tl.int64)[None, :] * dx_strides[3]
-            store_elements(dx_pointers, tl.reshape(dx, (BLOCK_S, P_TOTAL * PARTS)), mask_p, PARTS)
+            store_elements(dx_pointers, tl.reshape(dx, (BLOCK_S, P_TOTAL * PARTS)), mask_p, PARTS, TAIL)
     if NEED_A:
         _store_partial(partial_ptrs[0], tl.program_id(0).to(tl.int64), acc_a, SUMS_A, P_SIZES[0], Q_SIZES[0], PA, QA, PARTS)
     if NEED_B:

@@ -70,4 +70,4 @@ def _narrow_multiply_fwd_kernel(
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * y_strides[3]
         y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
-        store_elements(y_ptr + y_offsets, y, mask, PARTS)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, False)

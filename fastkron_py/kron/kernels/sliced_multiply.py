@@ -33,7 +33,7 @@ def epilogue_axpby(acc, alpha, beta, z_ptr, offsets, mask):
 @triton.jit
 def epilogue_axpby_complex(acc, alpha, beta, z_ptr, offsets, mask):
     """Scale by alpha and add beta * z, of complex elements."""
-    z = load_elements(z_ptr + offsets, mask, 2)
+    z = load_elements(z_ptr + offsets, mask, 2, False)
     return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
 
 
@@ -70,6 +70,7 @@ def _sliced_multiply_fwd_kernel(
     EPILOGUE: tl.constexpr,
     PARTS: tl.constexpr,  # real numbers of an element
     CONJ: tl.constexpr,  # the factors are conjugated
+    TURNED: tl.constexpr,  # neighbouring slices of y, not modes, are neighbours in memory
 ):
     """One factor of any size: a GEMM over slices, with a loop over P where it is wider than a block."""
     BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
@@ -88,11 +89,11 @@ def _sliced_multiply_fwd_kernel(
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_S, BLOCK_Q * PARTS), ACC)
         if RESIDENT:
-            x = load_slices(x_rows, mask_s, 0, x_strides[3], P, BLOCK_P, PARTS)
+            x = load_slices(x_rows, mask_s, 0, x_strides[3], P, BLOCK_P, PARTS, TAIL)
             acc = dot(x.to(COMPUTE), resident, acc, PRECISION)
         else:
             for first_p in range(0, P, BLOCK_P):
-                x = load_slices(x_rows, mask_s, first_p, x_strides[3], P, BLOCK_P, PARTS)
+                x = load_slices(x_rows, mask_s, first_p, x_strides[3], P, BLOCK_P, PARTS, TAIL)
                 f = load_factor(factor_ptrs, factor_strides, batch, first_p, first_q, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC, PARTS, CONJ)
                 acc = dot(x.to(COMPUTE), f.to(COMPUTE), acc, PRECISION)
         q = (first_q + tl.arange(0, BLOCK_Q)).to(tl.int64)[None, :]
@@ -100,7 +101,7 @@ def _sliced_multiply_fwd_kernel(
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q * y_strides[3]
         y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
-        store_elements(y_ptr + y_offsets, y, mask, PARTS)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, TURNED)
 
 
 @triton.jit
@@ -162,6 +163,7 @@ def _fused_multiply_fwd_kernel(
     EPILOGUE: tl.constexpr,
     PARTS: tl.constexpr,
     CONJ: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Several neighbouring modes at once: a tile of whole slices stays on chip through all steps.
 
@@ -185,7 +187,7 @@ def _fused_multiply_fwd_kernel(
         mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         mask = mask_s[:, None] & valid_p[None, :]
-        t = load_elements(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask, PARTS).to(ACC)
+        t = load_elements(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask, PARTS, TAIL).to(ACC)
         if not RESIDENT:
             f0 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS[0], ACC, PARTS, CONJ).to(COMPUTE)
             f1 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS[1], ACC, PARTS, CONJ).to(COMPUTE)
@@ -200,4 +202,4 @@ def _fused_multiply_fwd_kernel(
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * y_strides[3]
         y = EPILOGUE(y, alpha, beta, z_ptr, z_offsets, mask)
-        store_elements(y_ptr + y_offsets, y, mask, PARTS)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, TURNED)
