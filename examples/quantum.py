@@ -66,7 +66,8 @@ def by_bmm(state: Tensor, layer: Layer, n: int) -> Tensor:
     """One gate after the other, whose qubits are permuted to the end, and back."""
     for qubit, matrix in layer:
         moved = state.reshape(2**qubit, matrix.shape[0], -1).permute(0, 2, 1)
-        state = moved.bmm(matrix.expand(moved.shape[0], *matrix.shape)).permute(0, 2, 1)
+        rows = moved.reshape(1, -1, matrix.shape[0])  # a batch of one: many batches of few rows take longer
+        state = rows.bmm(matrix[None]).view(moved.shape).permute(0, 2, 1)
     return state
 
 
