@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import fastkron_py
+from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Case, Contender, register
 
 QUBITS = 24
-TOLERANCES = {"complex64": 2e-6, "complex128": 1e-14}
 FLOPS = 16  # of a gate, for an amplitude: two complex products and a sum each
 
 

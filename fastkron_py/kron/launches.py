@@ -23,7 +23,7 @@ from fastkron_py.kron.kernels.sliced_multiply import (
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
-from fastkron_py.kron.plan.plan import CHAIN_WIDTH, Launch
+from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.row_pair import row_pair_config, sides
 from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
@@ -197,9 +197,7 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
         configs = chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
     else:
         plain |= {"P": launch.p, "Q": launch.q}
-        configs = single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu)
-        if parts > 1:  # beside both halves of a wider factor, shared memory has no room for the parts of x
-            configs = tuple([c for c in configs if max(c.block_p, c.block_q) <= CHAIN_WIDTH])
+        configs = single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
     if isinstance(config, SingleConfig | ChainConfig):
         configs = (config, *configs)
     found = tuple([_plain(problem, plain, c, gpu) for c in configs])

@@ -13,7 +13,7 @@ from itertools import dropwhile
 from typing import TypeVar
 
 from fastkron_py.kron.plan.chained import ChainedConfig
-from fastkron_py.kron.plan.plan import CHAIN_TILE, Launch
+from fastkron_py.kron.plan.plan import CHAIN_TILE, CHAIN_WIDTH, Launch
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
@@ -52,9 +52,12 @@ def chain_shared_memory(config: ChainConfig, launch: Launch, itemsize: int) -> i
     return config.block_s * launch.tile_width * itemsize * (config.num_stages - 1 + halves) + factors
 
 
-def single_shared_memory(config: SingleConfig, itemsize: int) -> int:
-    """Bytes of a program, at most: blocks of slices that are loaded ahead, one that changes its layout, and the factor's."""
-    slices = config.block_s * config.block_p * (config.num_stages - 1) + config.block_s * max(config.block_p, config.block_q)
+def single_shared_memory(config: SingleConfig, itemsize: int, parts: int = 1) -> int:
+    """Bytes of a program, at most: blocks of slices that are loaded ahead, those that change their layout, and the factor's.
+
+    One changes its layout, and of complex numbers a second one.
+    """
+    slices = config.block_s * config.block_p * (config.num_stages - 1) + parts * config.block_s * max(config.block_p, config.block_q)
     return (slices + config.block_p * config.block_q * _halves(itemsize)) * itemsize
 
 
@@ -107,7 +110,7 @@ def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, 
     return _fitting(configs, lambda config: chain_shared_memory(config, launch, itemsize), gpu)
 
 
-def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> tuple[SingleConfig, ...]:
+def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU, parts: int = 1) -> tuple[SingleConfig, ...]:
     """Blocks for a single step p x q that fit the GPU, the preferred ones first, then others that need less shared memory.
 
     Args:
@@ -116,8 +119,12 @@ def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> 
         itemsize: bytes of a real number.
         num_slices: slices there are in all.
         gpu: where it runs.
+        parts: real numbers of an element.
     """
-    return _fitting(_single_configs(p, q, itemsize, num_slices, gpu), lambda config: single_shared_memory(config, itemsize), gpu)
+    configs = _single_configs(p, q, itemsize, num_slices, gpu)
+    if parts > 1 and max(padded(p), padded(q)) > CHAIN_WIDTH:
+        configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
+    return _fitting(configs, lambda config: single_shared_memory(config, itemsize, parts), gpu)
 
 
 def _single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> tuple[SingleConfig, ...]:

@@ -78,13 +78,14 @@ def test_padded(size, expected):
 @given(
     p=st.integers(1, 600),
     q=st.integers(1, 600),
-    itemsize=st.sampled_from([2, 4, 8]),
+    numbers=st.sampled_from(NUMBERS),
     num_slices=st.integers(1, 2**40),
     gpu=st.sampled_from(GPUS),
 )
-def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices, gpu):
-    for config in single_configs(p, q, itemsize, num_slices, gpu):
-        assert single_shared_memory(config, itemsize) <= gpu.shared_memory
+def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, numbers, num_slices, gpu):
+    itemsize, parts = numbers
+    for config in single_configs(parts * p, parts * q, itemsize, num_slices, gpu, parts):
+        assert single_shared_memory(config, itemsize, parts) <= gpu.shared_memory
         for block in (config.block_s, config.block_p, config.block_q):
             assert block >= 16
             assert block & (block - 1) == 0
