@@ -24,16 +24,15 @@ from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
 from fastkron_py.kron.launches import parts_of, passes_of, run_of
-from fastkron_py.kron.matmul import factor_gradient
+from fastkron_py.kron.matmul_step import BY_TORCH, add_gradient
 from fastkron_py.kron.plan.gradient import GradientConfig, Group, Numbers, gradient_config, gradient_plan
-from fastkron_py.kron.plan.gradient_order import best_order
+from fastkron_py.kron.plan.gradient_order import Whole, best_order
 from fastkron_py.kron.plan.wide import best_gradient_algorithm
 from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
@@ -133,21 +132,14 @@ class _Fused:
 class _Matmul:
     """The gradient of a wide factor by torch's matrix products."""
 
-    def __init__(self, problem: GradientProblem, transposes: bool) -> None:
+    def __init__(self, problem: GradientProblem, algorithm: str) -> None:
         ((self.p, self.q),), (self.batches, _, _, self.after) = problem.factor_shapes, problem.around
-        self.precision, self.transposes, self.dtype = problem.precision, transposes, problem.gradient_dtype
+        self.precision, self.algorithm, self.dtype = problem.precision, algorithm, problem.gradient_dtype
 
     def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """``[dF]``."""
-        operands = [build.reshape(t, (self.batches, -1, size, self.after)) for t, size in ((u, self.p), (g, self.q))]
-
-        def run(u: Tensor, g: Tensor, alpha: float) -> Tensor:
-            u = u.conj() if u.is_complex() else u
-            with torch_products(u, self.precision):
-                return factor_gradient(u, g, alpha, self.transposes, self.dtype)
-
-        made = describe((self.batches, self.p, self.q), self.dtype)
-        return [build.call(run, operands, made, scalars=(alpha if isinstance(alpha, Scalar) else 1.0,))]
+        u, g = (build.reshape(t, (self.batches, -1, size, self.after)) for t, size in ((u, self.p), (g, self.q)))
+        return [add_gradient(build, u, g, alpha, self.algorithm, self.precision, self.dtype)]
 
 
 class _Wide:
@@ -214,7 +206,7 @@ def _add_single(
         return [None if df is None else df.mT]
     chained = chained_launch(problem)
     algorithm = "chained" if chained is not None else best_gradient_algorithm(problem.mode, kernels.has_wide(problem.device, problem.dtype))
-    single = _Matmul(problem, algorithm == "transposing") if algorithm in ("matmul", "transposing") else _Wide(problem, algorithm, chained)
+    single = _Matmul(problem, algorithm) if algorithm in BY_TORCH else _Wide(problem, algorithm, chained)
     return single.add(build, u, g, factors, alpha)
 
 
@@ -266,9 +258,8 @@ def add_backward(
     groups = _groups(ps, qs, need_factors, numbers_of(x.dtype), x.shape[0] * x.shape[1], x.shape[3], gpu)
     order = list(range(count))
     if all(need_factors):
-        itemsize, parts = numbers_of(x.dtype)
-        rows, passes = parts * (math.prod(x.shape) // math.prod(ps)), parts * passes_of(x.dtype, precision)
-        groups, order = best_order(groups, shapes, rows, itemsize, passes, gpu)
+        whole = Whole(tuple(shapes), x.shape[0] * x.shape[1], x.shape[3], numbers_of(x.dtype), passes_of(x.dtype, precision))
+        groups, order = best_order(groups, whole, gpu)
     state = Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision, order, dtype)
     needed = [need_factors[i] for i in order]
     for i, group in enumerate(groups):

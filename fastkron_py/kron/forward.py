@@ -13,7 +13,7 @@ from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
-from fastkron_py.kron.matmul import Epilogue, multiply_mode
+from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.wide import best_algorithm, has_choice
 from fastkron_py.kron.scale import PLAIN, Scale
@@ -21,8 +21,6 @@ from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
-from fastkron_py.runtime.precision import torch_products
-from fastkron_py.runtime.program import Scalar
 
 
 def is_mergeable(t: Tensor) -> bool:
@@ -79,50 +77,6 @@ class MultiplyLaunch(NamedTuple):
         build.launch(self.launcher, (x, tuple(factors[self.start : self.stop]), y if z is None else z, y), (scale.alpha, scale.beta))
 
 
-class MatmulStep(NamedTuple):
-    """One mode of a multiply by torch's matrix products.
-
-    Attributes:
-        start: its factor.
-        stop: one past it.
-        shape: of its result.
-        after: elements after the mode.
-        transposes: whether the mode is transposed to be the last.
-        precision: of float32 products.
-        final: whether it is the last one, which scales.
-        fell_back: as of a `MultiplyLaunch`.
-    """
-
-    start: int
-    stop: int
-    shape: tuple[int, int, int, int]
-    after: int
-    transposes: bool
-    precision: str
-    final: bool
-    fell_back: bool = False
-
-    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
-        """Add it to a program, from x to y."""
-        factor = factors[self.start]
-        is_conj = factor.is_conj()
-        groups, p, q = factor.shape
-        out = y.view(groups, -1, q, self.after)
-        operands = [build.reshape(x, (groups, -1, p, self.after)), factor, out]
-        if z is not None:
-            operands.append(build.reshape(z, out.shape))
-        alpha = scale.alpha if self.final and isinstance(scale.alpha, Scalar) else 1.0
-        beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
-
-        def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
-            *given, alpha, beta = rest
-            factor = factor.conj() if is_conj else factor
-            with torch_products(x, self.precision):
-                multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None), self.transposes)
-
-        build.call(run, operands, scalars=(alpha, beta))
-
-
 Planned = MultiplyLaunch | MatmulStep | GemmStep
 
 
@@ -177,7 +131,7 @@ def launch_problem(
 
 
 def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bool) -> str:
-    """The algorithm of a launch of the closed form: "kernels", torch's "matmul" or "transposing", or "gemm"; the final one adds z."""
+    """The algorithm of a launch of the closed form: "kernels", "gemm", or one of `BY_TORCH`; the final one adds z."""
     if launch.stop - launch.start > 1:
         return "kernels"
     groups, rows, _, _ = problem.shape
@@ -186,7 +140,7 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     if not has_choice(mode, problem.stop - problem.start == 1, launch.kernel == "chained"):
         return "kernels"
     found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
-    return found if found in ("matmul", "transposing", "gemm") else "kernels"
+    return found if found == "gemm" or found in BY_TORCH else "kernels"
 
 
 def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:
@@ -223,7 +177,7 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
         elif algorithms[i] == "kernels":
             found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, configs[i]))))
         else:
-            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i] == "transposing", problem.precision, final))
+            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i], problem.precision, final))
         x = y
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -56,11 +57,9 @@ def parts_of(dtype: torch.dtype) -> int:
     return 2 if dtype.is_complex else 1
 
 
-def in_words(strides: _Strides, dtype: torch.dtype) -> _Strides:
+def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     """Strides as kernels take them (`tiling.elements`): an element is one word, or two of float64."""
-    count = 2 if dtype == torch.complex128 else 1
-    batch, row, before, mode, after = strides
-    return batch * count, row * count, before * count, mode * count, after * count
+    return tuple([2 * stride for stride in strides]) if dtype == torch.complex128 else tuple(strides)
 
 
 def passes_of(dtype: torch.dtype, precision: str) -> int:

@@ -42,51 +42,35 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
         torch.bmm(a, b, out=out)
 
 
-def multiply_mode(x: Tensor, factor: Tensor, out: Tensor, epilogue: Epilogue, transposes: bool) -> None:
-    """Multiply a mode.
-
-    In place, it is one product where it is the last, else one for each of n. Where a narrow tail would make these slow, the mode is
-    transposed to be the last, and back.
+def multiply_mode(x: Tensor, factor: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
+    """Multiply a mode in place: one product where it is the last, else one for each of n.
 
     Args:
         x: ``[B, n, P, after]``, rows of any stride.
         factor: ``[B, P, Q]``, any strides.
-        out: ``[B, n, Q, after]``, contiguous.
+        out: ``[B, n, Q, after]``, whose rows are contiguous.
         epilogue: applied to the product; z is like out, of any strides.
-        transposes: whether the mode is transposed to be the last.
     """
     groups, count, p, after = x.shape
-    q = factor.shape[2]
-    z = epilogue.z
     if after == 1:
         product(x[..., 0], factor, out[..., 0], epilogue)
-    elif transposes:
-        rows = x.new_empty(groups, count * after, q)
-        product(x.mT.reshape(groups, count * after, p), factor, rows, Epilogue(epilogue.alpha))
-        out.copy_(rows.view(groups, count, after, q).mT)
-        if z is not None:
-            out.add_(z, alpha=epilogue.beta)
-    else:
-        for i in range(groups):
-            part = epilogue if z is None else epilogue._replace(z=z[i])
-            product(factor[i].mT.expand(count, q, p), x[i], out[i], part)
+        return
+    for i in range(groups):
+        part = epilogue if epilogue.z is None else epilogue._replace(z=epilogue.z[i])
+        product(factor[i].mT.expand(count, factor.shape[2], p), x[i], out[i], part)
 
 
-def factor_gradient(u: Tensor, g: Tensor, alpha: float, transposes: bool, dtype: torch.dtype) -> Tensor:
+def factor_gradient(u: Tensor, g: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
     """The gradient ``[B, P, Q]`` of a factor.
 
     Args:
         u: the mode's input ``[B, n, P, after]``, rows of any stride.
         g: the gradient of its result, ``[B, n, Q, after]``.
         alpha: scales the gradient.
-        transposes: whether both are transposed so that the mode is the last: one product then sums over all of n.
         dtype: of the gradient: that of u, or float32 beside a half dtype.
     """
     groups, count, p, after = u.shape
     q = g.shape[2]
-    if transposes:
-        u, g = (t.mT.reshape(groups, count * after, -1, 1) for t in (u, g))
-        count, after = count * after, 1
     if after == 1:
         a, b = u[..., 0].mT, g[..., 0]
     elif count == 1:

@@ -79,7 +79,7 @@ def rounded(y: Tensor, step: float, kind: str) -> tuple[Tensor, Tensor]:
     """(Values, scales) of rows, by torch's operations; ties go to even."""
     y = y.float()
     largest = y.abs().amax(-1, keepdim=True) + (y * 0.0).sum(-1, keepdim=True)
-    scales = torch.where(largest == 0, 1.0, largest * step)
+    scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny))
     v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
     if kind == "float8_e4m3fn":
         return v.to(torch.float8_e4m3fn), scales

@@ -45,8 +45,21 @@ def load_parts(pointers, mask, TURNED: tl.constexpr = False):
 
 @triton.jit
 def joined(real, imaginary):
-    """``[M, 2 * N]`` of parts ``[M, N]``."""
-    return tl.reshape(tl.join(real, imaginary), (real.shape[0], 2 * real.shape[1]))
+    """``[M, 2 * N]`` of parts ``[M, N]``; ``[L, M, 2 * N]`` of ``[L, M, N]``."""
+    pairs = tl.join(real, imaginary)
+    if len(real.shape) == 3:
+        return tl.reshape(pairs, (real.shape[0], real.shape[1], 2 * real.shape[2]))
+    else:
+        return tl.reshape(pairs, (real.shape[0], 2 * real.shape[1]))
+
+
+@triton.jit
+def separated(tile):
+    """The (real, imaginary) parts of a tile."""
+    if len(tile.shape) == 3:
+        return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2] // 2, 2)))
+    else:
+        return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
 
 
 @triton.jit
@@ -65,7 +78,7 @@ def store_elements(pointers, tile, mask, PARTS: tl.constexpr, TURNED: tl.constex
     if PARTS == 1:
         tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=mask)
     else:
-        real, imaginary = tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+        real, imaginary = separated(tile)
         if pointers.dtype.element_ty == tl.int64:
             low = real.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
             high = imaginary.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32

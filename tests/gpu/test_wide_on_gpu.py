@@ -29,7 +29,7 @@ SHAPES = {
     "long": (1, 4, (3000, 4), (140, 4), 1),
     "few tiles": (1, 40, (1500,), (300,), 1),
 }
-ALGORITHMS = ("wgmma", "matmul", "transposing", "looped")
+ALGORITHMS = ("wgmma", "matmul", "copying", "looped")
 
 
 def by_factors(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
@@ -46,7 +46,11 @@ def choose(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
-    [*[(algorithm, torch.float32) for algorithm in ALGORITHMS], ("wgmma", torch.bfloat16), ("wgmma", torch.float16)],
+    [
+        *[(algorithm, torch.float32) for algorithm in ALGORITHMS],
+        *[(a, torch.bfloat16) for a in ("wgmma", "copying")],
+        ("wgmma", torch.float16),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -122,6 +122,19 @@ def test_rows_that_are_not_finite_have_no_scale(shapes: list[tuple[int, int]], k
     assert_nearest(Quantized(found.values[1::2], found.scales[1::2]), wanted[1::2], torch.bfloat16, kind)
 
 
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiny_rows(dtype: torch.dtype, kind: Any, backend_name: str, device: torch.device) -> None:
+    """A scale is a normal number: half of it is the error at most, where the row's own would be smaller."""
+    shapes = SHAPES["a launch"]
+    x = torch.full((2, 64 * 32), 2.0**-126, device=device, dtype=dtype)
+    x[1] = 2.0**-120
+    factors = [torch.eye(p, device=device, dtype=dtype) for p, _ in shapes]
+    found = kron_quantize(x, factors, kind)
+    assert (found.scales >= 2.0**-126).all()
+    assert ((found.dequantize().double() - x.double()).abs() <= 0.501 * found.scales.double()).all()
+
+
 def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
     x, factors, wanted = problem(SHAPES["padded"], torch.float16, device, (2, 3))
     for given in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.shape[-1]]):

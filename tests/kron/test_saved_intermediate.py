@@ -43,6 +43,7 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
         return cut
 
     monkeypatch.setattr(plan, "LEAST_BYTES", 0)
+    monkeypatch.setattr(plan, "WORTH", 10.0)
     monkeypatch.setattr(saved_intermediate, "find_cut", noted)
     CACHE.forget()
     with fastkron_py.backend("triton"):
@@ -148,7 +149,7 @@ def test_where_x_would_be_copied(device: torch.device, cuts: list[Cut]) -> None:
         (((4, 12), (512, 2)), 1 << 14, Cut(1, True)),
         (((512, 2), (4, 12)), 1 << 14, Cut(1, False)),
         (((512, 512), (4, 4)), 1 << 14, None),  # nothing narrows x
-        (((512, 128), (4, 4)), 1 << 14, None),  # by 4 only
+        (((512, 200), (4, 4)), 1 << 14, None),  # by less than 4
         (((8, 1), (8, 8)), 1 << 17, None),  # one launch has both gradients
         (((512, 2),), 1 << 14, None),
     ],

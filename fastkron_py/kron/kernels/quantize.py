@@ -9,26 +9,29 @@ import triton.language as tl
 
 from fastkron_py.tiling.addresses import scalar
 
-_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and subtracted, it rounds to the nearest integer, ties to even
+# 1.5 * 2^23: added, it rounds to the nearest integer, ties to even, whose two's complement is the low half of the sum's bits.
+_ROUNDING = tl.constexpr(12582912.0)
+_INFINITY = tl.constexpr(0x7F800000)  # its bits
+_LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
 def largest_of(y):
-    """The largest absolute value; NaN where there is a NaN or an infinity: such a row has no scale."""
-    largest = tl.max(tl.max(tl.abs(y), 1), 0)
-    return largest + tl.sum(tl.sum(y * 0.0, 1), 0)
+    """The bits of the largest absolute value, whose order is that of the values: infinities and NaN are the largest."""
+    return tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
 
 
 @triton.jit
 def scale_of(largest, alpha):
-    """The scale of a row, 1 for a row of zeros."""
-    return tl.where(largest == 0.0, 1.0, largest * scalar(alpha, tl.float32))
+    """The scale of a row: 1 for zeros, NaN where an element is not finite, and a normal number, which has an inverse, otherwise."""
+    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * scalar(alpha, tl.float32), _LEAST)
+    return tl.where(largest >= _INFINITY, float("nan"), tl.where(largest == 0, 1.0, scale))
 
 
 @triton.jit
 def store_values(y, scale, out_ptr, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
     """Store ``y / scale``, a tile of columns from start on, as the format of out_ptr, ``[ROWS, COLUMNS]`` contiguous."""
-    v = y / scale
+    v = tl.where(scale == scale, y * (1.0 / scale), 0.0)
     R: tl.constexpr = v.shape[0]
     C: tl.constexpr = v.shape[1]
     row = tl.arange(0, R)[:, None]
@@ -51,9 +54,7 @@ def store_values(y, scale, out_ptr, start, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def _rounded(v, most):
-    v = tl.minimum(tl.maximum(v, -most), most)
-    v = tl.where(v == v, v, 0.0)  # of a row without a scale
-    return ((v + _ROUNDING) - _ROUNDING).to(tl.int32)
+    return (tl.minimum(tl.maximum(v, -most), most) + _ROUNDING).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["alpha"])
@@ -67,12 +68,10 @@ def _quantize_rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
-    largest = 0.0
+    largest = 0
     for start in range(0, N, BLOCK):
         y = tl.load(y_ptr + row * N + start + column, mask=start + column < N, other=0.0).to(tl.float32)
-        # A comparison with NaN is false, which a maximum would not keep.
-        found = largest_of(y)
-        largest = tl.where(found <= largest, largest, found) + largest * 0.0
+        largest = tl.maximum(largest, largest_of(y))
     scale = scale_of(largest, alpha)
     tl.store(scales_ptr + row, scale)
     STORED: tl.constexpr = N // 2 if out_ptr.dtype.element_ty == tl.uint8 else N

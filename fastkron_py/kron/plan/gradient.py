@@ -119,19 +119,30 @@ def _whole_run(after: int) -> int:
     return after & -after
 
 
-def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, numbers: Numbers, overhead: float) -> float:
-    """Modelled time of a group, in units of moving one element once: its traffic, and work on chip that hides badly.
+def fused_cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, numbers: Numbers) -> float:
+    """Modelled time of a fused kernel, in units of moving one element once: its traffic, and work on chip that hides badly.
 
-    Computing the group's input u again, which is a multiply, is counted with it.
+    Args:
+        group: its factors.
+        shapes: (P, Q) of all factors.
+        outside: slices, or these over some number that the result is over as well.
+        after: neighbours that a slice's elements stand among.
+        numbers: of the problem.
     """
+    mine = shapes[group.start : group.stop]
+    u, g = outside * math.prod(p for p, _ in mine), outside * math.prod(q for _, q in mine)
+    run, held = _whole_run(after), outside * tile_width(group, shapes, numbers.parts) / numbers.parts
+    scattered = 1.0 if after == 1 or run >= 4 * numbers.sector else 1.15 if run >= numbers.sector else 1.6
+    return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * held
+
+
+def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, numbers: Numbers, overhead: float) -> float:
+    """Modelled time of a group, in the same units; its input u is computed again, which is a multiply."""
     mine = shapes[group.start : group.stop]
     u, g = outside * math.prod(p for p, _ in mine), outside * math.prod(q for _, q in mine)
     if not group.fused:
         return 2.2 * (u + g) + 2 * u + 2 * overhead
-    held = outside * tile_width(group, shapes, numbers.parts) / numbers.parts
-    run = _whole_run(after)
-    scattered = 1.0 if after == 1 or run >= 4 * numbers.sector else 1.15 if run >= numbers.sector else 1.6
-    return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * held + 2 * u + overhead
+    return fused_cost(group, shapes, outside, after, numbers) + 2 * u + overhead
 
 
 def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], numbers: Numbers, last: bool, gpu: GPU) -> list[Group]:

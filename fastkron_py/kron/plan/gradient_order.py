@@ -8,13 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from fastkron_py.kron.plan.gradient import Group
+from fastkron_py.kron.plan.gradient import Group, Numbers, fused_cost
+from fastkron_py.kron.plan.wide import Mode, gradient_times, multiply_seconds
 from fastkron_py.runtime.gpu import GPU
 
-_SHARE: Final = 0.5  # of a GPU's rate that a wide factor's products reach
-_WORTH: Final = 0.9  # of the time of the order in memory, whose neighbours are multiplied in fewer launches
+_FUSED: Final = 0.6  # of `fused_cost`, which a launch takes on an H200
+_WORTH: Final = 0.95  # of the time of the order in memory, whose neighbours are multiplied in fewer launches
+
+
+class Whole(NamedTuple):
+    """A multiply in canonical form.
+
+    Attributes:
+        shapes: (P, Q) of the factors.
+        rows: L.
+        columns: R.
+        numbers: of x.
+        passes: over the tensor cores; 3 for float32 as such.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    rows: int
+    columns: int
+    numbers: Numbers
+    passes: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return math.prod(self.numbers)
 
 
 def _size(group: Group, shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -23,55 +47,58 @@ def _size(group: Group, shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return math.prod(p for p, _ in mine), math.prod(q for _, q in mine)
 
 
-def seconds(groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU) -> float:
+def seconds(groups: Sequence[Group], whole: Whole, gpu: GPU) -> float:
     """Modelled time of a backward pass that takes groups in this order.
 
     Args:
-        groups: all of them.
-        shapes: (P, Q) of the factors.
-        rows: number of products that share the factors, times columns, times the real numbers of an element.
-        itemsize: bytes of a real number.
-        passes: over the tensor cores; 3 for float32 as such; times the real numbers of an element.
+        groups: all of them, whose factors' numbers are those in memory.
+        whole: the multiply.
         gpu: where it runs.
     """
-    rate = gpu.rate(itemsize) / passes * _SHARE
-    total, width = 0.0, float(rows * math.prod(q for _, q in shapes))  # of dy
+    total, widths, (itemsize, parts) = 0.0, [q for _, q in whole.shapes], whole.numbers  # of dy
     for i, group in enumerate(groups):
-        p, q = _size(group, shapes)
-        before, width = width, width / q * p
-        one = max((before + width) * itemsize / gpu.bandwidth, 0.0 if group.fused else 2.0 * before * p / rate)
-        # dx and the factors' gradients, in one launch where they are fused; all groups but the first are multiplied to x again.
-        total += one * ((1 if group.fused else 2) + (i > 0))
+        mine = slice(group.start, group.stop)
+        runs, after = whole.rows * math.prod(widths[: group.start]), math.prod(widths[group.stop :]) * whole.columns
+        p, q = _size(group, whole.shapes)
+        mode = Mode(1, runs, after, parts * p, parts * q, itemsize, whole.passes, gpu)
+        if group.fused:
+            moved = fused_cost(group, whole.shapes, mode.slices, after, whole.numbers) * whole.itemsize / gpu.bandwidth
+            total += _FUSED * moved + (mode.traffic() if i else 0.0)
+        else:
+            total += _alone_seconds(mode, i > 0, gpu.has_wgmma and whole.itemsize < 8)
+        widths[mine] = [p for p, _ in whole.shapes[mine]]
     return total
 
 
-def _orders(
-    groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU
-) -> list[tuple[float, list[Group]]]:
+def _alone_seconds(mode: Mode, is_applied: bool, has_wgmma: bool) -> float:
+    """Modelled time of a wide factor: dx, its gradient, and its multiply to x if the group ahead of it wants that."""
+    dx = multiply_seconds(mode._replace(p=mode.q, q=mode.p), has_wgmma)
+    return min(gradient_times(mode, has_wgmma).values()) + dx + (multiply_seconds(mode, has_wgmma) if is_applied else 0.0)
+
+
+def _orders(groups: Sequence[Group], whole: Whole, gpu: GPU) -> list[tuple[float, list[Group]]]:
     """Orders with their times; the order in memory is the first."""
 
     def growth(group: Group) -> float:
-        p, q = _size(group, shapes)
+        p, q = _size(group, whole.shapes)
         return q / p
 
     falling = sorted(groups, key=growth, reverse=True)
     orders = [list(groups), *([first, *[g for g in falling if g is not first]] for first in groups)]
-    return [(seconds(order, shapes, rows, itemsize, passes, gpu), order) for order in orders]
+    return [(seconds(order, whole, gpu), order) for order in orders]
 
 
-def least_seconds(groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU) -> float:
+def least_seconds(groups: Sequence[Group], whole: Whole, gpu: GPU) -> float:
     """Modelled time of the best order; arguments as of `seconds`."""
-    return min(cost for cost, _ in _orders(groups, shapes, rows, itemsize, passes, gpu))
+    return min(cost for cost, _ in _orders(groups, whole, gpu))
 
 
-def best_order(
-    groups: Sequence[Group], shapes: Sequence[tuple[int, int]], rows: int, itemsize: int, passes: int, gpu: GPU
-) -> tuple[list[Group], list[int]]:
+def best_order(groups: Sequence[Group], whole: Whole, gpu: GPU) -> tuple[list[Group], list[int]]:
     """Groups in the order of least modelled time, and the factors' numbers in that order; the groups count factors in it.
 
     Arguments are those of `seconds`, with groups in the order in memory.
     """
-    timed = _orders(groups, shapes, rows, itemsize, passes, gpu)
+    timed = _orders(groups, whole, gpu)
     least, order = min(timed, key=lambda pair: pair[0])
     if least >= _WORTH * timed[0][0]:
         order = timed[0][1]

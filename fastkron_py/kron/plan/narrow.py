@@ -24,6 +24,8 @@ GRADIENT_WIDTH: Final = 8
 GRADIENT_ELEMENTS: Final = {2: 16, 4: 32, 8: 32}
 GRADIENT_SUMS: Final = 16  # of a thread, at least those of one slice
 THREADS: Final = 128
+# Slices that are runs of memory are walked by a thread each, and a sector of several elements stays near for them all.
+NEAR_BYTES: Final = 16384
 MOST_SLICES: Final = 1024
 PROGRAMS_PER_SM: Final = 8
 
@@ -70,7 +72,8 @@ def narrow_config(p: int, q: int, itemsize: int, num_slices: int, after: int, gp
     most = min(MOST_SLICES, _spread(num_slices, 2 * gpu.multiprocessors))
     block_s, run = _vectors(after, itemsize, block_q, most)
     if run == 1:
-        block_s = min(TILE // block_q, most)
+        near = NEAR_BYTES // (p * itemsize) if after == 1 else most
+        block_s = max(THREADS, min(TILE // block_q, most, 1 << near.bit_length() - 1))
     return NarrowConfig(block_s, run, block_q, min(p, WIDTH), THREADS // 32, PROGRAMS_PER_SM)
 
 

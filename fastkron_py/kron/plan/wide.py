@@ -51,13 +51,16 @@ _MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take: it spl
 # Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
 _UNALIGNED: Final = 4.5
 _ODD: Final = 7.0
-_TRANSPOSED: Final = {2: 12.0, 4: 7.0, 8: 4.0}  # passes' time that a transposition by torch and one back take,
-_BOTH_TRANSPOSED: Final = {2: 5.0, 4: 4.0, 8: 3.0}  # and those of both operands of a gradient
-# Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum; two share a multiprocessor.
-_TILE: Final = 1.3e-6
+_COPIES: Final = 2.2  # passes' time that copies of the operand and of the result take,
+_GRADIENT_COPIES: Final = 2.4  # and those of both operands of a gradient,
+_GRADIENT_PRODUCT: Final = 1.5  # whose product takes this many times its operations' time
+# Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum. Two share a multiprocessor, which
+# gains nothing where rows do not begin on 16 bytes.
+_TILE: Final = {2: 1.3e-6, 4: 1.3e-6, 8: 2.2e-6}
 _TILE_TERM: Final = {2: 5e-9, 4: 2e-8, 8: 5e-8}
-_TILE_TERM_UNALIGNED: Final = 3.5e-8  # of half types
-_DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch
+_TILE_TERM_UNALIGNED: Final = 3.2e-8  # of half types
+_DOUBLE_TERM: Final = 7.5e-9  # seconds that each term of a tile's sum in float64 takes torch in a gradient,
+_DOUBLE_PRODUCT_TERM: Final = 1.2e-8  # and in other products
 _LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
 # Seconds that the plain kernel takes at least for a factor of more than ALONE rows or columns, by bytes of an element: it waits for its
 # first tile, and in three-pass TF32 for its instructions. A multiply of less traffic chooses among the algorithms as well.
@@ -204,7 +207,8 @@ def _filled(size: int, block: int) -> float:
 
 def _slowdown(mode: Mode) -> float:
     """Times that torch's products take by the alignment of rows, on which those of half types depend most."""
-    widths = (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.q)
+    # A factor is copied to rows that are aligned, over P or Q.
+    widths = (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.p if mode.p % 8 == 0 else mode.q)
     if mode.itemsize > 2 or all(width % 8 == 0 for width in widths):
         return 1.0
     return _ODD if any(width % 2 for width in widths) else _UNALIGNED
@@ -215,8 +219,8 @@ def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) 
     if count == 1:
         return 0.0  # one product, whose sum torch splits
     tiles = count * _ceil(height, 128) * _ceil(width, 128)
-    term = _TILE_TERM[mode.itemsize] if _slowdown(mode) == 1 else _TILE_TERM_UNALIGNED
-    return max(1.0, tiles / (2 * mode.gpu.multiprocessors)) * (_TILE + terms * term)
+    shared, term = (2, _TILE_TERM[mode.itemsize]) if _slowdown(mode) == 1 else (1, _TILE_TERM_UNALIGNED)
+    return max(1.0, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE[mode.itemsize] + terms * term)
 
 
 def matmul_seconds(mode: Mode) -> float:
@@ -226,6 +230,8 @@ def matmul_seconds(mode: Mode) -> float:
         tile = _TORCH_TILE[mode.itemsize]
         tiles = _ceil(mode.slices, tile) * _ceil(mode.q, tile) * mode.batches
         work *= min(_MOST_IDLE, _ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles)
+        if mode.itemsize == 8:
+            work = max(work, mode.p * _DOUBLE_PRODUCT_TERM)
     else:
         work = max(work / _filled(mode.after, 32), _batch_seconds(mode, mode.batches * mode.runs, mode.q, mode.after, mode.p))
     return max(work, mode.traffic()) + _LAUNCH + (mode.result_seconds(2) if mode.adds else 0.0)  # a copy of z
@@ -245,9 +251,20 @@ def gemm_seconds(mode: Mode) -> float:
     return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + _LAUNCH
 
 
-def transposing_seconds(mode: Mode) -> float:
-    """Seconds of a transposition, one matrix product, and a transposition back."""
-    return matmul_seconds(mode._replace(runs=mode.slices, after=1)) + mode.traffic(_TRANSPOSED[mode.itemsize]) + 2 * _LAUNCH
+def takes_copies(mode: Mode) -> bool:
+    """Whether copies may be worth their time: one product of all slices for many, or rows that begin on 16 bytes."""
+    return mode.after > 1 or _slowdown(mode) > 1
+
+
+def _aligned(mode: Mode) -> Mode:
+    """The multiply of copies, with the mode last."""
+    p, q = (_ceil(width, 8) * 8 if mode.itemsize == 2 else width for width in (mode.p, mode.q))
+    return mode._replace(runs=mode.slices, after=1, p=p, q=q, adds=False)
+
+
+def copying_seconds(mode: Mode) -> float:
+    """Seconds of a copy of the operand with the mode last, of the factor, of one product, and of the result's copy."""
+    return matmul_seconds(_aligned(mode)) + max(mode.traffic(_COPIES), 2 * _LAUNCH) + _LAUNCH
 
 
 def looped_seconds(mode: Mode) -> float:
@@ -275,7 +292,19 @@ def chained_seconds(mode: Mode) -> float:
 
 
 def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
-    """The fastest algorithm that multiplies a mode: "chained", "wgmma", "matmul", "gemm", "transposing" or "looped".
+    """The fastest of `multiply_times`, whose arguments are the same."""
+    times = multiply_times(mode, has_wgmma, is_chained)
+    return min(times, key=times.__getitem__)
+
+
+@lru_cache(maxsize=4096)
+def multiply_seconds(mode: Mode, has_wgmma: bool) -> float:
+    """The least of `multiply_times`."""
+    return min(multiply_times(mode, has_wgmma).values())
+
+
+def multiply_times(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> dict[str, float]:
+    """Seconds of each algorithm that multiplies a mode: "chained", "wgmma", "matmul", "gemm", "copying" or "looped".
 
     Args:
         mode: the multiply.
@@ -289,9 +318,9 @@ def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str
         times["matmul"] = matmul_seconds(mode)
     if mode.adds and takes_gemm(mode):
         times["gemm"] = gemm_seconds(mode)
-    if mode.after > 1:
-        times["transposing"] = transposing_seconds(mode)
-    return min(times, key=times.__getitem__)
+    if takes_copies(mode):
+        times["copying"] = copying_seconds(mode)
+    return times
 
 
 def best_gradient_algorithm(mode: Mode, has_wgmma: bool) -> str:
@@ -301,7 +330,7 @@ def best_gradient_algorithm(mode: Mode, has_wgmma: bool) -> str:
 
 
 def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
-    """Seconds of each algorithm for a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "transposing" and "looped".
+    """Seconds of each algorithm for a factor's gradient: "wgmma", "matmul" (of runs, then their sum), "copying" and "looped".
 
     Args:
         mode: the multiply that is differentiated.
@@ -325,6 +354,8 @@ def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
         sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
         least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
         times["matmul"] = max(operations / filled / _filled(mode.after, 16), least, mode.traffic()) + sums + 3 * _LAUNCH
-    if mode.after > 1:
-        times["transposing"] = max(operations / filled, mode.traffic()) + mode.traffic(_BOTH_TRANSPOSED[mode.itemsize]) + 4 * _LAUNCH
+    if takes_copies(mode):
+        aligned = _aligned(mode)
+        product = _GRADIENT_PRODUCT * aligned.operations / _matmul_rate(mode) / _filled(aligned.p, 32) / _filled(aligned.q, 32)
+        times["copying"] = max(product, mode.traffic()) + max(mode.traffic(_GRADIENT_COPIES), 2 * _LAUNCH) + 2 * _LAUNCH
     return times

@@ -1,0 +1,196 @@
+"""One mode of a multiply, or its gradient, by torch's matrix products: in place, or by way of copies that these are fast on.
+
+Torch's products of half types are 4 to 10 times faster where sizes and rows are multiples of 16 bytes, and one product of all slices
+takes less than one for each of many runs. So "copying" makes copies of such sizes, with the mode last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
+from fastkron_py.kron.kernels.sliced_multiply import epilogue_axpby, epilogue_axpby_complex, epilogue_plain, epilogue_scale
+from fastkron_py.kron.launches import in_words, parts_of
+from fastkron_py.kron.matmul import Epilogue, factor_gradient, multiply_mode
+from fastkron_py.kron.scale import PLAIN, Scale
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.precision import torch_products
+from fastkron_py.runtime.program import Scalar
+from fastkron_py.runtime.sizes import next_power_of_two
+from fastkron_py.tiling.arithmetic import arithmetic
+
+BY_TORCH: Final = ("matmul", "copying")  # algorithms
+_UNIT: Final = 8  # elements of half types that take 16 bytes
+_SMALL: Final = 64
+_TILE_BYTES: Final = 8192  # of a program's elements
+_TILE_SIDE: Final = 64  # elements of a tile's rows at least, where there are as many
+
+
+class MatmulStep(NamedTuple):
+    """One mode of a multiply by torch's matrix products.
+
+    Attributes:
+        start: its factor.
+        stop: one past it.
+        shape: of its result.
+        after: elements after the mode.
+        algorithm: one of `BY_TORCH`.
+        precision: of float32 products.
+        final: whether it is the last one, which scales.
+        fell_back: as of a `MultiplyLaunch`.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, int, int, int]
+    after: int
+    algorithm: str
+    precision: str
+    final: bool
+    fell_back: bool = False
+
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
+        """Add it to a program, from x to y."""
+        factor = factors[self.start]
+        groups, p, q = factor.shape
+        x, out = build.reshape(x, (groups, -1, p, self.after)), y.view(groups, -1, q, self.after)
+        z = None if z is None else build.reshape(z, out.shape)
+        scale = scale if self.final else PLAIN
+        is_conj = factor.is_conj()  # which a copy's memory does not tell
+        if self.algorithm == "matmul":
+            self._add_product(build, x, _aligned_factor(build, factor) if self.after > 1 else factor, out, z, scale, is_conj)
+            return
+        rows, found = _in_rows(build, x), _empty_rows(build, out)
+        self._add_product(build, _merged(rows), _padded_factor(build, factor), _merged(found), None, PLAIN, is_conj)
+        _add_copy(build, found, out, z, scale)
+
+    def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale, is_conj: bool) -> None:
+        alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
+        beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
+
+        def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
+            *given, alpha, beta = rest
+            factor = factor.conj() if is_conj else factor
+            with torch_products(x, self.precision):
+                multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None))
+
+        build.call(run, [x, factor, out, *([] if z is None else [z])], scalars=(alpha, beta))
+
+
+def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algorithm: str, precision: str, dtype: torch.dtype) -> Tensor:
+    """The gradient ``[B, P, Q]`` of a factor.
+
+    Args:
+        build: of the program.
+        u: the mode's input ``[B, n, P, after]``.
+        g: the gradient of its result, ``[B, n, Q, after]``.
+        alpha: scales the gradient.
+        algorithm: one of `BY_TORCH`.
+        precision: of float32 products.
+        dtype: of the gradient.
+    """
+    groups, p, q = u.shape[0], u.shape[2], g.shape[2]
+    if algorithm != "matmul":
+        u, g = (_merged(_in_rows(build, t)) for t in (u, g))
+
+    def run(u: Tensor, g: Tensor, alpha: float) -> Tensor:
+        u = u.conj() if u.is_complex() else u
+        with torch_products(u, precision):
+            return factor_gradient(u, g, alpha, dtype)[:, :p, :q].contiguous()
+
+    scalars = (alpha if isinstance(alpha, Scalar) else 1.0,)
+    made: Tensor = build.call(run, (u, g), describe((groups, p, q), dtype), scalars=scalars)
+    return made
+
+
+def _padded(n: int, itemsize: int) -> int:
+    """Rows or columns of an operand, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
+    is_small = n <= _SMALL
+    unit = (8 if is_small else 16) if itemsize == 2 else 1 if is_small else 4
+    return -(-n // unit) * unit
+
+
+def _empty_rows(build: Builder, like: Tensor) -> Tensor:
+    """A buffer for a copy of ``[B, n, W, after]`` in padded rows over W."""
+    groups, count, width, after = like.shape
+    return build.empty((groups, count, after, _padded(width, like.element_size())), like.dtype).mT
+
+
+def _in_rows(build: Builder, t: Tensor) -> Tensor:
+    """A copy of ``[B, n, W, after]`` as `_empty_rows` has it, with zeros for padding."""
+    rows = _empty_rows(build, t)
+    _add_copy(build, t, rows)
+    return rows
+
+
+def _merged(rows: Tensor) -> Tensor:
+    """``[B, n, W, after]`` of `_empty_rows` as an operand ``[B, n * after, W, 1]``."""
+    return rows.mT.flatten(1, 2)[..., None]
+
+
+def _is_aligned(build: Builder, t: Tensor) -> bool:
+    """Whether matrices have rows that begin on 16 bytes."""
+    unit = 16 // t.element_size()
+    return t.stride(2) == 1 and all(n % unit == 0 for n in t.stride()[:2]) and build.is_aligned(t)
+
+
+def _aligned_factor(build: Builder, factor: Tensor) -> Tensor:
+    """The factor ``[B, P, Q]`` itself, or a copy where only that has rows, or columns, of half types that begin on 16 bytes."""
+    if factor.element_size() > 2 or any(_is_aligned(build, t) for t in (factor, factor.mT)):
+        return factor
+    for t, is_transposed in ((factor, False), (factor.mT, True)):
+        if t.shape[2] % _UNIT == 0:
+            copied = build.empty((t.shape[0], 1, *t.shape[1:]), t.dtype)
+            _add_copy(build, t.unsqueeze(1), copied)
+            return copied[:, 0].mT if is_transposed else copied[:, 0]
+    return factor
+
+
+def _padded_factor(build: Builder, factor: Tensor) -> Tensor:
+    """The factor ``[B, P, Q]`` with as many rows and columns as operands have, and rows or columns that begin on 16 bytes."""
+    groups, *sizes = factor.shape
+    wanted = [_padded(n, factor.element_size()) for n in sizes]
+    if sizes == wanted and (factor.element_size() > 2 or any(_is_aligned(build, t) for t in (factor, factor.mT))):
+        return factor
+    padded = build.empty((groups, 1, *wanted), factor.dtype)
+    _add_copy(build, factor.unsqueeze(1), padded)
+    return padded[:, 0]
+
+
+def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, scale: Scale = PLAIN) -> None:
+    """Add ``y = alpha * x + beta * z`` to a program, all ``[B, n, I, J]``; what x lacks of y is zero, what it has beyond is left out."""
+    groups, count, *sizes = y.shape
+    tile = _TILE_BYTES // x.element_size()
+    block_j = min(next_power_of_two(sizes[1]), max(_TILE_SIDE, tile // next_power_of_two(sizes[0])))
+    block_i = min(next_power_of_two(sizes[0]), tile // block_j)
+    block_n = min(next_power_of_two(count), tile // block_i // block_j)
+    addend, blocks = y if z is None else z, (block_n, block_i, block_j)
+    reach = max(sum(abs(stride) * block for stride, block in zip(t.stride()[1:], blocks, strict=True)) for t in (x, addend, y))
+    adding = epilogue_axpby_complex if x.is_complex() else epilogue_axpby
+    epilogue = adding if z is not None else epilogue_plain if scale.is_one else epilogue_scale
+    arguments = {
+        "x_strides": in_words(x.stride(), x.dtype),
+        "z_strides": in_words(addend.stride(), x.dtype),
+        "y_strides": in_words(y.stride(), x.dtype),
+        "count": count,
+        "x_sizes": tuple(x.shape[2:]),
+        "y_sizes": tuple(sizes),
+        "BLOCK_N": block_n,
+        "BLOCK_I": block_i,
+        "BLOCK_J": block_j,
+        "INDEX": tl.int32 if reach < 2**30 else tl.int64,
+        "ACC": arithmetic(x.dtype, "highest", True).acc,
+        "EPILOGUE": epilogue,
+        "PARTS": parts_of(x.dtype),
+        "num_warps": 4,
+    }
+    tiles = math.ceil(count / block_n) * math.ceil(sizes[0] / block_i) * math.ceil(sizes[1] / block_j)
+    launcher = Launcher([LaunchConfig(_copy_matrices_kernel, (groups * tiles,), arguments)])
+    build.launch(launcher, (x, addend, y), (scale.alpha, scale.beta))
