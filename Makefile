@@ -53,7 +53,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
+.PHONY: help demo test test-full test-rest check check-format check-lint check-types check-imports test-gpu test-dist test-wheel bench gp gp-pictures kan kan-pictures kat kat-picture lokr lokr-pictures operators operators-pictures quantum quantum-picture notebooks docs docs-serve docs-pictures docs-version dist publish hub-kernel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +138,12 @@ $(addprefix operators-,$(OPERATORS_EXAMPLES)): operators-%: $(OPERATORS_READY)
 
 operators-pictures: $(OPERATORS_READY)  ## the same, and the pictures that docs/guides/operators.md shows
 	for name in $(OPERATORS_EXAMPLES); do $(PY) examples/operators/$$name.py --picture docs/images/operators_$$name.png || exit 1; done
+
+quantum: $(DEMO_READY)  ## a quantum Fourier transform by mode_matmul, gate by gate, beside torch.fft, permute + bmm and einsum
+	$(PY) examples/quantum.py
+
+quantum-picture: $(DEMO_READY)  ## the same, and the picture that docs/guides/operators.md shows
+	$(PY) examples/quantum.py --picture docs/images/quantum.png
 
 notebooks: $(NOTEBOOKS_READY)  ## run the notebooks of examples/notebooks, write out/notebooks/*.ipynb
 	mkdir -p out/notebooks

@@ -13,7 +13,7 @@ from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program, Scalar, bits
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 
 
 def rounding_steps(dtype: torch.dtype, count: int) -> int:
@@ -26,16 +26,22 @@ def rounding_steps(dtype: torch.dtype, count: int) -> int:
     return 2 * count * (2 if dtype == torch.bfloat16 and interpreted else 1)
 
 
+def in_double(t):
+    """In float64, or complex128."""
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
 def problem(dtype, device, groups, rows, ps, qs, columns):
-    x = torch.randn(groups, rows, math.prod(ps), columns, dtype=torch.float64).to(dtype)
-    factors = [torch.randn(groups, p, q, dtype=torch.float64).to(dtype) for p, q in zip(ps, qs, strict=True)]
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    x = torch.randn(groups, rows, math.prod(ps), columns, dtype=wide).to(dtype)
+    factors = [torch.randn(groups, p, q, dtype=wide).to(dtype) for p, q in zip(ps, qs, strict=True)]
     return x.to(device), [f.to(device) for f in factors]
 
 
 def dense(x, factors):
     """Canonical product in float64: [B, L, K, R] with [B, K, N]."""
-    product = reference.kron_dense([f.double() for f in factors])
-    return torch.einsum("blkr,bkn->blnr", x.double(), product)
+    product = reference.kron_dense([in_double(f) for f in factors])
+    return torch.einsum("blkr,bkn->blnr", in_double(x), product)
 
 
 def multiply_program(x, factors, z=None, scaled=False, precision=None) -> Program:
@@ -96,8 +102,8 @@ CASES = {
 
 def expected_gradients(dy, x, factors, alpha=1.0):
     """dx and each dF_i of ``alpha * x (F1 (x) ... (x) FN)``, in float64."""
-    inputs = [t.double().requires_grad_() for t in (x, *factors)]
-    return torch.autograd.grad(alpha * dense(inputs[0], inputs[1:]), inputs, dy.double())
+    inputs = [in_double(t).requires_grad_() for t in (x, *factors)]
+    return torch.autograd.grad(alpha * dense(inputs[0], inputs[1:]), inputs, in_double(dy))
 
 
 def watch_kernels(monkeypatch) -> list[str]:

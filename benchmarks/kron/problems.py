@@ -18,7 +18,7 @@ CHECKED_ELEMENTS = 1 << 23  # of x, so that the float64 reference stays small; w
 CHECKED_ROWS = 4  # at least, however long
 CHUNK_ELEMENTS = 1 << 24  # of x, whose gradients are taken in float64 at a time
 # Largest relative (Frobenius) errors at which a contender is timed: a few roundings of the dtype for each factor.
-TOLERANCES = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 1.5e-2, "float16": 2e-3}
+TOLERANCES = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 1.5e-2, "float16": 2e-3, "complex64": 1e-6, "complex128": 1e-14}
 TF32_TOLERANCE = 4e-3
 
 

@@ -49,7 +49,7 @@ def kron_matmul(
         beta: scales z: a number or a 0-dimensional tensor; other than 0 it needs z.
         z: added to the product; broadcasts to the result. Where beta is the number 0, z's shape is checked
             and its values are not read, as in BLAS: NaN in it does not spread, and it gets no gradient.
-        precision: of float32 products: ``"highest"`` (float32-class error), ``"high"`` or ``"medium"``
+        precision: of float32 and complex64 products: ``"highest"`` (float32-class error), ``"high"`` or ``"medium"``
             (TF32 allowed); None obeys `torch.get_float32_matmul_precision`.
 
     Returns:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.backward_pass import Pass
-from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
+from fastkron_py.kron.backward_problem import GradientProblem, numbers_of, shared_strides
 from fastkron_py.kron.forward import add_multiply, mergeable
 from fastkron_py.kron.fused_launches import fused_launch
 from fastkron_py.kron.hopper import kernels
@@ -23,9 +23,9 @@ from fastkron_py.kron.hopper.launch_config import ChainedLaunch, chained_launch
 from fastkron_py.kron.hopper.wide_config import gradient_launch
 from fastkron_py.kron.kernels.factor_gradient import _factor_gradient_kernel
 from fastkron_py.kron.kernels.partials import _split_gradient_kernel
-from fastkron_py.kron.launches import passes_of, run_of
+from fastkron_py.kron.launches import parts_of, passes_of, run_of
 from fastkron_py.kron.matmul_step import BY_TORCH, add_gradient
-from fastkron_py.kron.plan.gradient import GradientConfig, Group, gradient_config, gradient_plan
+from fastkron_py.kron.plan.gradient import GradientConfig, Group, Numbers, gradient_config, gradient_plan
 from fastkron_py.kron.plan.gradient_order import Whole, best_order
 from fastkron_py.kron.plan.wide import best_gradient_algorithm
 from fastkron_py.kron.scale import Scale
@@ -51,8 +51,9 @@ class _Partials:
         self.p, self.q = (math.prod(s[i] for s in self.shapes) for i in (0, 1))
         self.needs = problem.need_factors[start:stop]
         self.dtype = problem.gradient_dtype
-        self.wide = torch.promote_types(problem.dtype, torch.float32)
-        size = self.p * self.q
+        self.wide = torch.promote_types(problem.dtype.to_real(), torch.float32)
+        self.parts = parts_of(problem.dtype)
+        size = self.p * self.q * self.parts
         self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
         rows = min(128, next_power_of_two(programs))
         block = min(next_power_of_two(size), max(32, _SUMMED // rows))
@@ -80,6 +81,7 @@ class _Partials:
             "factor_strides": tuple(shared_strides(s, self.groups) for s in problem.factor_strides[self.start : self.stop]),
             "SHAPES": self.shapes,
             "WANTED": tuple(wanted),
+            "PARTS": self.parts,
             "num_warps": 8,
         }
         return Launcher([LaunchConfig(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
@@ -94,7 +96,7 @@ class _Partials:
             total = build.empty((self.groups, self.p, self.q), self.dtype)
             build.launch(self.sum, (partial, total), (alpha,))
             return [total]
-        total = build.empty((self.groups, self.p, self.q), self.wide)
+        total = build.empty((self.groups, self.p, self.q * self.parts), self.wide)
         build.launch(self.sum, (partial, total), (alpha,))
         pairs = zip(self.needs, self.shapes, strict=True)
         found = [build.empty((self.groups, *shape), self.dtype) if need else None for need, shape in pairs]
@@ -131,12 +133,12 @@ class _Matmul:
     """The gradient of a wide factor by torch's matrix products."""
 
     def __init__(self, problem: GradientProblem, algorithm: str) -> None:
-        self.mode, self.precision, self.algorithm, self.dtype = problem.mode, problem.precision, algorithm, problem.gradient_dtype
+        ((self.p, self.q),), (self.batches, _, _, self.after) = problem.factor_shapes, problem.around
+        self.precision, self.algorithm, self.dtype = problem.precision, algorithm, problem.gradient_dtype
 
     def add(self, build: Builder, u: Tensor, g: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """``[dF]``."""
-        batches, _, after, p, q, *_ = self.mode
-        u, g = (build.reshape(t, (batches, -1, size, after)) for t, size in ((u, p), (g, q)))
+        u, g = (build.reshape(t, (self.batches, -1, size, self.after)) for t, size in ((u, self.p), (g, self.q)))
         return [add_gradient(build, u, g, alpha, self.algorithm, self.precision, self.dtype)]
 
 
@@ -158,11 +160,12 @@ class _Wide:
             self.launch = Launcher([launch_config])
             return
         gpu = devices.gpu_of(problem.device)
-        config = gradient_config(p, q, problem.dtype.itemsize, addresses["num_slices"], groups, gpu)
+        itemsize, parts = numbers_of(problem.dtype)
+        config = gradient_config(parts * p, parts * q, itemsize, addresses["num_slices"], groups, gpu)
         self.partials = _Partials(problem, 0, 1, config.splits, True)
         compute, acc, precision = arithmetic(problem.dtype, problem.precision, True)
-        common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision}
-        blocks = math.ceil(p / config.block_p) * math.ceil(q / config.block_q)
+        common = {**addresses, "P": p, "Q": q, "COMPUTE": compute, "ACC": acc, "PRECISION": precision, "PARTS": parts}
+        blocks = math.ceil(parts * p / config.block_p) * math.ceil(parts * q / config.block_q)
         grid = (blocks * groups * config.splits,)
         self.launch = Launcher([self._launch_config(config, common, grid, groups, stages) for stages in (config.num_stages, 1)])
 
@@ -173,8 +176,8 @@ class _Wide:
             "slices_per_split": config.slices_per_split,
             "num_batches": groups,
             "BLOCK_S": config.block_s,
-            "BLOCK_P": config.block_p,
-            "BLOCK_Q": config.block_q,
+            "BLOCK_P": config.block_p // common["PARTS"],
+            "BLOCK_Q": config.block_q // common["PARTS"],
             "RUN": run_of(common["before"], common["after"], config.block_s),
             "EVEN": common["num_slices"] % config.slices_per_split == 0,
             "num_warps": config.num_warps,
@@ -208,13 +211,13 @@ def _add_single(
 
 
 def _groups(
-    ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], itemsize: int, rows: int, columns: int, gpu: GPU
+    ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], numbers: Numbers, rows: int, columns: int, gpu: GPU
 ) -> list[Group]:
     """The groups that hold a wanted factor; what lies outside of the first and the last one is multiplied only."""
     wanted = [i for i, need in enumerate(need_factors) if need]
     first, stop = wanted[0], wanted[-1] + 1
     shapes = tuple(zip(ps[first:stop], qs[first:stop], strict=True))
-    plan = gradient_plan(shapes, itemsize, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns, gpu)
+    plan = gradient_plan(shapes, numbers, rows * math.prod(ps[:first]), math.prod(qs[stop:]) * columns, gpu)
     moved = [Group(g.start + first, g.split + first, g.stop + first, g.fused) for g in plan]
     return [g for g in moved if any(need_factors[g.start : g.stop])]
 
@@ -229,7 +232,7 @@ def add_backward(
     scale: Scale,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of ``alpha * x (F1 (x) ... (x) FN)`` by Triton.
+    """Gradients of ``alpha * x (F1 (x) ... (x) FN)`` by Triton, in torch's convention: dx is dy by the adjoint factors.
 
     Args:
         build: of the program.
@@ -248,14 +251,14 @@ def add_backward(
     count = len(factors)
     gradients: list[Tensor | None] = [None] * count
     if not any(need_factors):
-        return (add_multiply(build, dy, [f.mT for f in factors], precision, scale) if need_x else None), gradients
+        return (add_multiply(build, dy, [f.mH for f in factors], precision, scale) if need_x else None), gradients
     shapes = [(f.shape[1], f.shape[2]) for f in factors]
     ps, qs = (tuple([s[i] for s in shapes]) for i in (0, 1))
     gpu = devices.gpu_of(build.device)
-    groups = _groups(ps, qs, need_factors, x.element_size(), x.shape[0] * x.shape[1], x.shape[3], gpu)
+    groups = _groups(ps, qs, need_factors, numbers_of(x.dtype), x.shape[0] * x.shape[1], x.shape[3], gpu)
     order = list(range(count))
     if all(need_factors):
-        whole = Whole(tuple(shapes), x.shape[0] * x.shape[1], x.shape[3], x.element_size(), passes_of(x.dtype, precision))
+        whole = Whole(tuple(shapes), x.shape[0] * x.shape[1], x.shape[3], numbers_of(x.dtype), passes_of(x.dtype, precision))
         groups, order = best_order(groups, whole, gpu)
     state = Pass(build, mergeable(build, dy), mergeable(build, x), factors, precision, order, dtype)
     needed = [need_factors[i] for i in order]

@@ -50,7 +50,7 @@ class Pass:
         """
         self.build, self.x, self.factors, self.precision, self.order = build, x, factors, precision, order
         self.gradient_dtype = gradient_dtype
-        self.transposed = [f.mT for f in factors]
+        self.adjoint = [f.mH for f in factors]
         self.ps, self.qs = tuple([factors[i].shape[1] for i in order]), tuple([factors[i].shape[2] for i in order])
         self.g = dy
         self.done = 0  # modes of g before this one have been multiplied back
@@ -113,7 +113,7 @@ class Pass:
     def carry_back(self, to: int, scale: Scale = PLAIN) -> None:
         """Multiply g's modes up to this one back."""
         if to > self.done:
-            self.g = self._multiply(self.g, self.transposed, self.done, to, self.ps[: self.done] + self.qs[self.done :], scale)
+            self.g = self._multiply(self.g, self.adjoint, self.done, to, self.ps[: self.done] + self.qs[self.done :], scale)
             self.done = to
 
     def problem(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> GradientProblem:

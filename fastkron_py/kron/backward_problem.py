@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.kron.launches import Rows, mode_of
-from fastkron_py.kron.plan.gradient import Group
+from fastkron_py.kron.launches import Rows, in_words, mode_of, parts_of
+from fastkron_py.kron.plan.gradient import Group, Numbers
 from fastkron_py.kron.plan.wide import Mode
 
 
@@ -37,8 +37,8 @@ class GradientProblem(NamedTuple):
         p, q = self.sizes
         merged = before > 1 and self.u.row == before * p * after * self.u.unit and self.g.row == before * q * after * self.g.unit
         return {
-            "u_strides": self.u.in_place(p, after, merged),
-            "g_strides": self.g.in_place(q, after, merged),
+            "u_strides": in_words(self.u.in_place(p, after, merged), self.dtype),
+            "g_strides": in_words(self.g.in_place(q, after, merged), self.dtype),
             "num_slices": rows * before * after,
             "before": before,
             "after": after,
@@ -59,9 +59,12 @@ class GradientProblem(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the columns of a factor, not its rows, are runs of memory, as in the left form."""
+        """Whether the columns of a factor, not its rows, are runs of memory, as in the left form, and its gradient is one of real numbers.
+
+        A complex one would be conjugated, too, where u and g change places.
+        """
         _, p_stride, q_stride = self.factor_strides[0]
-        return p_stride == 1 and q_stride != 1
+        return p_stride == 1 and q_stride != 1 and not self.dtype.is_complex
 
     def swapped(self) -> GradientProblem:
         """The problem of the same gradient, transposed, of a group of one factor: u and g change places."""
@@ -80,7 +83,12 @@ class GradientProblem(NamedTuple):
         _, rows, before, after = self.around
         p = self.sizes[0]
         width = before * p * after
-        return Rows(rows * width, width, 1).in_place(p, after, not self.addresses["HEAD"])
+        return in_words(Rows(rows * width, width, 1).in_place(p, after, not self.addresses["HEAD"]), self.dtype)
+
+
+def numbers_of(dtype: torch.dtype) -> Numbers:
+    """The numbers that elements of this dtype are made of."""
+    return Numbers(dtype.to_real().itemsize, parts_of(dtype))
 
 
 def shared_strides(strides: tuple[int, ...], groups: int) -> tuple[int, ...]:

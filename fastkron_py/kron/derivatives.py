@@ -1,7 +1,8 @@
 """Derivatives of the two Kronecker operators, written once for every way of calling them.
 
-Both operators are multilinear, so each derivative is a sum of calls of the two with one argument replaced.
-Cotangents follow torch's convention for complex numbers, hence the conjugates in the reverse rules.
+Both operators are linear in each argument, over the real numbers, so each derivative is a sum of calls of the two with one argument
+replaced. Of complex numbers the gradients follow torch's convention: dx is dy by the conjugate transpose, dF_i is linear in the conjugate
+of x. So no rule conjugates anything.
 """
 
 from __future__ import annotations
@@ -34,10 +35,6 @@ class _Sum:
             self.total = term if self.total is None else self.total + term
 
 
-def _conj(t: Tensor) -> Tensor:
-    return t.conj() if t.is_complex() else t
-
-
 def _replaced(factors: Sequence[Tensor], i: int, factor: Tensor) -> list[Tensor]:
     return [*factors[:i], factor, *factors[i + 1 :]]
 
@@ -52,7 +49,7 @@ def _gradients(
     options: Options,
     between: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The wanted of (dx, [dF_1, ..., dF_N]) without conjugates, None for the others."""
+    """The wanted of (dx, [dF_1, ..., dF_N]), None for the others."""
     if not need_x and not any(need_factors):
         return None, [None] * len(factors)
     dx, *dfs = take(calls.gradients(dy, x, list(factors), between, need_x, list(need_factors), *options), (need_x, *need_factors))
@@ -70,8 +67,6 @@ def reverse(
     between: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Reverse rule of the multiply: cotangents of x and of the factors; between is the intermediate that was saved."""
-    if x.is_complex():
-        x, factors = x.conj(), [f.conj() for f in factors]
     return _gradients(calls, dy, x, factors, need_x, need_factors, options, between)
 
 
@@ -103,12 +98,12 @@ def reverse_of_gradients(
 
     The cotangents given are those of the results, dx and each dF_i, as far as wanted says that there are any. With c
     these and K_i the product whose i-th factor is c_i, the scalar <cx, dx> + sum_i <c_i, dF_i> is
-    <cx @ K + sum_i x @ K_i, alpha * dy>: every term is a multiply again.
+    <cx @ K + sum_i x @ K_i, alpha * dy>, of complex numbers its real part: every term is a multiply again.
     """
     alpha, precision, backend, left = options
     need_dy, need_x, need_factors = needs
     cx, *cfactors = take(cotangents, (wanted[0], *wanted[1]))
-    dy_c, x_c, factors_c = _conj(dy), _conj(x), [_conj(f) for f in factors]
+    given = list(factors)
     sum_dy, sum_x, sums = _Sum(), _Sum(), [_Sum() for _ in factors]
 
     def add_multiply(t: Tensor, fs: list[Tensor]) -> None:
@@ -116,19 +111,19 @@ def reverse_of_gradients(
             sum_dy.add(calls.multiply(t, fs, None, alpha, 0.0, precision, backend, left).sum_to_size(dy.shape))
 
     def add_gradients(t: Tensor, fs: list[Tensor], with_x: bool, wanted: list[bool]) -> None:
-        dx, dfs = _gradients(calls, dy_c, t, fs, with_x, wanted, options)
+        dx, dfs = _gradients(calls, dy, t, fs, with_x, wanted, options)
         sum_x.add(dx)
         for total, term in zip(sums, dfs, strict=True):
             total.add(term)
 
     if cx is not None:
-        add_multiply(cx, factors_c)
-        add_gradients(cx, factors_c, False, list(need_factors))
+        add_multiply(cx, given)
+        add_gradients(cx, given, False, list(need_factors))
     for i, c in enumerate(cfactors):
         if c is not None:
-            fs = _replaced(factors_c, i, c)
-            add_multiply(x_c, fs)
-            add_gradients(x_c, fs, need_x, [need and j != i for j, need in enumerate(need_factors)])
+            fs = _replaced(given, i, c)
+            add_multiply(x, fs)
+            add_gradients(x, fs, need_x, [need and j != i for j, need in enumerate(need_factors)])
     return sum_dy.total, sum_x.total, [s.total for s in sums]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of
+from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
 from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
 from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.wide import best_algorithm, has_choice
@@ -85,12 +85,13 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
     groups, rows, _, columns = problem.shape
     before, after = math.prod(problem.sizes[: problem.start]), math.prod(problem.sizes[problem.stop :]) * columns
     return PlanProblem(
-        problem.dtype.itemsize,
+        problem.dtype.to_real().itemsize,
         groups * rows * before,
         after,
         kernels.has_chained(problem.device, problem.dtype),
         before,
         kernels.half_of(problem.device, problem.dtype),
+        parts_of(problem.dtype),
     )
 
 
@@ -125,6 +126,7 @@ def launch_problem(
         tuple([(s[-2], s[-1]) for s in problem.factor_shapes[span]]),
         tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
         problem.device,
+        problem.conj,
     )
 
 
@@ -189,10 +191,11 @@ def multiply_problem(
     z: Rows | None = None,
     part: Part | None = None,
 ) -> MultiplyProblem:
-    """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors."""
+    """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors, which may all be conjugate views."""
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
+    conj = factors[0].is_conj()
     start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
-    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device)
+    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device, conj)
 
 
 class Part(NamedTuple):
@@ -218,7 +221,7 @@ def add_multiply(
     Args:
         build: of the program.
         x: ``[B, L, K, R]``, not empty.
-        factors: ``[B, P_i, Q_i]``, any strides.
+        factors: ``[B, P_i, Q_i]``, any strides; all of them conjugate views, or none.
         precision: "highest", "high" or "medium".
         scale: alpha and beta.
         z: ``[B, L, N, R]``, any strides, or None.

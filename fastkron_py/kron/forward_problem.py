@@ -24,3 +24,4 @@ class MultiplyProblem(NamedTuple):
     precision: str
     dtype: torch.dtype
     device: torch.device
+    conj: bool = False  # the factors are conjugated

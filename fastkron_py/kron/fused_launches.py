@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
+from fastkron_py.kron.backward_problem import GradientProblem, numbers_of, shared_strides
 from fastkron_py.kron.hopper.launch_config import chained_launch
 from fastkron_py.kron.kernels.fused_backward import _fused_multiply_bwd_kernel
 from fastkron_py.kron.kernels.narrow_backward import _narrow_multiply_bwd_kernel
-from fastkron_py.kron.launches import tile_constants
+from fastkron_py.kron.launches import parts_of, tile_constants
 from fastkron_py.kron.plan.gradient import FusedConfig, Group, fused_configs
 from fastkron_py.kron.plan.narrow import is_narrow_gradient, narrow_gradient_config
 from fastkron_py.kron.plan.steps import padded
@@ -22,13 +22,13 @@ from fastkron_py.tiling.arithmetic import arithmetic
 def fused_launch(problem: GradientProblem) -> tuple[int, list[LaunchConfig]]:
     """Partial sums of each batch of factors, and the launch configurations of a fused group, the preferred one first."""
     split = problem.group.split - problem.group.start
-    if split == 0 and is_narrow_gradient(*problem.sizes, problem.dtype.itemsize):
+    if split == 0 and not problem.dtype.is_complex and is_narrow_gradient(*problem.sizes, problem.dtype.itemsize):
         return _narrow(problem)
     chained = chained_launch(problem)
     local = Group(0, split, problem.group.stop - problem.group.start)
     groups, rows, before, after = problem.around
     gpu = devices.gpu_of(problem.device)
-    configs = fused_configs(local, problem.factor_shapes, problem.dtype.itemsize, rows * before * after, after, groups, gpu)
+    configs = fused_configs(local, problem.factor_shapes, numbers_of(problem.dtype), rows * before * after, after, groups, gpu)
     programs = configs[0].programs if chained is None else chained.partials  # a program of the plain kernel leaves one
     arguments = _common(problem, programs) | _plain_constants(problem, split)
     plain = [_plain(problem, config, arguments) for config in configs]
@@ -77,7 +77,8 @@ def _plain_constants(problem: GradientProblem, split: int) -> dict[str, Any]:
     shapes = problem.factor_shapes
     steps = ((0, split), (split, len(shapes)))
     sizes = [tuple(math.prod(s[i] for s in shapes[slice(*step)]) for step in steps) for i in (0, 1)]
-    pads = [tuple(padded(n) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
+    parts = parts_of(problem.dtype)
+    pads = [tuple(padded(n, parts) if stop > start else 1 for n, (start, stop) in zip(side, steps, strict=True)) for side in sizes]
     # Nothing between two steps may overflow, as in the multiply.
     compute, _, precision = arithmetic(problem.dtype, problem.precision, split == 0 and len(shapes) == 1)
     return {
@@ -92,6 +93,7 @@ def _plain_constants(problem: GradientProblem, split: int) -> dict[str, Any]:
         "NEED_B": any(problem.need_factors[split:]),
         "COMPUTE": compute,
         "PRECISION": precision,
+        "PARTS": parts,
     }
 
 
@@ -99,8 +101,8 @@ def _plain(problem: GradientProblem, config: FusedConfig, arguments: dict[str, A
     """The launch configuration of the plain Triton kernel."""
     tiles = {
         **_tiles(problem, config.block_s),
-        "PARTS_A": config.parts[0],
-        "PARTS_B": config.parts[1],
+        "SUMS_A": config.sums[0],
+        "SUMS_B": config.sums[1],
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

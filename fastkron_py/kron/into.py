@@ -46,6 +46,8 @@ def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Seq
         alpha: scales the product.
         precision: of float32 products.
     """
+    # The program reads memory, which torch's dispatcher makes right elsewhere.
+    blocks, factors = ([t.resolve_conj().resolve_neg() for t in given] for given in (blocks, factors))
     tensors = (*blocks, *factors, *outs)
     unaligned = 0
     for t in tensors:

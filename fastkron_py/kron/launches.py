@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from fastkron_py.kron.kernels.sliced_multiply import (
     _fused_multiply_fwd_kernel,
     _sliced_multiply_fwd_kernel,
     epilogue_axpby,
+    epilogue_axpby_complex,
     epilogue_plain,
     epilogue_scale,
 )
@@ -50,15 +52,30 @@ class Rows(NamedTuple):
         return (self.batch, self.row, self.unit, others * self.unit, 0)
 
 
+def parts_of(dtype: torch.dtype) -> int:
+    """Real numbers of an element."""
+    return 2 if dtype.is_complex else 1
+
+
+def in_words(strides: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Strides as kernels take them (`tiling.elements`): an element is one word, or two of float64."""
+    return tuple([2 * stride for stride in strides]) if dtype == torch.complex128 else tuple(strides)
+
+
 def passes_of(dtype: torch.dtype, precision: str) -> int:
     """Products of tensor cores that a product of this precision takes."""
-    return 3 if dtype == torch.float32 and precision == "highest" else 1
+    return 3 if dtype.to_real() == torch.float32 and precision == "highest" else 1
 
 
 def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype, precision: str, device: torch.device) -> Mode:
-    """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode."""
+    """The sizes of a multiply of one mode by a factor p x q, in an operand with this (B, L, before, after) around the mode.
+
+    A complex factor is a real one of twice the sides (`tiling.elements`).
+    """
     groups, rows, before, after = shape
-    return Mode(groups, rows * before, after, p, q, dtype.itemsize, passes_of(dtype, precision), devices.gpu_of(device))
+    parts, real = parts_of(dtype), dtype.to_real()
+    gpu = devices.gpu_of(device)
+    return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
 
 
 _EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby, "quantize": epilogue_plain}
@@ -83,6 +100,7 @@ class LaunchProblem:
         factor_shapes: (P, Q) of each factor.
         factor_strides: (B, P, Q) of each factor.
         device: of all tensors.
+        conj: whether the factors are conjugated.
     """
 
     launch: Launch
@@ -99,6 +117,7 @@ class LaunchProblem:
     factor_shapes: tuple[tuple[int, int], ...]
     factor_strides: tuple[tuple[int, int, int], ...]
     device: torch.device
+    conj: bool = False
 
     def mode(self) -> Mode:
         """The sizes of a launch of one step."""
@@ -115,10 +134,11 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
         pairs = ((problem.x, launch.p), (problem.y, launch.q), (problem.z, launch.q))
         merged = before > 1 and all(r.row == before * size * after * r.unit for r, size in pairs)
         x, y, z = (r.in_place(size, after, merged) for r, size in pairs)
+    epilogue = _EPILOGUES[problem.epilogue]
     return {
-        "x_strides": x,
-        "y_strides": y,
-        "z_strides": z,
+        "x_strides": in_words(x, problem.dtype),
+        "y_strides": in_words(y, problem.dtype),
+        "z_strides": in_words(z, problem.dtype),
         "factor_strides": problem.factor_strides,
         "num_slices": rows * before * after,
         "before": before,
@@ -126,7 +146,7 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
         "SHAPES": problem.factor_shapes,
         "HEAD": not merged and before != 1,
         "TAIL": after != 1,
-        "EPILOGUE": _EPILOGUES[problem.epilogue],
+        "EPILOGUE": epilogue_axpby_complex if problem.dtype.is_complex and epilogue is epilogue_axpby else epilogue,
     }
 
 
@@ -152,7 +172,7 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
         problem: the launch.
         config: a tuned configuration, which is preferred to the closed form's.
     """
-    (batches, _, before, after), launch, itemsize = problem.shape, problem.launch, problem.dtype.itemsize
+    (batches, _, before, after), launch, itemsize = problem.shape, problem.launch, problem.dtype.to_real().itemsize
     common = _common(problem)
     num_slices = common["num_slices"]
     if launch.kernel == "chained":
@@ -164,16 +184,19 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
     if launch.kernel == "row_pair":
         return (_row_pair(problem, common, gpu),)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
-    if config is None and not chain and is_narrow(launch.p, launch.q, itemsize):
-        return (_narrow(problem, common | {"ACC": acc}, narrow_config(launch.p, launch.q, itemsize, num_slices, after, gpu), gpu),)
-    plain = common | {"COMPUTE": compute, "ACC": acc, "PRECISION": precision}
+    parts = parts_of(problem.dtype)
+    elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
+    if config is None and not chain and is_narrow(parts * launch.p, parts * launch.q, itemsize):
+        narrow = narrow_config(launch.p, launch.q, problem.dtype.itemsize, num_slices, after, gpu)
+        return (_narrow(problem, elements, narrow, gpu),)
+    plain = elements | {"COMPUTE": compute, "PRECISION": precision, "TURNED": problem.transposed or common["TAIL"]}
     configs: tuple[SingleConfig | ChainConfig, ...]
     if chain:
         plain |= _chain_constants(launch, batches)
         configs = chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
     else:
         plain |= {"P": launch.p, "Q": launch.q}
-        configs = single_configs(launch.p, launch.q, itemsize, num_slices, gpu)
+        configs = single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
     if isinstance(config, SingleConfig | ChainConfig):
         configs = (config, *configs)
     found = tuple([_plain(problem, plain, c, gpu) for c in configs])
@@ -198,9 +221,10 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     arguments = common | tile_constants(problem.shape, config.block_s) | {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if isinstance(config, SingleConfig):
-        num_tiles *= math.ceil(launch.q / config.block_q)
-        resident = batches == 1 and launch.p <= config.block_p and launch.q <= config.block_q
-        arguments |= {"BLOCK_P": config.block_p, "BLOCK_Q": config.block_q, "RESIDENT": resident}
+        block_p, block_q = (block // parts_of(problem.dtype) for block in (config.block_p, config.block_q))
+        num_tiles *= math.ceil(launch.q / block_q)
+        resident = batches == 1 and launch.p <= block_p and launch.q <= block_q
+        arguments |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "RESIDENT": resident}
     kernel = _sliced_multiply_fwd_kernel if isinstance(config, SingleConfig) else _fused_multiply_fwd_kernel
     grid = (min(num_tiles, gpu.multiprocessors * config.programs_per_sm),)
     return LaunchConfig(kernel, grid, arguments | {"num_tiles": num_tiles})

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
-from fastkron_py.kron.kernels.sliced_multiply import epilogue_axpby, epilogue_plain, epilogue_scale
+from fastkron_py.kron.kernels.sliced_multiply import epilogue_axpby, epilogue_axpby_complex, epilogue_plain, epilogue_scale
+from fastkron_py.kron.launches import in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, factor_gradient, multiply_mode
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.builder import Builder, describe
@@ -62,19 +63,21 @@ class MatmulStep(NamedTuple):
         x, out = build.reshape(x, (groups, -1, p, self.after)), y.view(groups, -1, q, self.after)
         z = None if z is None else build.reshape(z, out.shape)
         scale = scale if self.final else PLAIN
+        is_conj = factor.is_conj()  # which a copy's memory does not tell
         if self.algorithm == "matmul":
-            self._add_product(build, x, _aligned_factor(build, factor) if self.after > 1 else factor, out, z, scale)
+            self._add_product(build, x, _aligned_factor(build, factor) if self.after > 1 else factor, out, z, scale, is_conj)
             return
         rows, found = _in_rows(build, x), _empty_rows(build, out)
-        self._add_product(build, _merged(rows), _padded_factor(build, factor), _merged(found), None, PLAIN)
+        self._add_product(build, _merged(rows), _padded_factor(build, factor), _merged(found), None, PLAIN, is_conj)
         _add_copy(build, found, out, z, scale)
 
-    def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale) -> None:
+    def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale, is_conj: bool) -> None:
         alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
         beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
 
         def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
             *given, alpha, beta = rest
+            factor = factor.conj() if is_conj else factor
             with torch_products(x, self.precision):
                 multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None))
 
@@ -98,6 +101,7 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
         u, g = (_merged(_in_rows(build, t)) for t in (u, g))
 
     def run(u: Tensor, g: Tensor, alpha: float) -> Tensor:
+        u = u.conj() if u.is_complex() else u
         with torch_products(u, precision):
             return factor_gradient(u, g, alpha, dtype)[:, :p, :q].contiguous()
 
@@ -169,20 +173,22 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
     block_n = min(next_power_of_two(count), tile // block_i // block_j)
     addend, blocks = y if z is None else z, (block_n, block_i, block_j)
     reach = max(sum(abs(stride) * block for stride, block in zip(t.stride()[1:], blocks, strict=True)) for t in (x, addend, y))
-    epilogue = epilogue_axpby if z is not None else epilogue_plain if scale.is_one else epilogue_scale
+    adding = epilogue_axpby_complex if x.is_complex() else epilogue_axpby
+    epilogue = adding if z is not None else epilogue_plain if scale.is_one else epilogue_scale
     arguments = {
-        "x_strides": x.stride(),
-        "z_strides": addend.stride(),
-        "y_strides": y.stride(),
+        "x_strides": in_words(x.stride(), x.dtype),
+        "z_strides": in_words(addend.stride(), x.dtype),
+        "y_strides": in_words(y.stride(), x.dtype),
         "count": count,
         "x_sizes": tuple(x.shape[2:]),
         "y_sizes": tuple(sizes),
         "BLOCK_N": block_n,
         "BLOCK_I": block_i,
         "BLOCK_J": block_j,
-        "INDEX": tl.int32 if reach < 2**31 else tl.int64,
+        "INDEX": tl.int32 if reach < 2**30 else tl.int64,
         "ACC": arithmetic(x.dtype, "highest", True).acc,
         "EPILOGUE": epilogue,
+        "PARTS": parts_of(x.dtype),
         "num_warps": 4,
     }
     tiles = math.ceil(count / block_n) * math.ceil(sizes[0] / block_i) * math.ceil(sizes[1] / block_j)

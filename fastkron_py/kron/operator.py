@@ -1,11 +1,11 @@
 """Operators `fastkron::kron_matmul` and `fastkron::kron_matmul_backward`.
 
 kron_matmul           y = alpha * x @ K + beta * z     (left: alpha * K @ x + beta * z), K = F1 (x) ... (x) FN
-kron_matmul_backward  [dx] + [dF_i ...] of alpha * x @ K, only those asked for; `between` is an intermediate of the multiply, where its
+kron_matmul_backward  [dx] + [dF_i ...] of alpha * x @ K, only those asked for, in torch's convention for complex numbers:
+                      dx = alpha * dy @ K^H, dF = alpha * x^H @ dy for one factor; `between` is an intermediate of the multiply, where its
                       program has saved one. It is a function of x and the factors that spares time, and no derivative reads it.
 
-Both are multilinear, so the derivative of each is made of the two (`derivatives`), to every order. The
-backward operator computes plain transposes; conjugates, for complex tensors, are taken by the rules.
+Both are multilinear over the real numbers, so the derivative of each is made of the two (`derivatives`), to every order.
 """
 
 from __future__ import annotations

@@ -139,6 +139,8 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
 
         def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
             *factors, alpha = given
+            if x.is_complex():
+                x, factors = x.conj(), [f.conj() for f in factors]
             with torch_products(x, precision):
                 problem = canonical(x, factors, left)
                 dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)

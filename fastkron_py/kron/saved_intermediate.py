@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.backward import add_backward
+from fastkron_py.kron.backward_problem import numbers_of
 from fastkron_py.kron.canonical import Canonical
 from fastkron_py.kron.forward import add_multiply
 from fastkron_py.kron.launches import passes_of
@@ -54,7 +55,7 @@ def halves_of(problem: Canonical, precision: str, device: torch.device) -> Halve
     if groups != 1 or len(factors) == 1 or not x.is_contiguous():
         return None
     shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
-    whole = Whole(shapes, rows, columns, x.element_size(), passes_of(x.dtype, precision))
+    whole = Whole(shapes, rows, columns, numbers_of(x.dtype), passes_of(x.dtype, precision))
     cut = find_cut(whole, devices.gpu_of(device))
     if cut is None:
         return None

@@ -1,4 +1,4 @@
-"""Kronecker multiplies with torch's own operations: CPUs, complex numbers and other devices.
+"""Kronecker multiplies with torch's own operations: CPUs and other devices.
 
 Each factor multiplies its own mode, mostly in place, ``[A, P, C] -> [A, Q, C]``, as one batched matrix
 product, so the large operand is not transposed. Rows are taken in chunks that stay in cache while

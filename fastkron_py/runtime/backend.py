@@ -17,7 +17,6 @@ from torch import Tensor
 from fastkron_py.runtime.errors import type_error, value_error
 
 BACKENDS: Final = ("auto", "triton", "torch")
-TRITON_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 logger = logging.getLogger("fastkron_py")
 
@@ -95,8 +94,6 @@ def _is_too_old(device: torch.device) -> bool:
 
 def triton_obstacle(x: Tensor) -> str | None:
     """Why Triton cannot take tensors like x, or None."""
-    if x.dtype not in TRITON_DTYPES:
-        return f"dtype {x.dtype} is not among {', '.join(str(d).removeprefix('torch.') for d in TRITON_DTYPES)}"
     if not _has_triton():
         return "triton is not installed"
     if is_interpreting():

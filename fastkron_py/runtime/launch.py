@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -126,7 +127,7 @@ class Launcher:
             kernel, grid, arguments = self.configs[self._first]
             names = [name for name in kernel.arg_names if name not in arguments]
             try:
-                compiled = kernel[grid](**dict(zip(names, given, strict=True)), **arguments)
+                compiled = kernel[grid](**dict(zip(names, map(_in_reals, given), strict=True)), **arguments)
             except OutOfResources:
                 if self._first + 1 == len(self.configs):
                     raise
@@ -155,6 +156,13 @@ def _around(order: Sequence[str], names: Sequence[str], scalars: Sequence[str], 
     spans = order[operands:first], order[first + len(scalars) :]
     between, after = (tuple([arguments[name] for name in span]) for span in spans)
     return between, after
+
+
+def _in_reals(given: Any) -> Any:
+    """Complex tensors as real ones with a dimension of two, which Triton has dtypes for."""
+    if isinstance(given, tuple):
+        return tuple([_in_reals(g) for g in given])
+    return torch.view_as_real(given) if isinstance(given, Tensor) and given.is_complex() else given
 
 
 def _is_aligned(given: Any) -> bool:

@@ -9,6 +9,8 @@ tile lets them.
 import triton
 import triton.language as tl
 
+from fastkron_py.tiling.elements import load_elements
+
 
 @triton.jit
 def split_index(first, i, BLOCK: tl.constexpr, size, ONE: tl.constexpr, RUN: tl.constexpr):
@@ -85,13 +87,13 @@ def padded_index(i, SIZES: tl.constexpr, PADS: tl.constexpr):
 
 
 @triton.jit
-def load_slices(rows, mask_s, first_p, stride_p, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Elements ``first_p + [0, BLOCK_P)`` of the slices that begin at rows, 0 beyond P."""
+def load_slices(rows, mask_s, first_p, stride_p, P: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr):
+    """Elements ``first_p + [0, BLOCK_P)`` of the slices that begin at rows, 0 beyond P: see `load_elements`."""
     p = (first_p + tl.arange(0, BLOCK_P)).to(tl.int64)[None, :]
     mask = mask_s[:, None]
     if P % BLOCK_P != 0:
         mask = mask & (p < P)
-    return tl.load(rows[:, None] + p * stride_p, mask=mask, other=0.0)
+    return load_elements(rows[:, None] + p * stride_p, mask, PARTS, TURNED)
 
 
 @triton.jit
@@ -145,15 +147,25 @@ def load_factor(
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     ACC: tl.constexpr,
+    PARTS: tl.constexpr = 1,
+    CONJ: tl.constexpr = False,
 ):
     """Tile ``[BLOCK_P, BLOCK_Q]`` of the product of neighbouring factors START to STOP, 0 outside of it.
 
+    Of complex factors it is the real matrix ``[2 * BLOCK_P, 2 * BLOCK_Q]`` that multiplies rows of parts as they multiply rows of elements
+    (`tiling.elements`). Its transpose is that of their conjugate transpose.
+
     ptrs, strides: one pointer and one (batch, row, column) stride triple for each factor.
     SHAPES: (P_i, Q_i) of each factor. The neighbours are multiplied out here, element by element.
+    CONJ: whether complex ones are conjugated.
     """
-    p = first_p + tl.arange(0, BLOCK_P)[:, None]
-    q = first_q + tl.arange(0, BLOCK_Q)[None, :]
-    return factor_tile(ptrs, strides, batch, p, q, SHAPES, START, STOP, ACC)
+    row, column = tl.arange(0, BLOCK_P * PARTS)[:, None], tl.arange(0, BLOCK_Q * PARTS)[None, :]
+    p, q = first_p + row // PARTS, first_q + column // PARTS
+    if PARTS == 1:
+        return factor_tile(ptrs, strides, batch, p, q, SHAPES, START, STOP, ACC)
+    else:
+        real, imaginary = factor_parts(ptrs, strides, batch, p, q, SHAPES, START, STOP, ACC, CONJ)
+        return tl.where(row % 2 == column % 2, real, tl.where(column % 2 == 1, imaginary, -imaginary))
 
 
 @triton.jit
@@ -176,3 +188,40 @@ def factor_tile(ptrs, strides, batch, p, q, SHAPES: tl.constexpr, START: tl.cons
         p = p // SHAPES[STOP - 1 - n][0]
         q = q // SHAPES[STOP - 1 - n][1]
     return tile
+
+
+@triton.jit
+def _times_complex(real, imaginary, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS: tl.constexpr, OUTERMOST: tl.constexpr):
+    """A tile of complex numbers times the entries of one factor: `_times_factor` for parts."""
+    mask = (p < ROWS) & (q < COLS) if OUTERMOST else (p >= 0) & (q >= 0)
+    at = 2 * ((p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q)
+    f_real = tl.load(ptr + at, mask=mask, other=0.0).to(real.dtype)
+    f_imaginary = tl.load(ptr + at + 1, mask=mask, other=0.0).to(real.dtype)
+    tile_real = real * f_real - imaginary * f_imaginary
+    tile_imaginary = real * f_imaginary + imaginary * f_real
+    return tl.where(mask, tile_real, 0.0), tl.where(mask, tile_imaginary, 0.0)
+
+
+@triton.jit
+def factor_parts(
+    ptrs, strides, batch, p, q, SHAPES: tl.constexpr, START: tl.constexpr, STOP: tl.constexpr, ACC: tl.constexpr, CONJ: tl.constexpr
+):
+    """(real, imaginary) parts of `factor_tile`, of complex factors; ptrs are those of their real parts."""
+    real = (p * 0 + q * 0 + 1).to(ACC)
+    imaginary = (p * 0 + q * 0).to(ACC)
+    for n in tl.static_range(STOP - START):
+        real, imaginary = _times_complex(
+            real,
+            imaginary,
+            p,
+            q,
+            ptrs[STOP - 1 - n] + 2 * batch * strides[STOP - 1 - n][0],
+            strides[STOP - 1 - n][1],
+            strides[STOP - 1 - n][2],
+            SHAPES[STOP - 1 - n][0],
+            SHAPES[STOP - 1 - n][1],
+            n == STOP - START - 1,
+        )
+        p = p // SHAPES[STOP - 1 - n][0]
+        q = q // SHAPES[STOP - 1 - n][1]
+    return real, -imaginary if CONJ else imaginary

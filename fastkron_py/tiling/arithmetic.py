@@ -21,13 +21,14 @@ _HALF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def arithmetic(dtype: torch.dtype, precision: str, given: bool) -> Arithmetic:
-    """Arithmetic for tensors of dtype.
+    """Arithmetic for tensors of dtype; of the parts of complex numbers.
 
     Args:
         dtype: of the tensors.
         precision: of float32 products, "highest" or less.
         given: both operands of every product are given numbers, not results of earlier products.
     """
+    dtype = dtype.to_real()
     if dtype == torch.float64:
         return Arithmetic(tl.float64, tl.float64, "ieee")
     # Triton splits float32 into TF32 parts, and this library rounds to them, on NVIDIA GPUs only.

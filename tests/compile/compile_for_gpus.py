@@ -18,13 +18,15 @@ from compile_for_h100 import H100, choose_algorithm, resources
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+HALF, SINGLE, DOUBLE, COMPLEX, COMPLEX_DOUBLE = torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
 
 # name: (dtype, rows, width of the factors, how many, whether the gradients are compiled as well)
 KRON: dict[str, tuple[torch.dtype, int, int, int, bool]] = {
     **{f"kron {p}^{n}": (SINGLE, 1024, p, n, p != 4) for p, n in ((4, 6), (8, 5), (16, 4), (32, 3), (64, 2), (128, 2))},
     **{f"kron {p}^{n}, bfloat16": (HALF, 1024, p, n, p in (16, 128)) for p, n in ((16, 4), (64, 2), (128, 2))},
     **{f"kron {p}^{n}, float64": (DOUBLE, 1024, p, n, p in (8, 32, 128)) for p, n in ((8, 4), (16, 3), (32, 3), (64, 2), (128, 2))},
+    **{f"kron {p}^{n}, complex64": (COMPLEX, 1024, p, n, False) for p, n in ((2, 9), (4, 4), (32, 2))},
+    "kron 2^9, complex128": (COMPLEX_DOUBLE, 1024, 2, 9, False),
 }
 # name: (rows, in, out, degree, dtype, precision)
 KAN: dict[str, tuple[int, int, int, int, torch.dtype, str]] = {

@@ -52,11 +52,19 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "bfloat16 172, 64": (torch.bfloat16, 1, 1024, [(172, 172), (64, 64)], 1),
     "float16 172, 60": (torch.float16, 1, 1024, [(172, 172), (60, 60)], 1),
     "bfloat16 70 to 140, 100": (torch.bfloat16, 1, 1024, [(70, 140), (100, 100)], 1),
+    "complex64 2^18": (torch.complex64, 1, 1, [(2, 2)] * 18, 1),
+    "complex64 4^3, left": (torch.complex64, 1, 1, [(4, 4)] * 3, 4096),
+    "complex64 2, left": (torch.complex64, 1, 64, [(2, 2)], 4096),
+    "complex64 32^2": (torch.complex64, 1, 1024, [(32, 32)] * 2, 1),
+    "complex64 64^2": (torch.complex64, 1, 64, [(64, 64)] * 2, 1),
+    "complex128 2^18": (torch.complex128, 1, 1, [(2, 2)] * 18, 1),
+    "complex128 4^3, left": (torch.complex128, 1, 1, [(4, 4)] * 3, 4096),
 }
 # Also compiled backward: every width of a fused kernel, and some too wide for it.
-BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3")
+COMPLEX = ("complex64 2^18", "complex64 4^3, left", "complex64 32^2", "complex64 64^2", "complex128 2^18")
+BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3", *COMPLEX)
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
-ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped", "bfloat16 131, 7": "copying"}
+ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped", "bfloat16 131, 7": "copying", "complex64 64^2": "looped"}
 
 
 class H100:

@@ -77,6 +77,14 @@ def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
     assert [k for k in found if k["stack"] > 0] == []
 
 
+def test_complex_products_do_not_spill(kernels: list[dict[str, Any]]) -> None:
+    """An embedded factor stays in shared memory; the gradients of a chain of 8 x 8 (x) 16 x 16 put some values on the stack."""
+    found = [k for k in kernels if k["problem"].startswith("complex")]
+    assert len({k["problem"] for k in found}) == 7
+    assert [k for k in found if k["what"] == "multiply" and k["stack"] > 0] == []
+    assert [k for k in found if k["stack"] > 256] == []
+
+
 def test_tiles_of_half_the_registers_stay_in_registers(kernels: list[dict[str, Any]]) -> None:
     """Also with z, and in TF32: a thread has 128 registers, 64 of them taken by the tile.
 

@@ -220,11 +220,6 @@ CASES = {
     "empty default backend": value(lambda: fastkron_py.set_backend(""), f"backend: expected {BACKENDS}; got ''"),
     "unknown backend": value(lambda: enter(fastkron_py.backend("Torch")), f"backend: expected {BACKENDS}; got 'Torch'"),
     "backend of another type": wrong_type(lambda: enter(fastkron_py.backend(0)), f"backend: expected {BACKENDS}; got int"),
-    "complex on triton": value(
-        lambda: with_triton(lambda: kron_matmul(X.to(torch.complex64), [f.to(torch.complex64) for f in F])),
-        "backend: expected tensors that Triton can take; got backend 'triton', "
-        "but dtype torch.complex64 is not among float32, bfloat16, float16, float64",
-    ),
     # FastKron's call forms use their own names
     "gemkm: K": value(
         lambda: gemkm(X[:, :5], F), "x: expected dimension -1 of size 6 = 2 * 3, the product of the rows of fs; got size 5 in shape (5, 5)"

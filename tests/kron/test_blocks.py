@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from canonical_cases import in_double
 from torch import Tensor
 
 import fastkron_py
@@ -60,7 +61,7 @@ def launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
 
 
 def product(x: Tensor, factors: list[Tensor]) -> Tensor:
-    return reference.kron_matmul(x.double(), [f.double() for f in factors])
+    return reference.kron_matmul(in_double(x), [in_double(f) for f in factors])
 
 
 def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
@@ -72,7 +73,7 @@ def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("name", [*SHAPES, "launches of the closed form"])
 def test_blocks(
     name: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, launches_one_by_one: Callable[[], None]
@@ -82,8 +83,9 @@ def test_blocks(
         launches_one_by_one()
     ps, qs = zip(*sizes, strict=True)
     rows, gap = (3, 1) if name == "unaligned blocks" else (2, 0)
-    x = torch.randn(rows, math.prod(ps), generator=generator).to(device, dtype)
-    factors = [(torch.randn(q, p, generator=generator) / p**0.5).to(device, dtype).mT for p, q in sizes]
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    x = torch.randn(rows, math.prod(ps), generator=generator, dtype=wide).to(device, dtype)
+    factors = [(torch.randn(q, p, generator=generator, dtype=wide) / p**0.5).to(device, dtype).mT for p, q in sizes]
     able = in_blocks(ps, qs, parts, dtype, device)
     if name in SHAPES or device.type != "cuda":  # there, the closed form has another kernel
         assert able == (expected._replace(writes=False) if dtype == torch.bfloat16 and expected.reads else expected)
@@ -110,6 +112,17 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.devic
         y = torch.full_like(x, torch.nan)
         multiply_into(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
         assert_close(y, product(x, factors), steps=3)
+
+
+def test_views_whose_memory_holds_other_numbers(device: torch.device, generator: torch.Generator) -> None:
+    """Conjugate views, and negative ones of real numbers."""
+    x, f = (torch.randn(4, 4, generator=generator, dtype=torch.complex64).to(device).conj() for _ in range(2))
+    y = torch.empty_like(x).resolve_conj()
+    multiply_into([x], [f], [y], 1.0, None)
+    assert_close(y, product(x, [f]))
+    out = torch.empty_like(y.real.contiguous())
+    multiply_into([x.imag.view(4, 4)], [f.imag], [out], 1.0, None)
+    assert_close(out, product(x.imag, [f.imag]))
 
 
 def test_blocks_that_cannot_be_are_refused(device: torch.device) -> None:

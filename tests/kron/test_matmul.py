@@ -71,9 +71,9 @@ def test_integers_are_exact(
 
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=ids)
-@pytest.mark.parametrize("case", [*FEW, *BATCHES], ids=ids)
+@on_backends([*FEW, *BATCHES], limit=10_000)
 @SIDES
-def test_complex(case: Case, dtype: torch.dtype, left: bool, device: torch.device, generator: torch.Generator) -> None:
+def test_complex(case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, factors = problem(case, dtype, device, generator, left=left)
     z = torch.randn(1, dtype=dtype, device=device)
     assert_near(call(left)(x, factors), expected(x, factors, left=left))

@@ -272,10 +272,4 @@ def test_debug_log_names_the_choice(caplog: pytest.LogCaptureFixture, device: to
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
         kron_matmul(x.to(torch.complex64), [f.to(torch.complex64)])
-    assert any("torch" in r.getMessage() and "complex64" in r.getMessage() for r in caplog.records), caplog.text
-
-
-def test_triton_refuses_what_it_cannot_take(device: torch.device) -> None:
-    x, f = torch.ones(2, 3, dtype=torch.complex64, device=device), torch.ones(3, 3, dtype=torch.complex64, device=device)
-    with fastkron_py.backend("triton"), pytest.raises(ValueError, match=r"backend.*complex64"):
-        kron_matmul(x, [f])
+    assert any(wanted in r.getMessage() and "complex64" in r.getMessage() for r in caplog.records), caplog.text

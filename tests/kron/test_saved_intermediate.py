@@ -14,6 +14,7 @@ import fastkron_py
 from fastkron_py import kron_matmul, kron_matmul_left, reference
 from fastkron_py.kron import saved_intermediate
 from fastkron_py.kron.plan import saved_intermediate as plan
+from fastkron_py.kron.plan.gradient import Numbers
 from fastkron_py.kron.plan.saved_intermediate import Cut, Whole, find_cut
 from fastkron_py.runtime.builder import describe
 from fastkron_py.runtime.call_cache import CACHE
@@ -156,5 +157,5 @@ def test_where_x_would_be_copied(device: torch.device, cuts: list[Cut]) -> None:
 )
 def test_cuts(shapes: tuple[tuple[int, int], ...], rows: int, cut: Cut | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert find_cut(Whole(shapes, rows, 1, 4, 3), HOPPER) == cut
-    assert find_cut(Whole(shapes, 8, 1, 4, 3), HOPPER) is None  # small
+    assert find_cut(Whole(shapes, rows, 1, Numbers(4), 3), HOPPER) == cut
+    assert find_cut(Whole(shapes, 8, 1, Numbers(4), 3), HOPPER) is None  # small

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from canonical_cases import backward, dense, multiply, problem
+from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
 from fastkron_py.kron.plan.wide import Mode, best_algorithm, best_gradient_algorithm, gradient_config, multiply_config
 from fastkron_py.runtime.gpu import HOPPER, nvidia
@@ -24,7 +24,7 @@ SHAPES = {
 ALGORITHMS = ("matmul", "copying", "looped")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_is_right(
@@ -39,13 +39,12 @@ def test_every_algorithm_is_right(
     torch.manual_seed(0)
     x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
     wanted = dense(x, factors)
-    z, dy = (torch.randn(wanted.shape, device=device).to(dtype) for _ in range(2))
+    z, dy = (torch.randn_like(wanted).to(dtype) for _ in range(2))
     steps = 4 * len(ps)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
     assert_close(multiply(x, factors), wanted, steps=steps)
     assert_close(multiply(x, factors, alpha=3.0), 3 * wanted, steps=steps)
-    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
-    x64, *f64 = (t.double().requires_grad_() for t in (x, *factors))
-    slopes = torch.autograd.grad(dense(x64, f64), [x64, *f64], dy.double())
+    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * in_double(z), steps=steps + 1)
+    slopes = expected_gradients(dy, x, factors)
     dx, dfs = backward(dy, x, factors)
     for got, slope in zip([dx, *dfs], slopes, strict=True):
         assert_close(got, slope, steps=steps)

@@ -86,6 +86,7 @@ def test_every_example_is_run() -> None:
         "learn_blur.py",
         "multi_gpu_gp.py",
         "multi_gpu_kron.py",
+        "quantum.py",
     }  # the latter: tests/distributed
     assert {p.stem for p in (EXAMPLES / "lokr").glob("*.py")} == {*LOKR_EXAMPLES, "common"}
 
@@ -204,6 +205,24 @@ def test_kat_reads_digits_and_draws_its_functions(
     runpy.run_path(str(EXAMPLES / "kat_digits.py"), run_name="__main__")
     rational, gelu = (float(n) for n in re.findall(r"test accuracy ([\d.]+)", capsys.readouterr().out))
     assert min(rational, gelu) > 0.2  # guessing would give 0.1
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_the_quantum_fourier_transform_is_that_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not EXAMPLES.is_dir():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "quantum.png"
+    monkeypatch.setattr(sys, "argv", ["quantum", "--qubits", "12", "--device", "cpu", "--picture", str(picture)])
+    runpy.run_path(str(EXAMPLES / "quantum.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "12 qubits: 78 gates in 23 layers" in printed
+    errors = [float(n) for n in re.findall(r"error ([\d.e+-]+)", printed)]
+    assert len(errors) == 3
+    assert max(errors) < 5e-6  # complex64, rounded in every layer
     assert picture.stat().st_size > 10_000
 
 

@@ -8,6 +8,8 @@ import torch
 
 from fastkron_py.runtime import device as devices
 
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def chained_kernel() -> Any:
     """The register-chained kernel, or None where this Triton cannot compile it."""
@@ -28,12 +30,12 @@ def wide_kernel() -> Any:
 
 def has_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel for wide factors can run here."""
-    return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and wide_kernel() is not None
+    return dtype in _DTYPES and devices.gpu_of(device).has_wgmma and wide_kernel() is not None
 
 
 def has_chained(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the register-chained kernel can multiply here."""
-    return dtype != torch.float64 and devices.gpu_of(device).has_wgmma and chained_kernel() is not None
+    return dtype in _DTYPES and devices.gpu_of(device).has_wgmma and chained_kernel() is not None
 
 
 _HALVES: Final = {torch.float16: "float16", torch.bfloat16: "bfloat16"}

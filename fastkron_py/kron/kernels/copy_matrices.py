@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fastkron_py.tiling.elements import load_elements, store_elements, words
+
 
 @triton.jit
 def _start(strides, batch, n, i, j):
@@ -29,7 +31,7 @@ def _copy_matrices_kernel(
     y_ptr,  # [B, n, I, J]
     alpha: tl.int64,  # float64 pattern
     beta: tl.int64,
-    x_strides,  # (B, n, I, J)
+    x_strides,  # (B, n, I, J), in words, as of z and y
     z_strides,
     y_strides,
     count,  # n
@@ -41,8 +43,10 @@ def _copy_matrices_kernel(
     INDEX: tl.constexpr,  # type that holds offsets within a tile
     ACC: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    PARTS: tl.constexpr,  # real numbers of an element
 ):
     """``y = EPILOGUE(x, z)``, element by element."""
+    x_ptr, z_ptr, y_ptr = words(x_ptr, PARTS), words(z_ptr, PARTS), words(y_ptr, PARTS)
     tiles_i, tiles_j, blocks = tl.cdiv(y_sizes[0], BLOCK_I), tl.cdiv(y_sizes[1], BLOCK_J), tl.cdiv(count, BLOCK_N)
     tile = tl.program_id(0)
     first_j, tile = (tile % tiles_j).to(tl.int64) * BLOCK_J, tile // tiles_j
@@ -57,8 +61,8 @@ def _copy_matrices_kernel(
         exists = n < _left(count, first_n, BLOCK_N)
         readable, mask = readable & exists, mask & exists
     x_start = x_ptr + _start(x_strides, batch, first_n, first_i, first_j)
-    x = tl.load(x_start + _offsets(x_strides, n, i, j, INDEX), mask=readable, other=0.0)
+    x = load_elements(x_start + _offsets(x_strides, n, i, j, INDEX), readable, PARTS, False)
     z_start = z_ptr + _start(z_strides, batch, first_n, first_i, first_j)
     y = EPILOGUE(x.to(ACC), alpha, beta, z_start, _offsets(z_strides, n, i, j, INDEX), mask)
     y_start = y_ptr + _start(y_strides, batch, first_n, first_i, first_j)
-    tl.store(y_start + _offsets(y_strides, n, i, j, INDEX), y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_elements(y_start + _offsets(y_strides, n, i, j, INDEX), y, mask, PARTS, False)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fastkron_py.tiling.addresses import dot, load_factor, padded_index, scalar, slice_index, slice_mask, slice_offsets
+from fastkron_py.tiling.elements import extracted, load_elements, store_elements, swapped, words
 
 
 @triton.jit
@@ -19,26 +20,28 @@ def _last_mode(t, f, S: tl.constexpr, REST: tl.constexpr, P: tl.constexpr, Q: tl
 
 
 @triton.jit
-def _add_products(acc, u, v, COUNT: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def _add_products(acc, u, v, COUNT: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr):
     """Add to acc the sum over COUNT slices of u's ``[COUNT, P]`` times v's ``[COUNT, Q]``.
 
-    In PARTS parts, each a product of its own, acc ``[PARTS, P, Q]``: else the warps would share the few rows of ``[P, Q]``,
+    In SUMS sums, each a product of its own, acc ``[SUMS, P, Q]``: else the warps would share the few rows of ``[P, Q]``,
     or repeat each other's work.
     """
-    if PARTS == 1:
+    if SUMS == 1:
         return dot(tl.trans(tl.reshape(u, (COUNT, P))), tl.reshape(v, (COUNT, Q)), acc, PRECISION)
     else:
-        u = tl.permute(tl.reshape(u, (PARTS, COUNT // PARTS, P)), (0, 2, 1))
-        return dot(u, tl.reshape(v, (PARTS, COUNT // PARTS, Q)), acc, PRECISION)
+        u = tl.permute(tl.reshape(u, (SUMS, COUNT // SUMS, P)), (0, 2, 1))
+        return dot(u, tl.reshape(v, (SUMS, COUNT // SUMS, Q)), acc, PRECISION)
 
 
 @triton.jit
-def _store_partial(ptr, index, acc, PARTS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, P_PAD: tl.constexpr, Q_PAD: tl.constexpr):
-    """Store the sum of acc's parts as matrix number index of ``[*, P, Q]``."""
-    total = acc if PARTS == 1 else tl.sum(acc, 0)
+def _store_partial(
+    ptr, index, acc, SUMS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, P_PAD: tl.constexpr, Q_PAD: tl.constexpr, PARTS: tl.constexpr
+):
+    """Store the total of acc's sums as matrix number index of ``[*, P, Q]``."""
+    total = extracted(acc if SUMS == 1 else tl.sum(acc, 0), PARTS)
     p = tl.arange(0, P_PAD)[:, None]
-    q = tl.arange(0, Q_PAD)[None, :]
-    tl.store(ptr + index * (P * Q) + p * Q + q, total, mask=(p < P) & (q < Q))
+    q = tl.arange(0, Q_PAD * PARTS)[None, :]
+    tl.store(ptr + index * (P * Q * PARTS) + p * (Q * PARTS) + q, total, mask=(p < P) & (q < Q * PARTS))
 
 
 @triton.jit
@@ -57,10 +60,10 @@ def _fused_multiply_bwd_kernel(
     dx_ptr,  # [B, L, before, P, after], may be u's memory
     partial_ptrs,  # (A's, B's): [B, programs, P, Q] each, in the accumulator's type
     alpha: tl.int64,  # float64 pattern
-    u_strides,
+    u_strides,  # in words, as of g and dx
     g_strides,
     dx_strides,
-    factor_strides,
+    factor_strides,  # in elements
     num_slices,
     num_tiles,  # of each batch
     programs,  # of each batch
@@ -75,8 +78,8 @@ def _fused_multiply_bwd_kernel(
     Q_PADS: tl.constexpr,
     Q_TOTAL: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    PARTS_A: tl.constexpr,
-    PARTS_B: tl.constexpr,
+    SUMS_A: tl.constexpr,
+    SUMS_B: tl.constexpr,
     NEED_X: tl.constexpr,
     NEED_A: tl.constexpr,
     NEED_B: tl.constexpr,
@@ -88,8 +91,9 @@ def _fused_multiply_bwd_kernel(
     COMPUTE: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,  # real numbers of an element
 ):
-    """Gradients of ``y = u (A (x) B)``: ``dx = g (A (x) B)^T`` and a program's share of dA and dB."""
+    """Gradients of ``y = u (A (x) B)``: ``dx = g (A (x) B)^H`` and a program's share of dA and dB."""
     PA: tl.constexpr = P_PADS[0]
     PB: tl.constexpr = P_PADS[1]
     QA: tl.constexpr = Q_PADS[0]
@@ -97,51 +101,54 @@ def _fused_multiply_bwd_kernel(
     COUNT: tl.constexpr = len(SHAPES)
     CHAIN: tl.constexpr = SPLIT > 0
     EXACT: tl.constexpr = EVEN and P_SIZES[0] == PA and Q_SIZES[1] == QB
+    u_ptr, g_ptr, dx_ptr = words(u_ptr, PARTS), words(g_ptr, PARTS), words(dx_ptr, PARTS)
     p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
     q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
     batch = (tl.program_id(0) // programs).to(tl.int64)
-    fb = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, SPLIT, COUNT, PB, QB, ACC).to(COMPUTE)
+    fb = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, SPLIT, COUNT, PB, QB, ACC, PARTS).to(COMPUTE)
     if CHAIN:
-        fa = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, 0, SPLIT, PA, QA, ACC).to(COMPUTE)
-    acc_a = tl.zeros((PA, QA) if PARTS_A == 1 else (PARTS_A, PA, QA), ACC)
-    acc_b = tl.zeros((PB, QB) if PARTS_B == 1 else (PARTS_B, PB, QB), ACC)
+        fa = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, 0, SPLIT, PA, QA, ACC, PARTS).to(COMPUTE)
+    acc_a = tl.zeros((PA * PARTS, QA * PARTS) if SUMS_A == 1 else (SUMS_A, PA * PARTS, QA * PARTS), ACC)
+    acc_b = tl.zeros((PB * PARTS, QB * PARTS) if SUMS_B == 1 else (SUMS_B, PB * PARTS, QB * PARTS), ACC)
     for tile in tl.range(tl.program_id(0) % programs, num_tiles, programs):
         first = tl.cast(tile, tl.int64) * BLOCK_S
         i = tl.arange(0, BLOCK_S)
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
+        mask_p, mask_q = mask_s[:, None] & valid_p[None, :], mask_s[:, None] & valid_q[None, :]
         g_rows = g_ptr + slice_offsets(g_strides, batch, sl, sj, sa)
-        g = tl.load(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask=mask_s[:, None] & valid_q[None, :], other=0.0)
-        g = tl.reshape(g, (BLOCK_S, QA, QB)).to(COMPUTE)
+        g = load_elements(g_rows[:, None] + q.to(tl.int64)[None, :] * g_strides[3], mask_q, PARTS, TAIL)
+        g = tl.reshape(g, (BLOCK_S, QA, QB * PARTS)).to(COMPUTE)
         if NEED_A or NEED_B:
             u_rows = u_ptr + slice_offsets(u_strides, batch, sl, sj, sa)
-            u = tl.load(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0)
-            u = tl.reshape(u, (BLOCK_S, PA, PB)).to(COMPUTE)
+            u = load_elements(u_rows[:, None] + p.to(tl.int64)[None, :] * u_strides[3], mask_p, PARTS, TAIL)
+            u = tl.reshape(u, (BLOCK_S, PA, PB * PARTS)).to(COMPUTE)
         if CHAIN:
-            g_transposed = tl.permute(g, (0, 2, 1))
+            g_transposed = swapped(g, BLOCK_S, QA, QB, PARTS)
             if not EXACT:
                 # Zeros times an infinity of the factor are NaN, and what stands in padding is summed.
-                in_p = _valid(mask_s, P_SIZES[0], PA, Q_SIZES[1], QB, BLOCK_S)
+                in_p = _valid(mask_s, P_SIZES[0], PA, Q_SIZES[1] * PARTS, QB * PARTS, BLOCK_S)
             if NEED_A:
-                u_transposed = _last_mode(u, fb, BLOCK_S, PA, PB, QB, ACC, PRECISION)
+                u_transposed = _last_mode(u, fb, BLOCK_S, PA, PB * PARTS, QB * PARTS, ACC, PRECISION)
                 if not EXACT:
                     u_transposed = tl.where(in_p, u_transposed, 0.0)
-                u_transposed = tl.permute(u_transposed, (0, 2, 1)).to(COMPUTE)
-                acc_a = _add_products(acc_a, u_transposed, g_transposed, BLOCK_S * QB, PA, QA, PARTS_A, PRECISION)
-            g = tl.permute(_last_mode(g_transposed, tl.trans(fa), BLOCK_S, QB, QA, PA, ACC, PRECISION), (0, 2, 1))
+                u_transposed = swapped(u_transposed, BLOCK_S, PA, QB, PARTS).to(COMPUTE)
+                acc_a = _add_products(acc_a, u_transposed, g_transposed, BLOCK_S * QB, PA * PARTS, QA * PARTS, SUMS_A, PRECISION)
+            g = _last_mode(g_transposed, tl.trans(fa), BLOCK_S, QB, QA * PARTS, PA * PARTS, ACC, PRECISION)
+            g = swapped(g, BLOCK_S, QB, PA, PARTS)
             if not EXACT:
                 g = tl.where(in_p, g, 0.0)
             g = g.to(COMPUTE)
         if NEED_B:
-            acc_b = _add_products(acc_b, u, g, BLOCK_S * PA, PB, QB, PARTS_B, PRECISION)
+            acc_b = _add_products(acc_b, u, g, BLOCK_S * PA, PB * PARTS, QB * PARTS, SUMS_B, PRECISION)
         if NEED_X:
-            dx = _last_mode(g, tl.trans(fb), BLOCK_S, PA, QB, PB, ACC, PRECISION)
+            dx = _last_mode(g, tl.trans(fb), BLOCK_S, PA, QB * PARTS, PB * PARTS, ACC, PRECISION)
             if SCALE:
                 dx *= scalar(alpha, ACC)
-            dx = tl.reshape(dx, (BLOCK_S, P_TOTAL)).to(dx_ptr.dtype.element_ty)
             dx_rows = dx_ptr + slice_offsets(dx_strides, batch, sl, sj, sa)
-            tl.store(dx_rows[:, None] + p.to(tl.int64)[None, :] * dx_strides[3], dx, mask=mask_s[:, None] & valid_p[None, :])
+            dx_pointers = dx_rows[:, None] + p.to(tl.int64)[None, :] * dx_strides[3]
+            store_elements(dx_pointers, tl.reshape(dx, (BLOCK_S, P_TOTAL * PARTS)), mask_p, PARTS, TAIL)
     if NEED_A:
-        _store_partial(partial_ptrs[0], tl.program_id(0).to(tl.int64), acc_a, PARTS_A, P_SIZES[0], Q_SIZES[0], PA, QA)
+        _store_partial(partial_ptrs[0], tl.program_id(0).to(tl.int64), acc_a, SUMS_A, P_SIZES[0], Q_SIZES[0], PA, QA, PARTS)
     if NEED_B:
-        _store_partial(partial_ptrs[1], tl.program_id(0).to(tl.int64), acc_b, PARTS_B, P_SIZES[1], Q_SIZES[1], PB, QB)
+        _store_partial(partial_ptrs[1], tl.program_id(0).to(tl.int64), acc_b, SUMS_B, P_SIZES[1], Q_SIZES[1], PB, QB, PARTS)

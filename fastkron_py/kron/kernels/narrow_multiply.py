@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from fastkron_py.tiling.addresses import factor_tile, slice_index, slice_mask, slice_offsets
+from fastkron_py.tiling.addresses import factor_parts, factor_tile, slice_index, slice_mask, slice_offsets
+from fastkron_py.tiling.elements import joined, load_parts, store_elements, words
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])
@@ -12,8 +13,8 @@ def _narrow_multiply_fwd_kernel(
     factor_ptrs,  # each [B, P_i, Q_i]
     z_ptr,  # [B, L, before, Q, after]
     y_ptr,  # [B, L, before, Q, after]
-    x_strides,  # (B, L, before, P, after)
-    factor_strides,  # (B, P_i, Q_i) each
+    x_strides,  # (B, L, before, P, after), in words, as of z and y
+    factor_strides,  # (B, P_i, Q_i) each, in elements
     z_strides,  # (B, L, before, Q, after)
     y_strides,  # (B, L, before, Q, after)
     alpha: tl.int64,  # float64 pattern
@@ -34,10 +35,13 @@ def _narrow_multiply_fwd_kernel(
     EVEN: tl.constexpr,
     ACC: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    PARTS: tl.constexpr,  # real numbers of an element
+    CONJ: tl.constexpr,  # the factors are conjugated
 ):
     """``y[s, q] = epilogue(sum_p x[s, p] * F[p, q])``, a tile ``[BLOCK_Q, BLOCK_S]``: neighbouring slices are neighbouring threads."""
     BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
     COUNT: tl.constexpr = len(SHAPES)
+    x_ptr, z_ptr, y_ptr = words(x_ptr, PARTS), words(z_ptr, PARTS), words(y_ptr, PARTS)
     blocks_s = tl.cdiv(num_slices, BLOCK_S)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         q = (tile % BLOCKS_Q) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
@@ -48,12 +52,22 @@ def _narrow_multiply_fwd_kernel(
         mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
         acc = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
+        imaginary = tl.zeros((BLOCK_Q, BLOCK_S), ACC)
         for p in tl.range(0, P, loop_unroll_factor=UNROLL):
-            x = tl.load(x_rows + tl.cast(p, tl.int64) * x_strides[3], mask=mask_s, other=0.0).to(ACC)
+            pointers = x_rows + tl.cast(p, tl.int64) * x_strides[3]
             row = p + tl.arange(0, 1)[:, None]
-            acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x[None, :]
+            if PARTS == 1:
+                x = tl.load(pointers, mask=mask_s, other=0.0).to(ACC)
+                acc += factor_tile(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC) * x[None, :]
+            else:
+                x_real, x_imaginary = load_parts(pointers, mask_s)
+                f_real, f_imaginary = factor_parts(factor_ptrs, factor_strides, batch, row, q, SHAPES, 0, COUNT, ACC, CONJ)
+                acc += f_real * x_real[None, :] - f_imaginary * x_imaginary[None, :]
+                imaginary += f_real * x_imaginary[None, :] + f_imaginary * x_real[None, :]
+        if PARTS == 2:
+            acc = joined(acc, imaginary)
         mask = mask_s[None, :] & (q < Q)
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[None, :] + q.to(tl.int64) * y_strides[3]
         y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
-        tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, False)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fastkron_py.tiling.addresses import dot, load_factor, load_slices, padded_index, scalar, slice_index, slice_mask, slice_offsets
+from fastkron_py.tiling.elements import load_elements, store_elements, swapped, words
 
 
 @triton.jit
@@ -29,14 +30,21 @@ def epilogue_axpby(acc, alpha, beta, z_ptr, offsets, mask):
     return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
 
 
+@triton.jit
+def epilogue_axpby_complex(acc, alpha, beta, z_ptr, offsets, mask):
+    """Scale by alpha and add beta * z, of complex elements."""
+    z = load_elements(z_ptr + offsets, mask, 2, False)
+    return acc * scalar(alpha, acc.dtype) + z * scalar(beta, acc.dtype)
+
+
 @triton.jit(do_not_specialize=["alpha", "beta"])
 def _sliced_multiply_fwd_kernel(
     x_ptr,  # [B, L, before, P, after]
     factor_ptrs,  # each [B, P_i, Q_i]
     z_ptr,  # [B, L, before, Q, after]
     y_ptr,  # [B, L, before, Q, after]
-    x_strides,  # (B, L, before, P, after)
-    factor_strides,  # (B, P_i, Q_i) each
+    x_strides,  # (B, L, before, P, after), in words, as of z and y
+    factor_strides,  # (B, P_i, Q_i) each, in elements
     z_strides,  # (B, L, before, Q, after)
     y_strides,  # (B, L, before, Q, after)
     alpha: tl.int64,  # float64 pattern
@@ -60,13 +68,17 @@ def _sliced_multiply_fwd_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    PARTS: tl.constexpr,  # real numbers of an element
+    CONJ: tl.constexpr,  # the factors are conjugated
+    TURNED: tl.constexpr,  # neighbouring slices of y, not modes, are neighbours in memory
 ):
     """One factor of any size: a GEMM over slices, with a loop over P where it is wider than a block."""
     BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
     COUNT: tl.constexpr = len(SHAPES)
+    x_ptr, z_ptr, y_ptr = words(x_ptr, PARTS), words(z_ptr, PARTS), words(y_ptr, PARTS)
     blocks_s = tl.cdiv(num_slices, BLOCK_S)
     if RESIDENT:
-        resident = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC).to(COMPUTE)
+        resident = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC, PARTS, CONJ).to(COMPUTE)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         first_q = (tile % BLOCKS_Q) * BLOCK_Q
         batch = (tile // BLOCKS_Q // blocks_s).to(tl.int64)
@@ -75,43 +87,44 @@ def _sliced_multiply_fwd_kernel(
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
-        acc = tl.zeros((BLOCK_S, BLOCK_Q), ACC)
+        acc = tl.zeros((BLOCK_S, BLOCK_Q * PARTS), ACC)
         if RESIDENT:
-            x = load_slices(x_rows, mask_s, 0, x_strides[3], P, BLOCK_P)
+            x = load_slices(x_rows, mask_s, 0, x_strides[3], P, BLOCK_P, PARTS, TAIL)
             acc = dot(x.to(COMPUTE), resident, acc, PRECISION)
         else:
             for first_p in range(0, P, BLOCK_P):
-                x = load_slices(x_rows, mask_s, first_p, x_strides[3], P, BLOCK_P)
-                f = load_factor(factor_ptrs, factor_strides, batch, first_p, first_q, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC)
+                x = load_slices(x_rows, mask_s, first_p, x_strides[3], P, BLOCK_P, PARTS, TAIL)
+                f = load_factor(factor_ptrs, factor_strides, batch, first_p, first_q, SHAPES, 0, COUNT, BLOCK_P, BLOCK_Q, ACC, PARTS, CONJ)
                 acc = dot(x.to(COMPUTE), f.to(COMPUTE), acc, PRECISION)
         q = (first_q + tl.arange(0, BLOCK_Q)).to(tl.int64)[None, :]
         mask = mask_s[:, None] & (q < Q)
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q * y_strides[3]
         y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
-        tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, TURNED)
+
+
+@triton.jit
+def _load_step(ptrs, strides, batch, SHAPES: tl.constexpr, STEP: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr, CONJ: tl.constexpr):
+    """The factor tile of a step."""
+    return load_factor(ptrs, strides, batch, 0, 0, SHAPES, STEP[0], STEP[1], STEP[3], STEP[4], ACC, PARTS, CONJ)
 
 
 @triton.jit
 def _multiply_step(
-    t,
-    f,
-    BLOCK_S: tl.constexpr,
-    P: tl.constexpr,
-    P_PAD: tl.constexpr,
-    Q_PAD: tl.constexpr,
-    REST: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    t, f, BLOCK_S: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr
 ):
-    """``[BLOCK_S, REST * P_PAD]`` times factor tile f along the last mode, to ``[BLOCK_S, Q_PAD, REST]``."""
+    """``[BLOCK_S, REST * P_PAD]`` elements times factor tile f along the last mode, to ``[BLOCK_S, Q_PAD, REST]``."""
+    P: tl.constexpr = STEP[2] * PARTS
+    P_PAD: tl.constexpr = STEP[3] * PARTS
+    Q_PAD: tl.constexpr = STEP[4]
+    REST: tl.constexpr = STEP[5]
     t = tl.reshape(t, (BLOCK_S * REST, P_PAD))
     if P != P_PAD:
         # An infinity of an earlier factor has made NaN of the padding, which 0 does not cancel.
         t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)
-    t = dot(t.to(COMPUTE), f, tl.zeros((BLOCK_S * REST, Q_PAD), ACC), PRECISION)
-    return tl.permute(tl.reshape(t, (BLOCK_S, REST, Q_PAD)), (0, 2, 1))
+    t = dot(t.to(COMPUTE), f, tl.zeros((BLOCK_S * REST, Q_PAD * PARTS), ACC), PRECISION)
+    return swapped(t, BLOCK_S, REST, Q_PAD, PARTS)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])
@@ -148,22 +161,24 @@ def _fused_multiply_fwd_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONJ: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """Several neighbouring modes at once: a tile of whole slices stays on chip through all steps.
 
     Each step multiplies the tile's last mode and moves it to the front, so that after the last
     step the modes stand in their first order again.
     """
+    x_ptr, z_ptr, y_ptr = words(x_ptr, PARTS), words(z_ptr, PARTS), words(y_ptr, PARTS)
     blocks_s = tl.cdiv(num_slices, BLOCK_S)
     p, valid_p = padded_index(tl.arange(0, P_TOTAL), P_SIZES, P_PADS)
     q, valid_q = padded_index(tl.arange(0, Q_TOTAL), Q_SIZES, Q_PADS)
     if RESIDENT:
-        f0 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(COMPUTE)
-        f1 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(COMPUTE)
+        f0 = _load_step(factor_ptrs, factor_strides, 0, SHAPES, STEPS[0], ACC, PARTS, CONJ).to(COMPUTE)
+        f1 = _load_step(factor_ptrs, factor_strides, 0, SHAPES, STEPS[1], ACC, PARTS, CONJ).to(COMPUTE)
         if len(STEPS) == 3:
-            f2 = load_factor(factor_ptrs, factor_strides, 0, 0, 0, SHAPES, STEPS[2][0], STEPS[2][1], STEPS[2][3], STEPS[2][4], ACC).to(
-                COMPUTE
-            )
+            f2 = _load_step(factor_ptrs, factor_strides, 0, SHAPES, STEPS[2], ACC, PARTS, CONJ).to(COMPUTE)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         batch = (tile // blocks_s).to(tl.int64)
         first = (tile % blocks_s).to(tl.int64) * BLOCK_S
@@ -171,25 +186,20 @@ def _fused_multiply_fwd_kernel(
         sl, sj, sa = slice_index(first, i, BLOCK_S, before, after, HEAD, TAIL, RUN)
         mask_s = slice_mask(first, i, num_slices, EVEN)
         x_rows = x_ptr + slice_offsets(x_strides, batch, sl, sj, sa)
-        t = tl.load(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask=mask_s[:, None] & valid_p[None, :], other=0.0).to(ACC)
+        mask = mask_s[:, None] & valid_p[None, :]
+        t = load_elements(x_rows[:, None] + p.to(tl.int64)[None, :] * x_strides[3], mask, PARTS, TAIL).to(ACC)
         if not RESIDENT:
-            f0 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[0][0], STEPS[0][1], STEPS[0][3], STEPS[0][4], ACC).to(
-                COMPUTE
-            )
-            f1 = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[1][0], STEPS[1][1], STEPS[1][3], STEPS[1][4], ACC).to(
-                COMPUTE
-            )
+            f0 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS[0], ACC, PARTS, CONJ).to(COMPUTE)
+            f1 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS[1], ACC, PARTS, CONJ).to(COMPUTE)
             if len(STEPS) == 3:
-                f2 = load_factor(
-                    factor_ptrs, factor_strides, batch, 0, 0, SHAPES, STEPS[2][0], STEPS[2][1], STEPS[2][3], STEPS[2][4], ACC
-                ).to(COMPUTE)
-        t = _multiply_step(t, f0, BLOCK_S, STEPS[0][2], STEPS[0][3], STEPS[0][4], STEPS[0][5], COMPUTE, ACC, PRECISION)
-        t = _multiply_step(t, f1, BLOCK_S, STEPS[1][2], STEPS[1][3], STEPS[1][4], STEPS[1][5], COMPUTE, ACC, PRECISION)
+                f2 = _load_step(factor_ptrs, factor_strides, batch, SHAPES, STEPS[2], ACC, PARTS, CONJ).to(COMPUTE)
+        t = _multiply_step(t, f0, BLOCK_S, STEPS[0], COMPUTE, ACC, PRECISION, PARTS)
+        t = _multiply_step(t, f1, BLOCK_S, STEPS[1], COMPUTE, ACC, PRECISION, PARTS)
         if len(STEPS) == 3:
-            t = _multiply_step(t, f2, BLOCK_S, STEPS[2][2], STEPS[2][3], STEPS[2][4], STEPS[2][5], COMPUTE, ACC, PRECISION)
-        y = tl.reshape(t, (BLOCK_S, Q_TOTAL))
+            t = _multiply_step(t, f2, BLOCK_S, STEPS[2], COMPUTE, ACC, PRECISION, PARTS)
+        y = tl.reshape(t, (BLOCK_S, Q_TOTAL * PARTS))
         mask = mask_s[:, None] & valid_q[None, :]
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * y_strides[3]
         y = EPILOGUE(y, alpha, beta, z_ptr, z_offsets, mask)
-        tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, TURNED)

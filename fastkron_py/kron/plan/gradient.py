@@ -11,22 +11,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
 
-# Widest step of a fused kernel, and of a chain: beyond it the sums, operands and factors do not fit into registers.
+# Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64
 CHAIN_WIDTH: Final = 32
-# Padded elements of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
+# Padded numbers of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
 # for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
 TILE: Final = 2048
 LARGEST_TILE: Final = 4096
-# A [P, Q] sum of at most this many elements is kept once for each warp, which then multiplies slices of its own.
-PART_ELEMENTS: Final = 1024
-PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of an element
+# A [P, Q] sum of at most this many numbers is kept once for each warp, which then multiplies slices of its own.
+SUM_NUMBERS: Final = 1024
+PROGRAMS_PER_SM: Final = {2: 4, 4: 2, 8: 2}  # by bytes of a number
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Group:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """A fused kernel: block_s slices a tile, and in how many parts each step's gradient is summed."""
+    """A fused kernel: block_s slices a tile, and the number of sums that each step's gradient is kept in."""
 
     block_s: int
-    parts: tuple[int, int]
+    sums: tuple[int, int]
     programs: int  # of each batch of factors; every one leaves partial sums
     num_warps: int
     num_stages: int
@@ -57,7 +57,7 @@ class FusedConfig:
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """A factor gradient: [block_p, block_q] tiles, summed over splits of the slices."""
+    """A factor gradient: [block_p, block_q] tiles of real numbers, summed over splits of the slices."""
 
     block_s: int
     block_p: int
@@ -68,37 +68,50 @@ class GradientConfig:
     num_stages: int
 
 
-def _pads(shapes: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Padded (P, Q) of neighbours multiplied out; (1, 1) of none."""
+class Numbers(NamedTuple):
+    """The numbers of a problem: bytes of a real one, and the real ones of an element."""
+
+    itemsize: int
+    parts: int = 1
+
+    @property
+    def sector(self) -> int:
+        """Elements of a sector of memory."""
+        return SECTOR_BYTES // (self.itemsize * self.parts)
+
+
+def _pads(shapes: Sequence[tuple[int, int]], start: int, stop: int, parts: int) -> tuple[int, int]:
+    """Padded (P, Q) of neighbours multiplied out, in elements of this number of parts; (1, 1) of none."""
     if start == stop:
         return 1, 1
-    return padded(math.prod(p for p, _ in shapes[start:stop])), padded(math.prod(q for _, q in shapes[start:stop]))
+    p, q = (math.prod(s[i] for s in shapes[start:stop]) for i in (0, 1))
+    return padded(p, parts), padded(q, parts)
 
 
-def tile_width(group: Group, shapes: Sequence[tuple[int, int]]) -> int:
-    """Padded elements of a slice, of u, g or what lies between, whichever is most."""
-    (pa, qa), (pb, qb) = _pads(shapes, group.start, group.split), _pads(shapes, group.split, group.stop)
-    return max(pa, qa) * max(pb, qb)
+def tile_width(group: Group, shapes: Sequence[tuple[int, int]], parts: int = 1) -> int:
+    """Padded real numbers of a slice, of u, g or what lies between, whichever is most."""
+    (pa, qa), (pb, qb) = _pads(shapes, group.start, group.split, parts), _pads(shapes, group.split, group.stop, parts)
+    return parts * max(pa, qa) * max(pb, qb)
 
 
-def is_fused(group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool, gpu: GPU) -> bool:
+def is_fused(group: Group, shapes: Sequence[tuple[int, int]], numbers: Numbers, last: bool, gpu: GPU) -> bool:
     """Whether one kernel can do a group: the single statement of what may be fused in the backward pass.
 
     Args:
         group: its factors.
         shapes: (P, Q) of all factors.
-        itemsize: bytes of an element.
+        numbers: of the problem.
         last: nothing comes after the group's modes, so that a slice is one run of memory.
         gpu: where it runs.
     """
-    chain = group.split > group.start
+    chain, (itemsize, parts) = group.split > group.start, numbers
     widest = CHAIN_WIDTH if chain else STEP_WIDTH
     if itemsize == 8 and not gpu.has_float64_cores:
         widest = 0 if chain else DOT_SIDE
-    if any(max(_pads(shapes, *step)) > widest for step in group.steps):
+    if any(parts * max(_pads(shapes, *step, parts)) > widest for step in group.steps):
         return False
-    run = 1 if last else SECTOR_BYTES // itemsize
-    return not chain or tile_width(group, shapes) * run <= LARGEST_TILE // max(1, itemsize // 4)
+    run = 1 if last else numbers.sector
+    return not chain or tile_width(group, shapes, parts) * run <= LARGEST_TILE // max(1, itemsize // 4)
 
 
 def _whole_run(after: int) -> int:
@@ -106,7 +119,7 @@ def _whole_run(after: int) -> int:
     return after & -after
 
 
-def fused_cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, itemsize: int) -> float:
+def fused_cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, numbers: Numbers) -> float:
     """Modelled time of a fused kernel, in units of moving one element once: its traffic, and work on chip that hides badly.
 
     Args:
@@ -114,61 +127,61 @@ def fused_cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, 
         shapes: (P, Q) of all factors.
         outside: slices, or these over some number that the result is over as well.
         after: neighbours that a slice's elements stand among.
-        itemsize: bytes of an element.
+        numbers: of the problem.
     """
     mine = shapes[group.start : group.stop]
     u, g = outside * math.prod(p for p, _ in mine), outside * math.prod(q for _, q in mine)
-    run = _whole_run(after) * itemsize
-    scattered = 1.0 if after == 1 or run >= 4 * SECTOR_BYTES else 1.15 if run >= SECTOR_BYTES else 1.6
-    return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * outside * tile_width(group, shapes)
+    run, held = _whole_run(after), outside * tile_width(group, shapes, numbers.parts) / numbers.parts
+    scattered = 1.0 if after == 1 or run >= 4 * numbers.sector else 1.15 if run >= numbers.sector else 1.6
+    return scattered * (2 * u + g) + (0.9 if group.split > group.start else 0.3) * held
 
 
-def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, itemsize: int, overhead: float) -> float:
+def _cost(group: Group, shapes: Sequence[tuple[int, int]], outside: float, after: int, numbers: Numbers, overhead: float) -> float:
     """Modelled time of a group, in the same units; its input u is computed again, which is a multiply."""
     mine = shapes[group.start : group.stop]
     u, g = outside * math.prod(p for p, _ in mine), outside * math.prod(q for _, q in mine)
     if not group.fused:
         return 2.2 * (u + g) + 2 * u + 2 * overhead
-    return fused_cost(group, shapes, outside, after, itemsize) + 2 * u + overhead
+    return fused_cost(group, shapes, outside, after, numbers) + 2 * u + overhead
 
 
-def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], itemsize: int, last: bool, gpu: GPU) -> list[Group]:
+def _candidates(start: int, stop: int, shapes: Sequence[tuple[int, int]], numbers: Numbers, last: bool, gpu: GPU) -> list[Group]:
     # A split right after a 1 x 1 is one before it again; there may be dozens of those.
     groups = [Group(start, split, stop) for split in range(start, stop) if split == start or shapes[split - 1] != (1, 1)]
-    fused = [group for group in groups if is_fused(group, shapes, itemsize, last, gpu)]
+    fused = [group for group in groups if is_fused(group, shapes, numbers, last, gpu)]
     return fused if fused or stop - start > 1 else [Group(start, start, stop, fused=False)]
 
 
 @lru_cache(maxsize=4096)
-def gradient_plan(shapes: tuple[tuple[int, int], ...], itemsize: int, rows: int, columns: int, gpu: GPU) -> tuple[Group, ...]:
+def gradient_plan(shapes: tuple[tuple[int, int], ...], numbers: Numbers, rows: int, columns: int, gpu: GPU) -> tuple[Group, ...]:
     """Cut factors into groups, first factors first, by dynamic programming for the least modelled time.
 
     Args:
         shapes: (P, Q) of the factors (all positive).
-        itemsize: bytes of an element.
+        numbers: of the problem.
         rows: number of products that share the factors (rows of x times batches).
         columns: what comes after the last factor's mode; above 1 no slice is one run of memory.
         gpu: where it runs.
     """
     count = len(shapes)
-    overhead = 12e6 / itemsize / max(1, rows * columns)  # a launch costs about as much as moving 12 MB
+    overhead = 12e6 / math.prod(numbers) / max(1, rows * columns)  # a launch costs about as much as moving 12 MB
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]
     for stop in range(1, count + 1):
         found = []
         for start in range(stop - 1, -1, -1):
-            groups = _candidates(start, stop, shapes, itemsize, stop == count and columns == 1, gpu)
+            groups = _candidates(start, stop, shapes, numbers, stop == count and columns == 1, gpu)
             if not groups and math.prod(p * q for p, q in shapes[start:stop]) > LARGEST_TILE**2:
                 break  # longer segments only have wider tiles
             after = math.prod(q for _, q in shapes[stop:])
             outside = float(math.prod(p for p, _ in shapes[:start]) * after)
-            costs = [_cost(g, shapes, outside, after * columns, itemsize, overhead) for g in groups]
+            costs = [_cost(g, shapes, outside, after * columns, numbers, overhead) for g in groups]
             found += [(best[start][0] + c, (*best[start][1], g)) for c, g in zip(costs, groups, strict=True)]
         best.append(min(found, key=lambda c: (c[0], len(c[1]))))
     return best[count][1]
 
 
 def fused_configs(
-    group: Group, shapes: Sequence[tuple[int, int]], itemsize: int, num_slices: int, after: int, groups: int, gpu: GPU
+    group: Group, shapes: Sequence[tuple[int, int]], numbers: Numbers, num_slices: int, after: int, groups: int, gpu: GPU
 ) -> tuple[FusedConfig, ...]:
     """Tiles of a fused kernel, the preferred one first, then what a device with less shared memory may take.
 
@@ -177,20 +190,20 @@ def fused_configs(
     Args:
         group: its factors; `is_fused` holds.
         shapes: (P, Q) of all factors.
-        itemsize: bytes of an element.
+        numbers: of the problem.
         num_slices: slices of each batch of factors.
         after: neighbours that a slice's elements stand among, 1 where a slice is one run of memory.
         groups: number of batches of factors.
         gpu: where it runs.
     """
-    chain = group.split > group.start
-    a, b = _pads(shapes, group.start, group.split), _pads(shapes, group.split, group.stop)
+    chain, (itemsize, parts) = group.split > group.start, numbers
+    a, b = _pads(shapes, group.start, group.split, parts), _pads(shapes, group.split, group.stop, parts)
     # A product along one mode has a row for each slice and each index of the other mode.
     rows_a, rows_b = min(b), min(a)
     least = DOT_SIDE // min(rows_b, rows_a if chain else rows_b, DOT_SIDE)
-    tile, width = TILE // max(1, itemsize // 4), tile_width(group, shapes)
+    tile, width = TILE // max(1, itemsize // 4), tile_width(group, shapes, parts)
     block_s = max(least, min(tile // width, next_power_of_two(num_slices)))
-    sector, run = SECTOR_BYTES // itemsize, _whole_run(after)
+    sector, run = numbers.sector, _whole_run(after)
     if after > 1 and run >= sector:
         block_s = max(block_s, sector) if run > sector else max(least, min(max(block_s, sector), run))
     while block_s > least and math.ceil(num_slices / block_s) * groups < gpu.multiprocessors:
@@ -203,10 +216,10 @@ def fused_configs(
     programs = math.ceil(tiles / math.ceil(tiles / most))
 
     def config(block_s: int, num_warps: int, num_stages: int) -> FusedConfig:
-        def parts(sides: tuple[int, int], rows: int) -> int:
-            return 1 if sides[0] * sides[1] > PART_ELEMENTS else max(1, min(num_warps, block_s * rows // DOT_SIDE))
+        def sums(sides: tuple[int, int], rows: int) -> int:
+            return 1 if parts**2 * sides[0] * sides[1] > SUM_NUMBERS else max(1, min(num_warps, block_s * rows // DOT_SIDE))
 
-        return FusedConfig(block_s, (parts(a, rows_a), parts(b, rows_b)), programs, num_warps, num_stages)
+        return FusedConfig(block_s, (sums(a, rows_a), sums(b, rows_b)), programs, num_warps, num_stages)
 
     return (config(block_s, warps, 2), config(block_s, warps, 1), config(max(least, block_s // 2), 4, 1), config(least, 4, 1))
 
@@ -217,9 +230,9 @@ def gradient_config(p: int, q: int, itemsize: int, num_slices: int, groups: int,
     Splits depend on the problem and the device alone, so results repeat bit for bit.
 
     Args:
-        p: rows of the factor.
+        p: rows of the factor, in real numbers.
         q: its columns.
-        itemsize: bytes of an element.
+        itemsize: bytes of a real number.
         num_slices: slices that are summed.
         groups: number of batches of factors.
         gpu: where it runs.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.plan.gradient import Group, fused_cost
+from fastkron_py.kron.plan.gradient import Group, Numbers, fused_cost
 from fastkron_py.kron.plan.wide import Mode, gradient_times, multiply_seconds
 from fastkron_py.runtime.gpu import GPU
 
@@ -25,15 +25,20 @@ class Whole(NamedTuple):
         shapes: (P, Q) of the factors.
         rows: L.
         columns: R.
-        itemsize: bytes of an element.
+        numbers: of x.
         passes: over the tensor cores; 3 for float32 as such.
     """
 
     shapes: tuple[tuple[int, int], ...]
     rows: int
     columns: int
-    itemsize: int
+    numbers: Numbers
     passes: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return math.prod(self.numbers)
 
 
 def _size(group: Group, shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -50,23 +55,23 @@ def seconds(groups: Sequence[Group], whole: Whole, gpu: GPU) -> float:
         whole: the multiply.
         gpu: where it runs.
     """
-    total, widths = 0.0, [q for _, q in whole.shapes]  # of dy
+    total, widths, (itemsize, parts) = 0.0, [q for _, q in whole.shapes], whole.numbers  # of dy
     for i, group in enumerate(groups):
         mine = slice(group.start, group.stop)
         runs, after = whole.rows * math.prod(widths[: group.start]), math.prod(widths[group.stop :]) * whole.columns
-        mode = Mode(1, runs, after, *_size(group, whole.shapes), whole.itemsize, whole.passes, gpu)
+        p, q = _size(group, whole.shapes)
+        mode = Mode(1, runs, after, parts * p, parts * q, itemsize, whole.passes, gpu)
         if group.fused:
-            moved = fused_cost(group, whole.shapes, mode.slices, after, whole.itemsize) * whole.itemsize / gpu.bandwidth
+            moved = fused_cost(group, whole.shapes, mode.slices, after, whole.numbers) * whole.itemsize / gpu.bandwidth
             total += _FUSED * moved + (mode.traffic() if i else 0.0)
         else:
-            total += _alone_seconds(mode, i > 0)
+            total += _alone_seconds(mode, i > 0, gpu.has_wgmma and whole.itemsize < 8)
         widths[mine] = [p for p, _ in whole.shapes[mine]]
     return total
 
 
-def _alone_seconds(mode: Mode, is_applied: bool) -> float:
+def _alone_seconds(mode: Mode, is_applied: bool, has_wgmma: bool) -> float:
     """Modelled time of a wide factor: dx, its gradient, and its multiply to x if the group ahead of it wants that."""
-    has_wgmma = mode.gpu.has_wgmma and mode.itemsize < 8
     dx = multiply_seconds(mode._replace(p=mode.q, q=mode.p), has_wgmma)
     return min(gradient_times(mode, has_wgmma).values()) + dx + (multiply_seconds(mode, has_wgmma) if is_applied else 0.0)
 

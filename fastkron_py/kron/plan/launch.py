@@ -13,7 +13,7 @@ from itertools import dropwhile
 from typing import TypeVar
 
 from fastkron_py.kron.plan.chained import ChainedConfig
-from fastkron_py.kron.plan.plan import CHAIN_TILE, Launch
+from fastkron_py.kron.plan.plan import CHAIN_TILE, CHAIN_WIDTH, Launch
 from fastkron_py.kron.plan.steps import DOT_SIDE, padded
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
@@ -31,7 +31,7 @@ class ChainConfig:
 
 @dataclass(frozen=True)
 class SingleConfig:
-    """One step as a GEMM of [block_s, block_p] and [block_p, block_q] tiles."""
+    """One step as a GEMM of [block_s, block_p] and [block_p, block_q] tiles of real numbers."""
 
     block_s: int
     block_p: int
@@ -48,13 +48,16 @@ _C = TypeVar("_C")
 def chain_shared_memory(config: ChainConfig, launch: Launch, itemsize: int) -> int:
     """Bytes of a program, at most: tiles that are loaded ahead, one between two steps, and the factors."""
     halves = _halves(itemsize)
-    factors = sum([s.p_pad * s.q_pad for s in launch.steps]) * itemsize * halves
+    factors = launch.parts**2 * sum([s.p_pad * s.q_pad for s in launch.steps]) * itemsize * halves
     return config.block_s * launch.tile_width * itemsize * (config.num_stages - 1 + halves) + factors
 
 
-def single_shared_memory(config: SingleConfig, itemsize: int) -> int:
-    """Bytes of a program, at most: blocks of slices that are loaded ahead, one that changes its layout, and the factor's."""
-    slices = config.block_s * config.block_p * (config.num_stages - 1) + config.block_s * max(config.block_p, config.block_q)
+def single_shared_memory(config: SingleConfig, itemsize: int, parts: int = 1) -> int:
+    """Bytes of a program, at most: blocks of slices that are loaded ahead, those that change their layout, and the factor's.
+
+    One changes its layout, and of complex numbers a second one.
+    """
+    slices = config.block_s * config.block_p * (config.num_stages - 1) + parts * config.block_s * max(config.block_p, config.block_q)
     return (slices + config.block_p * config.block_q * _halves(itemsize)) * itemsize
 
 
@@ -68,25 +71,33 @@ def _fitting(configs: Sequence[_C], shared_memory: Callable[[_C], int], gpu: GPU
     return (*dropwhile(lambda c: shared_memory(c) > gpu.shared_memory, configs[:-1]), configs[-1])
 
 
+def _least_rows(launch: Launch) -> int:
+    """The rows that a slice has in the chain's shortest product."""
+    rest, found = math.prod(s.p_pad for s in launch.steps), []
+    for s in reversed(launch.steps):
+        rest //= s.p_pad
+        found.append(rest)
+        rest *= s.q_pad
+    return min(found)
+
+
 def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, gpu: GPU) -> tuple[ChainConfig, ...]:
     """Tiles for a chain that fit the GPU, the preferred one first, then others that need less shared memory.
 
     Args:
         launch: its steps.
-        itemsize: bytes of an element.
+        itemsize: bytes of a real number.
         num_slices: slices there are in all.
         fastest: neighbours that consecutive slices have in memory, when stored.
         gpu: where it runs.
     """
     width = launch.tile_width
     block_s = max(1, CHAIN_TILE[itemsize] // 2 // width)
-    run = min(SECTOR_BYTES // itemsize, next_power_of_two(fastest))
+    run = min(max(1, SECTOR_BYTES // (itemsize * launch.parts)), next_power_of_two(fastest))
     if itemsize == 8 and not gpu.has_float64_cores:
         block_s, run = max(1, block_s // 2), 1  # products take longer than stores of less than a sector
     block_s = max(min(block_s, next_power_of_two(num_slices)), run)
-    # Each step's product has block_s * rest rows: at least a dot's side.
-    narrowest = min(width // max(s.p_pad, s.q_pad) for s in launch.steps)
-    least = math.ceil(DOT_SIDE / max(1, narrowest))
+    least = math.ceil(DOT_SIDE / _least_rows(launch))
     block_s = max(block_s, least)
     warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
     smaller = max(least, block_s // 2)
@@ -99,17 +110,21 @@ def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, 
     return _fitting(configs, lambda config: chain_shared_memory(config, launch, itemsize), gpu)
 
 
-def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> tuple[SingleConfig, ...]:
+def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU, parts: int = 1) -> tuple[SingleConfig, ...]:
     """Blocks for a single step p x q that fit the GPU, the preferred ones first, then others that need less shared memory.
 
     Args:
-        p: rows of the (multiplied-out) factor.
+        p: rows of the (multiplied-out) factor, in real numbers.
         q: its columns.
-        itemsize: bytes of an element.
+        itemsize: bytes of a real number.
         num_slices: slices there are in all.
         gpu: where it runs.
+        parts: real numbers of an element.
     """
-    return _fitting(_single_configs(p, q, itemsize, num_slices, gpu), lambda config: single_shared_memory(config, itemsize), gpu)
+    configs = _single_configs(p, q, itemsize, num_slices, gpu)
+    if parts > 1 and max(padded(p), padded(q)) > CHAIN_WIDTH:
+        configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
+    return _fitting(configs, lambda config: single_shared_memory(config, itemsize, parts), gpu)
 
 
 def _single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> tuple[SingleConfig, ...]:

@@ -17,7 +17,7 @@ ELEMENTS: Final = {2: 64, 4: 128, 8: 32}
 TILE: Final = 2048  # elements of a tile of the result
 # Where slices are runs of memory, a thread has one vector of them, with all sums of its slices, of these at most: so operands are loaded
 # as they are multiplied, and do not change their layout in shared memory.
-SUMS: Final = {2: 64, 4: 64, 8: 32}
+SUMS: Final = {2: 64, 4: 64, 8: 32, 16: 16}
 VECTOR_BYTES: Final = 16
 # The same of a gradient, whose kernel has its sums and the factor in registers.
 GRADIENT_WIDTH: Final = 8
@@ -53,7 +53,7 @@ class NarrowGradientConfig:
 
 
 def is_narrow(p: int, q: int, itemsize: int) -> bool:
-    """Whether a mode is multiplied by a factor p x q without tensor cores."""
+    """Whether a mode is multiplied by a factor p x q, in real numbers of this size, without tensor cores."""
     return q <= WIDTH and p * next_power_of_two(q) <= ELEMENTS[itemsize]
 
 

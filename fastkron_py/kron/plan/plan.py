@@ -18,12 +18,14 @@ from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
-# Neighbours are multiplied out up to this width: beyond it the extra FLOPs cost more than a step.
+# Neighbours are multiplied out up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64
-# Steps wider than this loop over blocks of the factor and are not chained.
+# Widths up to which complex ones are; each gives a candidate. Gates of a circuit are narrow and many.
+COMPLEX_MERGES: Final = (16, 32, 64)
+# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
-# Elements of a chained tile, by bytes of an element; a chain holds a tile in registers and once in shared memory.
+# Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 
 
@@ -44,6 +46,11 @@ class Launch:
         """One past the last factor."""
         return self.steps[-1].stop
 
+    @property
+    def parts(self) -> int:
+        """Real numbers of an element."""
+        return self.steps[0].parts
+
     @cached_property
     def p(self) -> int:
         """Rows of the launch's product."""
@@ -60,17 +67,17 @@ class Launch:
 
     @property
     def tile_width(self) -> int:
-        """Widest the padded slice gets while the chain runs (last step first)."""
+        """Widest the padded slice gets, in real numbers, while the chain runs (last step first)."""
         width = math.prod(s.p_pad for s in self.steps)
         widest = width
         for s in reversed(self.steps):
             width = width // s.p_pad * s.q_pad
             widest = max(widest, width)
-        return widest
+        return widest * self.parts
 
 
-def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int) -> tuple[Step, ...]:
-    """Multiply neighbours out, from the last, as long as they stay within this width."""
+def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: int, parts: int = 1) -> tuple[Step, ...]:
+    """Multiply neighbours out, from the last, as long as they stay within this width, in elements of this number of parts."""
     steps: list[Step] = []
     end = stop
     while end > start:
@@ -79,7 +86,7 @@ def _merge(ps: Sequence[int], qs: Sequence[int], start: int, stop: int, width: i
         while begin > start and p * ps[begin - 1] <= width and q * qs[begin - 1] <= width:
             begin -= 1
             p, q = p * ps[begin], q * qs[begin]
-        steps.append(Step(begin, end, p, q))
+        steps.append(Step(begin, end, p, q, parts))
         end = begin
     return tuple(reversed(steps))
 
@@ -103,12 +110,12 @@ def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
 
     Args:
         launch: the steps.
-        itemsize: bytes of an element.
+        itemsize: bytes of a real number.
         last: nothing comes after the launch's modes, so that a slice is one run of memory.
     """
-    if len(launch.steps) > CHAIN_STEPS or any(max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+    if len(launch.steps) > CHAIN_STEPS or any(s.parts * max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
         return False
-    run = 1 if last else max(1, SECTOR_BYTES // itemsize)
+    run = 1 if last else max(1, SECTOR_BYTES // (itemsize * launch.parts))
     return launch.tile_width * run <= CHAIN_TILE[itemsize]
 
 
@@ -126,12 +133,12 @@ def _cost(launch: Launch, num_slices: float, moved: float) -> float:
     """
     if len(launch.steps) == 1:
         (step,) = launch.steps
-        return (1.1 if max(step.p, step.q) <= CHAIN_WIDTH else 2.6) * moved
+        return (1.1 if step.parts * max(step.p, step.q) <= CHAIN_WIDTH else 2.6) * moved
     on_chip = 0.0
     jump = 1.3 if launch.tile_width > 1024 else 0.0
     width = math.prod(s.p_pad for s in launch.steps)
     for s in reversed(launch.steps):
-        on_chip += num_slices * width * (s.p_pad * s.q_pad / 1450 + jump)
+        on_chip += num_slices * width * (s.parts**2 * s.p_pad * s.q_pad / 1450 + jump)
         width = width // s.p_pad * s.q_pad
     return moved + on_chip
 
@@ -186,12 +193,13 @@ def _chained_steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) 
 class PlanProblem(NamedTuple):
     """Sizes and dtype that a plan depends on, besides the factors."""
 
-    itemsize: int  # bytes of an element
+    itemsize: int  # bytes of a real number
     rows: int  # products that share the factors: rows of x times batches, times the modes before
     columns: int  # trailing columns R of the canonical form; above 1 no slice is one run of memory
     chained: bool = False  # the register-chained kernel may be used
     before: int = 1  # product of the modes that stand before the factors'
     half: str = ""  # "float16" or "bfloat16" where tensor cores take it from shared memory
+    parts: int = 1  # real numbers of an element
 
 
 def _candidates(
@@ -205,7 +213,8 @@ def _candidates(
     after = math.prod(qs[stop:]) * problem.columns
     moved = outside * (math.prod(ps[start:stop]) + math.prod(qs[start:stop]))
     found = []
-    for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width)) for width in widths):
+    parts = problem.parts
+    for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width // parts, parts)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
             found.append((_half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
     if problem.half and last:
@@ -243,7 +252,7 @@ def plan(ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem) -> tupl
 
 
 def plans(
-    ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem, keep: int = 1, widths: Sequence[int] = (MERGE_WIDTH,)
+    ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem, keep: int = 1, widths: Sequence[int] = ()
 ) -> list[tuple[float, tuple[Launch, ...]]]:
     """The plans of least modelled time, the best first, each with that time (see `_cost` for its unit).
 
@@ -255,11 +264,13 @@ def plans(
         qs: as in `plan`.
         problem: as in `plan`.
         keep: how many plans, for every prefix of the factors too.
-        widths: up to which neighbours may be multiplied out, outside of the register-chained kernel.
+        widths: in real numbers, up to which neighbours may be multiplied out, outside of the register-chained kernel; none for those
+            of the closed form.
     """
     count = len(ps)
+    widths = widths or (COMPLEX_MERGES if problem.parts > 1 else (MERGE_WIDTH,))
     # One launch costs about as much as moving 12 MB.
-    overhead = 12e6 / problem.itemsize / max(1, problem.rows * problem.columns)
+    overhead = 12e6 / (problem.itemsize * problem.parts) / max(1, problem.rows * problem.columns)
     widest = max(CHAIN_TILE[problem.itemsize], WARP_TILE if problem.chained else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, count + 1):

@@ -53,5 +53,5 @@ def _parts(whole: Whole, at: int, last_first: bool) -> tuple[Whole, Whole, int]:
 
 def _seconds(whole: Whole, gpu: GPU) -> float:
     """Modelled time of a backward pass."""
-    groups = gradient_plan(whole.shapes, whole.itemsize, whole.rows, whole.columns, gpu)
+    groups = gradient_plan(whole.shapes, whole.numbers, whole.rows, whole.columns, gpu)
     return least_seconds(groups, whole, gpu)

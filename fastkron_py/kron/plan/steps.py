@@ -12,19 +12,20 @@ from typing import Final
 DOT_SIDE: Final = 16
 
 
-def padded(size: int) -> int:
-    """The next power of two, at least `DOT_SIDE`."""
-    return max(DOT_SIDE, 1 << (size - 1).bit_length())
+def padded(size: int, parts: int = 1) -> int:
+    """The next power of two, at least `DOT_SIDE` real numbers, of elements of this number of parts."""
+    return max(DOT_SIDE // parts, 1 << (size - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Step:
-    """One mode: factors start to stop multiplied out, P x Q in all, held in P_pad x Q_pad."""
+    """One mode: factors start to stop multiplied out, P x Q in all, held in P_pad x Q_pad; parts are the real numbers of an element."""
 
     start: int
     stop: int
     p: int
     q: int
+    parts: int = 1
 
     @classmethod
     def of(cls, ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Step:
@@ -34,9 +35,9 @@ class Step:
     @cached_property
     def p_pad(self) -> int:
         """P as held on chip: a power of two that a dot takes."""
-        return padded(self.p)
+        return padded(self.p, self.parts)
 
     @cached_property
     def q_pad(self) -> int:
         """Q as held on chip."""
-        return padded(self.q)
+        return padded(self.q, self.parts)

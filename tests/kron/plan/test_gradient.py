@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkron_py.kron.plan import gradient
+from fastkron_py.kron.plan.gradient import Numbers
 from fastkron_py.kron.plan.steps import DOT_SIDE
 from fastkron_py.runtime.gpu import ADA, HOPPER
 
@@ -29,36 +30,37 @@ SHAPES = [
 
 @pytest.mark.parametrize("gpu", [HOPPER, ADA], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("columns", [1, 6, 64])
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("numbers", [Numbers(2), Numbers(4), Numbers(8), Numbers(4, 2), Numbers(8, 2)], ids=str)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_plans(shapes, itemsize, columns, gpu):
-    plan = gradient.gradient_plan(shapes, itemsize, 100, columns, gpu)
+def test_plans(shapes, numbers, columns, gpu):
+    plan = gradient.gradient_plan(shapes, numbers, 100, columns, gpu)
     assert [g.start for g in plan] + [len(shapes)] == [0] + [g.stop for g in plan]
     for group in plan:
         last = group.stop == len(shapes) and columns == 1
-        assert group.fused == gradient.is_fused(group, shapes, itemsize, last, gpu)
+        assert group.fused == gradient.is_fused(group, shapes, numbers, last, gpu)
         assert group.fused or group.stop == group.start + 1
         if group.fused:
             after = math.prod(q for _, q in shapes[group.stop :]) * columns
             for num_slices in (1, 37, 10_000):
-                check_configs(group, shapes, itemsize, num_slices, after)
+                check_configs(group, shapes, numbers, num_slices, after)
 
 
-def check_configs(group, shapes, itemsize, num_slices, after):
-    for config in gradient.fused_configs(group, shapes, itemsize, num_slices, after, 3, HOPPER):
-        tile = config.block_s * gradient.tile_width(group, shapes)
-        least = DOT_SIDE * gradient.tile_width(group, shapes)
+def check_configs(group, shapes, numbers, num_slices, after):
+    for config in gradient.fused_configs(group, shapes, numbers, num_slices, after, 3, HOPPER):
+        itemsize, parts = numbers
+        tile = config.block_s * gradient.tile_width(group, shapes, parts)
+        least = DOT_SIDE * gradient.tile_width(group, shapes, parts)
         assert config.block_s & (config.block_s - 1) == 0
         assert tile <= max(gradient.LARGEST_TILE, least)
         assert config.num_warps == 4 or tile > gradient.TILE // max(1, itemsize // 4)
         assert 1 <= config.programs <= max(1, math.ceil(gradient.PROGRAMS_PER_SM[itemsize] * 132 / 3))
-        a, b = gradient._pads(shapes, group.start, group.split), gradient._pads(shapes, group.split, group.stop)
-        for sides, other, parts in ((a, b, config.parts[0]), (b, a, config.parts[1])):
+        a, b = gradient._pads(shapes, group.start, group.split, parts), gradient._pads(shapes, group.split, group.stop, parts)
+        for sides, other, sums in ((a, b, config.sums[0]), (b, a, config.sums[1])):
             if sides == (1, 1):
                 continue
-            # Rows of a product along the mode, and slices of each part of its sum: what a tensor core takes at least.
-            assert config.block_s * min(other) // parts >= DOT_SIDE
-            assert config.num_warps % parts == 0
+            # Rows of a product along the mode, and slices of each of its sums: what a tensor core takes at least.
+            assert config.block_s * min(other) // sums >= DOT_SIDE
+            assert config.num_warps % sums == 0
 
 
 def test_common_problems_take_few_passes():
@@ -70,23 +72,26 @@ def test_common_problems_take_few_passes():
         (16, 16, 5): [((0, 1), (1, 2)), ((2, 3),), ((3, 4), (4, 5))],
     }
     for (rows, width, count), expected in groups.items():
-        plan = gradient.gradient_plan(((width, width),) * count, 4, rows, 1, HOPPER)
+        plan = gradient.gradient_plan(((width, width),) * count, Numbers(4), rows, 1, HOPPER)
         assert [g.steps for g in plan] == expected
         assert all(g.fused for g in plan)
 
 
 def test_nothing_spilling_is_fused():
-    """Two 64s in a chain spill, and so does a tile of eight slices of two 32s; 128 is too wide for one step."""
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((64, 64), (64, 64)), 4, True, HOPPER)
-    assert gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), 4, True, HOPPER)
-    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), 4, False, HOPPER)
-    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((128, 128),), 4, True, HOPPER)
+    """Two 64s in a chain spill, and so does a tile of eight slices of two 32s; 128 is too wide for one step. Complex ones count twice."""
+    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((64, 64), (64, 64)), Numbers(4), True, HOPPER)
+    assert gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4), True, HOPPER)
+    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4), False, HOPPER)
+    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((128, 128),), Numbers(4), True, HOPPER)
+    assert gradient.is_fused(gradient.Group(0, 1, 2), ((16, 16), (16, 16)), Numbers(4, 2), True, HOPPER)
+    assert not gradient.is_fused(gradient.Group(0, 1, 2), ((32, 32), (32, 32)), Numbers(4, 2), True, HOPPER)
+    assert not gradient.is_fused(gradient.Group(0, 0, 1), ((64, 64),), Numbers(4, 2), True, HOPPER)
 
 
 def test_small_problems_have_a_program_for_every_multiprocessor():
     shapes = ((2, 2),) * 10
-    (group,) = gradient.gradient_plan(shapes, 4, 200, 1, HOPPER)
-    assert gradient.fused_configs(group, shapes, 4, 200, 1, 1, HOPPER)[0].programs >= 100
+    (group,) = gradient.gradient_plan(shapes, Numbers(4), 200, 1, HOPPER)
+    assert gradient.fused_configs(group, shapes, Numbers(4), 200, 1, 1, HOPPER)[0].programs >= 100
 
 
 @given(

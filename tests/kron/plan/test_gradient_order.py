@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fastkron_py.kron.plan.gradient import Group, gradient_plan
+from fastkron_py.kron.plan.gradient import Group, Numbers, gradient_plan
 from fastkron_py.kron.plan.gradient_order import Whole, best_order, seconds
 from fastkron_py.runtime.gpu import HOPPER
 
@@ -15,8 +15,8 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 def found(shapes: Shapes, rows: int, itemsize: int = 4) -> tuple[list[Group], list[int]]:
-    groups = gradient_plan(shapes, itemsize, rows, 1, HOPPER)
-    return best_order(groups, Whole(shapes, rows, 1, itemsize, 3), HOPPER)
+    groups = gradient_plan(shapes, Numbers(itemsize), rows, 1, HOPPER)
+    return best_order(groups, Whole(shapes, rows, 1, Numbers(itemsize), 3), HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_no_order_of_few_groups_is_much_better() -> None:
     generator = random.Random(4)
     for _ in range(30):
         shapes = tuple((generator.randint(65, 900), generator.randint(65, 900)) for _ in range(4))
-        groups = gradient_plan(shapes, 4, 1, 1, HOPPER)
-        whole = Whole(shapes, 1, 1, 4, 3)
+        groups = gradient_plan(shapes, Numbers(4), 1, 1, HOPPER)
+        whole = Whole(shapes, 1, 1, Numbers(4), 3)
         chosen, order = best_order(groups, whole, HOPPER)
         mine = seconds([groups[i] for i in order], whole, HOPPER)
         assert len(chosen) == 4

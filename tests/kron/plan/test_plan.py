@@ -9,18 +9,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fastkron_py.kron.plan.launch import chain_configs, chain_shared_memory, single_configs, single_shared_memory
-from fastkron_py.kron.plan.plan import CHAIN_TILE, CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
+from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
 from fastkron_py.kron.plan.steps import Step, padded
 from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
+NUMBERS = [(2, 1), (4, 1), (8, 1), (4, 2), (8, 2)]  # bytes of a real number, and the real numbers of an element
 SIZES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
 
 
-@given(sizes=SIZES, itemsize=st.sampled_from([2, 4, 8]), rows=st.integers(1, 10**6), columns=st.sampled_from([1, 7]))
-def test_every_factor_is_multiplied_once_in_legal_launches(sizes, itemsize, rows, columns):
+@given(sizes=SIZES, numbers=st.sampled_from(NUMBERS), rows=st.integers(1, 10**6), columns=st.sampled_from([1, 7]))
+def test_every_factor_is_multiplied_once_in_legal_launches(sizes, numbers, rows, columns):
+    itemsize, parts = numbers
     ps, qs = tuple(p for p, _ in sizes), tuple(q for _, q in sizes)
-    launches = plan(ps, qs, PlanProblem(itemsize, rows, columns))
+    launches = plan(ps, qs, PlanProblem(itemsize, rows, columns, parts=parts))
     seen = sorted(i for launch in launches for step in launch.steps for i in range(step.start, step.stop))
     assert seen == list(range(len(ps)))
     for launch in launches:
@@ -28,9 +30,9 @@ def test_every_factor_is_multiplied_once_in_legal_launches(sizes, itemsize, rows
             assert step.p == math.prod(ps[step.start : step.stop])
             assert step.q == math.prod(qs[step.start : step.stop])
             if step.stop - step.start > 1:
-                assert max(step.p, step.q) <= MERGE_WIDTH
+                assert parts * max(step.p, step.q) <= MERGE_WIDTH
         if len(launch.steps) > 1:
-            assert max(max(s.p, s.q) for s in launch.steps) <= CHAIN_WIDTH
+            assert parts * max(max(s.p, s.q) for s in launch.steps) <= CHAIN_WIDTH
             assert is_chain(launch, itemsize, launch.stop == len(ps) and columns == 1)
 
 
@@ -61,6 +63,13 @@ def test_a_small_problem_takes_one_launch():
     assert len(plan((8, 8, 8, 8), (8, 8, 8, 8), PlanProblem(4, 1, 1))) == 1
 
 
+def test_gates_of_a_circuit_take_few_launches():
+    """Those of 24 qubits: nine at a time, three to a step."""
+    launches = plan((2,) * 24, (2,) * 24, PlanProblem(4, 1, 1, parts=2))
+    assert len(launches) == 3
+    assert {step.p for launch in launches for step in launch.steps} <= {4, 8, 16}
+
+
 @pytest.mark.parametrize(("size", "expected"), [(1, 16), (16, 16), (17, 32), (64, 64), (127, 128)])
 def test_padded(size, expected):
     assert padded(size) == expected
@@ -69,13 +78,14 @@ def test_padded(size, expected):
 @given(
     p=st.integers(1, 600),
     q=st.integers(1, 600),
-    itemsize=st.sampled_from([2, 4, 8]),
+    numbers=st.sampled_from(NUMBERS),
     num_slices=st.integers(1, 2**40),
     gpu=st.sampled_from(GPUS),
 )
-def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices, gpu):
-    for config in single_configs(p, q, itemsize, num_slices, gpu):
-        assert single_shared_memory(config, itemsize) <= gpu.shared_memory
+def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, numbers, num_slices, gpu):
+    itemsize, parts = numbers
+    for config in single_configs(parts * p, parts * q, itemsize, num_slices, gpu, parts):
+        assert single_shared_memory(config, itemsize, parts) <= gpu.shared_memory
         for block in (config.block_s, config.block_p, config.block_q):
             assert block >= 16
             assert block & (block - 1) == 0
@@ -84,16 +94,16 @@ def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, itemsize, num_slices, g
 @given(
     p1=st.integers(1, 64),
     p2=st.integers(1, 64),
-    itemsize=st.sampled_from([2, 4, 8]),
+    numbers=st.sampled_from(NUMBERS),
     num_slices=st.integers(1, 10**9),
     gpu=st.sampled_from(GPUS),
 )
-def test_chain_tiles_give_every_dot_its_rows(p1, p2, itemsize, num_slices, gpu):
-    launch = Launch((Step(0, 1, p1, p2), Step(1, 2, p2, p1)))
-    assume(launch.tile_width <= CHAIN_TILE[itemsize])  # else they are no chain
+def test_chain_tiles_give_every_dot_its_rows(p1, p2, numbers, num_slices, gpu):
+    itemsize, parts = numbers
+    launch = Launch((Step(0, 1, p1, p2, parts), Step(1, 2, p2, p1, parts)))
+    assume(is_chain(launch, itemsize, True))
     for config in chain_configs(launch, itemsize, num_slices, num_slices, gpu):
         assert chain_shared_memory(config, launch, itemsize) <= gpu.shared_memory
-        for step in launch.steps:
-            others = math.prod(s.p_pad for s in launch.steps if s is not step)
-            assert config.block_s * others >= 16
+        first, last = launch.steps  # which runs first, beside modes of the first step's P
+        assert config.block_s * min(first.p_pad, last.q_pad) >= 16
         assert config.block_s & (config.block_s - 1) == 0

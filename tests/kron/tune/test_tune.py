@@ -262,7 +262,7 @@ def test_deterministic_mode_is_left_as_it_was(tables, quick):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
-        ((4, [8]), {"dtype": torch.complex64}, ValueError, "dtype: expected one that Triton's kernels take"),
+        ((4, [8]), {"dtype": torch.complex64}, ValueError, "dtype: expected a real one, for which choices are kept"),
         ((4, [8]), {"dtype": torch.int32}, TypeError, "dtype: expected a dtype among"),
         ((0, [8]), {}, ValueError, "x: expected a number of rows of at least 1"),
         ((4.0, [8]), {}, TypeError, "x: expected a torch tensor, or a number of rows"),
