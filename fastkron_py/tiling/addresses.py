@@ -130,6 +130,8 @@ def _times_factor(tile, p, q, ptr, stride_p, stride_q, ROWS: tl.constexpr, COLS:
         mask = (p < ROWS) & (q < COLS)
         f = tl.load(ptr + p.to(tl.int64) * stride_p + q.to(tl.int64) * stride_q, mask=mask, other=0.0).to(ACC)
         return tl.where(mask, tile * f, 0.0)
+    elif ROWS * COLS == 1:
+        return tile * tl.load(ptr).to(ACC)  # for all: 24 such factors of a large tile compile in 6 s, not in 77
     else:
         return tile * tl.load(ptr + (p % ROWS).to(tl.int64) * stride_p + (q % COLS).to(tl.int64) * stride_q).to(ACC)
 

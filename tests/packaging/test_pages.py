@@ -160,6 +160,7 @@ def described() -> dict[str, object]:
     """The entries of the reference, and their objects."""
     if not DOCS.is_dir():
         pytest.skip("the tests run beside an installed package, without the source tree")
+    pytest.importorskip("lycoris")  # of all extras, the one that a GPU machine may lack
     import_torchvision()
     names = [name for page in (DOCS / "reference").glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
     return {name: found(name) for name in names}
