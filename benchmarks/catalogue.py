@@ -5,6 +5,7 @@ import benchmarks.adapters.models
 import benchmarks.distributed.jobs
 import benchmarks.gated.layers
 import benchmarks.gated.llama
+import benchmarks.gaussian_processes.botorch_models
 import benchmarks.gaussian_processes.steps
 import benchmarks.kan.layers
 import benchmarks.kron.drawn

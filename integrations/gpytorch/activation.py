@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator
+from linear_operator.operators import InterpolatedLinearOperator, KroneckerProductLinearOperator, LinearOperator
 from torch import Tensor
 
 from fastkron_py.integrations.gpytorch import interpolation
@@ -125,9 +125,17 @@ def _places() -> tuple[tuple[type, str, Wrapper], ...]:
     )
     if importlib.util.find_spec("gpytorch") is None:
         return places
+    from gpytorch.distributions import MultivariateNormal
     from gpytorch.kernels import GridKernel
 
-    return (*places, (GridKernel, "forward", _with_single_factors))
+    from fastkron_py.integrations.gpytorch import added_diagonal
+
+    return (
+        *places,
+        (GridKernel, "forward", _with_single_factors),
+        (MultivariateNormal, "log_prob", added_diagonal.log_prob),
+        (LinearOperator, "solve", added_diagonal.solve),
+    )
 
 
 class _Hooks:
