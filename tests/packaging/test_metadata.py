@@ -40,6 +40,7 @@ def test_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         "gp",
+        "botorch",
         "kan",
         "mpi",
         "cupy",
