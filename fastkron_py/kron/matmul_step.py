@@ -28,7 +28,7 @@ from fastkron_py.tiling.arithmetic import arithmetic
 
 BY_TORCH: Final = ("matmul", "copying")  # algorithms
 _UNIT: Final = 8  # elements of half types that take 16 bytes
-_SMALL: Final = 64
+_SMALL: Final = 64  # rows or columns, which are padded by less
 _TILE_BYTES: Final = 8192  # of a program's elements
 _TILE_SIDE: Final = 64  # elements of a tile's rows at least, where there are as many
 
