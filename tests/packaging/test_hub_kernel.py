@@ -97,15 +97,20 @@ def run(folder: Path, code: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("loader", [pytest.param("kernels", marks=NEEDS_KERNELS), "importlib", "older kernels"])
+OTHER_LOADERS = [pytest.param(name, marks=pytest.mark.full) for name in ("importlib", "older kernels")]
+
+
+@pytest.mark.parametrize("loader", [pytest.param("kernels", marks=NEEDS_KERNELS), *OTHER_LOADERS])
 def test_loaded_alone_it_computes(folder: Path, loader: str) -> None:
     run(folder, ALONE + LOADERS[loader] + RESULTS)
 
 
+@pytest.mark.full
 def test_loaded_alone_its_layers_train(folder: Path) -> None:
     run(folder, ALONE + LOADERS["importlib"] + RESULTS + LAYERS)
 
 
+@pytest.mark.full
 def test_its_triton_kernels_compute(folder: Path) -> None:
     """Under Triton's interpreter, which only a call for the backend by name gets on a CPU."""
     pytest.importorskip("triton")
@@ -150,6 +155,7 @@ assert first.backend is not second.backend
     run(folder, code)
 
 
+@pytest.mark.full
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("layer", "activation", "bias"), [("SwiGLUMLP", "silu", False), ("GeGLUMLP", "gelu", True)])
 def test_kernelize_takes_its_layers(folder: Path, layer: str, activation: str, bias: bool) -> None:
