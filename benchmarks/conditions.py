@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from collections.abc import Iterator
 
 import torch
+
+from fastkron_py.cli.environment import host_memory
 
 
 def missing(module: str) -> str | None:
@@ -22,6 +25,13 @@ def needs_cuda(device: torch.device) -> str | None:
 def kernels_need_cuda(device: torch.device) -> str | None:
     """The obstacle of kernels that no interpreter runs."""
     return None if device.type == "cuda" else "its kernels run on CUDA"
+
+
+def total_memory(device: torch.device) -> float:
+    """Bytes of a device's memory; infinite for a host that does not tell."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(host_memory() or math.inf)
 
 
 def tf32() -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.conditions import missing
+from benchmarks.conditions import missing, total_memory
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
 
 POINTS: Final = 16  # where the posterior is asked for
@@ -118,11 +117,8 @@ def _check_memory(given: Problem) -> None:
     """
     targets = given.model.train_targets
     need = DENSE_COPIES * targets.numel() ** 2 * targets.element_size()
-    if targets.is_cuda:
-        there = torch.cuda.get_device_properties(targets.device).total_memory
-    else:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if given.is_dense and need > there // 2:
+    there = total_memory(targets.device)
+    if given.is_dense and need > there / 2:
         raise MemoryError(f"about {need / 1e9:.0f} GB for the whole covariance; not tried on {there / 1e9:.0f} GB")
 
 
@@ -147,7 +143,13 @@ def contender(step: Callable[[Problem], list[Tensor]], with_fastkron: bool) -> C
 
 
 def largest_error(given: Problem, results: Any) -> float:
-    """The largest difference from stock, of an element over the largest element of its tensor."""
+    """The largest difference from stock, of an element over the largest element of its tensor.
+
+    Raises:
+        RuntimeError: stock BoTorch gave no result.
+    """
+    if not given.reference:
+        raise RuntimeError("no result of stock BoTorch to compare with")
     pairs = zip(results, given.reference, strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
 

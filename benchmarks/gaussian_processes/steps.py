@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.conditions import missing
+from benchmarks.conditions import missing, total_memory
 from benchmarks.gaussian_processes import problems
 from benchmarks.gaussian_processes.problems import GPProblem
 from benchmarks.registry import Benchmark, Call, Case, Contender, register
@@ -60,7 +60,7 @@ def _check_memory(problem: GPProblem) -> None:
     """
     if problem.kind != "SKI" or not problem.x.is_cuda:
         return
-    need, there = TOEPLITZ_MEMORY * problems.vectors_bytes(problem), torch.cuda.get_device_properties(problem.x.device).total_memory
+    need, there = TOEPLITZ_MEMORY * problems.vectors_bytes(problem), total_memory(problem.x.device)
     if need > there:
         raise MemoryError(
             f"about {need / 1e9:.0f} GB, {TOEPLITZ_MEMORY} times the vectors of a CG step, for gradients; not tried on {there / 1e9:.0f} GB"

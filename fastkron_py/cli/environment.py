@@ -68,7 +68,8 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _host_memory() -> int | None:
+def host_memory() -> int | None:
+    """Bytes of the host's memory; None on a system that does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -77,7 +78,7 @@ def _host_memory() -> int | None:
 
 def devices() -> list[Device]:
     """The CPU, then every CUDA device."""
-    found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, _host_memory())]
+    found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", None, host_memory())]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         capability, gpu = f"{properties.major}.{properties.minor}", gpu_of(torch.device("cuda", i))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -78,7 +78,12 @@ def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype
     return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
 
 
-_EPILOGUES = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby, "quantize": epilogue_plain}
+_EPILOGUES: Final = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby, "quantize": epilogue_plain}
+
+
+def epilogue_of(name: str, dtype: torch.dtype) -> Any:
+    """The device function of an epilogue: "plain", "scale", "axpby", or "quantize", whose product is as it is."""
+    return epilogue_axpby_complex if name == "axpby" and dtype.is_complex else _EPILOGUES[name]
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,6 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
         pairs = ((problem.x, launch.p), (problem.y, launch.q), (problem.z, launch.q))
         merged = before > 1 and all(r.row == before * size * after * r.unit for r, size in pairs)
         x, y, z = (r.in_place(size, after, merged) for r, size in pairs)
-    epilogue = _EPILOGUES[problem.epilogue]
     return {
         "x_strides": in_words(x, problem.dtype),
         "y_strides": in_words(y, problem.dtype),
@@ -146,7 +150,7 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
         "SHAPES": problem.factor_shapes,
         "HEAD": not merged and before != 1,
         "TAIL": after != 1,
-        "EPILOGUE": epilogue_axpby_complex if problem.dtype.is_complex and epilogue is epilogue_axpby else epilogue,
+        "EPILOGUE": epilogue_of(problem.epilogue, problem.dtype),
     }
 
 
@@ -189,7 +193,7 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
     if config is None and not chain and is_narrow(parts * launch.p, parts * launch.q, itemsize):
         narrow = narrow_config(launch.p, launch.q, problem.dtype.itemsize, num_slices, after, gpu)
         return (_narrow(problem, elements, narrow, gpu),)
-    plain = elements | {"COMPUTE": compute, "PRECISION": precision, "TURNED": problem.transposed or common["TAIL"]}
+    plain = elements | {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.transposed or common["TAIL"]}
     configs: tuple[SingleConfig | ChainConfig, ...]
     if chain:
         plain |= _chain_constants(launch, batches)

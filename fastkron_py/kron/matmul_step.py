@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
-from fastkron_py.kron.kernels.sliced_multiply import epilogue_axpby, epilogue_axpby_complex, epilogue_plain, epilogue_scale
-from fastkron_py.kron.launches import in_words, parts_of
+from fastkron_py.kron.launches import epilogue_of, in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, factor_gradient, multiply_mode
+from fastkron_py.kron.plan.wide import copied_width
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -28,7 +28,6 @@ from fastkron_py.tiling.arithmetic import arithmetic
 
 BY_TORCH: Final = ("matmul", "copying")  # algorithms
 _UNIT: Final = 8  # elements of half types that take 16 bytes
-_SMALL: Final = 64  # rows or columns, which are padded by less
 _TILE_BYTES: Final = 8192  # of a program's elements
 _TILE_SIDE: Final = 64  # elements of a tile's rows at least, where there are as many
 
@@ -65,7 +64,7 @@ class MatmulStep(NamedTuple):
         scale = scale if self.final else PLAIN
         is_conj = factor.is_conj()  # which a copy's memory does not tell
         if self.algorithm == "matmul":
-            self._add_product(build, x, _aligned_factor(build, factor) if self.after > 1 else factor, out, z, scale, is_conj)
+            self._add_product(build, x, _aligned_factor(build, factor, self.after), out, z, scale, is_conj)
             return
         rows, found = _in_rows(build, x), _empty_rows(build, out)
         self._add_product(build, _merged(rows), _padded_factor(build, factor), _merged(found), None, PLAIN, is_conj)
@@ -110,17 +109,10 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
     return made
 
 
-def _padded(n: int, itemsize: int) -> int:
-    """Rows or columns of an operand, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
-    is_small = n <= _SMALL
-    unit = (8 if is_small else 16) if itemsize == 2 else 1 if is_small else 4
-    return -(-n // unit) * unit
-
-
 def _empty_rows(build: Builder, like: Tensor) -> Tensor:
     """A buffer for a copy of ``[B, n, W, after]`` in padded rows over W."""
     groups, count, width, after = like.shape
-    return build.empty((groups, count, after, _padded(width, like.element_size())), like.dtype).mT
+    return build.empty((groups, count, after, copied_width(width, like.element_size())), like.dtype).mT
 
 
 def _in_rows(build: Builder, t: Tensor) -> Tensor:
@@ -135,15 +127,17 @@ def _merged(rows: Tensor) -> Tensor:
     return rows.mT.flatten(1, 2)[..., None]
 
 
-def _is_aligned(build: Builder, t: Tensor) -> bool:
-    """Whether matrices have rows that begin on 16 bytes."""
-    unit = 16 // t.element_size()
-    return t.stride(2) == 1 and all(n % unit == 0 for n in t.stride()[:2]) and build.is_aligned(t)
+def _is_aligned(build: Builder, factor: Tensor) -> bool:
+    """Whether a factor ``[B, P, Q]`` has rows or columns that begin on 16 bytes, or is of numbers for which that does not count."""
+    if factor.element_size() > 2:
+        return True
+    views = [t for t in (factor, factor.mT) if t.stride(2) == 1 and all(n % _UNIT == 0 for n in t.stride()[:2])]
+    return any(build.is_aligned(t) for t in views)
 
 
-def _aligned_factor(build: Builder, factor: Tensor) -> Tensor:
-    """The factor ``[B, P, Q]`` itself, or a copy where only that has rows, or columns, of half types that begin on 16 bytes."""
-    if factor.element_size() > 2 or any(_is_aligned(build, t) for t in (factor, factor.mT)):
+def _aligned_factor(build: Builder, factor: Tensor, after: int) -> Tensor:
+    """The factor ``[B, P, Q]`` itself, or an aligned copy where that alone makes a product in place with this tail fast."""
+    if after == 1 or after % _UNIT or _is_aligned(build, factor):
         return factor
     for t, is_transposed in ((factor, False), (factor.mT, True)):
         if t.shape[2] % _UNIT == 0:
@@ -156,8 +150,8 @@ def _aligned_factor(build: Builder, factor: Tensor) -> Tensor:
 def _padded_factor(build: Builder, factor: Tensor) -> Tensor:
     """The factor ``[B, P, Q]`` with as many rows and columns as operands have, and rows or columns that begin on 16 bytes."""
     groups, *sizes = factor.shape
-    wanted = [_padded(n, factor.element_size()) for n in sizes]
-    if sizes == wanted and (factor.element_size() > 2 or any(_is_aligned(build, t) for t in (factor, factor.mT))):
+    wanted = [copied_width(n, factor.element_size()) for n in sizes]
+    if sizes == wanted and _is_aligned(build, factor):
         return factor
     padded = build.empty((groups, 1, *wanted), factor.dtype)
     _add_copy(build, factor.unsqueeze(1), padded)
@@ -173,8 +167,7 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
     block_n = min(next_power_of_two(count), tile // block_i // block_j)
     addend, blocks = y if z is None else z, (block_n, block_i, block_j)
     reach = max(sum(abs(stride) * block for stride, block in zip(t.stride()[1:], blocks, strict=True)) for t in (x, addend, y))
-    adding = epilogue_axpby_complex if x.is_complex() else epilogue_axpby
-    epilogue = adding if z is not None else epilogue_plain if scale.is_one else epilogue_scale
+    epilogue = "axpby" if z is not None else "plain" if scale.is_one else "scale"
     arguments = {
         "x_strides": in_words(x.stride(), x.dtype),
         "z_strides": in_words(addend.stride(), x.dtype),
@@ -187,7 +180,7 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
         "BLOCK_J": block_j,
         "INDEX": tl.int32 if reach < 2**30 else tl.int64,
         "ACC": arithmetic(x.dtype, "highest", True).acc,
-        "EPILOGUE": epilogue,
+        "EPILOGUE": epilogue_of(epilogue, x.dtype),
         "PARTS": parts_of(x.dtype),
         "num_warps": 4,
     }

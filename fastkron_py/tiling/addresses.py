@@ -87,13 +87,13 @@ def padded_index(i, SIZES: tl.constexpr, PADS: tl.constexpr):
 
 
 @triton.jit
-def load_slices(rows, mask_s, first_p, stride_p, P: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr):
+def load_slices(rows, mask_s, first_p, stride_p, P: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Elements ``first_p + [0, BLOCK_P)`` of the slices that begin at rows, 0 beyond P: see `load_elements`."""
     p = (first_p + tl.arange(0, BLOCK_P)).to(tl.int64)[None, :]
     mask = mask_s[:, None]
     if P % BLOCK_P != 0:
         mask = mask & (p < P)
-    return load_elements(rows[:, None] + p * stride_p, mask, PARTS, TURNED)
+    return load_elements(rows[:, None] + p * stride_p, mask, PARTS, TRANSPOSED)
 
 
 @triton.jit

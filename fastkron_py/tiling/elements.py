@@ -22,25 +22,25 @@ def words(ptr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _turned(tile, TURNED: tl.constexpr):
-    return tl.trans(tile) if TURNED else tile
+def _transposed(tile, TRANSPOSED: tl.constexpr):
+    return tl.trans(tile) if TRANSPOSED else tile
 
 
 @triton.jit
-def load_parts(pointers, mask, TURNED: tl.constexpr = False):
+def load_parts(pointers, mask, TRANSPOSED: tl.constexpr = False):
     """(real, imaginary) parts of complex elements, 0 outside of the mask.
 
-    TURNED: neighbours of the first dimension, not of the last one, are neighbours in memory. The compiler does not see that of elements of
-    two words, and gives neighbouring threads neighbours of the last dimension.
+    TRANSPOSED: neighbours of the first dimension, not of the last one, are neighbours in memory. The compiler does not see that of elements
+    of two words, and gives neighbouring threads neighbours of the last dimension.
     """
     if pointers.dtype.element_ty == tl.int64:
         pair = tl.load(pointers, mask=mask, other=0)
         real = pair.to(tl.int32).to(tl.float32, bitcast=True)
         return real, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        pointers, mask = _turned(pointers, TURNED), _turned(mask, TURNED)
+        pointers, mask = _transposed(pointers, TRANSPOSED), _transposed(mask, TRANSPOSED)
         real, imaginary = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + 1, mask=mask, other=0.0)
-        return _turned(real, TURNED), _turned(imaginary, TURNED)
+        return _transposed(real, TRANSPOSED), _transposed(imaginary, TRANSPOSED)
 
 
 @triton.jit
@@ -63,18 +63,18 @@ def separated(tile):
 
 
 @triton.jit
-def load_elements(pointers, mask, PARTS: tl.constexpr, TURNED: tl.constexpr):
-    """Tile ``[M, PARTS * N]`` of the elements at pointers ``[M, N]``, 0 outside of the mask; TURNED as in `load_parts`."""
+def load_elements(pointers, mask, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Tile ``[M, PARTS * N]`` of the elements at pointers ``[M, N]``, 0 outside of the mask; TRANSPOSED as in `load_parts`."""
     if PARTS == 1:
         return tl.load(pointers, mask=mask, other=0.0)
     else:
-        real, imaginary = load_parts(pointers, mask, TURNED)
+        real, imaginary = load_parts(pointers, mask, TRANSPOSED)
         return joined(real, imaginary)
 
 
 @triton.jit
-def store_elements(pointers, tile, mask, PARTS: tl.constexpr, TURNED: tl.constexpr):
-    """Store a tile ``[M, PARTS * N]`` to pointers ``[M, N]``, rounded to the type that is there; TURNED as in `load_parts`."""
+def store_elements(pointers, tile, mask, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Store a tile ``[M, PARTS * N]`` to pointers ``[M, N]``, rounded to the type that is there; TRANSPOSED as in `load_parts`."""
     if PARTS == 1:
         tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=mask)
     else:
@@ -84,9 +84,9 @@ def store_elements(pointers, tile, mask, PARTS: tl.constexpr, TURNED: tl.constex
             high = imaginary.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32
             tl.store(pointers, low | high, mask=mask)
         else:
-            pointers, mask = _turned(pointers, TURNED), _turned(mask, TURNED)
-            tl.store(pointers, _turned(real, TURNED).to(pointers.dtype.element_ty), mask=mask)
-            tl.store(pointers + 1, _turned(imaginary, TURNED).to(pointers.dtype.element_ty), mask=mask)
+            pointers, mask = _transposed(pointers, TRANSPOSED), _transposed(mask, TRANSPOSED)
+            tl.store(pointers, _transposed(real, TRANSPOSED).to(pointers.dtype.element_ty), mask=mask)
+            tl.store(pointers + 1, _transposed(imaginary, TRANSPOSED).to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -49,7 +49,9 @@ def log_prob(density: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor]
 
     @functools.wraps(density)
     def of(self: Any, value: Tensor) -> Tensor:
-        shifted = structured(self.lazy_covariance_matrix.evaluate_kernel()) if settings.fast_computations.log_prob.off() else None
+        # Of a dense Gaussian the lazy covariance would have to be computed.
+        takes_cholesky = self.islazy and settings.fast_computations.log_prob.off()
+        shifted = structured(self.lazy_covariance_matrix.evaluate_kernel()) if takes_cholesky else None
         if shifted is None:
             return density(self, value)
         if self._validate_args:

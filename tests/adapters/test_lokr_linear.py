@@ -39,8 +39,6 @@ def magnitude(x: Tensor, w1: Any, w2: Any, base: Tensor) -> Tensor:
 @ALL
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values(case: LoKrCase, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    if dtype.is_complex and backend_name == "triton":
-        pytest.skip("Triton has no complex numbers")
     x, w1, w2, base = lokr_problem(case, dtype, device, generator)
     got = lokr_linear(x, w1, w2, base=base, scale=0.5)
     assert got.is_contiguous()

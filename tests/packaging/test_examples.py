@@ -21,12 +21,11 @@ import torch
 from torchvision_import import import_torchvision
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run beside an installed package, without the source tree")
 
 
 def run(name: str) -> list[float]:
     """Run an example; the numbers at the end of its lines' statements."""
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
@@ -55,8 +54,6 @@ def test_lokr_example_learns_as_with_peft_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, which has torchvision's import prepared. A difference is that of sums in another order."""
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     import_torchvision()
     picture = tmp_path / "lokr.png"
     monkeypatch.setattr(sys, "argv", [name, "--steps", LOKR_EXAMPLES[name], "--device", "cpu", "--picture", str(picture)])
@@ -78,8 +75,6 @@ def test_lokr_example_learns_as_with_peft_alone(
 
 
 def test_every_example_is_run() -> None:
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "deblur.py",
         "kat_digits.py",
@@ -94,8 +89,6 @@ def test_every_example_is_run() -> None:
 @pytest.mark.full
 def test_gp_image_predicts_the_same_with_fastkron_py() -> None:
     """The other Gaussian process examples take tables that come with packages of their own."""
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "gp" / "image.py"), "--steps", "3", "--device", "cpu"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
@@ -112,8 +105,6 @@ KAN_EXAMPLES = ("burgers", "diamonds", "digits", "scan_lines")
 
 def run_kan(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Run an example with --quick in this process, which has torch; what it measured of each network."""
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     monkeypatch.syspath_prepend(EXAMPLES / "kan")
     picture, results = folder / "picture.png", folder / "results.json"
     where = ["--device", "cpu", "--picture", str(picture), "--results", str(results)]
@@ -163,16 +154,12 @@ def test_kan_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_kan_example_is_run() -> None:
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     assert {p.stem for p in (EXAMPLES / "kan").glob("*.py")} == {*KAN_EXAMPLES, "common", "pictures"}
 
 
 @pytest.mark.full
 def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins as -sin(pi x), vanishes at both ends, and satisfies the equation, by central differences of step 1e-4."""
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     monkeypatch.syspath_prepend(EXAMPLES / "kan")
     try:
         found = runpy.run_path(str(EXAMPLES / "kan" / "burgers.py"))
@@ -197,8 +184,6 @@ def test_burgers_exact_solution(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kat_reads_digits_and_draws_its_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     import_torchvision()
     picture = tmp_path / "kat.png"
     monkeypatch.setattr(sys, "argv", ["kat_digits", "--quick", "--device", "cpu", "--picture", str(picture)])
@@ -208,35 +193,15 @@ def test_kat_reads_digits_and_draws_its_functions(
     assert picture.stat().st_size > 10_000
 
 
-@pytest.mark.full
-def test_the_quantum_fourier_transform_is_that_of_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "quantum.png"
-    monkeypatch.setattr(sys, "argv", ["quantum", "--qubits", "12", "--device", "cpu", "--picture", str(picture)])
-    runpy.run_path(str(EXAMPLES / "quantum.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "12 qubits: 78 gates in 23 layers" in printed
-    errors = [float(n) for n in re.findall(r"error ([\d.e+-]+)", printed)]
-    assert len(errors) == 3
-    assert max(errors) < 5e-6  # complex64, rounded in every layer
-    assert picture.stat().st_size > 10_000
-
-
 OPERATORS_EXAMPLES = ("poisson", "weather")
 
 
-def run_operators(name: str, folder: Path, *arguments: str) -> str:
-    """Run an example on the CPU in a process of its own, with what packages it finds in a folder; what it prints."""
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
+def run_drawing(name: str, folder: Path, *arguments: str) -> str:
+    """Run an example on the CPU in a process of its own, with the packages that a folder holds; the text that it prints."""
     pytest.importorskip("matplotlib")
-    picture = folder / f"{name}.png"
+    picture = folder / f"{Path(name).stem}.png"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), *sys.path])), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "operators" / f"{name}.py"), "--device", "cpu", "--picture", str(picture)]
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), "--device", "cpu", "--picture", str(picture)]
     result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=250, env=env, check=False)
     assert result.returncode == 0, result.stderr
     assert picture.stat().st_size > 10_000
@@ -245,7 +210,7 @@ def run_operators(name: str, folder: Path, *arguments: str) -> str:
 
 @pytest.mark.full
 def test_poisson_converges_and_agrees_with_scipy(tmp_path: Path) -> None:
-    printed = run_operators("poisson", tmp_path, "--largest", "40")
+    printed = run_drawing("operators/poisson.py", tmp_path, "--largest", "40")
     second, fourth = (float(n) for n in re.findall(r"orders of convergence: ([\d.]+), ([\d.]+)", printed)[0])
     assert abs(second - 2) < 0.1
     assert abs(fourth - 4) < 0.1
@@ -269,13 +234,20 @@ def test_weather_fills_in_what_is_missing(tmp_path: Path) -> None:
             shown = "NA" if (7 * hour + i) % 10 == 0 else f"{pressure:.1f}"
             lines.append(f"{station},{when.year},{when.month},{when.day},{when.hour},{shown}")
     (package / "data" / "weather.csv").write_text("\n".join(lines), encoding="utf-8")
-    printed = run_operators("weather", tmp_path, "--steps", "10")
+    printed = run_drawing("operators/weather.py", tmp_path, "--steps", "10")
     ours = float(re.findall(r"Gaussian process ([\d.]+) millibar", printed)[0])
     between_hours = float(re.findall(r"lines between the hours ([\d.]+)", printed)[0])
     assert ours < between_hours / 2
 
 
+@pytest.mark.full
+def test_the_quantum_fourier_transform_is_that_of_torch(tmp_path: Path) -> None:
+    printed = run_drawing("quantum.py", tmp_path, "--qubits", "12")
+    assert "12 qubits: 78 gates in 23 layers" in printed
+    errors = [float(n) for n in re.findall(r"error ([\d.e+-]+)", printed)]
+    assert len(errors) == 3
+    assert max(errors) < 5e-6  # complex64, rounded in every layer
+
+
 def test_every_operators_example_is_run() -> None:
-    if not EXAMPLES.is_dir():
-        pytest.skip("the tests run beside an installed package, without the source tree")
     assert {p.stem for p in (EXAMPLES / "operators").glob("*.py")} == set(OPERATORS_EXAMPLES)

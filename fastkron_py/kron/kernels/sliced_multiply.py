@@ -70,7 +70,7 @@ def _sliced_multiply_fwd_kernel(
     EPILOGUE: tl.constexpr,
     PARTS: tl.constexpr,  # real numbers of an element
     CONJ: tl.constexpr,  # the factors are conjugated
-    TURNED: tl.constexpr,  # neighbouring slices of y, not modes, are neighbours in memory
+    TRANSPOSED: tl.constexpr,  # neighbouring slices of y, not modes, are neighbours in memory
 ):
     """One factor of any size: a GEMM over slices, with a loop over P where it is wider than a block."""
     BLOCKS_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
@@ -101,7 +101,7 @@ def _sliced_multiply_fwd_kernel(
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q * y_strides[3]
         y = EPILOGUE(acc, alpha, beta, z_ptr, z_offsets, mask)
-        store_elements(y_ptr + y_offsets, y, mask, PARTS, TURNED)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, TRANSPOSED)
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def _fused_multiply_fwd_kernel(
     EPILOGUE: tl.constexpr,
     PARTS: tl.constexpr,
     CONJ: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """Several neighbouring modes at once: a tile of whole slices stays on chip through all steps.
 
@@ -220,4 +220,4 @@ def _fused_multiply_fwd_kernel(
         z_offsets = slice_offsets(z_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * z_strides[3]
         y_offsets = slice_offsets(y_strides, batch, sl, sj, sa)[:, None] + q.to(tl.int64)[None, :] * y_strides[3]
         y = EPILOGUE(y, alpha, beta, z_ptr, z_offsets, mask)
-        store_elements(y_ptr + y_offsets, y, mask, PARTS, TURNED)
+        store_elements(y_ptr + y_offsets, y, mask, PARTS, TRANSPOSED)

@@ -51,6 +51,9 @@ _MOST_IDLE: Final = 5.0  # times that torch's products of few tiles take: it spl
 # Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
 _UNALIGNED: Final = 4.5
 _ODD: Final = 7.0
+_SMALL: Final = 64  # widths that copies pad by less,
+_HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
+_UNITS: Final = (1, 4)  # and in other types
 _COPIES: Final = 2.2  # passes' time that copies of the operand and of the result take,
 _GRADIENT_COPIES: Final = 2.4  # and those of both operands of a gradient,
 _GRADIENT_PRODUCT: Final = 1.5  # whose product takes this many times its operations' time
@@ -256,9 +259,15 @@ def takes_copies(mode: Mode) -> bool:
     return mode.after > 1 or _slowdown(mode) > 1
 
 
+def copied_width(width: int, itemsize: int) -> int:
+    """Rows or columns of a copy, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
+    unit = (_HALF_UNITS if itemsize == 2 else _UNITS)[width > _SMALL]
+    return _ceil(width, unit) * unit
+
+
 def _aligned(mode: Mode) -> Mode:
     """The multiply of copies, with the mode last."""
-    p, q = (_ceil(width, 8) * 8 if mode.itemsize == 2 else width for width in (mode.p, mode.q))
+    p, q = (copied_width(width, mode.itemsize) for width in (mode.p, mode.q))
     return mode._replace(runs=mode.slices, after=1, p=p, q=q, adds=False)
 
 
