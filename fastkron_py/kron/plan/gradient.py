@@ -20,6 +20,7 @@ from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
 # Widest step of a fused kernel, and of a chain, in real numbers: beyond it the sums, operands and factors do not fit into registers.
 STEP_WIDTH: Final = 64
 CHAIN_WIDTH: Final = 32
+MOST_FACTORS: Final = 8  # of a step: a factor's gradient multiplies all others out, and the kernel takes long to compile
 # Padded numbers of a tile of u, or of g, of 4 bytes: sixteen a thread of four warps, or of eight. More spill, as compiled
 # for an H100, where two programs of four warps fit on a multiprocessor, which hide each other's waiting, or one of eight.
 TILE: Final = 2048
@@ -108,7 +109,7 @@ def is_fused(group: Group, shapes: Sequence[tuple[int, int]], numbers: Numbers, 
     widest = CHAIN_WIDTH if chain else STEP_WIDTH
     if itemsize == 8 and not gpu.has_float64_cores:
         widest = 0 if chain else DOT_SIDE
-    if any(parts * max(_pads(shapes, *step, parts)) > widest for step in group.steps):
+    if any(stop - start > MOST_FACTORS or parts * max(_pads(shapes, start, stop, parts)) > widest for start, stop in group.steps):
         return False
     run = 1 if last else numbers.sector
     return not chain or tile_width(group, shapes, parts) * run <= LARGEST_TILE // max(1, itemsize // 4)

@@ -20,6 +20,7 @@ from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.testing import assert_close
 
 ROOT = Path(__file__).parents[2]
+BUDGET = 600.0  # seconds that no search here takes: a few trials, or patience, end each
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def product(left=False, dtype=torch.float32, rows=4):
 def test_results_are_right_before_and_after(tables, quick, dtype, left):
     y, expected = product(left, dtype)
     assert_close(y, expected, steps=8)
-    result = fastkron_py.tune(4, [(3, 5), (4, 2)], left=left, dtype=dtype, device=DEVICE, budget=20)
+    result = fastkron_py.tune(4, [(3, 5), (4, 2)], left=left, dtype=dtype, device=DEVICE, budget=BUDGET)
     assert result.trials >= 2
     assert result.dropped == ()
     assert result.saved
@@ -109,7 +110,7 @@ def test_a_faster_choice_is_saved_and_taken_at_once(tables, quick, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(quick, "starting_points", lambda *_: [UNMERGED, favourite])
         preferring(quick, patch, favourite)
-        result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
+        result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=BUDGET, progress=False)
     assert result.choice == favourite
     assert result.gain == pytest.approx(10)
     assert cache.read(tables) == {problem(): result.entry}
@@ -154,7 +155,7 @@ def test_an_older_choice_is_tried_again(tables, quick, monkeypatch):
     table.remember(entry(c=rare))
     monkeypatch.setattr(quick, "starting_points", lambda *_: [])
     preferring(quick, monkeypatch, rare)
-    assert fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False).choice == rare
+    assert fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=BUDGET, progress=False).choice == rare
 
 
 def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkeypatch):
@@ -173,7 +174,7 @@ def test_failing_candidates_are_dropped_with_their_reasons(tables, quick, monkey
 
     replacing(quick, monkeypatch, {raising: (0, Raising), wrong: (1, Wrong)})
     monkeypatch.setattr(quick, "starting_points", lambda *_: [raising, wrong])
-    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
+    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=BUDGET, progress=False)
     reasons = dict(result.dropped)
     assert "ZeroDivisionError" in reasons[str(raising)]
     assert reasons[str(wrong)].startswith("wrong: RMS error")
@@ -195,36 +196,36 @@ def test_a_result_that_nobody_wrote_is_seen(tables, quick, monkeypatch):
 
     replacing(quick, monkeypatch, {lazy: (0, Lazy)})
     monkeypatch.setattr(quick, "starting_points", lambda *_: [lazy])
-    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=20, progress=False)
+    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=BUDGET, progress=False)
     assert "wrong: RMS error nan" in dict(result.dropped)[str(lazy)]
 
 
 def test_by_example(tables, quick):
-    batched = fastkron_py.tune(torch.empty(2, 3, 4, device=DEVICE), [torch.empty(2, 4, 5, device=DEVICE)], budget=10)
+    batched = fastkron_py.tune(torch.empty(2, 3, 4, device=DEVICE), [torch.empty(2, 4, 5, device=DEVICE)], budget=BUDGET)
     assert (batched.problem.batched, batched.problem.rows, batched.problem.factors) == (True, 8, ((4, 5),))
-    gaps = fastkron_py.tune(torch.empty(3, 9, device=DEVICE)[:, :4], [torch.empty(4, 5, device=DEVICE)], budget=10)
+    gaps = fastkron_py.tune(torch.empty(3, 9, device=DEVICE)[:, :4], [torch.empty(4, 5, device=DEVICE)], budget=BUDGET)
     assert not gaps.problem.contiguous
-    vector = fastkron_py.tune(torch.empty(4, device=DEVICE, requires_grad=True), [torch.empty(4, 5, device=DEVICE)], budget=10)
+    vector = fastkron_py.tune(torch.empty(4, device=DEVICE, requires_grad=True), [torch.empty(4, 5, device=DEVICE)], budget=BUDGET)
     assert vector.problem.rows == 1
-    left = fastkron_py.tune(torch.empty(5, 7, device=DEVICE), [torch.empty(4, 5, device=DEVICE)], left=True, budget=10)
+    left = fastkron_py.tune(torch.empty(5, 7, device=DEVICE), [torch.empty(4, 5, device=DEVICE)], left=True, budget=BUDGET)
     assert (left.problem.columns, left.problem.factors) == (7, ((5, 4),))
 
 
 def test_precision_is_part_of_the_problem(tables, quick):
-    assert fastkron_py.tune(4, [8], device=DEVICE, precision="medium", budget=10).problem.precision == "high"
-    assert fastkron_py.tune(4, [8], device=DEVICE, precision="highest", budget=10).problem.precision == "highest"
-    low = fastkron_py.tune(4, [8], device=DEVICE, dtype=torch.float64, precision="high", budget=10)
+    assert fastkron_py.tune(4, [8], device=DEVICE, precision="medium", budget=BUDGET).problem.precision == "high"
+    assert fastkron_py.tune(4, [8], device=DEVICE, precision="highest", budget=BUDGET).problem.precision == "highest"
+    low = fastkron_py.tune(4, [8], device=DEVICE, dtype=torch.float64, precision="high", budget=BUDGET)
     assert low.problem.precision == "highest"  # which changes nothing there
 
 
 def test_progress_is_reported(tables, quick, monkeypatch, capsys):
     seen = []
-    result = fastkron_py.tune(4, [8, 8], device=DEVICE, budget=10, progress=seen.append)
+    result = fastkron_py.tune(4, [8, 8], device=DEVICE, budget=BUDGET, progress=seen.append)
     assert [now.trials for now in seen] == list(range(result.trials + 1))
     assert all(0 < now.best_seconds <= now.default_seconds for now in seen)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    fastkron_py.tune(4, [8, 8], device=DEVICE, budget=10)
+    fastkron_py.tune(4, [8, 8], device=DEVICE, budget=BUDGET)
     assert f"tuning: {result.trials} trials" in capsys.readouterr().err
 
 
@@ -235,14 +236,14 @@ def test_a_spent_budget_keeps_the_closed_form(tables, quick):
 
 
 def test_nothing_is_saved_unless_wanted(tables, quick):
-    assert not fastkron_py.tune(4, [8, 8], device=DEVICE, budget=10, save=False).saved
+    assert not fastkron_py.tune(4, [8, 8], device=DEVICE, budget=BUDGET, save=False).saved
     assert not tables.exists()
 
 
 def test_a_table_that_cannot_be_written(tables, quick):
     tables.parent.write_text("")
     with pytest.warns(TuningWarning) as caught:
-        result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=10)
+        result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=BUDGET)
     assert not result.saved
     told = [str(w.message) for w in caught]
     assert len(told) == 2
@@ -255,7 +256,7 @@ def test_a_table_that_cannot_be_written(tables, quick):
 
 def test_deterministic_mode_is_left_as_it_was(tables, quick):
     torch.use_deterministic_algorithms(False)
-    fastkron_py.tune(4, [8], device=DEVICE, budget=5)
+    fastkron_py.tune(4, [8], device=DEVICE, budget=BUDGET)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -312,7 +313,7 @@ def compiling(quick, monkeypatch, tmp_path):
 
 @pytest.mark.full
 def test_candidates_are_compiled_before_they_are_tried(tables, compiling, tmp_path):
-    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=120, progress=False)
+    result = fastkron_py.tune(4, [(3, 5), (4, 2)], device=DEVICE, budget=BUDGET, progress=False)
     assert result.trials == 4
     assert result.dropped == ()
     assert list((tmp_path / "triton").rglob("*.cubin"))
@@ -324,7 +325,7 @@ def test_candidates_are_compiled_before_they_are_tried(tables, compiling, tmp_pa
 )
 def test_what_asks_for_too_much_is_not_run(tables, compiling, monkeypatch, name, value, reason):
     monkeypatch.setattr(compiling, name, value)
-    result = fastkron_py.tune(4, [(64, 64)], device=DEVICE, budget=120, progress=False)
+    result = fastkron_py.tune(4, [(64, 64)], device=DEVICE, budget=BUDGET, progress=False)
     assert result.trials == len(result.dropped) > 0
     assert all(reason in why for _, why in result.dropped)
     assert result.choice is None
