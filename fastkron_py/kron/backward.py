@@ -54,7 +54,10 @@ class _Partials:
         self.wide = torch.promote_types(problem.dtype.to_real(), torch.float32)
         self.parts = parts_of(problem.dtype)
         size = self.p * self.q * self.parts
-        self.shape = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
+        self.programs = programs
+        self.shape: tuple[int, ...] = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
+        if programs == 1:
+            self.shape = (self.groups, self.p, self.q * self.parts)
         rows = min(128, next_power_of_two(programs))
         block = min(next_power_of_two(size), max(32, _SUMMED // rows))
         arguments = {
@@ -93,15 +96,20 @@ class _Partials:
     def add(self, build: Builder, partial: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """Each factor's gradient ``[B, P_i, Q_i]``, or None."""
         if self.split is None:
-            total = build.empty((self.groups, self.p, self.q), self.dtype)
-            build.launch(self.sum, (partial, total), (alpha,))
-            return [total]
-        total = build.empty((self.groups, self.p, self.q * self.parts), self.wide)
-        build.launch(self.sum, (partial, total), (alpha,))
+            return [self._added_up(build, partial, (self.groups, self.p, self.q), self.dtype, alpha)]
+        total = self._added_up(build, partial, (self.groups, self.p, self.q * self.parts), self.wide, alpha)
         pairs = zip(self.needs, self.shapes, strict=True)
         found = [build.empty((self.groups, *shape), self.dtype) if need else None for need, shape in pairs]
         build.launch(self.split, (total, tuple(factors), tuple([t for t in found if t is not None])))
         return found
+
+    def _added_up(self, build: Builder, partial: Tensor, shape: tuple[int, ...], dtype: torch.dtype, alpha: Scalar | int) -> Tensor:
+        """alpha times the sum of the partial sums; a lone one is that sum."""
+        if self.programs == 1 and dtype == self.wide and isinstance(alpha, int):
+            return partial
+        total = build.empty(shape, dtype)
+        build.launch(self.sum, (partial, total), (alpha,))
+        return total
 
 
 class _Fused:
