@@ -289,6 +289,11 @@ def test_plan_copies_where_a_wide_mode_has_a_narrow_tail():
     assert all(s.way == torch_costs.IN_PLACE for s in planned(((64, 64), (64, 64)), 20, 1).steps)
 
 
+def test_plan_makes_no_large_copy_where_a_product_in_place_takes_about_as_long():
+    """A copy is in new memory, which a backward pass of this size waits for longer than for the product."""
+    assert all(s.back == torch_costs.IN_PLACE for s in planned(((135, 5), (1215, 1)), 1, 20, itemsize=8, backward=True).steps)
+
+
 def test_plan_rotates_where_products_in_place_are_narrow():
     """Factors of 2 with many rows; not one factor, nor wide ones, nor where gradients are computed."""
     found = planned(((2, 2),) * 8)

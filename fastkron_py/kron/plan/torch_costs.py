@@ -207,20 +207,20 @@ class Ways(NamedTuple):
 
 def best_ways(mode: Mode, backward: bool, is_last: bool, rates: Rates) -> Ways:
     """The least time of a step; in a backward pass all of its three products, or two of the last step."""
-    seconds, way = _least(product_ways(mode, rates))
+    seconds, way = _least(_copying(mode, rates))
     if not backward:
         return Ways(seconds, way, IN_PLACE, IN_PLACE)
-    back_seconds, back = _least(product_ways(mode._replace(p=mode.q, q=mode.p), rates))
+    back_seconds, back = _least(_copying(mode._replace(p=mode.q, q=mode.p), rates))
     gradient_seconds, gradient = _least(gradient_ways(mode, rates))
     return Ways((0.0 if is_last else seconds) + back_seconds + gradient_seconds, way, back, gradient)
 
 
 def differentiable_ways(mode: Mode, backward: bool, rates: Rates) -> Ways:
     """The same where autograd records the product: its backward pass takes the way that the product took."""
-    total = _fresh(product_ways(mode, rates), mode, rates)
+    total = _recorded(mode, rates)
     if backward:
         swapped = mode._replace(p=mode.q, q=mode.p)
-        back = _fresh(product_ways(swapped, rates), swapped, rates)
+        back = _recorded(swapped, rates)
         at_once = gradient_ways(Mode(1, mode.p, mode.q, mode.matrices * mode.tail), rates)[IN_PLACE]  # of operands that are copied by then
         gradient = {IN_PLACE: gradient_ways(mode, rates)[IN_PLACE], MOVED: at_once, TRANSPOSED: at_once}
         total = {way: seconds + back[way] + gradient[way] for way, seconds in total.items()}
@@ -228,11 +228,20 @@ def differentiable_ways(mode: Mode, backward: bool, rates: Rates) -> Ways:
     return Ways(seconds, way, way, way)
 
 
-def _fresh(ways: dict[str, float], mode: Mode, rates: Rates) -> dict[str, float]:
-    """The times of products and copies into new memory."""
-    copied = max(0, mode.read - FRESH_ELEMENTS) + max(0, mode.written - FRESH_ELEMENTS)
-    result = max(0, mode.written - FRESH_ELEMENTS)
-    return {way: seconds + FRESH * rates.scale * (result if way == IN_PLACE else result + copied) for way, seconds in ways.items()}
+def _copying(mode: Mode, rates: Rates) -> dict[str, float]:
+    """The times of products into buffers that are kept; copies are in new memory."""
+    copies = _fresh(mode.read, rates) + _fresh(mode.written, rates)
+    return {way: seconds + (0.0 if way == IN_PLACE else copies) for way, seconds in product_ways(mode, rates).items()}
+
+
+def _recorded(mode: Mode, rates: Rates) -> dict[str, float]:
+    """The times of products into new memory."""
+    return {way: seconds + _fresh(mode.written, rates) for way, seconds in _copying(mode, rates).items()}
+
+
+def _fresh(elements: int, rates: Rates) -> float:
+    """More time that new memory takes than memory that was used before."""
+    return FRESH * rates.scale * max(0, elements - FRESH_ELEMENTS)
 
 
 def _least(ways: dict[str, float]) -> tuple[float, str]:
