@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import statistics
 import threading
@@ -20,6 +21,7 @@ LEAD = 3e-3  # seconds that the device is kept busy at most while the host prepa
 BURST = 20  # calls in a row, where launches are timed too
 SLOW = 50.0  # a contender that takes this many times as long as the first one takes part in few rounds
 SLOW_ROUNDS = 3
+SHORT = 0.01  # seconds; a CPU's caches hold code and operands of another contender, which a shorter call feels
 LONG = 0.3  # seconds; so does one whose single call takes longer, its first timed call being the first round
 
 Timer = Callable[[Call], float]
@@ -46,6 +48,12 @@ def _host_seconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def _warm_seconds(call: Call) -> float:
+    """Seconds of a call on a CPU, of a short one's second of two in a row."""
+    first = _host_seconds(call)
+    return first if first > SHORT else _host_seconds(call)
 
 
 class _EventTimer:
@@ -76,7 +84,7 @@ class _EventTimer:
 
 def device_timer(device: torch.device) -> Timer:
     """Seconds that a call takes the device; on a CPU, that it takes."""
-    return _EventTimer(device) if device.type == "cuda" else _host_seconds
+    return _EventTimer(device) if device.type == "cuda" else _warm_seconds
 
 
 def _wait(device: torch.device) -> None:
@@ -132,9 +140,9 @@ def measure(
     once = sum(e for e, is_slow in zip(estimates, slow, strict=True) if not is_slow)
     left = seconds - SLOW_ROUNDS * (sum(estimates) - once)
     count = SLOW_ROUNDS if all(slow) else min(max(int(left / max(once, 1e-9)), rounds[0]), rounds[1])
-    for i in range(count):
-        for j in range(len(calls)):
-            k = (i + j) % len(calls)  # nobody always follows the same neighbour
+    order = random.Random(0)  # each follows each as often: a neighbour leaves operands in the cache, or not
+    for _ in range(count):
+        for k in order.sample(range(len(calls)), len(calls)):
             if not slow[k] or len(taken[k]) < SLOW_ROUNDS:
                 taken[k].append(timer(calls[k]))
         progress()
