@@ -104,7 +104,7 @@ class _Partials:
         return found
 
     def _added_up(self, build: Builder, partial: Tensor, shape: tuple[int, ...], dtype: torch.dtype, alpha: Scalar | int) -> Tensor:
-        """alpha times the sum of the partial sums; a lone one is that sum."""
+        """The sum of the partial sums times alpha; a lone one is that sum."""
         if self.programs == 1 and dtype == self.wide and isinstance(alpha, int):
             return partial
         total = build.empty(shape, dtype)

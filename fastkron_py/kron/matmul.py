@@ -1,11 +1,15 @@
-"""Matrix products by torch: batches with an epilogue, one mode of a Kronecker multiply, and the gradient of its factor."""
+"""Matrix products by torch: one by BLAS or oneDNN, batches with an epilogue, a mode of a Kronecker multiply, a factor's gradient."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fastkron_py.kron.plan.torch_costs import takes_onednn
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.checks import HALF_DTYPES
 
 
 class Epilogue(NamedTuple):
@@ -15,12 +19,47 @@ class Epilogue(NamedTuple):
     beta: float = 0.0
     z: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the product as it is."""
+        return self.alpha == 1 and self.z is None
+
     def rows(self, start: int, stop: int, like: Tensor) -> Epilogue:
         """The part for rows start to stop of z as a matrix with as many columns as ``like``."""
         return self if self.z is None else self._replace(z=self.z.reshape(-1, like.shape[-1])[start:stop])
 
 
 PLAIN: Final = Epilogue()
+
+
+def has_onednn(x: Tensor) -> bool:
+    """Whether products of tensors like x, half types in float32, may be oneDNN's."""
+    enabled: Any = torch.backends.mkldnn.enabled
+    takes = enabled and x.device.type == "cpu" and x.dtype in (torch.float32, *HALF_DTYPES)
+    return takes and torch_internals.onednn_product() is not None
+
+
+def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
+    """``[I, J] @ [J, K]`` in new memory; None where BLAS takes less time, a matrix has gaps, or autograd is to record the product.
+
+    Args:
+        a: the operand; or the factor transposed.
+        b: the factor; or the operand.
+        is_last: whether b is the factor.
+    """
+    if a.dtype != torch.float32 or not has_onednn(a) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        return None
+    (i, j), k = a.shape, b.shape[1]
+    is_dense = all([t.is_contiguous() or t.mT.is_contiguous() for t in (a, b)])  # others take oneDNN's reference loops
+    if not is_dense or not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
+        return None
+    return torch_internals.onednn_product()(a, b)  # type: ignore[misc]
+
+
+def matrix_product(a: Tensor, b: Tensor, is_last: bool) -> Tensor:
+    """``[I, J] @ [J, K]`` by oneDNN or BLAS: see `by_onednn`."""
+    found = by_onednn(a, b, is_last)
+    return a.mm(b) if found is None else found
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron.matmul import has_onednn, matrix_product
 from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
 from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.shapes import result_shape
@@ -94,10 +95,10 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
         return None
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
     shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
-    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward)
+    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(x))
     in_half = torch_small.takes_bfloat16(problem, x)
     is_mixed = any([f.dtype != x.dtype for f in factors])
-    problem = problem._replace(itemsize=2) if in_half else problem
+    problem = problem._replace(itemsize=2, onednn=False) if in_half else problem
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
     if not (is_one_product or torch_small.is_small(problem)):
         return None
@@ -108,7 +109,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
         if is_mixed and in_half:
             factors = tuple([f.to(x.dtype) for f in factors])
         if count == 1 and alpha == 1 and not z:
-            return factors[0].mm(x) if left else x.mm(factors[0])
+            return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
         matrices = [f.mT for f in factors] if left else factors
         with torch_products(x, precision):
             return torch_small.multiply_small(x, matrices, steps, shape, columns, z[0] if z else None, alpha, beta)

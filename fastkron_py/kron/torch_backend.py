@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
-from fastkron_py.kron.matmul import PLAIN, Epilogue
+from fastkron_py.kron.matmul import PLAIN, Epilogue, by_onednn, has_onednn
 from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Problem, Step, differentiable_plan, plan
 from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
 from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
@@ -38,14 +38,15 @@ def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dty
 def _problem(x: Tensor, factors: Sequence[Tensor], backward: bool = False) -> Problem:
     groups, rows, _, columns = x.shape
     rows = 1 << (rows - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
-    return Problem(tuple([(f.shape[1], f.shape[2]) for f in factors]), rows, columns, groups, max(4, x.element_size()), backward)
+    shapes, onednn = tuple([(f.shape[1], f.shape[2]) for f in factors]), has_onednn(x)
+    return Problem(shapes, rows, columns, groups, max(4, x.element_size()), backward, onednn)
 
 
 def _plan_for(x: Tensor, factors: Sequence[Tensor], backward: bool = False) -> tuple[Plan, torch.dtype]:
     """The plan, and the dtype of its products: x's, or float32 for half types, but where the CPU is faster in bfloat16."""
     problem = _problem(x, factors, backward)
     if takes_bfloat16(problem, x):
-        return plan(problem._replace(itemsize=2)), x.dtype
+        return plan(problem._replace(itemsize=2, onednn=False)), x.dtype
     return plan(problem), torch.float32 if x.dtype in HALF_DTYPES else x.dtype
 
 
@@ -129,15 +130,13 @@ def _run(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y: T
         scratch: for intermediates.
         epilogue: applied to the result.
     """
-    direct = False
     for i, (matrix, step) in enumerate(zip(matrices, steps, strict=True)):
         shape = (*source.shape[:2], step.size_out, source.shape[3])
         final = i == len(steps) - 1
         direct = final and y.dtype == matrix.dtype and y.is_contiguous()
         out = y.view(shape) if direct else scratch.take(i % 2, shape)
-        multiply_step(source, matrix, step, out, epilogue if final else PLAIN)
-        source = out
-    if not direct:
+        source = multiply_step(source, matrix, step, out, epilogue if final else PLAIN)
+    if not (direct and source.data_ptr() == y.data_ptr()):
         y.copy_(source.view(y.shape))
 
 
@@ -168,8 +167,9 @@ def _rotate(source: Tensor, matrices: Sequence[Tensor], steps: Sequence[Step], y
         out = y.view(shape) if final and direct else scratch.take(i % 2, shape)
         if scaled:
             operand = torch.addmm(out, matrix[0].mT, rows.mT, beta=0, alpha=epilogue.alpha, out=out)
-        else:
-            operand = torch.mm(matrix[0].mT, rows.mT, out=out)
+            continue
+        found = None if final and direct else by_onednn(matrix[0].mT, rows.mT, False)
+        operand = torch.mm(matrix[0].mT, rows.mT, out=out) if found is None else found
     lead, target = ((length,), y[0, :, :, 0]) if y.shape[1] == length else (tuple(y.shape[1:3]), y[0])
     product = operand.unflatten(1, (-1, *lead)).movedim((0, 1), (-2, -1))  # from [Q_1, Q_2 ... Q_N * L]
     target = target.unflatten(-1, product.shape[-2:])
@@ -245,8 +245,7 @@ def _run_backward(
     inputs, count = [x], len(steps)
     for i in range(max(wanted)):
         out = scratch.take(i, (*x.shape[:2], steps[i].size_out, x.shape[3]))
-        multiply_step(inputs[-1], matrices[i], steps[i], out)
-        inputs.append(out)
+        inputs.append(multiply_step(inputs[-1], matrices[i], steps[i], out))
     lowest = 0 if dx is not None else min(wanted)
     found: list[Tensor | None] = [None] * count
     gradient, direct = dy, False
@@ -259,9 +258,8 @@ def _run_backward(
             shape = (*x.shape[:2], step.size_in, x.shape[3])
             direct = final and dx is not None and dx.dtype == matrix.dtype and dx.is_contiguous()
             out = dx.view(shape) if direct and dx is not None else scratch.take(count + i % 2, shape)
-            multiply_step(gradient, matrix.mT, _transposed(step), out, Epilogue(alpha) if final else PLAIN)
-            gradient = out
-    if dx is not None and not direct:
+            gradient = multiply_step(gradient, matrix.mT, _transposed(step), out, Epilogue(alpha) if final else PLAIN)
+    if dx is not None and not (direct and gradient.data_ptr() == dx.data_ptr()):
         dx.copy_(gradient.view(dx.shape))
     return found
 

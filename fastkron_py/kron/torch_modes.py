@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.matmul import PLAIN, Epilogue, product
-from fastkron_py.kron.plan.torch_costs import IN_PLACE, MOVED, VECTOR
+from fastkron_py.kron.matmul import PLAIN, Epilogue, by_onednn, product
+from fastkron_py.kron.plan.torch_costs import IN_PLACE, MOVED, ONEDNN_TERMS, VECTOR
 from fastkron_py.kron.plan.torch_plan import Step
 from fastkron_py.kron.torch_small import BLOCK_ELEMENTS
 
@@ -54,7 +54,7 @@ def ready(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype).resolve_conj().contiguous()
 
 
-def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
+def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """One step on a chunk.
 
     Args:
@@ -63,6 +63,9 @@ def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilo
         step: its place and way.
         out: ``[G, L, before * Q * after, R]``, contiguous.
         epilogue: applied to the result.
+
+    Returns:
+        The result, contiguous: out, or new memory of the same shape, where out is left as it is.
     """
     groups, rows, _, columns = source.shape
     count, tail = rows * step.before, step.after * columns
@@ -72,15 +75,19 @@ def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilo
         _copying_product(source.reshape(groups, count, p, tail), matrix, step.way == MOVED, out.view(groups, count, q, tail), epilogue)
     elif tail == 1 and shared:
         a = ready(source.reshape(1, groups * count, p), matrix.dtype)
-        _tall_product(a[0], matrix[0], out.view(-1, q), epilogue)
+        return _tall_product(a[0], matrix[0], out.view(-1, q), epilogue).view(out.shape)
     elif tail == 1:
         product(ready(source.reshape(groups, count, p), matrix.dtype), matrix, out.view(groups, count, q), epilogue)
     elif p == 1 and shared and count > 1 and matrix.dtype != torch.bfloat16:
         _outer_product(source.reshape(groups * count, 1, tail), matrix.mT, out.view(groups * count, q, tail), epilogue)
     else:
         a = ready(source.reshape(groups * count, p, tail), matrix.dtype)
+        found = by_onednn(matrix[0].mT, a[0], False) if groups * count == 1 and epilogue.is_plain else None
+        if found is not None:
+            return found.view(out.shape)
         left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
         product(left, a, out.view(groups * count, q, tail), epilogue)
+    return out
 
 
 def _outer_product(source: Tensor, column: Tensor, out: Tensor, epilogue: Epilogue) -> None:
@@ -104,14 +111,16 @@ def _copying_product(source: Tensor, matrix: Tensor, moved: bool, out: Tensor, e
     q = matrix.shape[2]
     if moved:
         a = ready(source.to(matrix.dtype).transpose(1, 2).reshape(groups, p, count * tail), matrix.dtype)
-        columns = a.new_empty(groups, q, count * tail)
-        product(matrix.mT.expand(groups, q, p), a, columns, Epilogue(epilogue.alpha))
+        found = by_onednn(matrix[0].mT, a[0], False) if groups == 1 and epilogue.alpha == 1 else None
+        columns = a.new_empty(groups, q, count * tail) if found is None else found
+        if found is None:
+            product(matrix.mT.expand(groups, q, p), a, columns, Epilogue(epilogue.alpha))
         out.copy_(columns.view(groups, q, count, tail).transpose(1, 2))
     else:
         a = source.mT.to(matrix.dtype).reshape(groups, count * tail, p)
         rows = a.new_empty(groups, count * tail, q)
         if matrix.shape[0] == 1:
-            _tall_product(a.view(-1, p), matrix[0], rows.view(-1, q), Epilogue(epilogue.alpha))
+            rows = _tall_product(a.view(-1, p), matrix[0], rows.view(-1, q), Epilogue(epilogue.alpha))
         else:
             product(a, matrix, rows, Epilogue(epilogue.alpha))
         out.copy_(rows.view(groups, count, tail, q).mT)
@@ -119,20 +128,24 @@ def _copying_product(source: Tensor, matrix: Tensor, moved: bool, out: Tensor, e
         out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)
 
 
-def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """``[A, J] @ [J, K]`` with many rows, which one matrix product would not spread well over threads."""
+def _tall_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> Tensor:
+    """``[A, J] @ [J, K]`` with many rows, which one product of BLAS would not spread well over threads; in out, or in new memory."""
     length, inner = a.shape
     width = b.shape[-1]
+    found = by_onednn(a, b, True) if epilogue.is_plain else None
+    if found is not None:
+        return found
     whole = length // BLOCK_ROWS * BLOCK_ROWS
     if whole < 2 * BLOCK_ROWS or inner * width > BLOCK_ELEMENTS:  # too few blocks to share out, or too dear
         product(a[None], b[None], out[None], epilogue)
-        return
+        return out
     if whole:
         shape = (whole // BLOCK_ROWS, BLOCK_ROWS)
         blocks = b.expand(shape[0], inner, width)
         product(a[:whole].view(*shape, inner), blocks, out[:whole].view(*shape, width), epilogue.rows(0, whole, out))
     if whole < length:
         product(a[None, whole:], b[None], out[None, whole:], epilogue.rows(whole, length, out))
+    return out
 
 
 def matrix_gradient(source: Tensor, gradient: Tensor, step: Step, matrix: Tensor) -> Tensor:
@@ -167,6 +180,10 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     q = b.shape[1]
     if q < min(p, VECTOR):
         return _sum_of_products(b, a).mT
+    if groups == 1:
+        found = _sum_by_onednn(a[0], b[0].mT)
+        if found is not None:
+            return found[None]
     blocks = length // SUM_BLOCK
     if blocks < 2 or groups > 1 or p * q > BLOCK_ELEMENTS:
         return a.bmm(b.mT) if groups > 1 else a[0].mm(b[0].mT)[None]
@@ -174,3 +191,18 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     u, v = (t[0, :, :whole].unflatten(1, (blocks, SUM_BLOCK)).transpose(0, 1) for t in (a, b))
     total: Tensor = u.bmm(v.mT).sum(0)
     return (total if whole == length else total.addmm_(a[0, :, whole:], b[0, :, whole:].mT))[None]
+
+
+def _sum_by_onednn(a: Tensor, b: Tensor) -> Tensor | None:
+    """``[P, n] @ [n, Q]`` by oneDNN in blocks of terms, which round less; None where BLAS takes less time."""
+    length = a.shape[1]
+    if length <= ONEDNN_TERMS:
+        return by_onednn(a, b, a.stride(1) == 1)
+    total = None
+    for u, v in zip(a.split(ONEDNN_TERMS, 1), b.split(ONEDNN_TERMS, 0), strict=True):
+        part = by_onednn(u.contiguous(), v.mT.contiguous().mT, True)
+        if part is None and total is None:
+            return None
+        part = u.mm(v) if part is None else part
+        total = part if total is None else total.add_(part)
+    return total

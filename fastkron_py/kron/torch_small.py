@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.matmul import matrix_product
 from fastkron_py.kron.plan.torch_costs import IN_PLACE, TRANSPOSED, converting
 from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
@@ -29,7 +30,8 @@ def is_small(problem: Problem) -> bool:
     """
     k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
     elements = problem.groups * problem.rows * problem.columns * max(k, n)
-    if len(problem.shapes) == 1 and (elements <= ONE_FACTOR or k * n > BLOCK_ELEMENTS):
+    is_wide = k * n > BLOCK_ELEMENTS and not (problem.onednn and problem.backward)  # autograd takes BLAS
+    if len(problem.shapes) == 1 and (elements <= ONE_FACTOR or is_wide):
         return True
     return elements <= SMALL_ELEMENTS and records(problem)
 
@@ -45,7 +47,7 @@ def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
         return False
     k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
     elements = problem.groups * problem.rows * problem.columns * (2 * k + n if problem.backward else k + n)
-    return plan(problem._replace(itemsize=2)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
+    return plan(problem._replace(itemsize=2, onednn=False)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
 
 
 def multiply_small(
@@ -86,18 +88,18 @@ def _multiplied(x: Tensor, f: Tensor, count: int, tail: int, way: str) -> Tensor
         return x * f
     if tail == 1:
         rows = x.reshape(count, p)
-        return rows.mm(f) if way == IN_PLACE else f.mT.mm(rows.mT).mT
+        return matrix_product(rows, f, True) if way == IN_PLACE else matrix_product(f.mT, rows.mT, False).mT
     if count == 1:
         columns = x.reshape(p, tail)
-        return columns.mT.mm(f).mT if way == TRANSPOSED else f.mT.mm(columns)
+        return matrix_product(columns.mT, f, True).mT if way == TRANSPOSED else matrix_product(f.mT, columns, False)
     matrices = x.reshape(count, p, tail)
     if way == IN_PLACE and p == 1 and x.dtype != torch.bfloat16:
         return matrices * f.mT
     if way == IN_PLACE:
         return f.mT.expand(count, q, p).bmm(matrices)
     if way == TRANSPOSED:
-        return matrices.mT.reshape(count * tail, p).mm(f).view(count, tail, q).mT
-    return f.mT.mm(matrices.transpose(0, 1).reshape(p, count * tail)).view(q, count, tail).transpose(0, 1)
+        return matrix_product(matrices.mT.reshape(count * tail, p), f, True).view(count, tail, q).mT
+    return matrix_product(f.mT, matrices.transpose(0, 1).reshape(p, count * tail), False).view(q, count, tail).transpose(0, 1)
 
 
 def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:

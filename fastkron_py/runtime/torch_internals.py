@@ -1,11 +1,13 @@
 """Every private name of torch that the library leans on, tried once. Those of Triton are in `launch`.
 
 Where one is missing, or answers otherwise than it did, no call is cached: each is checked anew, and goes through torch's
-dispatcher. Results are the same. ``python -m fastkron_py info`` says so.
+dispatcher. Results are the same. ``python -m fastkron_py info`` says so. oneDNN's product stands apart: without it products are BLAS's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -109,6 +111,46 @@ def multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and any([ask is not None and ask() for ask in asked])
 
 
+@lru_cache(maxsize=1)
+def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """``a @ b`` of float32 matrices by oneDNN, in new memory and without gradients; None where torch's BLAS is as fast, or on a failure.
+
+    MKL has no AVX-512 kernels for AMD's CPUs. TorchInductor calls the same operator of torch.
+    """
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512" or not _is_amd():
+        return None
+    found: list[Callable[[Tensor, Tensor], Tensor]] = []
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):  # whatever a private name does in another version
+            linear = _onednn_linear()
+
+            def product(a: Tensor, b: Tensor) -> Tensor:
+                y: Tensor = linear(a, b.mT, None, "none", [], "")
+                return y
+
+            a = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
+            if torch.equal(product(a, a.mT), a @ a.mT) and torch.equal(product(a.mT, a), a.mT @ a):
+                found.append(product)
+
+    _apart(attempt)
+    return found[0] if found else None
+
+
+def _onednn_linear() -> Callable[..., Any]:
+    linear: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
+    return linear
+
+
+def _is_amd() -> bool:
+    """Whether the CPU is one of AMD's, as Linux tells; False elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return any("AuthenticAMD" in line for line in itertools.islice(lines, 16))
+    except OSError:
+        return False
+
+
 # ---- trying them ---------------------------------------------------------------------------------
 
 
@@ -129,10 +171,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=1)
 def failures() -> dict[str, str]:
-    """The reasons why names fail, by the words of `_TRIALS`. The names are tried when this is first asked.
-
-    They are tried in a thread of its own, in which no mode, transform or tracing of the caller's is in force.
-    """
+    """The reasons why names fail, by the words of `_TRIALS`. The names are tried when this is first asked."""
     found: dict[str, str] = {}
 
     def attempt() -> None:
@@ -143,12 +182,17 @@ def failures() -> dict[str, str]:
             except Exception as error:  # whatever a private name does in another version
                 found[names] = f"{names} of torch {torch.__version__}: {type(error).__name__}: {error}"
 
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
+    _apart(attempt)
     for reason in found.values():
         logger.warning("calls are not cached: %s", reason)
     return found
+
+
+def _apart(attempt: Callable[[], None]) -> None:
+    """Run it in a thread of its own, in which no mode, transform or tracing of the caller's is in force."""
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
 
 
 def _try_guards() -> bool:

@@ -6,6 +6,8 @@ Only their ratios matter: they choose between ways to do the same.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 IN_PLACE: Final = "in place"  # products of the mode where it stands
@@ -61,6 +63,14 @@ HALF_CALL: Final = 8000.0
 HALF_MATRIX: Final = 75.0
 
 
+# Products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`).
+ONEDNN_CALL: Final = 34e3
+ONEDNN_MULTIPLY_ADD: Final = 0.009
+ONEDNN_ELEMENT: Final = 0.08
+ONEDNN_MATRIX: Final = 0.9  # more, of F in F^T @ X, which is copied
+ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
+
+
 class Mode(NamedTuple):
     """A mode of several matrices ``[P, tail]``, to be multiplied by ``[P, Q]``."""
 
@@ -86,10 +96,11 @@ class Mode(NamedTuple):
 
 
 class Rates:
-    """The constants for elements of a size."""
+    """The constants for elements of a size, and whether products may be oneDNN's."""
 
-    def __init__(self, itemsize: int) -> None:
+    def __init__(self, itemsize: int, onednn: bool = False) -> None:
         scale = itemsize / 4
+        self.onednn = onednn
         self.scale = scale
         self.call = CALL if itemsize > 2 else HALF_CALL
         self.multiply_add = MULTIPLY_ADD * scale if itemsize > 2 else HALF_MULTIPLY_ADD
@@ -136,20 +147,46 @@ def _work(mode: Mode, length: int, rates: Rates) -> float:
 
 def _first(mode: Mode, rates: Rates) -> float:
     """``[Q, P] @ [P, n]`` for all matrices as one."""
+    seconds = _blas_first(mode, rates)
+    return min(seconds, _onednn(mode, False)) if rates.onednn else seconds
+
+
+def _last(mode: Mode, rates: Rates) -> float:
+    """``[n, P] @ [P, Q]`` for all matrices as one."""
+    seconds = _blas_last(mode, rates)
+    return min(seconds, _onednn(mode, True)) if rates.onednn else seconds
+
+
+def _blas_first(mode: Mode, rates: Rates) -> float:
     n = mode.matrices * mode.tail
     seconds = rates.call + _work(mode, n, rates) + rates.element * (mode.read + mode.written)
     is_tall = mode.p < 12 and mode.q >= 2 * VECTOR and n >= 2 * ALIASED and n % ALIASED == 0
     return seconds + (TALL * mode.written if is_tall else 0.0)
 
 
-def _last(mode: Mode, rates: Rates) -> float:
-    """``[n, P] @ [P, Q]`` for all matrices as one."""
+def _blas_last(mode: Mode, rates: Rates) -> float:
     n = mode.matrices * mode.tail
     if 1 < mode.q < VECTOR and n > 1:
         return rates.call + NARROW_IN * rates.scale * mode.read + NARROW_OUT * mode.written
     work = _work(mode, 1 if n < VECTOR else mode.q, rates)
     seconds = rates.call + work + rates.element * (mode.read + mode.written)
     return seconds + (VECTOR_ROW * n if mode.q == 1 else 0.0)
+
+
+def _onednn(mode: Mode, is_last: bool) -> float:
+    """The same by oneDNN, whose result is in new memory."""
+    if mode.p > ONEDNN_TERMS:
+        return math.inf
+    seconds = ONEDNN_CALL + ONEDNN_MULTIPLY_ADD * mode.work + FRESH * max(0, mode.written - FRESH_ELEMENTS)
+    seconds += ONEDNN_ELEMENT * (mode.read + mode.written + mode.p * mode.q)
+    return seconds if is_last else seconds + ONEDNN_MATRIX * mode.p * mode.q
+
+
+@lru_cache(maxsize=4096)
+def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
+    """Whether oneDNN multiplies float32 ``[n, P] @ [P, Q]``, or ``[Q, P] @ [P, n]``, in less time than BLAS."""
+    mode, rates = Mode(1, p, q, n), Rates(4)
+    return mode.work > 0 and _onednn(mode, is_last) < (_blas_last if is_last else _blas_first)(mode, rates)
 
 
 def _batch(mode: Mode, rates: Rates) -> float:
@@ -184,6 +221,8 @@ def gradient_ways(mode: Mode, rates: Rates) -> dict[str, float]:
     """The time of summing the gradient of a mode's matrix in each way; moved, the copies of both operands included."""
     count, p, q, tail = mode
     one = rates.call + _work(mode, max(p, q), rates) + rates.element * (mode.read + mode.written)
+    if rates.onednn:
+        one = min(one, _onednn(Mode(1, min(count * tail, ONEDNN_TERMS), q, p), tail > 1) * max(1, count * tail // ONEDNN_TERMS))
     if tail == 1:
         is_narrow = max(p, q) < VECTOR and rates.scale >= 1
         return {IN_PLACE: rates.call + NARROW_SUM * count * min(p, q) if is_narrow else one}

@@ -76,6 +76,7 @@ class Problem(NamedTuple):
         groups: sets of factors.
         itemsize: bytes of an element of an intermediate.
         backward: whether gradients of x and of all factors are computed, else the product.
+        onednn: whether products may be oneDNN's.
     """
 
     shapes: Shapes
@@ -84,6 +85,7 @@ class Problem(NamedTuple):
     groups: int = 1
     itemsize: int = 4
     backward: bool = False
+    onednn: bool = False
 
 
 class _Run(NamedTuple):
@@ -104,7 +106,7 @@ def plan(problem: Problem) -> Plan:
     time shows it), or any one of them last and the others in that order: a backward pass does not multiply the last again. For a product,
     rotating steps beside those.
     """
-    rates = Rates(problem.itemsize)
+    rates = Rates(problem.itemsize, problem.onednn)
     found = []
     layouts = {AS_IT_IS: (problem.rows, problem.columns)}
     if problem.columns > 1:
@@ -126,7 +128,7 @@ def plan(problem: Problem) -> Plan:
 @lru_cache(maxsize=1024)
 def differentiable_plan(problem: Problem) -> Plan:
     """The plan of a product that autograd records: no factor is multiplied out, and nothing takes another layout."""
-    rates = Rates(problem.itemsize)
+    rates = Rates(problem.itemsize, problem.onednn and not problem.backward)  # which autograd does not record
     runs = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
     made = [_steps(problem, runs, order, rates, differentiable=True) for order in _orders(runs)]
     steps, seconds = min(made, key=lambda m: m[1])
@@ -135,6 +137,8 @@ def differentiable_plan(problem: Problem) -> Plan:
 
 def records(problem: Problem) -> bool:
     """Whether `differentiable_plan` takes less time than `plan`, by the model; a backward pass is counted with the product before it."""
+    if problem.backward:
+        problem = problem._replace(onednn=False)  # chosen between products of one kind
     by_autograd = differentiable_plan(problem)
     general = plan(problem)
     seconds = general.seconds + costs.chunked(len(general.steps), problem.backward)
