@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
@@ -132,8 +133,7 @@ def test_the_model():
 
 def test_a_product_that_fails_is_not_taken(monkeypatch):
     """Whatever torch's private name does in another version: BLAS takes its place."""
-    monkeypatch.setattr(torch_internals, "_is_amd", lambda: True)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch_internals, "_is_zen5", lambda: True)
     for broken in (lambda *given: given[0], lambda *given: 1 / 0):
         monkeypatch.setattr(torch_internals, "_onednn_linear", lambda broken=broken: broken)
         torch_internals.onednn_product.cache_clear()
@@ -147,3 +147,18 @@ def test_a_product_that_fails_is_not_taken(monkeypatch):
     product = torch_internals.onednn_product()
     if product is not None:
         assert_close(product(a, b), a.double() @ b.double())
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n\nprocessor\t: 1\n", True),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\n", False),  # Zen 4 multiplies 256 bits at once
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 26\n", False),
+        ("CPU implementer\t: 0x41\n", False),
+        ("", False),
+    ],
+)
+def test_the_cpu_is_told_apart(text, wanted, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(text))
+    assert torch_internals._is_zen5() is wanted
