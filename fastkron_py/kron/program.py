@@ -108,7 +108,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
         if is_mixed and in_half:
             factors = tuple([f.to(x.dtype) for f in factors])
-        if count == 1 and alpha == 1 and not z:
+        if count == 1 and alpha == 1 and not z and precision is None:
             return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
         matrices = [f.mT for f in factors] if left else factors
         with torch_products(x, precision):
