@@ -75,7 +75,7 @@ class Budget:
 
 
 class _Watched:
-    """A call of which memory and share are taken in its first run, which is a timed one.
+    """A call whose memory and share are taken in its first run, which is a timed one.
 
     Memory is the allocator's own count, which waits for nothing; a CPU has none, and needs a run of its own.
     """

@@ -1,4 +1,4 @@
-"""Interleaved timing: every round times every contender once, so that drift of the machine hits all alike."""
+"""Interleaved timing: every round times every contender once, so that drift of the machine hits all of them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def host_timer(device: torch.device) -> Timer:
 def measure(
     calls: Sequence[Call], timer: Timer, *, seconds: float, rounds: tuple[int, int], progress: Callable[[], None] = lambda: None
 ) -> list[Times]:
-    """Time calls in turn.
+    """Time calls, interleaved.
 
     Args:
         calls: already checked, so called once before; the first is what the others are compared with.

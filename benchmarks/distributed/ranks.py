@@ -347,7 +347,7 @@ def main(path: str, seconds: float, quick: bool) -> None:
     with torch.no_grad():
         try:
             results["large"] = large(ranks)
-        except (torch.OutOfMemoryError, ValueError) as error:  # on every rank alike
+        except (torch.OutOfMemoryError, ValueError) as error:  # on every rank
             results["wrong"].append(f"large product: {error}")
     ranks.tell(f"large: {results.get('large', results['wrong'])}")
     results["seconds"] = time.perf_counter() - start

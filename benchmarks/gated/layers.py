@@ -50,7 +50,7 @@ class Problem:
 
     @cached_property
     def interleaved(self) -> Tensor:
-        """``[2 H, K]``, rows of up and gate in turn."""
+        """``[2 H, K]``, rows of up and gate interleaved."""
         return self.weight.detach().transpose(0, 1).flatten(0, 1).contiguous()
 
     @property
@@ -284,7 +284,7 @@ for _dtype, _name in (("bfloat16", "gated"), ("float16", "gated_float16")):
 register(
     Benchmark(
         name="gated_error",
-        description="The source's numeric table once more: tokens, inputs and hidden size alike, bfloat16, against float64.",
+        description="The source's numeric table: equal numbers of tokens, inputs and hidden units, bfloat16, against float64.",
         device="cuda",
         cases=[sized(f"{n}^3", n, n, n, "bfloat16", quick=n == 1024) for n in (1024, 2048, 4096, 8192, 16384)],
         contenders=[

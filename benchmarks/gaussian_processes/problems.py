@@ -202,7 +202,7 @@ def vectors_bytes(problem: GPProblem) -> int:
 
 
 def kronecker_part(problem: GPProblem, once: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """Every Kronecker product and gradient of a step again, in turn, on random vectors of the same shapes."""
+    """Every Kronecker product and gradient of a step again, one after the other, on random vectors of the same shapes."""
     operators = importlib.import_module("linear_operator.operators")
     fast = importlib.import_module("fastkron_py.integrations.gpytorch.operators")
     calls: list[tuple[Any, str, list[tuple[int, ...]]]] = []

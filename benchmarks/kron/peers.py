@@ -94,7 +94,7 @@ def _cutensor(problem: Problem) -> Call:
     cutensor = importlib.import_module("cupyx.cutensor")
     x, factors = cupy.from_dlpack(problem.x), [cupy.from_dlpack(f) for f in problem.factors]
     rows, before, after = x.shape[0], x.shape[1], 1
-    contractions = []  # operands of each, in turn
+    contractions = []  # operands of each, in order
     for f in reversed(factors):
         before //= f.shape[0]
         y = cupy.empty((rows * before, f.shape[1], after), dtype=x.dtype)

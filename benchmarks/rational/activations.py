@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = 1 << 22  # of x, whose gradients are taken in float64 at a time
 SHAPE, GROUPS = (1024, 197, 768), 8  # the papers' setting
 SMALL = (64, 197, 192)
 TOLERANCES = {"float32": 1e-6, "bfloat16": 4e-3}
-# Sums of terms of all sizes, added to one number in turn.
+# Sums of terms of all sizes, added to one number in sequence.
 ATOMIC_TOLERANCE = 4e-3
 # Milliseconds of the released kernels in another run on the same kind of GPU: (pass, dtype) to (FlashKAT, KAT).
 RELEASED = {

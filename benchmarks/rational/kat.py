@@ -200,7 +200,7 @@ def cases() -> list[Case]:
 
 NOTES = (
     "A step: forward, backward and fused AdamW under bfloat16 autocast, on images of 224 x 224 normal pixels.",
-    "x: memory at most, beside that of ViT, beyond weights and the optimizer's state, which all have alike.",
+    "x: memory at most, beside that of ViT, beyond weights and the optimizer's state, which are equal.",
     "Errors are those of an untrained model's loss beside that of guessing; a KAT's logits were compared with float64 before.",
 )
 

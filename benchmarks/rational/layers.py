@@ -112,7 +112,7 @@ def _linear(problem: LayerProblem) -> Call:
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """dy ``[M, K]``, of the second layer's result, its weight ``[K, 4 K]``, and z ``[M, 4 K]``, of which the function was taken."""
+    """dy ``[M, K]``, of the second layer's result, its weight ``[K, 4 K]``, and the function's argument z ``[M, 4 K]``."""
 
     dy: Tensor
     weight: Tensor
@@ -205,7 +205,7 @@ register(
 register(
     Benchmark(
         name="rational_linear_backward",
-        description="KAT's second layers' gradients and the rational function's before them: in turn beside a trial in one kernel.",
+        description="Gradients of KAT's second layers and of the rational function before them: two kernels beside one.",
         device="cuda",
         cases=[
             replace(case(name, images * 197, width, True, quick=name == "KAT-T"), label=f"{name} {images * 197} x {width} from {4 * width}")
