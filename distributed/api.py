@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
 from fastkron_py.distributed.group.agreement import announce, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.local import (
     IN_WHOLE,
     InBlocks,
-    check_factor_shapes,
-    check_tensors,
-    factor_list,
+    filled,
     in_blocks,
+    is_identity,
     local_kron_matmul,
     local_kron_matmul_left,
+    merged,
 )
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
-from fastkron_py.distributed.plan.layout import chunk_offsets, widths
+from fastkron_py.distributed.plan.layout import way, widths
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.plan.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate
+from fastkron_py.distributed.replicated import Reduction, replicate
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
-from fastkron_py.runtime.autocast import autocasted
-from fastkron_py.runtime.checks import check_precision, check_scalar
-from fastkron_py.runtime.errors import type_error, type_name, value_error
-
-PLACEMENTS: Final = (Shard(0), Shard(1))
 
 
 def kron_matmul(
     x: Tensor,
-    factors: Sequence[Tensor],
+    factors: Sequence[Tensor | int],
     *,
     grid: ProcessGrid | None = None,
     alpha: Any = 1.0,
@@ -65,7 +60,9 @@ def kron_matmul(
 
     Args:
         x: this rank's block ``[m, k]``, or a DTensor ``[M, K]`` placed ``[Shard(0), Shard(1)]`` on a mesh of two dimensions.
-        factors: matrices ``[P_i, Q_i]``, the same on every rank (or DTensors, replicated), of x's dtype and device.
+        factors: matrices ``[P_i, Q_i]``, the same on every rank (or DTensors, replicated), of x's dtype and device. A positive
+            integer n stands for the identity I_n, which takes no multiply and has no gradient. One that comes first takes no exchange
+            either, where each rank's block is made of whole slices of the other factors.
         grid: the ranks; needed for blocks, and taken from the mesh of a DTensor.
         alpha: scales the product: a number, or a 0-dimensional tensor, the same on every rank.
         beta: scales z, as alpha scales the product; other than 0 it needs z.
@@ -91,11 +88,11 @@ def kron_matmul(
         >>> kron_matmul(x, [f1, f2], grid=grid).shape
         torch.Size([16, 4096])
     """
-    return _call(_Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=False), grid)
+    return _call(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=False), grid)
 
 
 def kron_matmul_left(
-    factors: Sequence[Tensor],
+    factors: Sequence[Tensor | int],
     x: Tensor,
     *,
     grid: ProcessGrid | None = None,
@@ -113,7 +110,7 @@ def kron_matmul_left(
     and columns may be cut in any way.
 
     Args:
-        factors: matrices ``[P_i, Q_i]``, the same on every rank.
+        factors: matrices ``[P_i, Q_i]``, the same on every rank, or positive integers n for identities I_n.
         x: this rank's block of ``[prod(Q_i), M]``, or a DTensor placed ``[Shard(0), Shard(1)]``.
         grid: as in `kron_matmul`.
         alpha: scales the product.
@@ -138,69 +135,14 @@ def kron_matmul_left(
         >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
         >>> y = kron_matmul_left([torch.ones(64, 64, device=grid.device) for _ in range(2)], x, grid=grid)
     """
-    return _call(_Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
+    return _call(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
 
 
-@dataclass
-class _Call:
-    """The arguments of a call; once they are checked, this rank's plain tensors, with left still in the caller's orientation."""
-
-    x: Tensor
-    factors: Sequence[Tensor]
-    alpha: Any
-    beta: Any
-    z: Tensor | None
-    precision: str | None
-    plan: Plan | None
-    recompute: bool
-    reduction: Reduction
-    left: bool
-    grid: ProcessGrid = field(init=False)
-
-    @property
-    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows and columns of the factors."""
-        return tuple(f.shape[0] for f in self.factors), tuple(f.shape[1] for f in self.factors)
-
-    @property
-    def parts(self) -> int:
-        """Over how many ranks a row of x is spread; with left a column."""
-        return self.grid.shape[0 if self.left else 1]
-
-    @property
-    def name(self) -> str:
-        """The name of the public function."""
-        return "kron_matmul_left" if self.left else "kron_matmul"
-
-    def description(self) -> dict[str, Any]:
-        """The arguments that must be the same on every rank."""
-        tensors = {"x": self.x, "z": self.z, "alpha": self.alpha, "beta": self.beta}
-        grads = [name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad]
-        grads += [f"factors[{i}]" for i, f in enumerate(self.factors) if f.requires_grad]
-        return {
-            "call": self.name,
-            "dtype of x": str(self.x.dtype),
-            "shapes of factors": [list(f.shape) for f in self.factors],
-            "alpha": _scalar_text(self.alpha),
-            "beta": _scalar_text(self.beta),
-            "z": "none" if self.z is None else "a tensor",
-            "precision": self.precision,
-            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
-            "recompute": self.recompute,
-            "reduction": self.reduction,
-            "arguments that need gradients": grads if torch.is_grad_enabled() else "none, under no_grad",
-        }
-
-
-def _scalar_text(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else str(value)
-
-
-def _call(given: _Call, grid: Any) -> Tensor:
+def _call(given: Call, grid: Any) -> Tensor:
     x, left = given.x, given.left
     where = grid_of_call(x, grid)
     try:
-        call = _checked(given, where)
+        call = checked(given, where)
         able = _in_blocks(call)
     except REFUSALS as error:
         refuse(where, error)
@@ -208,13 +150,14 @@ def _call(given: _Call, grid: Any) -> Tensor:
     # So does what its launches can do with blocks, on which depends what peers find where.
     agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
     # What needs no exchange begins while the ranks hear of each other.
-    y = _multiply(call, None) if call.parts == 1 else None
+    own = _own_factors(call)
+    y = None if own is None else _multiply(call, own, None)
     found = agreement.settle()
-    m = _check_blocks([sizes[:2] for sizes in found], where, call)
+    m = check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
-        chosen = fit(call.plan or _planned(_problem(call, m), where.shape, where.device.type), [sizes[2] for sizes in found], where.ranks)
-        common = [found[rank][3] for rank in _row_groups(where, left)[where.col if left else where.row]]
-        y = _multiply(call, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
+        chosen = fit(call.plan or _planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found], where.ranks)
+        common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
+        y = _multiply(call, merged(call.factors), chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
     if not isinstance(x, DTensor):
         return y
     ps, qs = call.sizes
@@ -222,34 +165,52 @@ def _call(given: _Call, grid: Any) -> Tensor:
     return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=torch.Size(size), stride=(size[1], 1))
 
 
-def _in_blocks(call: _Call) -> InBlocks:
+def _in_blocks(call: Call) -> InBlocks:
     """How this rank's products of whole rows can read and write columns, where a transport may take them over."""
     may_be = call.x.is_cuda if call.plan is None else call.plan.transport_model.multiplies
-    if not may_be or call.x.is_complex():
+    if not may_be or call.x.is_complex() or len(call.matrices) < len(call.factors):
         return IN_WHOLE
     ps, qs = call.sizes
     return in_blocks(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x)
 
 
-def _multiply(call: _Call, chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
-    """This rank's block of the result; without a plan one rank has all that it takes."""
+def _own_factors(call: Call) -> list[Any] | None:
+    """The factors that multiply this rank's block, where no rank needs another's; an identity that comes first is cut as blocks are."""
+    factors = merged(call.factors)
+    if call.parts == 1:
+        return factors
+    if not is_identity(factors[0]) or not (call.plan is None or call.plan.is_local):
+        return None
+    problem = call.problem(0)
+    details = way(problem.inner, problem.outer, (len(factors),), call.parts, True)
+    if details.exchanges:
+        return None
+    stage = details.stages[0]
+    return [widths(stage.offsets)[call.grid.row if call.left else call.grid.col] // stage.p, *factors[1:]]
+
+
+def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
+    """This rank's block of the result of some factors; without a plan one rank has all that it takes."""
     grid, alpha, beta = call.grid, call.alpha, call.beta
-    shared = [*call.factors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
+    matrices = [f for f in factors if isinstance(f, Tensor)]
+    shared = [*matrices, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
         shared = replicate(shared, grid.group, grid.device, call.reduction)
-    factors, scalars = shared[: len(call.factors)], iter(shared[len(call.factors) :])
+    factors, scalars = filled(factors, shared), iter(shared[len(matrices) :])
     alpha, beta = (next(scalars) if isinstance(s, Tensor) else s for s in (alpha, beta))
     x, z = call.x, call.z
     if chosen is None and call.left:
-        return local_kron_matmul_left(factors, x, alpha=alpha, beta=beta, z=z, precision=call.precision)
+        own: Tensor = local_kron_matmul_left(factors, x, alpha=alpha, beta=beta, z=z, precision=call.precision)
+        return own
     if call.left:
-        x, z, factors = x.mT, None if z is None else z.mT, [f.mT for f in factors]
+        x, z, factors = x.mT, None if z is None else z.mT, [f if is_identity(f) else f.mT for f in factors]
+    y: Tensor
     if chosen is None:
         y = local_kron_matmul(x, factors, alpha=alpha, beta=beta, z=z, precision=call.precision)
     else:
         group = grid.col_group if call.left else grid.row_group
         transport, most = transport_of(chosen.transport), chosen.most_elements * x.element_size()
-        channel = transport.open(grid, group, _row_groups(grid, call.left), most)
+        channel = transport.open(grid, group, row_groups(grid, call.left), most)
         row_group = RowGroup(group, call.parts, grid.row if call.left else grid.col, channel, blocks)
         try:
             y = _run(Pipeline(chosen, row_group, factors, alpha, call.precision, call.name), x, call.recompute)
@@ -261,8 +222,7 @@ def _multiply(call: _Call, chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> 
 
 
 def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
-    tensors = (x, pipeline.alpha, *pipeline.factors)
-    if not (recompute and torch.is_grad_enabled() and any([isinstance(t, Tensor) and t.requires_grad for t in tensors])):
+    if not (recompute and pipeline.is_recorded(x)):
         return pipeline.run(x)
     # Without early stop, which would leave exchanges half done.
     with set_checkpoint_early_stop(False):
@@ -274,119 +234,3 @@ def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
 def _planned(problem: Problem, shape: tuple[int, int], device_type: str) -> Plan:
     # On CPUs multiplies and exchanges share the cores: chunks would only make them smaller.
     return make_plan(problem, shape, chunks=None if device_type == "cuda" else 1)
-
-
-def _problem(call: _Call, m: int) -> Problem:
-    ps, qs = call.sizes
-    gradients = torch.is_grad_enabled() and (call.x.requires_grad or any([f.requires_grad for f in call.factors]))
-    return Problem(m, ps, qs, call.x.dtype, call.left, gradients)
-
-
-def _checked(given: Any, grid: ProcessGrid) -> _Call:
-    """Make the checks that need one rank alone."""
-    x, plan, left = given.x, given.plan, given.left
-    listed = [_plain_factor(f, i, x) for i, f in enumerate(factor_list(given.factors))]
-    z, local = _plain_z(given.z, x), _plain_x(x)
-    check_precision(given.precision)
-    if plan is not None and not isinstance(plan, Plan):
-        raise type_error("plan", "a Plan or None", type_name(plan))
-    if not isinstance(given.recompute, bool):
-        raise type_error("recompute", "True or False", type_name(given.recompute))
-    check_reduction(given.reduction)
-    if isinstance(local, Tensor):
-        local, listed, z = autocasted(local, listed, z)
-    check_tensors(local, listed, z, ("x", "factors", "z"))
-    alpha, beta = (check_scalar(name, scalar, local) for name, scalar in (("alpha", given.alpha), ("beta", given.beta)))
-    if local.device != grid.device:
-        raise value_error("x", f"a tensor on the grid's device {grid.device}", local.device)
-    if local.ndim != 2:
-        raise value_error("x", "a matrix", f"shape {tuple(local.shape)}")
-    check_factor_shapes([tuple(f.shape) for f in listed])
-    for i, f in enumerate(listed):
-        if f.ndim != 2 or 0 in f.shape:
-            raise value_error(f"factors[{i}]", "a matrix with rows and columns, without batch dimensions", f"shape {tuple(f.shape)}")
-    if z is None and (isinstance(beta, Tensor) or beta != 0):
-        raise value_error("z", "this rank's block of the result's shape, since beta is not 0", None)
-    if not isinstance(beta, Tensor) and beta == 0:
-        z = None
-    call: _Call = replace(given, x=local, factors=listed, alpha=alpha, beta=beta, z=z)
-    call.grid = grid
-    _check_own_block(call)
-    if isinstance(x, DTensor):
-        inner = math.prod(call.sizes[1 if left else 0])
-        if x.shape[0 if left else 1] != inner:
-            raise value_error("x", f"dimension {0 if left else 1} of size {inner}, the product of the factors' sizes", tuple(x.shape))
-    if plan is not None:
-        ps, qs = call.sizes
-        if (plan.problem.ps, plan.problem.qs, plan.problem.left, plan.grid) != (ps, qs, left, grid.shape):
-            wanted = f"a plan for factors {ps} x {qs}, left={left}, on a {grid.shape[0]} x {grid.shape[1]} grid"
-            p = plan.problem
-            raise value_error("plan", wanted, f"one for {p.ps} x {p.qs}, left={p.left}, on {plan.grid[0]} x {plan.grid[1]}")
-    return call
-
-
-def _check_own_block(call: _Call) -> None:
-    """The widths of this rank's blocks of x and z."""
-    grid, axis = call.grid, 0 if call.left else 1
-    place, parts = (grid.row, grid.shape[0]) if call.left else (grid.col, grid.shape[1])
-    inner, outer = reversed(call.sizes) if call.left else call.sizes
-    block = widths(chunk_offsets(math.prod(inner), parts))[place]
-    side = ("rows", "columns")[axis]
-    if call.x.shape[axis] != block:
-        raise value_error("x", f"{block} {side}, block {place} of {parts} of {math.prod(inner)}", f"shape {tuple(call.x.shape)}")
-    if call.z is not None:
-        block = widths(chunk_offsets(math.prod(outer), parts))[place]
-        shape = (block, call.x.shape[1]) if call.left else (call.x.shape[0], block)
-        if tuple(call.z.shape) != shape:
-            raise value_error("z", f"this rank's block of the result, {shape}", f"shape {tuple(call.z.shape)}")
-
-
-def _check_blocks(shapes: Sequence[tuple[int, ...]], grid: ProcessGrid, call: _Call) -> int:
-    """Ranks of a row group have to hold the same rows. Returns how many there are in all groups. The same on every rank."""
-    other = 1 if call.left else 0
-    sizes = [s[other] for s in shapes]
-    row_groups = _row_groups(grid, call.left)
-    side = ("rows", "columns")[other]
-    for group in row_groups:
-        if len({sizes[r] for r in group}) > 1:
-            came = ", ".join(f"{sizes[r]} on rank {grid.ranks[r]}" for r in group)
-            raise value_error("x", f"as many {side} on all ranks of a {'column' if call.left else 'row'} of the grid", came)
-    return sum(sizes[group[0]] for group in row_groups)
-
-
-def _row_groups(grid: ProcessGrid, left: bool) -> list[list[int]]:
-    """The grid's ranks that exchange with each other: its rows, or with left its columns."""
-    gm, gk = grid.shape
-    rows = [[r * gk + c for c in range(gk)] for r in range(gm)]
-    return [list(column) for column in zip(*rows, strict=True)] if left else rows
-
-
-def _plain_x(x: Any) -> Any:
-    """This rank's block of x; anything but a tensor is refused later."""
-    if not isinstance(x, DTensor):
-        return x
-    if x.ndim != 2 or tuple(x.placements) != PLACEMENTS:
-        raise value_error("x", "a matrix placed [Shard(0), Shard(1)]; x.redistribute(placements=...) can bring it there", f"{x.placements}")
-    return x.to_local()
-
-
-def _plain_z(z: Any, x: Any) -> Any:
-    """This rank's block of z."""
-    if z is None or not (isinstance(z, DTensor) or isinstance(x, DTensor)):
-        return z
-    if not (isinstance(z, DTensor) and isinstance(x, DTensor)):
-        raise type_error("z", "a DTensor where x is one, and a block where x is one", type_name(z))
-    if z.device_mesh != x.device_mesh or tuple(z.placements) != PLACEMENTS:
-        raise value_error("z", f"a matrix placed [Shard(0), Shard(1)] on {x.device_mesh}", f"{z.placements} on {z.device_mesh}")
-    return z.to_local()
-
-
-def _plain_factor(factor: Any, index: int, x: Any) -> Any:
-    """A factor as this rank has it, all of it."""
-    if not isinstance(factor, DTensor):
-        return factor
-    if isinstance(x, DTensor) and factor.device_mesh != x.device_mesh:
-        raise value_error(f"factors[{index}]", f"a DTensor on x's mesh {x.device_mesh}", factor.device_mesh)
-    if not all(p.is_replicate() for p in factor.placements):
-        raise value_error(f"factors[{index}]", "a replicated DTensor, since every rank needs all of each factor", f"{factor.placements}")
-    return factor.to_local(grad_placements=[Replicate()] * factor.device_mesh.ndim)

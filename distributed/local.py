@@ -3,7 +3,8 @@
 from fastkron_py.functional import KroneckerProduct as LocalKroneckerProduct
 from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
-from fastkron_py.kron.checks import check_tensors, factor_list
+from fastkron_py.kron.checks import check_tensors, factors_and_identities, is_identity, shape_of
+from fastkron_py.kron.identity import filled, merged
 from fastkron_py.kron.into import in_blocks, multiply_into
 from fastkron_py.kron.operators.algebra import SlogDet, check_square, per_factor
 from fastkron_py.kron.operators.pencil import are_hermitian
@@ -19,10 +20,14 @@ __all__ = [
     "check_factor_shapes",
     "check_square",
     "check_tensors",
-    "factor_list",
+    "factors_and_identities",
+    "filled",
     "in_blocks",
+    "is_identity",
     "local_kron_matmul",
     "local_kron_matmul_left",
+    "merged",
     "multiply_into",
     "per_factor",
+    "shape_of",
 ]

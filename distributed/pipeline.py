@@ -38,7 +38,7 @@ class Pipeline:
     Attributes:
         plan: stages or rows, and chunks.
         row_group: with whom.
-        factors: all of them.
+        factors: all of them, identities as integers.
         alpha: scales the product.
         precision: of local multiplies.
         name: how errors call it.
@@ -46,7 +46,7 @@ class Pipeline:
 
     plan: Plan
     row_group: RowGroup
-    factors: Sequence[Tensor]
+    factors: Sequence[Tensor | int]
     alpha: Any
     precision: str | None
     name: str
@@ -67,7 +67,7 @@ class Pipeline:
         m, me = x.shape[0], self.row_group.position
         sizes = self.plan.chunk_rows(m)
         width = widths(chunk_offsets(self._outer, self.row_group.size))[me]
-        recorded = torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
+        recorded = self.is_recorded(x)
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         self._recorded = recorded
@@ -85,6 +85,10 @@ class Pipeline:
         self._last = []
         return finish(transfers, tokens, out).view(m, width)
 
+    def is_recorded(self, x: Tensor) -> bool:
+        """Whether autograd follows the product of this block."""
+        return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
+
     def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
         """All that happens to some rows; pauses while an exchange is under way."""
         way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
@@ -94,12 +98,15 @@ class Pipeline:
             yield
             block = finish([transfer], [block])
         last = len(way.stages) - 1
+        scaled = max(i for i, s in enumerate(way.stages) if self._has_matrices(s))
         for i, stage in enumerate(way.stages):
             if stage.exchange is None:
                 raise ValueError("a pipeline is for two ranks or more")
             transfer = self._transfer(stage.exchange, rows, f"stage {i + 1} of {last + 1}" + chunk)
             # No name holds an operand or a product while it is exchanged: memory is for the next chunk.
-            block = start(self._multiply_slices(block, stage, self.alpha if i == last else 1.0), transfer)
+            if self._has_matrices(stage):
+                block = self._multiply_slices(block, stage, self.alpha if i == scaled else 1.0)
+            block = start(block, transfer)
             if i < last:
                 yield
                 block = finish([transfer], [block])
@@ -119,13 +126,14 @@ class Pipeline:
 
     def _is_taken_over(self, x: Tensor) -> bool:
         """Whether the transport multiplies whole rows too: of plain products that autograd does not follow."""
-        is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex())
+        is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex() or self.plan.problem.identities)
         return self.plan.by_rows and self.plan.transport_model.multiplies and is_plain and x.shape[0] * self._inner * self._outer > 0
 
     def _take_over(self, channel: Channel, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
         """By whole rows, which the transport takes over; chunks that it leaves are exchanged as others are."""
         ready = torch.cuda.current_stream(out.device).record_event() if out.is_cuda else None
         done: list[torch.cuda.Event] = []
+        matrices = [f for f in self.factors if isinstance(f, Tensor)]  # all of them, by `_is_taken_over`
 
         def work(x: Tensor, chunk: str, part: Tensor) -> Work:
             rows = channel.rows(self.row_group, Rows(x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk))
@@ -135,7 +143,7 @@ class Pipeline:
             # The first arrival need not wait for multiplies queued after x was ready.
             rows.send(x.contiguous(), ready if x.is_contiguous() else None)
             yield
-            rows.multiply(self.factors, self.alpha, self.precision, part)
+            rows.multiply(matrices, self.alpha, self.precision, part)
             done.append(rows.done)
 
         _wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])
@@ -153,12 +161,15 @@ class Pipeline:
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
         return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
 
+    def _has_matrices(self, stage: Stage) -> bool:
+        return any([isinstance(f, Tensor) for f in self.factors[stage.start : stage.stop]])
+
     def _multiply_slices(self, block: Tensor, stage: Stage, alpha: Any) -> Tensor:
         """Slices are rows of a product that needs no other rank."""
         factors = self.factors[stage.start : stage.stop]
         return self._multiply(block.view(block.numel() // stage.p, stage.p), factors, alpha).view(-1)
 
-    def _multiply(self, x: Tensor, factors: Sequence[Tensor], alpha: Any) -> Tensor:
+    def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         return local_kron_matmul(x, list(factors), alpha=alpha, precision=self.precision)
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
+from fastkron_py.distributed.call import grid_factors
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for, refuse_without_grid
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, factor_list
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, is_identity
 from fastkron_py.distributed.plan.layout import even_offsets
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
 from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, eigen, kron_range, solve, symmetric_eigh
@@ -59,7 +60,7 @@ class KroneckerProduct:
             self._local = _checked_factors(factors, self._grid)
             check_reduction(reduction)
             self._reduction = reduction
-            shapes = [list(f.shape) for f in self._local.factors]
+            shapes = shape_texts(self._local.factors)
             description = {"call": "KroneckerProduct", "shapes of factors": shapes, "dtype of factors": str(self._local.dtype)}
             description["reduction"] = reduction
         except REFUSALS as error:
@@ -108,7 +109,7 @@ class KroneckerProduct:
     @property
     def dtype(self) -> torch.dtype:
         """The factors' dtype."""
-        return self.factors[0].dtype
+        return self._local.dtype
 
     @property
     def device(self) -> torch.device:
@@ -362,9 +363,9 @@ def _checked_factors(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
         TypeError: not a sequence, or factors that are no plain torch tensors or of different dtypes.
         ValueError: no factors, batch dimensions, or another device.
     """
-    listed = factor_list(factors)
+    listed = grid_factors(factors)
     for i, f in enumerate(listed):
-        if not isinstance(f, Tensor):
+        if not isinstance(f, Tensor) and not is_identity(f):
             raise type_error(f"factors[{i}]", "a torch tensor", type_name(f))
         if isinstance(f, DTensor):
             raise type_error(f"factors[{i}]", "a plain tensor that is the same on every rank", "a DTensor")

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.api import PLACEMENTS, kron_matmul_left
+from fastkron_py.distributed.api import kron_matmul_left
+from fastkron_py.distributed.call import PLACEMENTS
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid

@@ -182,10 +182,13 @@ def _launches(ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int) -> tuple[
     return cost, len(launches)
 
 
-def multiply_seconds(rows: int, ps: tuple[int, ...], qs: tuple[int, ...], itemsize: int, links: Links) -> float:
-    """Time of one rank's multiply of ``[rows, prod(ps)]`` on a GPU, by the model that chooses its launches."""
-    moved, launches = _launches(ps, qs, itemsize)
-    return rows * moved * itemsize / links.memory + launches * LAUNCH_SECONDS
+def multiply_seconds(rows: int, problem: Problem, start: int, stop: int, links: Links) -> float:
+    """Time of one rank's multiply of rows, slices of factors start to stop, on a GPU, by the model that chooses its launches."""
+    itemsize, seconds = problem.dtype.itemsize, 0.0
+    for run in problem.runs(start, stop):
+        moved, launches = _launches(run.ps, run.qs, itemsize)
+        seconds += rows * run.rows * moved * itemsize / links.memory + launches * LAUNCH_SECONDS
+    return seconds
 
 
 def copies_seconds(copies: tuple[int, int], size: float, itemsize: int, links: Links) -> float:
@@ -231,9 +234,8 @@ def stage_steps(problem: Problem, way: Way, site: Site, transport: TransportMode
     if way.first is not None:
         yield _step(problem, None, Leg(way.first, site.rows), 0.0, site, transport, links)
     for stage in way.stages:
-        p, q = problem.inner[stage.start : stage.stop], problem.outer[stage.start : stage.stop]
         most = max(widths(stage.offsets)) // stage.p
-        seconds = multiply_seconds(site.rows * most, p, q, problem.dtype.itemsize, links)
+        seconds = multiply_seconds(site.rows * most, problem, stage.start, stage.stop, links)
         leg = None if stage.exchange is None else Leg(stage.exchange, site.rows)
         yield _step(problem, (stage.start, stage.stop), leg, seconds, site, transport, links)
 
@@ -242,7 +244,7 @@ def row_steps(problem: Problem, site: Site, transport: TransportModel, links: Li
     """The steps of a product by whole rows: an exchange to rows, the product, an exchange back."""
     there, back = by_rows(site.rows, math.prod(problem.inner), math.prod(problem.outer), site.size)
     most = max(widths(even_offsets(site.rows, site.size)))
-    seconds = multiply_seconds(most, problem.inner, problem.outer, problem.dtype.itemsize, links)
+    seconds = multiply_seconds(most, problem, 0, len(problem.ps), links)
     yield _step(problem, None, Leg(there, 1), 0.0, site, transport, links)
     yield _step(problem, (0, len(problem.ps)), Leg(back, 1, back=True), seconds, site, transport, links)
 
@@ -288,10 +290,9 @@ def _messages(leg: Leg, sender: int, host: range) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def best_cuts(
-    ps: tuple[int, ...], qs: tuple[int, ...], rows: int, parts: int, itemsize: int, transport: TransportModel, links: Links
-) -> tuple[int, ...]:
+def best_cuts(problem: Problem, rows: int, parts: int, transport: TransportModel, links: Links) -> tuple[int, ...]:
     """Stages of least modelled time, by dynamic programming over how many of the first factors are left."""
+    ps, qs, itemsize = problem.inner, problem.outer, problem.dtype.itemsize
     count, paid = len(ps), links_of(transport, links, parts)
     copies, near = transport.copies(transposed=True), min(links.ranks_per_host, parts)
     best: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
@@ -299,11 +300,10 @@ def best_cuts(
         found = []
         for stop in range(left + 1, count + 1):
             before, cuts = best[stop]
-            p, q = ps[left:stop], qs[left:stop]
             slices = math.prod(ps[:left]) * math.prod(qs[stop:])
             share = rows * -(-slices // parts)
-            sent = share * math.prod(q) * itemsize
-            cost = multiply_seconds(share, p, q, itemsize, links) + copies_seconds(copies, sent, itemsize, links)
+            sent = share * math.prod(qs[left:stop]) * itemsize
+            cost = multiply_seconds(share, problem, left, stop, links) + copies_seconds(copies, sent, itemsize, links)
             cost += paid.exchange_seconds(sent * (near - 1) / parts, sent * (parts - near) / parts, near - 1, parts - near)
             found.append((before + cost, (*cuts, stop - left)))
         best[left] = min(found)
@@ -336,7 +336,8 @@ def memory_needed(problem: Problem, way: Way | None, site: Site, chunks: int) ->
     total = rows * sum(blocks) + BUFFERS[min(len(sizes), len(BUFFERS)) - 1] * buffer
     if problem.gradients:
         total += rows * sum(blocks) + saved
-    factors = sum(p * q for p, q in zip(problem.ps, problem.qs, strict=True)) * (2 if problem.gradients else 1)
+    matrices = [p * q for i, (p, q) in enumerate(zip(problem.ps, problem.qs, strict=True)) if i not in problem.identities]
+    factors = sum(matrices) * (2 if problem.gradients else 1)
     return (total + factors) * problem.dtype.itemsize
 
 

@@ -266,7 +266,7 @@ class Stage(NamedTuple):
     q: int  # and after
     slices: int  # of all ranks together
     offsets: Offsets  # in columns of the operand
-    exchange: Exchange | None  # that follows; None where one rank holds whole rows
+    exchange: Exchange | None  # that follows; None where one rank holds whole rows, or whole slices beside an identity
 
 
 class Way(NamedTuple):
@@ -282,7 +282,7 @@ class Way(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int) -> Way:
+def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int, identity_first: bool = False) -> Way:
     """Lay out the stages of a product whose columns are spread over ranks.
 
     Args:
@@ -290,7 +290,10 @@ def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int) -
         qs: columns of the factors, all positive; a tuple.
         cuts: how many factors each stage multiplies, the first stage the last ones; a tuple.
         parts: ranks, GK; one alone has one stage, whatever cuts says. x and the result are in blocks of torch.chunk.
+        identity_first: the first factor is an identity. One stage of all factors leaves slices of the others in their order then.
     """
+    if identity_first and len(cuts) == 1 and parts > 1:
+        return _slice_by_slice(ps, qs, parts)
     cuts = (len(ps),) if parts == 1 else cuts
     done, left = 1, math.prod(ps)
     offsets = chunk_offsets(left, parts)
@@ -316,3 +319,16 @@ def way(ps: Sequence[int], qs: Sequence[int], cuts: Sequence[int], parts: int) -
         stages.append(Stage(start, stop, p, q, slices, offsets, exchange))
         offsets = target
     return Way(first, tuple(stages))
+
+
+def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> Way:
+    """One stage of a product whose first factor is an identity: slices of the other factors are whole on a rank, and keep their order.
+
+    Nothing is exchanged where blocks of torch.chunk are whole slices; else parts of slices move between neighbours.
+    """
+    slices, p, q = ps[0], math.prod(ps[1:]), math.prod(qs[1:])
+    given = chunk_offsets(slices * p, parts)
+    offsets = align_to(given, p)
+    first = None if offsets == given else Exchange(1, slices * p, given, offsets)
+    back = Exchange(1, slices * q, tuple([o // p * q for o in offsets]), chunk_offsets(slices * q, parts))
+    return Way(first, (Stage(1, len(ps), p, q, slices, offsets, None if first is None and back.idle else back),))

@@ -109,7 +109,12 @@ class Plan:
     @cached_property
     def way(self) -> Way:
         """The stages in detail, where there are stages."""
-        return way(self.problem.inner, self.problem.outer, self.cuts, self.parts)
+        return way(self.problem.inner, self.problem.outer, self.cuts, self.parts, self.problem.identity_first)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no rank needs another's part of x: rows are whole, or blocks are whole slices beside an identity that comes first."""
+        return not self.by_rows and not self.way.exchanges
 
     def chunk_rows(self, rows: int) -> list[int]:
         """How a row group's rows are cut into chunks."""
@@ -179,7 +184,7 @@ class Plan:
     def efficiency(self) -> float:
         """Modelled: one GPU's time (if it could hold the product), over this one's times the number of GPUs."""
         p = self.problem
-        alone = multiply_seconds(p.m, p.inner, p.outer, p.dtype.itemsize, self.links)
+        alone = multiply_seconds(p.m, p, 0, len(p.ps), self.links)
         return alone / (self.seconds * self.world_size) if self.seconds else 1.0
 
     def __str__(self) -> str:
@@ -215,7 +220,8 @@ def plan(
         world_size: number of ranks; needed without a grid.
         stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum
             is the number of factors. Or "rows": ranks take whole rows for the product, and give them back. None chooses. Two stages
-            at least where ranks exchange columns (one would bring all of a row to one rank); without an exchange there is one.
+            at least where ranks exchange columns (one would bring all of a row to one rank); without an exchange there is one. Where the
+            first factor is an identity, one stage leaves whole slices of the others where they are.
         chunks: into how many parts a rank's rows are cut; None chooses. As with torch.chunk there are at most as many as rows: by
             "rows" as each rank takes, and one without an exchange.
         memory: bytes that each rank may use; None sets no limit.
@@ -245,7 +251,7 @@ def plan(
     transports, asked = _transports({"direct": direct, "messages": messages}, transport, forced)
     _check_limits(memory, links)
     shapes = list(_shapes(grid, world_size))
-    if forced is not None and len(forced) == 1:
+    if forced is not None and len(forced) == 1 and not problem.identity_first:
         shapes = _without_exchange(problem, shapes, forced)
     wanted = _Wanted(problem, forced, None if chunks is None else int(chunks), links, transports, asked)
     found = [p for shape in shapes for p in wanted.plans(shape)]
@@ -356,35 +362,35 @@ class _Wanted:
         for transport in self.transports if site.size > 1 else [TRANSPORTS[FALLBACK]]:
             for whole_rows in (False, True):
                 allowed = [c for c in counts if self.asked or transport.suits(problem, site, whole_rows, c, self.links)]
-                cuts = self._stages(site, transport, whole_rows) if allowed else None
-                if cuts is not None:
+                for cuts in self._stages(site, transport, whole_rows) if allowed else ():
                     yield from self._chunked(grid, site, transport, cuts, allowed)
 
-    def _stages(self, site: Site, transport: TransportModel, whole_rows: bool) -> tuple[int, ...] | None:
-        """The best stages, or none of them for whole rows; None where there is no such plan."""
+    def _stages(self, site: Site, transport: TransportModel, whole_rows: bool) -> list[tuple[int, ...]]:
+        """The stages to choose among; empty ones are for whole rows."""
         problem = self.problem
+        single: tuple[int, ...] = (len(problem.ps),)
         if site.size == 1:
-            return None if whole_rows else (len(problem.ps),)
+            return [] if whole_rows else [single]
         if self.cuts is not None:
-            return self.cuts if whole_rows == (not self.cuts) and (whole_rows or transport.stages) else None
+            return [self.cuts] if whole_rows == (not self.cuts) and (whole_rows or transport.stages) else []
         if whole_rows and site.rows >= site.size:
-            return ()
-        best: tuple[int, ...] = ()
-        if transport.stages:
-            best = best_cuts(problem.inner, problem.outer, site.rows, site.size, problem.dtype.itemsize, transport, self.links)
-        if len(best) <= 1:  # one stage of all factors would bring each row to one rank, and all rows to the same
-            best = ()
-        return None if whole_rows == bool(best) else best  # with fewer rows than ranks some ranks would have none
+            return [()]
+        found = [single] if transport.stages and problem.identity_first else []
+        best = best_cuts(problem, site.rows, site.size, transport, self.links) if transport.stages else ()
+        if len(best) > 1:  # one stage of all factors would bring each row to one rank, and all rows to the same
+            found.append(best)
+        return found if not whole_rows else [] if found else [()]  # with fewer rows than ranks some ranks would have none
 
     def _chunked(
         self, grid: tuple[int, int], site: Site, transport: TransportModel, cuts: tuple[int, ...], counts: Sequence[int]
     ) -> Iterator[Plan]:
-        limit = 1 if site.size == 1 else max(1, site.rows if cuts else -(-site.rows // site.size))
+        problem, links = self.problem, self.links
+        details = way(problem.inner, problem.outer, cuts, site.size, problem.identity_first) if cuts else None
+        is_local = details is not None and not details.exchanges
+        limit = 1 if is_local else max(1, site.rows if cuts else -(-site.rows // site.size))
         counts = [c for c in counts if c <= limit] if self.chunks is None else [min(c, limit) for c in counts]
         if not counts:
             return
-        problem, links = self.problem, self.links
-        details = way(problem.inner, problem.outer, cuts, site.size) if cuts else None
         if details is None:
             steps = tuple(row_steps(problem, site, transport, links))
         else:
@@ -393,5 +399,5 @@ class _Wanted:
             memory = memory_needed(problem, details, site, chunks)
             seconds = seconds_needed(steps, chunk_rows(site.rows, chunks, 1 if cuts else site.size), links)
             found = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, transport.name)
-            slots = transport.slots if site.size > 1 else 0
+            slots = 0 if is_local else transport.slots
             yield replace(found, peak_memory=memory + slots * found.most_elements * problem.dtype.itemsize) if slots else found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.distributed.plan.cost import Step
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
+from fastkron_py.distributed.problem import Problem
 from fastkron_py.runtime.errors import value_error
 
 if TYPE_CHECKING:
@@ -35,11 +36,15 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def factors_text(ps: tuple[int, ...], qs: tuple[int, ...]) -> str:
-    """Factors in few words: 64^4, or 8x16 4x4."""
-    if ps == qs and len(set(ps)) == 1:
+def factors_text(problem: Problem, start: int = 0, stop: int | None = None) -> str:
+    """Factors of a problem in few words: 64^4, or 8x16 4x4, or I_64 8."""
+    stop = len(problem.ps) if stop is None else stop
+    ps, qs = problem.ps[start:stop], problem.qs[start:stop]
+    own = [i for i in problem.identities if start <= i < stop]
+    if ps == qs and len(set(ps)) == 1 and not own:
         return f"{ps[0]}^{len(ps)}" if len(ps) > 1 else str(ps[0])
-    return " ".join(str(p) if p == q else f"{p}x{q}" for p, q in zip(ps, qs, strict=True))
+    texts = [str(p) if p == q else f"{p}x{q}" for p, q in zip(ps, qs, strict=True)]
+    return " ".join([f"I_{text}" if start + i in own else text for i, text in enumerate(texts)])
 
 
 def table(plan: Plan) -> str:
@@ -54,9 +59,9 @@ def table(plan: Plan) -> str:
         rows.append(_row(plan, step, stage))
     sizes = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     chunks = f"{plan.chunks} chunks of rows" if plan.chunks > 1 else "one chunk of rows"
-    sent = f", {plan.transport_model.label}" if plan.parts > 1 else ""
+    sent = f", {plan.transport_model.label}" if not plan.is_local else ""
     lines = [
-        f"{form} = {p.m}, {factors_text(p.ps, p.qs)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}{sent}",
+        f"{form} = {p.m}, {factors_text(p)}, {dtype}: {plan.grid[0]} x {plan.grid[1]} grid, {chunks}{sent}",
         *("  " + "  ".join(text.ljust(size) for text, size in zip(row, sizes, strict=True)).rstrip() for row in rows),
         f"  sent by all ranks {amount(plan.bytes_total, 'B')}; peak memory per rank {amount(plan.peak_memory, 'B')}",
         f"  modelled {duration(plan.seconds)}, {amount(plan.flop_rate, 'FLOP/s')}, efficiency {plan.efficiency:.0%}; "
@@ -66,7 +71,6 @@ def table(plan: Plan) -> str:
 
 
 def _row(plan: Plan, step: Step, stage: int) -> tuple[str, ...]:
-    p = plan.problem
     exchange = (
         (
             duration(step.copy_seconds),
@@ -82,7 +86,7 @@ def _row(plan: Plan, step: Step, stage: int) -> tuple[str, ...]:
         return ("to rows" if plan.by_rows else "align", "-", "-", *exchange)
     start, stop = step.factors
     name = "product" if plan.by_rows else f"stage {stage}"
-    return (name, factors_text(p.ps[start:stop], p.qs[start:stop]), duration(step.multiply_seconds), *exchange)
+    return (name, factors_text(plan.problem, start, stop), duration(step.multiply_seconds), *exchange)
 
 
 def picture(plan: Plan, where: Any) -> None:
@@ -116,7 +120,7 @@ def _draw(plan: Plan, axes: Any) -> None:
     axes.set_ylim(2.6 * _count(plan) + 1.3, 0)
     p = plan.problem
     shown = "x and the result" if plan.by_rows else "one row of x"
-    title = f"{factors_text(p.ps, p.qs)} over {plan.parts} ranks that exchange: {shown}"
+    title = f"{factors_text(p)} over {plan.parts} ranks that exchange: {shown}"
     axes.text(0.1, 0.35, title, fontsize=13, fontweight="bold", color=INK, va="center")
     top, stage = 1.0, 0
     for step in plan.steps:
@@ -136,9 +140,8 @@ def _title(plan: Plan, step: Step, stage: int) -> tuple[str, str]:
     if step.factors is None:
         return ("to whole rows", "of a row group") if plan.by_rows else ("to whole slices", "a little moves between neighbours")
     start, stop = step.factors
-    p = plan.problem
     name = "product, and back" if plan.by_rows else f"stage {stage}"
-    return name, f"multiply {factors_text(p.inner[start:stop], p.outer[start:stop])}, then exchange"
+    return name, f"multiply {factors_text(plan.problem, start, stop)}, then exchange"
 
 
 def _exchange(axes: Any, top: float, leg: Leg, title: tuple[str, str]) -> None:

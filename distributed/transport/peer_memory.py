@@ -44,10 +44,11 @@ class PeerMemory(Transport):
     slots = SLOTS
 
     def suits(self, problem: Problem, site: Site, whole_rows: bool, chunks: int, links: Links) -> bool:
-        """By rows, in row groups that have a row for each rank and lie on one host, and where nobody asks for gradients."""
+        """By rows, in row groups that have a row for each rank and lie on one host, without gradients and identities."""
         reach, host = site.size * site.stride, links.ranks_per_host
         together = reach <= host and (host % reach == 0 or site.groups * site.size <= host)
-        return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and not problem.gradients
+        plain = not (problem.gradients or problem.identities)
+        return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and plain
 
     def links(self, links: Links, size: int) -> Links:
         """Copies follow each other at once, between barriers."""

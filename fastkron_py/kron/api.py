@@ -190,8 +190,7 @@ def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: A
     with bridge.context():
         x, *tensors = (bridge.load(array, label) for label, array in given.items())
         z = None if z is None else tensors.pop()
-        left_over = iter(tensors)
-        factors = [f if is_identity(f) else next(left_over) for f in factors]
+        factors = identity.filled(factors, tensors)
         return bridge.give_back(_multiply(x, factors, alpha, beta, z, precision, left, names))
 
 

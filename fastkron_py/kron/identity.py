@@ -7,13 +7,13 @@ are multiplied where they stand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.checks import Factor, shape_of
+from fastkron_py.kron.checks import Factor, is_identity, shape_of
 from fastkron_py.kron.matmul import Epilogue
 from fastkron_py.kron.runs import multiply_runs
 from fastkron_py.kron.shapes import result_shape
@@ -52,20 +52,37 @@ def multiply(x: Tensor, factors: Sequence[Factor], left: bool, precision: str | 
     return multiply_runs(split(x, -2), [*of, []] if left else [[], *of], batch, precision, epilogue).reshape(shape)
 
 
+def merged(factors: Sequence[Any]) -> list[Any]:
+    """The factors with neighbouring identities as one, and without I_1; one factor at least is left.
+
+    Args:
+        factors: integers for identities; anything else is a matrix.
+    """
+    found: list[Any] = []
+    for f in factors:
+        if not is_identity(f):
+            found.append(f)
+        elif found and is_identity(found[-1]):
+            found[-1] *= f
+        elif f != 1:
+            found.append(f)
+    return found or [1]
+
+
+def filled(factors: Sequence[Any], matrices: Iterable[Any]) -> list[Any]:
+    """The factors with other matrices in place of theirs, one after the other; identities stay."""
+    left_over = iter(matrices)
+    return [f if is_identity(f) else next(left_over) for f in factors]
+
+
 def _parts(factors: Sequence[Factor], left: bool) -> list[int | list[Tensor]]:
     """Runs of matrices, as they multiply from the right, and the sizes of the identities between them."""
     parts: list[int | list[Tensor]] = []
-    for f in factors:
-        last = parts[-1] if parts else None
-        if not isinstance(f, Tensor):
-            if f == 1:
-                continue
-            if isinstance(last, list) or last is None:
-                parts.append(f)
-            else:
-                parts[-1] = last * f
-        elif isinstance(last, list):
-            last.append(f.mT if left else f)
+    for f in merged(factors):
+        if is_identity(f):
+            parts.append(f)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(f.mT if left else f)
         else:
             parts.append([f.mT if left else f])
     return parts

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ import fastkron_py
 from fastkron_py.distributed import Problem, ProcessGrid, kron_matmul, kron_matmul_left, plan
 from fastkron_py.distributed.plan.layout import chunk_offsets
 
-# M, factors, stages. First what FastKron's own tests run on several GPUs, scaled down, then what it refuses.
+# M, factors, stages. First what FastKron's own tests run on several GPUs, scaled down, then what it refuses, then integers for identities.
 PROBLEMS = {
     "20 x 8^4, 3 and 1": (20, ((8, 8),) * 4, (3, 1)),
     "18 x 8^4, 2 and 2": (18, ((8, 8),) * 4, (2, 2)),
@@ -31,23 +34,57 @@ PROBLEMS = {
     "one factor": (4, ((8, 6),), None),
     "fewer columns than ranks": (5, ((3, 2),), None),
     "ones": (5, ((1, 3), (5, 1), (1, 1)), (1, 1, 1)),
-}
+} | (
+    IDENTITIES := {
+        "identities before and after": (5, (8, (3, 2), 4), (3,)),
+        "identities before and after, exchanged": (5, (4, (3, 5), 4), (1, 1, 1)),
+        "slices that blocks cut": (4, (6, (3, 5), (2, 2)), (3,)),
+        "fewer slices than ranks": (3, (2, (3, 4)), (2,)),
+        "more and fewer slices": (4, (5, (1, 3)), (2,)),
+        "an identity after": (6, ((3, 5), 6), (1, 1)),
+        "an identity between": (5, ((3, 2), 3, (2, 4)), (1, 2)),
+        "neighbouring identities": (4, (2, 2, 1, (3, 3), 1, 3, 2), (2, 1)),
+        "an identity alone": (3, (3, 4), (1,)),
+        "identities of one": (3, (1, (4, 2), 1, (2, 3)), (1, 1)),
+    }
+)
 
 
 def whole_numbers(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=g).to(dtype)
 
 
+def rows_and_columns(sizes):
+    """Sizes ``(P, Q)``, and n for identities, as two sequences."""
+    return tuple(zip(*[(s, s) if isinstance(s, int) else s for s in sizes], strict=True))
+
+
 def make(m, sizes, dtype=torch.float64, seed=0, left=False, random=False):
-    """x, factors and z of a problem, the same on every rank; of a left product in its orientation."""
+    """x, factors and z of a problem, the same on every rank; of a left product in its orientation. Identities stay integers."""
     g = torch.Generator().manual_seed(seed)
-    ps, qs = zip(*sizes, strict=True)
+    ps, qs = rows_and_columns(sizes)
     inner, outer = (math.prod(qs), math.prod(ps)) if left else (math.prod(ps), math.prod(qs))
-    shapes = [(m, inner), *sizes, (m, outer)]
+    shapes = [(m, inner), *[s for s in sizes if not isinstance(s, int)], (m, outer)]
     if left:
         shapes[0], shapes[-1] = shapes[0][::-1], shapes[-1][::-1]
     tensors = [(torch.randn(s, generator=g) / s[0] ** 0.25).to(dtype) if random else whole_numbers(g, *s, dtype=dtype) for s in shapes]
-    return tensors[0], tensors[1:-1], tensors[-1]
+    return tensors[0], with_identities(sizes, tensors[1:-1]), tensors[-1]
+
+
+def with_identities(sizes, matrices):
+    """Factors of these sizes: matrices, and integers for identities."""
+    left_over = iter(matrices)
+    return [s if isinstance(s, int) else next(left_over) for s in sizes]
+
+
+def placed(factors, grid):
+    """Factors on the grid's device."""
+    return [f if isinstance(f, int) else f.to(grid.device) for f in factors]
+
+
+def matrices(factors):
+    """The factors that are no identities."""
+    return [f for f in factors if not isinstance(f, int)]
 
 
 def block(t: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
@@ -70,9 +107,13 @@ def single(x, factors, left=False, **options):
     return fastkron_py.kron_matmul_left(factors, x, **options) if left else fastkron_py.kron_matmul(x, factors, **options)
 
 
+def problem(m, sizes, dtype=torch.float64, left=False):
+    ps, qs = rows_and_columns(sizes)
+    return Problem(m, ps, qs, dtype, left, identities=tuple([i for i, s in enumerate(sizes) if isinstance(s, int)]))
+
+
 def planned(m, sizes, shape, stages, chunks, left, dtype=torch.float64, messages=None):
-    ps, qs = zip(*sizes, strict=True)
-    return plan(Problem(m, ps, qs, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)
+    return plan(problem(m, sizes, dtype, left), shape, stages=stages, chunks=chunks, messages=messages)
 
 
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -86,3 +127,18 @@ class Copied(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.bytes += args[0].nbytes if func in COPIES else 0
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_bytes(counts: list[Counter]):
+    """Bytes to each peer of every all-to-all, by the peer's rank in the default group."""
+    plain = dist.all_to_all_single
+
+    def count(output, input, output_split_sizes, input_split_sizes, group, async_op):
+        ranks = dist.get_process_group_ranks(group)
+        counts.append(Counter({r: n * input.element_size() for r, n in zip(ranks, input_split_sizes, strict=True)}))
+        assert sum(input_split_sizes) == input.numel()
+        return plain(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+    with mock.patch.object(dist, "all_to_all_single", count):
+        yield

@@ -5,22 +5,35 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from products import PROBLEMS, block, grid_for, make, multiply, planned, single, whole_numbers
+from products import (
+    PROBLEMS,
+    block,
+    counted_bytes,
+    grid_for,
+    make,
+    matrices,
+    multiply,
+    placed,
+    planned,
+    problem,
+    single,
+    whole_numbers,
+    with_identities,
+)
 from rank_pool import RankPool
+from slots_in_files import Files
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, plan
 from fastkron_py.distributed.transport import peer_memory
-from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.testing import assert_close
@@ -34,10 +47,10 @@ def products(shape, left):
     for name, (m, sizes, stages) in PROBLEMS.items():
         x, factors, _ = make(m, sizes, left=left)
         expected = block(single(x, factors, left), grid)
-        local, placed = block(x, grid), [f.to(grid.device) for f in factors]
+        local, own = block(x, grid), placed(factors, grid)
         stages = stages[::-1] if left and stages else stages
         for how in (None, *[planned(m, sizes, shape, kind, chunks, left) for kind in (stages, "rows") for chunks in (1, 3)]):
-            found = multiply(local, placed, left, grid=grid, plan=how)
+            found = multiply(local, own, left, grid=grid, plan=how)
             assert torch.equal(found, expected), f"{name}, {how}"
             assert found.is_contiguous()
 
@@ -233,21 +246,6 @@ def test_dtensors_in_and_out(ranks: RankPool, grid_shape: tuple[int, int], left:
 # ---- what is sent ------------------------------------------------------------------------------
 
 
-@contextmanager
-def counted_bytes(counts: list[Counter]):
-    """Bytes to each peer of every all-to-all, by the peer's rank in the default group."""
-    plain = dist.all_to_all_single
-
-    def count(output, input, output_split_sizes, input_split_sizes, group, async_op):
-        ranks = dist.get_process_group_ranks(group)
-        counts.append(Counter({r: n * input.element_size() for r, n in zip(ranks, input_split_sizes, strict=True)}))
-        assert sum(input_split_sizes) == input.numel()
-        return plain(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
-
-    with mock.patch.object(dist, "all_to_all_single", count):
-        yield
-
-
 def sent(shape, left):
     if (grid := grid_for(shape)) is None:
         return
@@ -257,7 +255,7 @@ def sent(shape, left):
             x, factors, _ = make(m, sizes, torch.float32, left=left)
             counts: list[Counter] = []
             with counted_bytes(counts):
-                multiply(block(x, grid), [f.to(grid.device) for f in factors], left, grid=grid, plan=how)
+                multiply(block(x, grid), placed(factors, grid), left, grid=grid, plan=how)
             total = sum(counts, Counter())
             line, position = how.place(grid.rank)
             legs = [leg for chunk in how.legs(line) for leg in chunk if leg.rows and not leg.exchange.idle]
@@ -281,43 +279,6 @@ def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], 
 # ---- direct stores -----------------------------------------------------------------------------
 
 
-class Files(Slots):
-    """Slots in files that all ranks of a host map, in place of GPU memory that peers can reach."""
-
-    def __init__(self, folder: str, group: dist.ProcessGroup, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.group = group
-        self.stored = self.refused = 0
-        self._taken, self._next, self._free = [False] * SLOTS, 0, [mock.Mock()] * SLOTS
-        names = [f"{folder}{r}" for r in dist.get_process_group_ranks(group)]
-        self._slots = [torch.from_file(n, shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8) for n in names]
-        self._slots[dist.get_rank(group)].fill_(255)  # NaN
-        dist.barrier(group)
-
-    def take(self, size, count=1):
-        found = super().take(size, count)
-        self.stored, self.refused = self.stored + (found is not None), self.refused + (found is None)
-        return found
-
-    def block(self, slot, peer, elements, dtype):
-        return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
-
-    def exchange(self, slot, local, copies, *, pulls=False, first=None, ready=None):
-        if first is not None:
-            first()
-        dist.barrier(self.group)
-        copies()
-        dist.barrier(self.group)
-        return mock.Mock()
-
-    def lend(self, slot):
-        pass
-
-    def release(self, slot, done=None):
-        self._slots[dist.get_rank(self.group)][slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = 255
-        super().release(slot, mock.Mock())
-
-
 def direct_stores(shape, left, folder):
     if (grid := grid_for(shape)) is None:
         return None
@@ -330,17 +291,17 @@ def direct_stores(shape, left, folder):
 
     for m, sizes, stages in list(PROBLEMS.values())[::3]:
         for kind, chunks in ((stages, 6), ("rows", 5)):
-            ps, qs = zip(*sizes, strict=True)
-            how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages=kind, chunks=chunks, direct=True)
+            how = plan(problem(m, sizes, left=left), shape, stages=kind, chunks=chunks, direct=True)
             x, factors, _ = make(m, sizes, left=left)
-            tensors = [t.requires_grad_() for t in (block(x, grid).clone(), *[f.clone() for f in factors])]
-            whole = [t.clone().requires_grad_() for t in (x, *factors)]
-            expected = single(whole[0], whole[1:], left)
+            tensors = [t.requires_grad_() for t in (block(x, grid).clone(), *[f.clone() for f in matrices(factors)])]
+            whole = [t.clone().requires_grad_() for t in (x, *matrices(factors))]
+            own = with_identities(sizes, tensors[1:])
+            expected = single(whole[0], with_identities(sizes, whole[1:]), left)
             expected.square().sum().backward()
             with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
                 with torch.no_grad():
-                    assert torch.equal(multiply(tensors[0], tensors[1:], left, grid=grid, plan=how), block(expected, grid))
-                y = multiply(tensors[0], tensors[1:], left, grid=grid, plan=how)
+                    assert torch.equal(multiply(tensors[0], own, left, grid=grid, plan=how), block(expected, grid))
+                y = multiply(tensors[0], own, left, grid=grid, plan=how)
                 assert torch.equal(y, block(expected, grid))
                 y.square().sum().backward()
             assert torch.equal(tensors[0].grad, block(whole[0].grad, grid))

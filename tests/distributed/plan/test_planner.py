@@ -310,9 +310,11 @@ def test_an_exchange_of_two_ranks_has_its_own_bandwidth() -> None:
 
 
 def test_the_model_of_multiplies_follows_the_local_plan() -> None:
-    one = multiply_seconds(1 << 20, (64,), (64,), 4, NVLINK)
+    one = multiply_seconds(1 << 20, Problem(1, (64,), (64,)), 0, 1, NVLINK)
     assert one == pytest.approx(1.1 * 2 * 64 * 4 * (1 << 20) / NVLINK.memory, rel=0.1)
-    assert multiply_seconds(1 << 14, (128,) * 2, (128,) * 2, 4, NVLINK) > 8 * one  # four times as many elements, in two launches
+    assert (
+        multiply_seconds(1 << 14, Problem(1, (128,) * 2, (128,) * 2), 0, 2, NVLINK) > 8 * one
+    )  # four times as many elements, in two launches
 
 
 def test_the_table() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from products import PROBLEMS, Copied, block, grid_for, make, multiply, planned, single, whole_numbers
+from products import PROBLEMS, Copied, block, grid_for, make, multiply, placed, planned, single, whole_numbers
 from rank_pool import RankPool
 
 from fastkron_py.distributed import kron_matmul
@@ -91,7 +91,7 @@ def in_messages(shape, left, gathered):
         for chunks in (1, 3):
             how = planned(m, sizes, shape, "rows", chunks, left, messages=True)
             with audited(gathered) as (_, sent, _):
-                found = multiply(block(x, grid), [f.to(grid.device) for f in factors], left, grid=grid, plan=how)
+                found = multiply(block(x, grid), placed(factors, grid), left, grid=grid, plan=how)
                 group, position = how.place(grid.rank)
                 legs = [leg for chunk in how.legs(group) for leg in chunk] if how.by_rows else []
                 legs = [leg for leg in legs if not leg.exchange.idle and leg.exchange.in_runs]

@@ -1,0 +1,47 @@
+"""A stand-in for GPUs that reach each other's memory, on CPUs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fastkron_py.distributed.transport.slots import SLOTS, Slots
+
+
+class Files(Slots):
+    """Slots in files that all ranks of a host map, in place of GPU memory that peers can reach."""
+
+    def __init__(self, folder: str, group: dist.ProcessGroup, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.group = group
+        self.stored = self.refused = 0
+        self._taken, self._next, self._free = [False] * SLOTS, 0, [mock.Mock()] * SLOTS
+        names = [f"{folder}{r}" for r in dist.get_process_group_ranks(group)]
+        self._slots = [torch.from_file(n, shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8) for n in names]
+        self._slots[dist.get_rank(group)].fill_(255)  # NaN
+        dist.barrier(group)
+
+    def take(self, size, count=1):
+        found = super().take(size, count)
+        self.stored, self.refused = self.stored + (found is not None), self.refused + (found is None)
+        return found
+
+    def block(self, slot, peer, elements, dtype):
+        return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
+
+    def exchange(self, slot, local, copies, *, pulls=False, first=None, ready=None):
+        if first is not None:
+            first()
+        dist.barrier(self.group)
+        copies()
+        dist.barrier(self.group)
+        return mock.Mock()
+
+    def lend(self, slot):
+        pass
+
+    def release(self, slot, done=None):
+        self._slots[dist.get_rank(self.group)][slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = 255
+        super().release(slot, mock.Mock())
