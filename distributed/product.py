@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.call import grid_factors
+from fastkron_py.distributed.call import grid_factors, shape_texts
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for, refuse_without_grid
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, is_identity
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, is_identity
 from fastkron_py.distributed.plan.layout import even_offsets
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
 from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, eigen, kron_range, solve, symmetric_eigh
@@ -32,14 +32,15 @@ class KroneckerProduct:
     is equal on every rank (trace, logdet, ...) counts once.
 
     Args:
-        factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device.
+        factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device. A positive integer n stands for
+            the identity I_n, which takes no memory and no work; one factor at least is a matrix.
         grid: the ranks; None makes a grid of all of them, one row each.
         reduction: over the grid's ranks, of gradients that factors and shift have from blocks, as in `kron_matmul`: "sum", or "mean".
 
     Raises:
         TypeError: not a sequence, or factors that are no torch tensors or of different dtypes.
-        ValueError: no factors, batch dimensions, another device than the grid's, another reduction, or factors whose shapes or dtypes
-            differ from rank to rank. Raised on every rank alike.
+        ValueError: no factors, identities only, an integer that is not positive, batch dimensions, another device than the grid's, another
+            reduction, or factors whose shapes or dtypes differ from rank to rank. Raised on every rank alike.
 
     Example:
         >>> grid = ProcessGrid()
@@ -51,7 +52,7 @@ class KroneckerProduct:
         >>> x = K.solve(y, shift=0.1)
     """
 
-    def __init__(self, factors: Sequence[Tensor], *, grid: ProcessGrid | None = None, reduction: Reduction = "sum") -> None:
+    def __init__(self, factors: Sequence[Tensor | int], *, grid: ProcessGrid | None = None, reduction: Reduction = "sum") -> None:
         if grid is not None and not isinstance(grid, ProcessGrid):
             refuse_without_grid(type_error("grid", "a ProcessGrid or None", type_name(grid)))
         self._grid = ProcessGrid() if grid is None else grid
@@ -92,8 +93,8 @@ class KroneckerProduct:
         return self._reduction
 
     @property
-    def factors(self) -> tuple[Tensor, ...]:
-        """The factors, ``[P_i, Q_i]`` each, as they were given."""
+    def factors(self) -> tuple[Tensor | int, ...]:
+        """The factors, ``[P_i, Q_i]`` each, as they were given; integers for identities."""
         return self._local.factors
 
     @property
@@ -109,7 +110,8 @@ class KroneckerProduct:
     @property
     def dtype(self) -> torch.dtype:
         """The factors' dtype."""
-        return self._local.dtype
+        dtype: torch.dtype = self._local.dtype
+        return dtype
 
     @property
     def device(self) -> torch.device:
@@ -242,10 +244,11 @@ class KroneckerProduct:
             return self._local.logdet()
         grid = self._grid
 
-        def eigenvalues() -> tuple[list[Tensor], Tensor]:
-            shared = [*self.factors, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
-            *factors, spread = replicate(shared, grid.group, grid.device)
-            return [values for values, _ in symmetric_eigh(factors)], spread
+        def eigenvalues() -> tuple[list[Tensor | int], Tensor]:
+            matrices = [f for f in self.factors if isinstance(f, Tensor)]
+            shared = [*matrices, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
+            *matrices, spread = replicate(shared, grid.group, grid.device)
+            return [values for values, _ in symmetric_eigh(filled(self.factors, matrices))], spread
 
         _, (parts, spread) = agree_on_solve(self._local, grid, None, eigenvalues, shift=shift, call="logdet")
         offsets = even_offsets(self.shape[0], grid.world_size)

@@ -23,13 +23,13 @@ from fastkron_py.distributed.call import PLACEMENTS
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.local import LocalKroneckerProduct, are_hermitian, check_square, per_factor
+from fastkron_py.distributed.local import LocalKroneckerProduct, are_hermitian, check_square, filled, is_identity, per_factor, shape_of
 from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
 from fastkron_py.runtime.checks import check_integer, check_scalar
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
-Eigen = tuple[Tensor, list[Tensor]]
+Eigen = tuple[Tensor, list[Tensor | int]]
 Prepared = TypeVar("Prepared")
 
 
@@ -47,21 +47,28 @@ class Solution(NamedTuple):
     residual: float
 
 
-def kron_range(vectors: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """Elements start to stop of the Kronecker product of vectors, ``[stop - start]``, without making the others."""
-    lead = list(vectors)
-    tail: list[Tensor] = []
-    while lead and math.prod([len(v) for v in (lead[-1], *tail)]) <= max(1, stop - start):
-        tail.insert(0, lead.pop())
-    size = math.prod([len(v) for v in tail])
+def kron_range(vectors: Sequence[Tensor | int], start: int, stop: int) -> Tensor:
+    """Elements start to stop of the Kronecker product of vectors, ``[stop - start]``, without making the others.
+
+    Args:
+        vectors: integers n stand for n ones; one at least is a tensor.
+        start: first element.
+        stop: one past the last.
+    """
+    like = next(v for v in vectors if isinstance(v, Tensor))
+    sizes = [len(v) if isinstance(v, Tensor) else v for v in vectors]
+    lead = len(vectors)
+    while lead and math.prod(sizes[lead - 1 :]) <= max(1, stop - start):
+        lead -= 1
+    size = math.prod(sizes[lead:])
     first, last = start // size, -(-stop // size)
-    index = torch.arange(first, last, device=vectors[0].device)
-    values = torch.ones(last - first, dtype=vectors[0].dtype, device=vectors[0].device)
-    for v in reversed(lead):
-        values = values * v[index % len(v)]
-        index = index // len(v)
-    for v in tail:
-        values = (values[:, None] * v).flatten()
+    index = torch.arange(first, last, device=like.device)
+    values = torch.ones(last - first, dtype=like.dtype, device=like.device)
+    for v, n in zip(reversed(vectors[:lead]), reversed(sizes[:lead]), strict=True):
+        values = values * v[index % n] if isinstance(v, Tensor) else values
+        index = index // n
+    for v in vectors[lead:]:
+        values = (values[:, None] * v).flatten() if isinstance(v, Tensor) else values.repeat_interleave(v)
     return values[start - first * size : stop - first * size]
 
 
@@ -71,7 +78,7 @@ class System:
 
     Attributes:
         grid: the ranks; rows are spread over its rows, columns of right-hand sides over its columns.
-        factors: symmetric, ``[P_i, P_i]``.
+        factors: symmetric, ``[P_i, P_i]``, or integers for identities.
         shift: number or 0-dimensional tensor.
         mask: ``[rows, 1]`` of this rank's rows, 1 where there is an equation and 0 where there is none; None for all.
         tolerance: of conjugate gradients, relative.
@@ -83,7 +90,7 @@ class System:
     """
 
     grid: ProcessGrid
-    factors: list[Tensor]
+    factors: list[Tensor | int]
     shift: Tensor | float
     mask: Tensor | None = None
     tolerance: float = 0.0
@@ -95,10 +102,15 @@ class System:
     iterations: int = 0
     residual: float = 0.0
 
-    def apply(self, x: Tensor, factors: Sequence[Tensor], shift: Tensor | float) -> Tensor:
-        """``A x``."""
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The factors that are no identities."""
+        return [f for f in self.factors if isinstance(f, Tensor)]
+
+    def apply(self, x: Tensor, matrices: Sequence[Tensor], shift: Tensor | float) -> Tensor:
+        """``A x``, of other matrices in place of the factors that are no identities."""
         inside = x if self.mask is None else x * self.mask
-        y = kron_matmul_left(list(factors), inside, grid=self.grid, reduction=self.reduction) + shift * inside
+        y = kron_matmul_left(filled(self.factors, matrices), inside, grid=self.grid, reduction=self.reduction) + shift * inside
         return y if self.mask is None else y * self.mask + x * (1 - self.mask)
 
     def precondition(self, r: Tensor) -> Tensor:
@@ -110,7 +122,7 @@ class System:
             return r
         inside = r if self.mask is None else r * self.mask
         values, vectors = self.eigen
-        z = kron_matmul_left([q.mT for q in vectors], inside, grid=self.grid)
+        z = kron_matmul_left([q.mT if isinstance(q, Tensor) else q for q in vectors], inside, grid=self.grid)
         z = kron_matmul_left(vectors, z / (values + self.shift), grid=self.grid)
         return z if self.mask is None else z * self.mask + r * (1 - self.mask)
 
@@ -126,7 +138,7 @@ class System:
         rz, start = self._dots((r, z), (r, r))
         self.iterations, self.residual = 0, self._worst(torch.where(start > 0, 1.0, 0.0))
         while self.residual > self.tolerance and self.iterations < self.max_iter:
-            ap = self.apply(p, self.factors, self.shift)
+            ap = self.apply(p, self.matrices, self.shift)
             (curvature,) = self._dots((p, ap))
             active = rz > 0
             broken = active & ~(curvature > 0)
@@ -160,7 +172,7 @@ class System:
 
 
 @torch.no_grad()
-def eigen(factors: Sequence[Tensor], grid: ProcessGrid) -> Eigen:
+def eigen(factors: Sequence[Tensor | int], grid: ProcessGrid) -> Eigen:
     """This rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors.
 
     Raises:
@@ -168,23 +180,23 @@ def eigen(factors: Sequence[Tensor], grid: ProcessGrid) -> Eigen:
         torch.linalg.LinAlgError: the eigenvalues of one were not found.
     """
     parts = symmetric_eigh(factors)
-    n = math.prod([len(values) for values, _ in parts])
-    offsets = chunk_offsets(n, grid.shape[0])
+    offsets = chunk_offsets(math.prod([shape_of(f)[0] for f in factors]), grid.shape[0])
     values = kron_range([values for values, _ in parts], *offsets[grid.row : grid.row + 2])
     return values[:, None], [vectors for _, vectors in parts]
 
 
-def symmetric_eigh(factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Eigenvalues and eigenvectors of each factor.
+def symmetric_eigh(factors: Sequence[Tensor | int]) -> list[tuple[Any, Any]]:
+    """Eigenvalues and eigenvectors of each factor: two tensors, or an identity's integer twice.
 
     Raises:
         ValueError: a factor is not square or not symmetric.
     """
     check_square(factors, "a solve with K + shift I")
-    for i, symmetric in enumerate(are_hermitian(factors)):
+    matrices = {i: f for i, f in enumerate(factors) if isinstance(f, Tensor)}
+    for i, symmetric in zip(matrices, are_hermitian(list(matrices.values())), strict=True):
         if not symmetric:
             raise value_error(f"factors[{i}]", "a symmetric matrix", "one that differs from its transpose")
-    return per_factor(factors, "eigh", torch.linalg.eigh)
+    return [(found, found) if is_identity(found) else found for found in per_factor(factors, "eigh", torch.linalg.eigh)]
 
 
 class _Solve(torch.autograd.Function):
@@ -219,7 +231,7 @@ class _Solve(torch.autograd.Function):
 def solve(system: System, b: Tensor) -> Tensor:
     """``A^-1 b`` with derivatives of every order to b, shift and factors."""
     shift = torch.as_tensor(system.shift, dtype=b.dtype, device=b.device)
-    x: Tensor = _Solve.apply(system, b, shift, *system.factors)  # type: ignore[no-untyped-call]
+    x: Tensor = _Solve.apply(system, b, shift, *system.matrices)  # type: ignore[no-untyped-call]
     return x
 
 
@@ -254,9 +266,9 @@ def agree_on_solve(
         ValueError: something does not fit, or differs from rank to rank.
         torch.linalg.LinAlgError: what was prepared could not be, on any rank.
     """
-    first = product.factors[0]
+    index, first = next((i, f) for i, f in enumerate(product.factors) if isinstance(f, Tensor))
     try:
-        shift = check_scalar("shift", shift, first, "factors[0]")
+        shift = check_scalar("shift", shift, first, f"factors[{index}]")
         if first.dtype not in (torch.float32, torch.float64):
             raise type_error("factors", "float32 or float64 for a solve with a shift", first.dtype)
         if product.shape[0] != product.shape[1]:

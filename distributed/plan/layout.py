@@ -329,6 +329,6 @@ def _slice_by_slice(ps: Sequence[int], qs: Sequence[int], parts: int) -> Way:
     slices, p, q = ps[0], math.prod(ps[1:]), math.prod(qs[1:])
     given = chunk_offsets(slices * p, parts)
     offsets = align_to(given, p)
-    first = None if offsets == given else Exchange(1, slices * p, given, offsets)
-    back = Exchange(1, slices * q, tuple([o // p * q for o in offsets]), chunk_offsets(slices * q, parts))
+    first = None if offsets == given else Exchange(1, slices * p, given, offsets, transposed=False)
+    back = Exchange(1, slices * q, tuple([o // p * q for o in offsets]), chunk_offsets(slices * q, parts), transposed=False)
     return Way(first, (Stage(1, len(ps), p, q, slices, offsets, None if first is None and back.idle else back),))

@@ -358,8 +358,7 @@ class _Wanted:
         """All plans on a grid: by transport, stages before rows, and fewer chunks before more."""
         problem, site = self.problem, _site(self.problem, grid)
         counts = CHUNKS if self.chunks is None else (self.chunks,)
-        # Nothing is exchanged where rows are whole: one transport is as good as another.
-        for transport in self.transports if site.size > 1 else [TRANSPORTS[FALLBACK]]:
+        for transport in self.transports if site.size > 1 else [TRANSPORTS[FALLBACK]]:  # without an exchange any transport will do
             for whole_rows in (False, True):
                 allowed = [c for c in counts if self.asked or transport.suits(problem, site, whole_rows, c, self.links)]
                 for cuts in self._stages(site, transport, whole_rows) if allowed else ():
@@ -391,13 +390,11 @@ class _Wanted:
         counts = [c for c in counts if c <= limit] if self.chunks is None else [min(c, limit) for c in counts]
         if not counts:
             return
-        if details is None:
-            steps = tuple(row_steps(problem, site, transport, links))
-        else:
-            steps = tuple(stage_steps(problem, details, site, transport, links))
+        found = row_steps(problem, site, transport, links) if details is None else stage_steps(problem, details, site, transport, links)
+        steps = tuple(found)
         for chunks in counts:
             memory = memory_needed(problem, details, site, chunks)
             seconds = seconds_needed(steps, chunk_rows(site.rows, chunks, 1 if cuts else site.size), links)
-            found = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, transport.name)
+            made = Plan(problem, grid, cuts, chunks, links, steps, memory, seconds, transport.name)
             slots = 0 if is_local else transport.slots
-            yield replace(found, peak_memory=memory + slots * found.most_elements * problem.dtype.itemsize) if slots else found
+            yield replace(made, peak_memory=memory + slots * made.most_elements * problem.dtype.itemsize) if slots else made

@@ -114,21 +114,3 @@ def test_every_rank_raises_what_one_met(ranks: RankPool, what: str, kind: str, m
     assert {o.error for o in outcomes} == {kind}, outcomes[0].trace
     assert len({o.message for o in outcomes}) == 1
     assert outcomes[0].message.startswith(message)
-
-
-def with_an_identity(verb):
-    """An integer among the factors, which products of one device take."""
-    grid = ProcessGrid((dist.get_world_size() // 2, 2))
-    given = [SIZES[0], *factors(grid)[1:]]
-    if verb == "kron_matmul":
-        kron_matmul(ones(grid, 8, N), given, grid=grid)
-    else:
-        KroneckerProduct(given, grid=grid)
-
-
-@pytest.mark.parametrize("verb", ["kron_matmul", "KroneckerProduct"])
-def test_identity_factors_are_refused(ranks: RankPool, verb: str) -> None:
-    for outcome in ranks.outcomes(with_an_identity, verb):
-        assert outcome.error == "TypeError", outcome.trace
-        assert outcome.message.startswith("factors[0]: expected a torch tensor")
-        assert "; got int" in outcome.message
