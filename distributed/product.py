@@ -14,10 +14,10 @@ from fastkron_py.distributed.call import grid_factors, shape_texts
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for, refuse_without_grid
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, is_identity
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, is_identity, kron_range
 from fastkron_py.distributed.plan.layout import even_offsets
 from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
-from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, eigen, kron_range, solve, symmetric_eigh
+from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, eigen, solve, symmetric_eigh
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _Float = float  # inside the class, float is a method
@@ -252,7 +252,7 @@ class KroneckerProduct:
 
         _, (parts, spread) = agree_on_solve(self._local, grid, None, eigenvalues, shift=shift, call="logdet")
         offsets = even_offsets(self.shape[0], grid.world_size)
-        values = kron_range(parts, *offsets[grid.rank : grid.rank + 2])
+        values = kron_range(parts, offsets[grid.rank], offsets[grid.rank + 1])
         (logs,) = total([(values + spread).log().sum(dtype=torch.float64)], grid.group, grid.device)
         return logs.to(self.dtype)
 

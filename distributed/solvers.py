@@ -23,7 +23,16 @@ from fastkron_py.distributed.call import PLACEMENTS
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid
-from fastkron_py.distributed.local import LocalKroneckerProduct, are_hermitian, check_square, filled, is_identity, per_factor, shape_of
+from fastkron_py.distributed.local import (
+    LocalKroneckerProduct,
+    are_hermitian,
+    check_square,
+    filled,
+    is_identity,
+    kron_range,
+    per_factor,
+    shape_of,
+)
 from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
 from fastkron_py.runtime.checks import check_integer, check_scalar
@@ -45,31 +54,6 @@ class Solution(NamedTuple):
     x: Any
     iterations: int
     residual: float
-
-
-def kron_range(vectors: Sequence[Tensor | int], start: int, stop: int) -> Tensor:
-    """Elements start to stop of the Kronecker product of vectors, ``[stop - start]``, without making the others.
-
-    Args:
-        vectors: integers n stand for n ones; one at least is a tensor.
-        start: first element.
-        stop: one past the last.
-    """
-    like = next(v for v in vectors if isinstance(v, Tensor))
-    sizes = [len(v) if isinstance(v, Tensor) else v for v in vectors]
-    lead = len(vectors)
-    while lead and math.prod(sizes[lead - 1 :]) <= max(1, stop - start):
-        lead -= 1
-    size = math.prod(sizes[lead:])
-    first, last = start // size, -(-stop // size)
-    index = torch.arange(first, last, device=like.device)
-    values = torch.ones(last - first, dtype=like.dtype, device=like.device)
-    for v, n in zip(reversed(vectors[:lead]), reversed(sizes[:lead]), strict=True):
-        values = values * v[index % n] if isinstance(v, Tensor) else values
-        index = index // n
-    for v in vectors[lead:]:
-        values = (values[:, None] * v).flatten() if isinstance(v, Tensor) else values.repeat_interleave(v)
-    return values[start - first * size : stop - first * size]
 
 
 @dataclass
@@ -181,7 +165,7 @@ def eigen(factors: Sequence[Tensor | int], grid: ProcessGrid) -> Eigen:
     """
     parts = symmetric_eigh(factors)
     offsets = chunk_offsets(math.prod([shape_of(f)[0] for f in factors]), grid.shape[0])
-    values = kron_range([values for values, _ in parts], *offsets[grid.row : grid.row + 2])
+    values = kron_range([values for values, _ in parts], offsets[grid.row], offsets[grid.row + 1])
     return values[:, None], [vectors for _, vectors in parts]
 
 

@@ -29,7 +29,7 @@ from rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Shard
 
 from fastkron_py.distributed import KroneckerProduct, Problem, ProcessGrid, kron_matmul, plan
-from fastkron_py.distributed.solvers import kron_range
+from fastkron_py.kron.operators.algebra import kron_range
 
 # ---- products ------------------------------------------------------------------------------------
 

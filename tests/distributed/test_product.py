@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastkron_py
 from fastkron_py.distributed import KroneckerProduct, ProcessGrid
-from fastkron_py.distributed.solvers import kron_range
+from fastkron_py.kron.operators.algebra import kron_range
 
 SIZES = (5, 4, 3)
 N = math.prod(SIZES)

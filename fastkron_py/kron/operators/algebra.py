@@ -108,6 +108,31 @@ def kron_vectors(vectors: Sequence[Tensor], combine: Callable[[Tensor, Tensor], 
     return reduce(pair, vectors) if len(vectors) > 1 else vectors[0].clone()
 
 
+def kron_range(vectors: Sequence[Factor], start: int, stop: int, combine: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> Tensor:
+    """Elements start to stop of `kron_vectors`, ``[*batch, stop - start]``, without making the others.
+
+    Args:
+        vectors: ``[*batch_i, n_i]``; an integer n stands for n elements that change nothing. One at least is a tensor.
+        start: first element.
+        stop: one past the last.
+        combine: products, or `torch.add` for sums.
+    """
+    like, sizes = matrices(vectors)[0], [shape_of(v)[-1] for v in vectors]
+    lead = len(vectors)
+    while lead and math.prod(sizes[lead - 1 :]) <= max(1, stop - start):
+        lead -= 1
+    size = math.prod(sizes[lead:])
+    first, last = start // size, -(-stop // size)
+    index = torch.arange(first, last, device=like.device)
+    values = like.new_full((last - first,), 0.0 if combine is torch.add else 1.0)
+    for v, n in zip(reversed(vectors[:lead]), reversed(sizes[:lead]), strict=True):
+        values = combine(v[..., index % n], values) if isinstance(v, Tensor) else values
+        index = index // n
+    for v in vectors[lead:]:
+        values = combine(values[..., :, None], v[..., None, :]).flatten(-2) if isinstance(v, Tensor) else values.repeat_interleave(v, -1)
+    return values[..., start - first * size : stop - first * size]
+
+
 def ones(n: int, factors: Sequence[Factor]) -> Tensor:
     """The diagonal ``[n]`` of an identity among factors."""
     like = matrices(factors)[0]

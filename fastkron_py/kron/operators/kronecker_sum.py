@@ -12,8 +12,8 @@ from torch import Tensor
 from fastkron_py.kron.checks import Factor, factors_and_identities, is_identity, right_hand_side, shape_of
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
-from fastkron_py.kron.operators.modes import sum_matmul
-from fastkron_py.kron.operators.pencil import check_hermitian, combined, eigenbasis, reduced
+from fastkron_py.kron.operators.modes import sum_matmul, terms
+from fastkron_py.kron.operators.pencil import WHOLE, Share, check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -164,9 +164,7 @@ class KroneckerSum(LazyOperator):
 
     def _dense(self) -> Any:
         def dense(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            units: Sequence[Factor] = masses or [f.shape[-1] for f in factors]
-            terms = [algebra.dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]
-            return torch.stack([t.expand(self._shape) for t in terms]).sum(0)
+            return torch.stack([algebra.dense(term).expand(self._shape) for term in terms(factors, masses)]).sum(0)
 
         return self._pairs(dense)
 
@@ -178,8 +176,8 @@ class KroneckerSum(LazyOperator):
             if not masses:
                 return algebra.kron_vectors(own, torch.add)
             units = [m.diagonal(dim1=-2, dim2=-1) for m in masses]
-            terms = [algebra.kron_vectors([*units[:i], d, *units[i + 1 :]]) for i, d in enumerate(own)]
-            return torch.stack([t.expand(self._shape[:-1]) for t in terms]).sum(0)
+            vectors = [algebra.kron_vectors([*units[:i], d, *units[i + 1 :]]) for i, d in enumerate(own)]
+            return torch.stack([v.expand(self._shape[:-1]) for v in vectors]).sum(0)
 
         return self._pairs(diagonal)
 
@@ -187,9 +185,7 @@ class KroneckerSum(LazyOperator):
         """The sum of the diagonal, ``[*batch]``."""
 
         def trace(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            units: Sequence[Factor] = masses or [f.shape[-1] for f in factors]
-            terms = [algebra.trace([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors)]
-            return torch.stack([t.expand(self._shape[:-2]) for t in terms]).sum(0)
+            return torch.stack([algebra.trace(term).expand(self._shape[:-2]) for term in terms(factors, masses)]).sum(0)
 
         return self._pairs(trace)
 
@@ -233,7 +229,7 @@ class KroneckerSum(LazyOperator):
             ValueError: a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
-        return algebra.SlogDet(*self._pairs(_slogdet))
+        return algebra.SlogDet(*self._pairs(sum_slogdet))
 
     def logdet(self) -> Any:
         """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
@@ -245,7 +241,7 @@ class KroneckerSum(LazyOperator):
             ValueError: a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
-        return self._pairs(lambda factors, masses: algebra.log_of(*_slogdet(factors, masses)))
+        return self._pairs(lambda factors, masses: algebra.log_of(*sum_slogdet(factors, masses)))
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of symmetric (Hermitian) factors: ``S = V @ diag(values) @ V.mH``.
@@ -323,9 +319,10 @@ class KroneckerSum(LazyOperator):
         return self.expm(t) @ x
 
 
-def _slogdet(factors: list[Tensor], masses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def sum_slogdet(factors: Sequence[Tensor], masses: Sequence[Tensor], share: Share = WHOLE) -> tuple[Tensor, Tensor]:
+    """Sign (or phase) and log of the absolute value of the determinant, by a share of the eigenvalues."""
     basis = eigenbasis(factors, masses)
-    sign, log = spectral.log_abs_det(reduced(factors, masses, "masses")[0], None, True, basis)
+    sign, log = spectral.log_abs_det(reduced(factors, masses, "masses")[0], None, True, basis, share)
     if not masses:
         return sign, log
     of_masses = algebra.slogdet(masses)

@@ -12,6 +12,12 @@ from fastkron_py.kron.checks import Factor, shape_of
 from fastkron_py.kron.shapes import Shape, broadcast_batch
 
 
+def terms(factors: Sequence[Factor], masses: Sequence[Factor]) -> list[list[Factor]]:
+    """The factors of each term of a Kronecker sum: its own, and masses or identities for the other modes."""
+    units = masses or [shape_of(f)[-1] for f in factors]
+    return [[*units[:i], f, *units[i + 1 :]] for i, f in enumerate(factors)]
+
+
 def mode_product(x: Tensor, f: Tensor, z: Tensor | None) -> Tensor:
     """``f @ x + z`` over one mode.
 
@@ -39,8 +45,8 @@ def sum_matmul(factors: Sequence[Factor], masses: Sequence[Factor], x: Tensor, l
 
     def term(i: int, z: Tensor | None) -> Tensor:
         if masses:
-            pair, beta = [*masses[:i], factors[i], *masses[i + 1 :]], 0.0 if z is None else 1.0
-            return kron_matmul_left(pair, x, z=z, beta=beta) if left else kron_matmul(x, pair, z=z, beta=beta)
+            own, beta = terms(factors, masses)[i], 0.0 if z is None else 1.0
+            return kron_matmul_left(own, x, z=z, beta=beta) if left else kron_matmul(x, own, z=z, beta=beta)
         modes: Shape = (*batch, rows * math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]) * columns)
         f = factors[i]
         if not isinstance(f, Tensor):

@@ -8,6 +8,7 @@ methods" (Numerische Mathematik 6, 1964).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from fastkron_py.kron.operators.algebra import kron_vectors, per_factor
+from fastkron_py.kron.operators.algebra import kron_range, kron_vectors, per_factor
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
@@ -155,9 +156,38 @@ def _inverse(i: int, vectors: Tensor) -> Tensor:
     return inverse
 
 
-def combined(values: Sequence[Tensor], sums: bool, shift: Tensor | None) -> Tensor:
-    """The diagonal E ``[*batch, n]``: sums or products of eigenvalues, one of each mode, and a shift ``[*batch]``."""
-    found = kron_vectors(values, torch.add if sums else torch.mul)
+class Share:
+    """The elements of the diagonal E that this process has: all of them. Ranks of a grid have some each, and override the methods."""
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """The first element of this number, and one past the last."""
+        return 0, size
+
+    def replicated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that all ranks have alike; in derivatives `total`."""
+        return list(tensors)
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over the ranks; in derivatives `replicated`."""
+        return part
+
+    def product(self, part: Tensor) -> Tensor:
+        """The product over the ranks, without derivatives."""
+        return part
+
+    def extremes(self, values: Tensor) -> Tensor:
+        """Values with the least and the largest absolute value of all ranks among them."""
+        return values
+
+
+WHOLE: Final = Share()
+
+
+def combined(values: Sequence[Tensor], sums: bool, shift: Tensor | None, share: Share = WHOLE) -> Tensor:
+    """The diagonal E ``[*batch, n]``, or a share of it: sums or products of eigenvalues, one of each mode, and a shift ``[*batch]``."""
+    combine, size = torch.add if sums else torch.mul, math.prod([v.shape[-1] for v in values])
+    start, stop = share.bounds(size)
+    found = kron_vectors(values, combine) if stop - start == size else kron_range(values, start, stop, combine)
     return found if shift is None else found + shift.unsqueeze(-1)
 
 

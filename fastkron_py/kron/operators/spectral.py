@@ -6,19 +6,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operators.algebra import kron_vectors
-from fastkron_py.kron.operators.implicit import linear_solve, pull_back
+from fastkron_py.kron.operators.implicit import System, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
-from fastkron_py.kron.operators.pencil import Basis, check_regular, combined
+from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
 
 Slogdet = tuple[Tensor, Tensor]
@@ -34,10 +33,25 @@ def by_basis(left: Sequence[Tensor], diagonal: Tensor, right: Sequence[Tensor], 
     return kron_matmul_left(right, scaled(kron_matmul_left(left, x), diagonal))
 
 
+class DiagonalSystem(System, Protocol):
+    """A system that a basis makes diagonal."""
+
+    @property
+    def size(self) -> int:
+        """The number of factors."""
+
+    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """``(F1 (x) ... (x) FN) x``."""
+
+
 class ProductSystem(NamedTuple):
     """``A = K + D``, of parameters the factors of K and D's diagonal ``[*batch, n or 1]`` or the diagonals of its Kronecker factors."""
 
     size: int  # the number of factors
+
+    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """``(F1 (x) ... (x) FN) x``."""
+        return kron_matmul_left(factors, x)
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
@@ -56,6 +70,10 @@ class SumSystem(NamedTuple):
 
     size: int
 
+    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """``(F1 (x) ... (x) FN) x``."""
+        return kron_matmul_left(factors, x)
+
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
         matrices = [p.mH for p in parameters] if adjoint else parameters
@@ -66,9 +84,7 @@ class SumSystem(NamedTuple):
         return invert_by_basis(self, b, parameters, constants, adjoint)
 
 
-def invert_by_basis(
-    system: ProductSystem | SumSystem, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool
-) -> Tensor:
+def invert_by_basis(system: DiagonalSystem, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
     """``X E^-1 Y b``; of constants E, the X_i and the Y_i.
 
     Eigenvectors of a matrix that is not Hermitian are complex and not orthogonal: one step of iterative refinement takes back the digits
@@ -80,8 +96,8 @@ def invert_by_basis(
         right, left, diagonal = [y.mH for y in left], [x.mH for x in right], diagonal.conj()
 
     def invert(r: Tensor) -> Tensor:
-        rotated = kron_matmul_left(left, r.to(left[0].dtype))
-        x = kron_matmul_left(right, rotated.div_(diagonal.unsqueeze(-1)))
+        rotated = system.multiply(left, r.to(left[0].dtype))
+        x = system.multiply(right, rotated.div_(diagonal.unsqueeze(-1)))
         return x if r.is_complex() else x.real if x.is_complex() else x
 
     x = invert(b)
@@ -91,7 +107,13 @@ def invert_by_basis(
 
 
 def solve(
-    system: ProductSystem | SumSystem, b: Tensor, parameters: Sequence[Tensor], basis: Basis, diagonal: Tensor, argument: str
+    system: DiagonalSystem,
+    b: Tensor,
+    parameters: Sequence[Tensor],
+    basis: Basis,
+    diagonal: Tensor,
+    argument: str,
+    share: Share = WHOLE,
 ) -> Tensor:
     """The x of ``A x = b`` with derivatives to b and the parameters.
 
@@ -102,8 +124,9 @@ def solve(
         basis: of its pairs.
         diagonal: E ``[*batch, n]``, without derivatives.
         argument: that errors name.
+        share: the elements of E that the diagonal has.
     """
-    check_regular(diagonal, [v.shape[-1] for v in basis.values], argument, "solve")
+    check_regular(share.extremes(diagonal), [v.shape[-1] for v in basis.values], argument, "solve")
     return linear_solve(system, b, parameters, [diagonal, *basis.right, *basis.left])
 
 
@@ -121,32 +144,32 @@ class _LogForm(NamedTuple):
 
     sums: bool
     size: int
+    share: Share = WHOLE
 
     def value(self, shift: Tensor, factors: Sequence[Tensor], vectors: Sequence[Tensor], second: bool) -> Tensor:
-        """``[*batch]``: complex where E is, else the sum of log abs E. Derivatives are right to the first order, or to the second."""
+        """``[*batch]``: complex where E is, else the share's sum of log abs E. Derivatives are right to the first order, or the second."""
         right, left = vectors[: self.size], vectors[self.size : 2 * self.size]
         is_complex = shift.is_complex() or vectors[-1].is_complex()
         rotated = [y @ f.to(x.dtype) @ x for f, x, y in zip(factors, right, left, strict=True)]
         values = [t.diagonal(dim1=-2, dim2=-1) for t in rotated]
         values = values if is_complex else [v.real if v.is_complex() else v for v in values]
-        diagonal = combined(values, self.sums, None if self.sums else shift)
+        diagonal = combined(values, self.sums, None if self.sums else shift, self.share)
         total = (diagonal.log() if is_complex else diagonal.abs().log()).sum(-1)
         if not second:
             return total
         for i, t in enumerate(rotated):
-            d = self._differences([v.detach() for v in values], i, diagonal.detach())
+            d = self._differences([v.detach() for v in values], i, shift.detach())
             part = ((t * t.mT) * d.to(t.dtype)).sum((-2, -1)) / 2
             total = total + (part if is_complex or not part.is_complex() else part.real)
         return total
 
-    def _differences(self, values: Sequence[Tensor], i: int, diagonal: Tensor) -> Tensor:
-        """D of a factor without its diagonal, ``[*batch, P, P]``."""
-        ones = torch.ones_like(values[i])
-        slopes = torch.ones_like(diagonal) if self.sums else combined([*values[:i], ones, *values[i + 1 :]], False, None)
-        sizes = [v.shape[-1] for v in values]
-        split = (math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]))
-        ratio: Tensor = (slopes / diagonal).unflatten(-1, split).movedim(-2, -3).flatten(-2)
-        return -(ratio @ ratio.mT) * (1 - torch.eye(sizes[i], dtype=ratio.dtype, device=ratio.device))
+    def _differences(self, values: Sequence[Tensor], i: int, shift: Tensor) -> Tensor:
+        """D of a factor without its diagonal, ``[*batch, P, P]``; its sum over o is that of a share."""
+        neutral = values[i].new_full((1,), 0.0 if self.sums else 1.0)
+        others = combined([*values[:i], neutral, *values[i + 1 :]], self.sums, None, self.share).unsqueeze(-2)
+        own = values[i].unsqueeze(-1)
+        ratio = 1 / (own + others) if self.sums else others / (own * others + shift[..., None, None])
+        return -(ratio @ ratio.mT) * (1 - torch.eye(own.shape[-2], dtype=ratio.dtype, device=ratio.device))
 
 
 class _OfForm(torch.autograd.Function):
@@ -220,7 +243,7 @@ def _gradient(form: _LogForm, tensors: Sequence[Tensor], second: bool) -> Any:
     return gradients
 
 
-def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis) -> Slogdet:
+def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, basis: Basis, share: Share = WHOLE) -> Slogdet:
     """Sign (or phase) and log of the absolute value of det E, ``[*batch]``; the log has two orders of derivatives to factors and shift.
 
     Args:
@@ -228,19 +251,20 @@ def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, bas
         shift: ``[*batch]`` or None.
         sums: whether E has sums of eigenvalues, else products.
         basis: of the pairs.
+        share: the elements of E that this process takes the logarithms of.
     """
     with torch.no_grad():
-        values = combined(basis.values, sums, shift)
-    real = factors[0].real.dtype
-    given = torch.zeros((), dtype=real, device=values.device) if shift is None else shift
+        values = combined(basis.values, sums, shift, share)
+    given, real = factors[0], factors[0].real.dtype
+    start = torch.zeros((), dtype=real, device=values.device) if shift is None else shift
     constants = [*basis.vectors, *basis.inverses, values.new_zeros(0)]
-    form = _LogForm(sums, len(factors))
-    total = _LogSum.apply(form, given, *factors, *constants)  # type: ignore[no-untyped-call]
+    form = _LogForm(sums, len(factors), share)
+    total = share.total(_LogSum.apply(form, *share.replicated([start, *factors]), *constants))  # type: ignore[no-untyped-call]
     if not total.is_complex():
-        return values.sign().prod(-1).to(factors[0].dtype), total
+        return share.product(values.sign().prod(-1)).to(given.dtype), total
     with torch.no_grad():
-        turns = values.to(torch.complex128).angle().sum(-1)
-    if not factors[0].is_complex() and not given.is_complex():
+        turns = share.total(values.to(torch.complex128).angle().sum(-1))
+    if not given.is_complex() and not start.is_complex():
         return turns.cos().sign().to(real), total.real
     # The phase with its derivative, between -pi and pi.
     phase = total.imag - (total.imag - torch.atan2(turns.sin(), turns.cos()).to(real)).detach()
