@@ -32,6 +32,7 @@ from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.plan.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, replicate
+from fastkron_py.distributed.tied import tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
 
 
@@ -199,6 +200,8 @@ def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlo
     factors, scalars = filled(factors, shared), iter(shared[len(matrices) :])
     alpha, beta = (next(scalars) if isinstance(s, Tensor) else s for s in (alpha, beta))
     x, z = call.x, call.z
+    if chosen is None:
+        x, alpha, beta, z, *factors = tied((x, alpha, beta, z, *factors))
     if chosen is None and call.left:
         own: Tensor = local_kron_matmul_left(factors, x, alpha=alpha, beta=beta, z=z, precision=call.precision)
         return own

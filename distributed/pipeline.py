@@ -20,6 +20,7 @@ from fastkron_py.distributed.local import local_kron_matmul
 from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan, plan
+from fastkron_py.distributed.tied import tied
 from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, finish, start
 
 Work = Generator[None, None, None]
@@ -170,7 +171,8 @@ class Pipeline:
         return self._multiply(block.view(block.numel() // stage.p, stage.p), factors, alpha).view(-1)
 
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
-        return local_kron_matmul(x, list(factors), alpha=alpha, precision=self.precision)
+        x, alpha, *factors = tied((x, alpha, *factors))
+        return tied([local_kron_matmul(x, factors, alpha=alpha, precision=self.precision)])[0]  # type: ignore[no-any-return]
 
 
 def _wave(chunks: Sequence[Work]) -> None:

@@ -122,6 +122,40 @@ def test_forms_of_a_call(ranks: RankPool) -> None:
     ranks.run(forms)
 
 
+def linear_in_x():
+    """The second derivative of a product in x, 0; one rank multiplies two rows, the others one, by other operations of torch's."""
+    grid = ProcessGrid((1, dist.get_world_size()))
+    x, factors, _ = make(grid.world_size + 1, ((3, 3), grid.world_size))
+    how = planned(len(x), ((3, 3), grid.world_size), grid.shape, "rows", 1, False)
+    leaf = block(x, grid).clone().requires_grad_()
+    y = kron_matmul(leaf, placed(factors, grid), grid=grid, plan=how)
+    (first,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    assert torch.equal(first, block(dense(factors).sum(1).expand_as(x), grid))
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    return float(second.abs().max())
+
+
+def test_derivatives_reach_the_same_exchanges_on_every_rank(ranks: RankPool) -> None:
+    assert set(ranks.run(linear_in_x)) == {0.0}
+
+
+def in_place():
+    """A result that needs gradients may be written to, with and without an exchange."""
+    grid = ProcessGrid((1, dist.get_world_size()))
+    for sizes in ((grid.world_size, (3, 3)), ((3, 3), grid.world_size)):
+        x, factors, _ = make(4, sizes)
+        leaf = block(x, grid).clone().requires_grad_()
+        y = kron_matmul(leaf, placed(factors, grid), grid=grid)
+        y += 1
+        assert torch.equal(y, block(x @ dense(factors) + 1, grid))
+        y.sum().backward()
+        assert torch.equal(leaf.grad, block(dense(factors).sum(1).expand_as(x), grid))
+
+
+def test_results_in_place(ranks: RankPool) -> None:
+    ranks.run(in_place)
+
+
 def every_dtype(shape, left):
     if (grid := grid_for(shape)) is None:
         return
