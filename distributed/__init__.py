@@ -7,6 +7,7 @@ from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.group.bootstrap import ProcessInfo, init_process_group
 from fastkron_py.distributed.group.failures import CollectiveError
 from fastkron_py.distributed.group.grid import ProcessGrid
+from fastkron_py.distributed.kronecker_sum import KroneckerSum
 from fastkron_py.distributed.plan.cost import Links
 from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.problem import Problem
@@ -16,6 +17,7 @@ from fastkron_py.distributed.solvers import Solution
 __all__ = [
     "CollectiveError",
     "KroneckerProduct",
+    "KroneckerSum",
     "Links",
     "Plan",
     "Problem",

@@ -144,17 +144,17 @@ def _plan_text(problem: Problem, shape: tuple[int, int]) -> str:
     return f"factors {problem.ps} x {problem.qs}{identities}, left={problem.left}, on a {shape[0]} x {shape[1]} grid"
 
 
-def grid_factors(factors: Any) -> list[Any]:
+def grid_factors(factors: Any, name: str = "factors") -> list[Any]:
     """The factors as a list that may have positive integers in it, for identities.
 
     Raises:
         TypeError: no sequence, or a bool among the factors.
         ValueError: an empty sequence, or an integer that is not positive.
     """
-    listed = factors_and_identities(factors)
+    listed = factors_and_identities(factors, name)
     for i, f in enumerate(listed):
         if is_identity(f) and f == 0:
-            raise value_error(f"factors[{i}]", "a matrix with rows and columns, or a positive integer n for the identity I_n", f)
+            raise value_error(f"{name}[{i}]", "a matrix with rows and columns, or a positive integer n for the identity I_n", f)
     return listed
 
 

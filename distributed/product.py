@@ -7,23 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.call import grid_factors, shape_texts
-from fastkron_py.distributed.group.agreement import agree, refuse
+from fastkron_py.distributed.group.agreement import refuse
 from fastkron_py.distributed.group.failures import REFUSALS
-from fastkron_py.distributed.group.grid import ProcessGrid, grid_for, refuse_without_grid
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, is_identity, kron_range
+from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, kron_range
+from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.plan.layout import even_offsets
-from fastkron_py.distributed.replicated import Reduction, check_reduction, replicate, total
-from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, eigen, solve, symmetric_eigh
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.distributed.replicated import Reduction, replicate, total
+from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, as_given, eigen, solve, symmetric_eigh
+from fastkron_py.runtime.errors import type_error, type_name
 
 _Float = float  # inside the class, float is a method
 
 
-class KroneckerProduct:
+class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     """The Kronecker product ``K = F1 (x) ... (x) FN`` as an operator on matrices that are spread over a grid of ranks.
 
     Every rank holds all factors, which are small, and a block of each operand and result: `ProcessGrid.block` says
@@ -53,124 +52,9 @@ class KroneckerProduct:
     """
 
     def __init__(self, factors: Sequence[Tensor | int], *, grid: ProcessGrid | None = None, reduction: Reduction = "sum") -> None:
-        if grid is not None and not isinstance(grid, ProcessGrid):
-            refuse_without_grid(type_error("grid", "a ProcessGrid or None", type_name(grid)))
-        self._grid = ProcessGrid() if grid is None else grid
-        description: dict[str, Any] | Exception
-        try:
-            self._local = _checked_factors(factors, self._grid)
-            check_reduction(reduction)
-            self._reduction = reduction
-            shapes = shape_texts(self._local.factors)
-            description = {"call": "KroneckerProduct", "shapes of factors": shapes, "dtype of factors": str(self._local.dtype)}
-            description["reduction"] = reduction
-        except REFUSALS as error:
-            description = error
-        agree(self._grid, description)
-
-    @classmethod
-    def _of(cls, local: LocalKroneckerProduct, grid: ProcessGrid, reduction: Reduction) -> KroneckerProduct:
-        """From factors that all ranks have made alike: nothing to agree on."""
-        made = cls.__new__(cls)
-        made._local, made._grid, made._reduction = local, grid, reduction
-        return made
-
-    # ---- what it is --------------------------------------------------------------------------
-
-    @property
-    def local(self) -> LocalKroneckerProduct:
-        """The same operator on whole matrices of this rank alone, with the same factors."""
-        return self._local
-
-    @property
-    def grid(self) -> ProcessGrid:
-        """The ranks."""
-        return self._grid
-
-    @property
-    def reduction(self) -> Reduction:
-        """The reduction of gradients from blocks over the grid's ranks: "sum" or "mean"."""
-        return self._reduction
-
-    @property
-    def factors(self) -> tuple[Tensor | int, ...]:
-        """The factors, ``[P_i, Q_i]`` each, as they were given; integers for identities."""
-        return self._local.factors
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(prod P_i, prod Q_i)`` of the whole operator."""
-        return self._local.shape
-
-    @property
-    def ndim(self) -> int:
-        """2."""
-        return 2
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The factors' dtype."""
-        dtype: torch.dtype = self._local.dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self._grid.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any factor does."""
-        return self._local.requires_grad
-
-    def __repr__(self) -> str:
-        return f"{self._local!r} over {self._grid!r}"
+        self._agree(lambda: LocalKroneckerProduct(checked_arrays(factors)), grid, reduction)
 
     # ---- the same operator in another form ----------------------------------------------------
-
-    def _like(self, local: LocalKroneckerProduct) -> KroneckerProduct:
-        return KroneckerProduct._of(local, self._grid, self._reduction)
-
-    @property
-    def mT(self) -> KroneckerProduct:  # noqa: N802
-        """The transpose; a view."""
-        return self._like(self._local.mT)
-
-    @property
-    def T(self) -> KroneckerProduct:  # noqa: N802
-        """The transpose; a view."""
-        return self.mT
-
-    def conj(self) -> KroneckerProduct:
-        """The complex conjugate; of real factors a view."""
-        return self._like(self._local.conj())
-
-    @property
-    def mH(self) -> KroneckerProduct:  # noqa: N802
-        """The conjugate transpose."""
-        return self.conj().mT
-
-    def to(self, dtype: torch.dtype) -> KroneckerProduct:
-        """With factors of another dtype; ranks keep their devices."""
-        if not isinstance(dtype, torch.dtype):
-            raise type_error("dtype", "a torch dtype", type_name(dtype))
-        return self._like(self._local.to(dtype))
-
-    def float(self) -> KroneckerProduct:
-        """In float32."""
-        return self.to(torch.float32)
-
-    def double(self) -> KroneckerProduct:
-        """In float64."""
-        return self.to(torch.float64)
-
-    def detach(self) -> KroneckerProduct:
-        """Without gradients: factors that share memory with these."""
-        return self._like(self._local.detach())
-
-    def clone(self) -> KroneckerProduct:
-        """With factors in memory of their own."""
-        return self._like(self._local.clone())
 
     def inverse(self) -> KroneckerProduct:
         """The inverse, as `fastkron_py.KroneckerProduct.inverse`."""
@@ -198,22 +82,7 @@ class KroneckerProduct:
     def __rmatmul__(self, other: Any) -> Any:
         return kron_matmul(other, self.factors, grid=grid_for(other, self._grid), reduction=self._reduction)
 
-    def __mul__(self, scalar: Any) -> KroneckerProduct:
-        return self._like(self._local * scalar)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, scalar: Any) -> KroneckerProduct:
-        return self._like(self._local / scalar)
-
-    def __neg__(self) -> KroneckerProduct:
-        return self._like(-self._local)
-
     # ---- numbers, the same on every rank --------------------------------------------------------
-
-    def trace(self) -> Any:
-        """The sum of the diagonal."""
-        return self._local.trace()
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, as `fastkron_py.KroneckerProduct.slogdet`."""
@@ -285,7 +154,7 @@ class KroneckerProduct:
             return kron_matmul_left(inverse.factors, b, grid=where, reduction=self._reduction)
         block, found = agree_on_solve(self._local, self._grid, b, self._eigen, shift=shift, call="solve")
         system = System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction)
-        return _solved(system, b, block)
+        return as_given(solve(system, block), b)
 
     def conjugate_gradients(
         self,
@@ -339,42 +208,14 @@ class KroneckerProduct:
             eigen=found,
             reduction=self._reduction,
         )
-        return Solution(_solved(system, b, block), system.iterations, system.residual)
+        x = solve(system, block if system.mask is None else block * system.mask)
+        return Solution(as_given(x, b), system.iterations, system.residual)
 
     def _eigen(self) -> Eigen:
         return eigen(self.factors, self._grid)
-
-
-def _solved(system: System, b: Any, block: Tensor) -> Any:
-    """The solution as b is, a block or a DTensor."""
-    x = solve(system, block if system.mask is None else block * system.mask)
-    if not isinstance(b, DTensor):
-        return x
-    return DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))
 
 
 def _local_of(other: Any) -> LocalKroneckerProduct:
     if not isinstance(other, KroneckerProduct):
         raise type_error("other", "a distributed KroneckerProduct", type_name(other))
     return other._local
-
-
-def _checked_factors(factors: Any, grid: ProcessGrid) -> LocalKroneckerProduct:
-    """The operator of one rank, of factors that are plain matrices on the grid's device.
-
-    Raises:
-        TypeError: not a sequence, or factors that are no plain torch tensors or of different dtypes.
-        ValueError: no factors, batch dimensions, or another device.
-    """
-    listed = grid_factors(factors)
-    for i, f in enumerate(listed):
-        if not isinstance(f, Tensor) and not is_identity(f):
-            raise type_error(f"factors[{i}]", "a torch tensor", type_name(f))
-        if isinstance(f, DTensor):
-            raise type_error(f"factors[{i}]", "a plain tensor that is the same on every rank", "a DTensor")
-    made = LocalKroneckerProduct(listed)
-    if made.ndim != 2:
-        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
-    if made.device != grid.device:
-        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
-    return made

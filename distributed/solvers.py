@@ -259,7 +259,7 @@ def agree_on_solve(
             raise value_error("factors", "square matrices for a solve with a shift", f"shape {product.shape}")
         if mask is not None:
             _check_mask(mask, grid, product.shape[0])
-        block = None if b is None else _block(b, grid, product.shape[0], first.dtype)
+        block = None if b is None else right_hand_block(b, grid, product.shape[0], first.dtype)
         needs = torch.is_grad_enabled() and (product.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
         shown = "a tensor" if isinstance(shift, Tensor) else shift
         description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
@@ -270,8 +270,13 @@ def agree_on_solve(
     return block, prepared
 
 
-def _block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
-    """This rank's block of a right-hand side ``[size, M]``."""
+def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
+    """This rank's block of a right-hand side ``[size, M]``.
+
+    Raises:
+        TypeError: another array type or dtype.
+        ValueError: another shape, device or placement.
+    """
     if isinstance(b, DTensor) and tuple(b.placements) != PLACEMENTS:
         raise value_error("b", "a matrix placed [Shard(0), Shard(1)]", f"{b.placements}")
     local = b.to_local() if isinstance(b, DTensor) else b
@@ -285,6 +290,13 @@ def _block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
     if local.ndim != 2 or local.shape[0] != rows:
         raise value_error("b", f"a matrix with {rows} rows, block {grid.row} of {grid.shape[0]}", f"shape {tuple(local.shape)}")
     return local
+
+
+def as_given(x: Tensor, b: Any) -> Any:
+    """This rank's block of a solution as the right-hand side is, a block or a DTensor."""
+    if not isinstance(b, DTensor):
+        return x
+    return DTensor.from_local(x, b.device_mesh, b.placements, run_check=False, shape=b.shape, stride=(b.shape[1], 1))
 
 
 def _check_mask(mask: Any, grid: ProcessGrid, size: int) -> None:

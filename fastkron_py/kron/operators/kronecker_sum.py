@@ -13,7 +13,7 @@ from fastkron_py.kron.checks import Factor, factors_and_identities, is_identity,
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
 from fastkron_py.kron.operators.modes import sum_matmul, terms
-from fastkron_py.kron.operators.pencil import WHOLE, Share, check_hermitian, combined, eigenbasis, reduced
+from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_hermitian, combined, eigenbasis, reduced
 from fastkron_py.kron.operators.product import KroneckerProduct
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -229,7 +229,7 @@ class KroneckerSum(LazyOperator):
             ValueError: a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
-        return algebra.SlogDet(*self._pairs(sum_slogdet))
+        return algebra.SlogDet(*self._pairs(_slogdet))
 
     def logdet(self) -> Any:
         """Log of the determinant, ``[*batch]``: NaN if it is negative, -inf if it is 0, complex for complex factors.
@@ -241,7 +241,7 @@ class KroneckerSum(LazyOperator):
             ValueError: a symmetric mass is not positive definite.
             torch.linalg.LinAlgError: a factor has too few eigenvectors.
         """
-        return self._pairs(lambda factors, masses: algebra.log_of(*sum_slogdet(factors, masses)))
+        return self._pairs(lambda factors, masses: algebra.log_of(*_slogdet(factors, masses)))
 
     def eigh(self) -> algebra.Eigh:
         """Eigenvalues and eigenvectors of symmetric (Hermitian) factors: ``S = V @ diag(values) @ V.mH``.
@@ -319,9 +319,19 @@ class KroneckerSum(LazyOperator):
         return self.expm(t) @ x
 
 
-def sum_slogdet(factors: Sequence[Tensor], masses: Sequence[Tensor], share: Share = WHOLE) -> tuple[Tensor, Tensor]:
-    """Sign (or phase) and log of the absolute value of the determinant, by a share of the eigenvalues."""
-    basis = eigenbasis(factors, masses)
+def _slogdet(factors: list[Tensor], masses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return sum_slogdet(factors, masses, eigenbasis(factors, masses))
+
+
+def sum_slogdet(factors: Sequence[Tensor], masses: Sequence[Tensor], basis: Basis, share: Share = WHOLE) -> tuple[Tensor, Tensor]:
+    """Sign (or phase) and log of the absolute value of the determinant.
+
+    Args:
+        factors: square, ``[*batch_i, P_i, P_i]``.
+        masses: one for each factor; none for identities.
+        basis: of the pairs.
+        share: the eigenvalues that this process takes.
+    """
     sign, log = spectral.log_abs_det(reduced(factors, masses, "masses")[0], None, True, basis, share)
     if not masses:
         return sign, log

@@ -1,0 +1,307 @@
+"""`KroneckerSum` over a grid of ranks: the single-device operator's names, on blocks and on DTensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
+from fastkron_py.distributed.call import shape_texts
+from fastkron_py.distributed.group.agreement import agree, refuse
+from fastkron_py.distributed.group.failures import REFUSALS
+from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
+from fastkron_py.distributed.local import (
+    Basis,
+    LocalKroneckerProduct,
+    LocalKroneckerSum,
+    Share,
+    SlogDet,
+    built,
+    combined,
+    eigenbasis,
+    invert_by_basis,
+    log_of,
+    solve_by_basis,
+    sum_slogdet,
+    terms,
+)
+from fastkron_py.distributed.operator import GridOperator, checked_arrays
+from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.product import KroneckerProduct
+from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
+from fastkron_py.distributed.solvers import as_given, right_hand_block
+from fastkron_py.runtime.eager import without_autocast
+from fastkron_py.runtime.errors import type_error, type_name
+
+
+class KroneckerSum(GridOperator[LocalKroneckerSum]):
+    """``S = A (x) I (x) I + I (x) B (x) I + I (x) I (x) C`` as an operator on matrices that are spread over a grid of ranks.
+
+    Every rank holds all factors, which are small, and a block of each operand and result, as for `KroneckerProduct`. Names and errors are
+    those of `fastkron_py.KroneckerSum`, with mass matrices too. A term multiplies one mode: where blocks are whole slices of the modes
+    from that one on, nothing is exchanged for it. `solve` is two products with eigenvectors, which every rank computes from the factors,
+    and a scaling between them (fast diagonalisation: Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor
+    product methods", 1964). No rank makes all eigenvalues of S.
+
+    Args:
+        factors: sequence of square torch tensors ``[P_i, P_i]``, the same on every rank, on the grid's device. A positive integer n stands
+            for the identity I_n.
+        masses: a mass matrix ``[P_i, P_i]``, or an integer, for each factor; None for identities.
+        grid: the ranks; None makes a grid of all of them, one row each.
+        reduction: over the grid's ranks, of gradients that factors and masses have from blocks, as in `kron_matmul`: "sum", or "mean".
+
+    Raises:
+        TypeError: not a sequence, or factors and masses that are no torch tensors or of different dtypes.
+        ValueError: no factors, identities only, an integer that is not positive, a factor that is not square, masses of another number or
+            other sizes, batch dimensions, another device than the grid's, another reduction, or shapes or dtypes that differ from rank
+            to rank. Raised on every rank alike.
+
+    Example:
+        >>> grid = ProcessGrid()
+        >>> off = torch.ones(7, device=grid.device)
+        >>> line = 2 * torch.eye(8, device=grid.device) - off.diag(1) - off.diag(-1)
+        >>> S = KroneckerSum([line, line, line], grid=grid)  # a Laplacian on a cube of 8^3 points
+        >>> rows, columns = grid.block((S.shape[1], 4))
+        >>> b = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
+        >>> u = S.solve(b)  # this rank's block of [S.shape[0], 4]
+        >>> heat = S.expm_multiply(b, -0.1)
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[Tensor | int],
+        *,
+        masses: Sequence[Tensor | int] | None = None,
+        grid: ProcessGrid | None = None,
+        reduction: Reduction = "sum",
+    ) -> None:
+        def make() -> LocalKroneckerSum:
+            return LocalKroneckerSum(checked_arrays(factors), masses=None if masses is None else checked_arrays(masses, "masses"))
+
+        self._agree(make, grid, reduction)
+
+    @property
+    def masses(self) -> tuple[Tensor | int, ...] | None:
+        """The mass matrices as they were given, or None."""
+        return self._local.masses
+
+    def _shapes(self) -> dict[str, Any]:
+        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ())}
+
+    def _built(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Factors and masses, identities among them as matrices."""
+        found = built([*self.factors, *(self.masses or ())])
+        return found[: len(self.factors)], found[len(self.factors) :]
+
+    # ---- products -----------------------------------------------------------------------------
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._multiply(other, True)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._multiply(other, False)
+
+    def _multiply(self, x: Any, left: bool) -> Any:
+        grid = grid_for(x, self._grid)
+        if isinstance(x, GridOperator):
+            expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
+            refuse(grid, type_error("x", expected, type_name(x)))
+        return _sum_matmul(self.factors, self.masses or (), x, left, grid, self._reduction)
+
+    def add_diagonal(self, s: Any) -> KroneckerSum:
+        """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
+
+        Args:
+            s: number or 0-dimensional tensor, the same on every rank.
+        """
+        return self._like(self._local.add_diagonal(s))
+
+    # ---- exponentials ---------------------------------------------------------------------------
+
+    def expm(self, t: Any = 1.0) -> KroneckerProduct:
+        """``exp(t * S)``, a distributed KroneckerProduct of the factors' exponentials, as `fastkron_py.KroneckerSum.expm`.
+
+        Args:
+            t: number or 0-dimensional tensor, the same on every rank.
+
+        Raises:
+            TypeError: t is of another type, or float16 or bfloat16 factors.
+            ValueError: t is not finite, or the sum has mass matrices.
+        """
+        made: LocalKroneckerProduct = self._local.expm(t)
+        return KroneckerProduct._of(made, self._grid, self._reduction)
+
+    def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
+        """``exp(t * S) @ x``, as `expm` and a product.
+
+        Args:
+            x: this rank's block of ``[n, M]``, or a DTensor.
+            t: number or 0-dimensional tensor, the same on every rank.
+
+        Returns:
+            This rank's block of the result, or a DTensor.
+
+        Raises:
+            TypeError: x of another dtype, t of another type, or float16 or bfloat16 factors. Raised on every rank alike.
+            ValueError: x does not fit, t is not finite, or the sum has mass matrices. Raised on every rank alike.
+        """
+        grid = grid_for(x, self._grid)
+        try:
+            made = self.expm(t)
+        except REFUSALS as error:
+            refuse(grid, error)
+        return made @ x
+
+    # ---- solves and determinants ------------------------------------------------------------------
+
+    def solve(self, b: Any) -> Any:
+        """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
+
+        Factors that are not symmetric take complex eigenvectors and one step of iterative refinement. Derivatives of every order go by
+        further solves, and bear equal eigenvalues.
+
+        Args:
+            b: this rank's block of ``[n, M]``, or a DTensor.
+
+        Returns:
+            This rank's block of x, or a DTensor.
+
+        Raises:
+            TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
+            ValueError: b does not fit, or a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: S is singular but for rounding, or a factor has too few eigenvectors. Every rank raises each of these.
+        """
+        grid = grid_for(b, self._grid)
+        try:
+            block = right_hand_block(b, grid, self.shape[0], self.dtype)
+            factors, masses = self._built()
+            basis = self._basis(factors, masses)
+        except REFUSALS as error:
+            refuse(grid, error)
+        agree(grid, {"call": "KroneckerSum.solve"} | self._gradients(block))
+        share = _GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
+        system = _System(len(factors), grid, self._reduction)
+        diagonal = combined(basis.values, True, None, share)
+        return as_given(solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share), b)
+
+    def slogdet(self) -> SlogDet:
+        """Sign of the determinant and log of its absolute value, from a part of the eigenvalues on each rank.
+
+        Raises:
+            TypeError: float16 or bfloat16 factors.
+            ValueError: a symmetric mass is not positive definite.
+            torch.linalg.LinAlgError: a factor has too few eigenvectors. Every rank raises each of these.
+        """
+        grid = self._grid
+        try:
+            factors, masses = self._built()
+            basis = self._basis(factors, masses)
+        except REFUSALS as error:
+            refuse(grid, error)
+        agree(grid, {"call": "KroneckerSum.slogdet"} | self._gradients())
+        share = _GridShare(grid.group, grid.device, grid.rank, grid.world_size)
+        with without_autocast(grid.device):
+            return SlogDet(*sum_slogdet(factors, masses, basis, share))
+
+    def logdet(self) -> Any:
+        """Log of the determinant, a 0-dimensional tensor: NaN if it is negative, -inf if it is 0, complex for complex factors.
+
+        It has derivatives of the first and of the second order, where eigenvalues are equal too. Being equal on every rank, it counts once.
+
+        Raises:
+            TypeError: as in `slogdet`.
+            ValueError: as in `slogdet`.
+            torch.linalg.LinAlgError: as in `slogdet`.
+        """
+        return log_of(*self.slogdet())
+
+    def _basis(self, factors: Sequence[Tensor], masses: Sequence[Tensor]) -> Basis:
+        with without_autocast(self.device):
+            return eigenbasis(factors, masses)
+
+    def _gradients(self, block: Tensor | None = None) -> dict[str, Any]:
+        """The arguments that need gradients, which ranks compare."""
+        given = [("b", block), *[("factors", f) for f in self.factors], *[("masses", m) for m in self.masses or ()]]
+        needs = [name if isinstance(t, Tensor) and t.requires_grad else "" for name, t in given]
+        return {"arguments that need gradients": needs if torch.is_grad_enabled() else []}
+
+
+def _sum_matmul(
+    factors: Sequence[Tensor | int], masses: Sequence[Tensor | int], x: Any, left: bool, grid: ProcessGrid, reduction: Reduction
+) -> Any:
+    """``S @ x``, or with left False ``x @ S``: one term after the other, each added to those before."""
+    y = None
+    for term in terms(factors, masses):
+        beta = 0.0 if y is None else 1.0
+        if left:
+            y = kron_matmul_left(term, x, grid=grid, z=y, beta=beta, reduction=reduction)
+        else:
+            y = kron_matmul(x, term, grid=grid, z=y, beta=beta, reduction=reduction)
+    return y
+
+
+class _System(NamedTuple):
+    """A sum on blocks, of parameters factors and masses; as the single-device operator's system."""
+
+    size: int
+    grid: ProcessGrid
+    reduction: Reduction
+
+    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """``(F1 (x) ... (x) FN) x``."""
+        return kron_matmul_left(factors, x, grid=self.grid, reduction=self.reduction)
+
+    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``S x``."""
+        matrices = [p.mH for p in parameters] if adjoint else parameters
+        y: Tensor = _sum_matmul(matrices[: self.size], matrices[self.size :], x, True, self.grid, self.reduction)
+        return y
+
+    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``S^-1 b``."""
+        return invert_by_basis(self, b, parameters, constants, adjoint)
+
+
+@dataclass(frozen=True)
+class _GridShare(Share):
+    """The eigenvalues of one rank of a group: a block of torch.chunk.
+
+    Attributes:
+        group: whose ranks have all of them together.
+        device: of this rank.
+        position: of this rank in the group.
+        parts: how many ranks.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    position: int
+    parts: int
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        offsets = chunk_offsets(size, self.parts)
+        return offsets[self.position], offsets[self.position + 1]
+
+    def replicated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return replicate(tensors, self.group, self.device)
+
+    def total(self, part: Tensor) -> Tensor:
+        return total([part], self.group, self.device)[0]
+
+    def product(self, part: Tensor) -> Tensor:
+        found = part.clone()
+        all_reduce("KroneckerSum: sign of the determinant", found, self.group, dist.ReduceOp.PRODUCT)
+        return found
+
+    def extremes(self, values: Tensor) -> Tensor:
+        size = values.abs()
+        ends = (-size.amin(), size.amax()) if size.numel() else (size.new_full((), -math.inf), size.new_zeros(()))
+        found = torch.stack(ends)
+        all_reduce("KroneckerSum: least and largest eigenvalues", found, self.group, dist.ReduceOp.MAX)
+        return found.abs()

@@ -1,0 +1,198 @@
+"""What operators over a grid of ranks share: the operator of one rank, its conversions, and numbers that are equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastkron_py.distributed.call import grid_factors, shape_texts
+from fastkron_py.distributed.group.agreement import agree
+from fastkron_py.distributed.group.failures import REFUSALS
+from fastkron_py.distributed.group.grid import ProcessGrid, refuse_without_grid
+from fastkron_py.distributed.local import LocalKroneckerProduct, LocalKroneckerSum, is_identity
+from fastkron_py.distributed.replicated import Reduction, check_reduction
+from fastkron_py.runtime.errors import type_error, type_name, value_error
+
+Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum)
+
+
+def checked_arrays(given: Any, name: str = "factors") -> list[Any]:
+    """The factors, or other matrices, as a list of plain tensors and of positive integers for identities.
+
+    Raises:
+        TypeError: not a sequence, or arrays that are no plain torch tensors.
+        ValueError: an empty sequence, or an integer that is not positive.
+    """
+    listed = grid_factors(given, name)
+    for i, f in enumerate(listed):
+        if not isinstance(f, Tensor) and not is_identity(f):
+            raise type_error(f"{name}[{i}]", "a torch tensor", type_name(f))
+        if isinstance(f, DTensor):
+            raise type_error(f"{name}[{i}]", "a plain tensor that is the same on every rank", "a DTensor")
+    return listed
+
+
+class GridOperator(Generic[Local]):
+    """A matrix that is given by small tensors, alike on every rank, and multiplies matrices that are spread over a grid of ranks.
+
+    A subclass makes the operator of one rank (`_agree`), and multiplies.
+    """
+
+    _local: Local
+    _grid: ProcessGrid
+    _reduction: Reduction
+
+    def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
+        """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""
+        if grid is not None and not isinstance(grid, ProcessGrid):
+            refuse_without_grid(type_error("grid", "a ProcessGrid or None", type_name(grid)))
+        self._grid = ProcessGrid() if grid is None else grid
+        description: dict[str, Any] | Exception
+        try:
+            self._local = _on_grid(make(), self._grid)
+            check_reduction(reduction)
+            self._reduction = reduction
+            description = {"call": type(self).__name__, **self._shapes(), "dtype of factors": str(self.dtype), "reduction": reduction}
+        except REFUSALS as error:
+            description = error
+        agree(self._grid, description)
+
+    def _shapes(self) -> dict[str, Any]:
+        """The shapes of the arrays, which ranks compare."""
+        return {"shapes of factors": shape_texts(self.factors)}
+
+    @classmethod
+    def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction) -> Self:
+        """From factors that all ranks have made alike: nothing to agree on."""
+        made = cls.__new__(cls)
+        made._local, made._grid, made._reduction = local, grid, reduction
+        return made
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def local(self) -> Local:
+        """The same operator on whole matrices of this rank alone, with the same factors."""
+        return self._local
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """The ranks."""
+        return self._grid
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction of gradients from blocks over the grid's ranks: "sum" or "mean"."""
+        return self._reduction
+
+    @property
+    def factors(self) -> tuple[Tensor | int, ...]:
+        """The factors, ``[P_i, Q_i]`` each, as they were given; integers for identities."""
+        return self._local.factors
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(prod P_i, prod Q_i)`` of the whole matrix."""
+        return self._local.shape
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The factors' dtype."""
+        dtype: torch.dtype = self._local.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._grid.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether anything that the operator is made of does."""
+        return self._local.requires_grad
+
+    def __repr__(self) -> str:
+        return f"{self._local!r} over {self._grid!r}"
+
+    # ---- the same operator in another form ----------------------------------------------------
+
+    def _like(self, local: Local) -> Self:
+        return self._of(local, self._grid, self._reduction)
+
+    @property
+    def mT(self) -> Self:  # noqa: N802
+        """The transpose; a view."""
+        return self._like(self._local.mT)
+
+    @property
+    def T(self) -> Self:  # noqa: N802
+        """The transpose; a view."""
+        return self.mT
+
+    def conj(self) -> Self:
+        """The complex conjugate; of real factors a view."""
+        return self._like(self._local.conj())
+
+    @property
+    def mH(self) -> Self:  # noqa: N802
+        """The conjugate transpose."""
+        return self.conj().mT
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """With factors of another dtype; ranks keep their devices."""
+        if not isinstance(dtype, torch.dtype):
+            raise type_error("dtype", "a torch dtype", type_name(dtype))
+        return self._like(self._local.to(dtype))
+
+    def float(self) -> Self:
+        """In float32."""
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """In float64."""
+        return self.to(torch.float64)
+
+    def detach(self) -> Self:
+        """Without gradients: factors that share memory with these."""
+        return self._like(self._local.detach())
+
+    def clone(self) -> Self:
+        """With factors in memory of their own."""
+        return self._like(self._local.clone())
+
+    def __mul__(self, scalar: Any) -> Self:
+        return self._like(self._local * scalar)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Any) -> Self:
+        return self._like(self._local / scalar)
+
+    def __neg__(self) -> Self:
+        return self._like(-self._local)
+
+    def trace(self) -> Any:
+        """The sum of the diagonal."""
+        return self._local.trace()
+
+
+def _on_grid(made: Local, grid: ProcessGrid) -> Local:
+    """The operator of one rank, of matrices on the grid's device.
+
+    Raises:
+        ValueError: batch dimensions, or another device.
+    """
+    if made.ndim != 2:
+        raise value_error("factors", "matrices without batch dimensions", f"shape {made.shape}")
+    if made.device != grid.device:
+        raise value_error("factors", f"tensors on the grid's device {grid.device}", made.device)
+    return made

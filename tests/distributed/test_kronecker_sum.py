@@ -1,0 +1,339 @@
+"""The distributed `KroneckerSum` against the dense matrix in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from products import block, counted_bytes, grid_for
+from rank_pool import RankPool
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastkron_py
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid
+from fastkron_py.distributed.replicated import total
+from fastkron_py.kron.operators.algebra import kron_range
+
+SIZES = (4, 5, 3)
+N = math.prod(SIZES)
+# Solves and exponentials of matrices of condition below 100 in float64: some hundred roundings of 1e-16.
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def random(*shape: int, seed: int, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def factors_of(kind: str) -> tuple[list, list]:
+    """Factors and masses: of distinct or double eigenvalues, not symmetric, complex, indefinite, with masses, and with identities."""
+    if kind == "ring":  # second differences on a ring have pairs of equal eigenvalues
+        return [2.1 * torch.eye(p).double() - torch.eye(p).roll(1, 0).double() - torch.eye(p).roll(-1, 0).double() for p in SIZES], []
+    roots = [random(p, p, seed=p) for p in SIZES]
+    symmetric = [r @ r.mT / len(r) + 0.2 * torch.eye(len(r), dtype=torch.float64) for r in roots]
+    if kind == "symmetric":
+        return symmetric, []
+    if kind == "indefinite":
+        return [symmetric[0] - 3.07 * torch.eye(SIZES[0], dtype=torch.float64), *symmetric[1:]], []
+    if kind == "general":
+        return [r / 4 + 2 * torch.eye(len(r), dtype=torch.float64) for r in roots], []
+    if kind == "complex":
+        return [s + 0.3j * (r - r.mT) for s, r in zip(symmetric, roots, strict=True)], []
+    if kind == "complex general":
+        return [torch.complex(r / 4, r.mT / 5) + (2 + 0.5j) * torch.eye(len(r), dtype=torch.float64) for r in roots], []
+    if kind == "identities":
+        return [symmetric[0], SIZES[1], symmetric[2]], []
+    neighbours = [torch.eye(p, dtype=torch.float64).roll(1, 0) for p in SIZES]
+    masses = [1.5 * torch.eye(len(r), dtype=torch.float64) + 0.2 * (r + r.mT) for r in neighbours]
+    return symmetric, [masses[0], SIZES[1], masses[2]]
+
+
+KINDS = ("symmetric", "masses", "general", "complex", "complex general", "indefinite", "identities", "ring")
+
+
+def as_matrix(f) -> torch.Tensor:
+    return torch.eye(f, dtype=torch.float64) if isinstance(f, int) else f
+
+
+def dense(factors, masses=()) -> torch.Tensor:
+    """The sum of the terms, by torch.kron."""
+    own, units = [as_matrix(f) for f in factors], [as_matrix(m) for m in masses or SIZES]
+    terms = [[*units[:i], f, *units[i + 1 :]] for i, f in enumerate(own)]
+    return sum(reduce(torch.kron, [f.to(own[0].dtype) for f in term]) for term in terms)
+
+
+def on(grid, arrays):
+    return [a if isinstance(a, int) else a.to(grid.device) for a in arrays]
+
+
+def operator(shape, kind):
+    """Every method, forwards."""
+    if (grid := grid_for(shape)) is None:
+        return None
+    factors, masses = factors_of(kind)
+    S = KroneckerSum(on(grid, factors), masses=on(grid, masses) or None, grid=grid)
+    s = dense(factors, masses)
+    dtype = s.dtype
+    b, c = random(N, 7, seed=1, dtype=dtype), random(6, N, seed=2, dtype=dtype)
+    own, right = block(b, grid), block(c, grid)
+    shift = fastkron_py.KroneckerProduct([as_matrix(u).to(dtype) for u in masses]).to_dense() if masses else torch.eye(N, dtype=dtype)
+    shards = DTensor.from_local(own, grid.mesh, [Shard(0), Shard(1)], shape=b.shape, stride=b.stride())
+    wanted = {
+        "S @ x": (S @ own, s @ b),
+        "x @ S": (right @ S, c @ s),
+        "S.mH @ x": (S.mH @ own, s.mH @ b),
+        "S @ DTensor": ((S @ shards).to_local(), s @ b),
+        "(2 * -S / 4) @ x": ((2 * -S / 4) @ own, s @ b / -2),
+        "solve": (S.solve(own), torch.linalg.solve(s, b)),
+        "solve, DTensor": (S.solve(shards).to_local(), torch.linalg.solve(s, b)),
+        "solve of a shift": (S.add_diagonal(0.7).solve(own), torch.linalg.solve(s + 0.7 * shift, b)),
+    }
+    if not masses:
+        wanted["expm_multiply"] = S.expm_multiply(own, -0.1), torch.linalg.matrix_exp(-0.1 * s) @ b
+        assert isinstance(S.expm(0.1), KroneckerProduct)
+    for name, (x, y) in wanted.items():
+        expected = block(y, grid)
+        torch.testing.assert_close(x, expected, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        if expected.numel():
+            with pytest.raises(AssertionError):  # the tolerance can fail
+                torch.testing.assert_close(x, expected * (1 + 1e-9), **CLOSE)
+    sign, log = torch.linalg.slogdet(s)
+    found = S.slogdet()
+    torch.testing.assert_close(found.logabsdet.cpu(), log, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.sign.cpu(), sign, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(S.trace().cpu(), s.trace(), rtol=1e-12, atol=0)
+    if not dtype.is_complex:
+        torch.testing.assert_close(S.logdet().cpu(), s.logdet(), rtol=1e-12, atol=0, equal_nan=True)
+    assert (S.shape, S.dtype, S.device, S.ndim, S.grid) == ((N, N), dtype, grid.device, 2, grid)
+    assert (S.masses is None) == (not masses)
+    assert "(+)" in repr(S)
+    return float(sign.real)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_methods(ranks: RankPool, grid_shape: tuple[int, int], kind: str) -> None:
+    found = [sign for sign in ranks.run(operator, grid_shape, kind) if sign is not None]
+    assert len(set(found)) == 1
+    assert kind != "indefinite" or found[0] == -1
+
+
+def gradients(shape, kind, second, reduction):
+    """Of a loss with a solve, a product, a logdet and an exponential; first, or second by way of the first's squared norm.
+
+    With means, ranks' losses and gradients of blocks count by their mean, and a block's gradient is that of all ranks' losses.
+    """
+    if (grid := grid_for(shape)) is None:
+        return None
+    weight = 1 if reduction == "sum" else 1 / grid.world_size
+    b = random(N, 3, seed=1)
+    given, masses = factors_of(kind)
+    place = [i for i, f in enumerate([*given, *masses]) if not isinstance(f, int)]
+
+    def arrays(tensors):
+        """Factors and masses of these tensors and the integers. Masses are symmetric, so that half of each is read: leaves are not."""
+        left_over = iter([0.5 * (t + t.mT) for t in tensors] if masses else tensors)
+        both = [next(left_over) if i in place else f for i, f in enumerate([*given, *masses])]
+        return both[: len(given)], both[len(given) :]
+
+    def derive(losses, leaves, b_local, reduce, scale=1.0):
+        loss, log = losses
+        *first, at_b = torch.autograd.grad(reduce(loss) + log, [*leaves, b_local], create_graph=second)
+        at_b = at_b * scale
+        if not second:
+            return *first, at_b
+        size = sum((g * g).sum() for g in first) + reduce((at_b**2).sum())
+        *again, at_b = torch.autograd.grad(size, [*leaves, b_local])
+        return *again, at_b * scale
+
+    def leaves_on(device):
+        return [f.to(device).requires_grad_() for f in [*given, *masses] if not isinstance(f, int)]
+
+    leaves, b_local = leaves_on(grid.device), block(b, grid).clone().requires_grad_()
+    fs, ms = arrays(leaves)
+    S = KroneckerSum(fs, masses=ms or None, grid=grid, reduction=reduction)
+    loss = (S.solve(b_local) ** 2).sum() + (S @ b_local).sin().sum()
+    loss = loss if ms else loss + (S.expm_multiply(b_local, -0.1) ** 2).sum()
+    mine = derive((loss, S.logdet()), leaves, b_local, lambda v: total([v], grid.group, grid.device, reduction)[0])
+
+    leaves, b_whole = leaves_on("cpu"), b.clone().requires_grad_()
+    fs, ms = arrays(leaves)
+    s = dense(fs, ms)
+    loss = (torch.linalg.solve(s, b_whole) ** 2).sum() + (s @ b_whole).sin().sum()
+    loss = loss if ms else loss + ((torch.linalg.matrix_exp(-0.1 * s) @ b_whole) ** 2).sum()
+    expected = derive((loss, s.logdet()), leaves, b_whole, lambda v: weight * v, 1 / weight)
+    for got, want in zip(mine[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-8, atol=1e-8)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(got.cpu(), want * (1 + 1e-5), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(mine[-1].cpu(), block(expected[-1], grid).cpu(), rtol=1e-8, atol=1e-8)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "second", "reduction"),
+    [("symmetric", True, "sum"), ("ring", True, "mean"), ("masses", False, "sum"), ("general", False, "mean"), ("identities", True, "sum")],
+)
+def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kind: str, second: bool, reduction: str) -> None:
+    assert set(ranks.run(gradients, grid_shape, kind, second, reduction)) <= {True, None}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["symmetric", "masses", "general", "identities", "ring"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_every_gradient(ranks: RankPool, grid_shape: tuple[int, int], kind: str, reduction: str) -> None:
+    assert set(ranks.run(gradients, grid_shape, kind, True, reduction)) <= {True, None}
+
+
+# ---- what ranks hold and send ---------------------------------------------------------------------
+
+
+def test_a_range_of_sums() -> None:
+    vectors = [random(p, seed=i) for i, p in enumerate((3, 5, 2, 4))]
+    whole = fastkron_py.KroneckerSum([v.diag() for v in vectors]).diagonal()
+    for start, stop in [(0, 120), (0, 0), (7, 8), (13, 87), (119, 120), (40, 80)]:
+        torch.testing.assert_close(kron_range(vectors, start, stop, torch.add), whole[start:stop], rtol=1e-14, atol=1e-15)
+    batch = [torch.stack([v, 2 * v]) for v in vectors]
+    torch.testing.assert_close(kron_range(batch, 13, 87, torch.add)[1], 2 * whole[13:87], rtol=1e-14, atol=1e-15)
+
+
+def sent():
+    """Exchanges of a product of three terms, the last two of which act inside this rank's slices."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    n = grid.world_size
+    factors = [torch.eye(2 * n, dtype=torch.float64) + 1, *[torch.ones(3, 3, dtype=torch.float64)] * 2]
+    S, counts = KroneckerSum(on(grid, factors), grid=grid), []
+    x = random(S.shape[0], 4, seed=0)
+    with counted_bytes(counts):
+        y = S @ block(x, grid)
+    torch.testing.assert_close(y, block(fastkron_py.KroneckerSum(factors) @ x, grid), **CLOSE)
+    return len(counts)
+
+
+def test_only_the_first_term_is_exchanged(ranks: RankPool) -> None:
+    assert set(ranks.run(sent)) == {2}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any result of torch's operations."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for t in found if isinstance(found, list | tuple) else [found]:
+            self.elements = max(self.elements, t.numel() if isinstance(t, torch.Tensor) else 0)
+        return found
+
+
+def held():
+    """The most elements that a tensor of a determinant and its first derivative has on a rank, and the number of eigenvalues."""
+    grid = ProcessGrid()
+    factors = [torch.diag(torch.arange(1.0, 41, dtype=torch.float64, device=grid.device)).requires_grad_() for _ in range(3)]
+    S = KroneckerSum(factors, grid=grid)
+    with Largest() as largest:
+        S.logdet().backward()
+    return largest.elements, S.shape[0]
+
+
+def test_no_rank_makes_all_eigenvalues(ranks: RankPool) -> None:
+    for most, n in ranks.run(held):
+        assert n / ranks.world_size <= most <= 1.2 * n / ranks.world_size
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+
+def refused(which, alone):
+    """One rank, or all, with a wrong argument."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    wrong = not alone or dist.get_rank() == 1
+    factors = on(grid, factors_of("symmetric")[0])
+    b = block(torch.ones(N, 2, dtype=torch.float64), grid)
+    given, masses = {
+        "not square": ([factors[0][:-1], *factors[1:]], None),
+        "batch": ([factors[0][None], *factors[1:]], None),
+        "zero": ([0, *factors[1:]], None),
+        "identities": ([4, 5, 3], None),
+        "number of masses": (factors, factors[:2]),
+        "size of a mass": (factors, [factors[1], *factors[1:]]),
+        "zero mass": (factors, [0, *factors[1:]]),
+        "indefinite mass": (factors, [-factors[0], *factors[1:]]),
+        "no tensor": ([1.0, *factors[1:]], None),
+        "singular": ([torch.zeros_like(f) for f in factors], None),
+        "half": ([f.half() for f in factors], None),
+        "expm with masses": (factors, factors),
+    }.get(which, (factors, None))
+    good = None if masses is None else factors
+    S = KroneckerSum(given if wrong else factors, masses=masses if wrong else good, grid=grid)
+    if which == "x":
+        S @ (b[1:] if wrong else b)
+    elif which == "operator":
+        S @ (S if wrong else b)
+    elif which in ("t", "expm with masses"):
+        S.expm_multiply(b, "1" if wrong and which == "t" else 1.0)
+    elif which == "gradients":
+        S.solve(b.requires_grad_(dist.get_rank() == 1))
+    elif which == "determinant":
+        KroneckerSum([f.half() if wrong else f for f in factors], grid=grid).logdet()
+    elif which == "half":
+        S.slogdet()
+    else:
+        b = b[1:] if wrong and which == "rows" else b
+        S.solve(b.float() if wrong and which == "dtype" else b)
+
+
+REFUSALS = {
+    "not square": ("ValueError", "factors[0]: expected a square matrix for a Kronecker sum; got shape (3, 4)"),
+    "batch": ("ValueError", "factors: expected matrices without batch dimensions; got shape (1, 60, 60)"),
+    "zero": ("ValueError", "factors[0]: expected a matrix with rows and columns, or a positive integer n for the identity I_n; got 0"),
+    "identities": ("ValueError", "factors: expected at least one matrix, whose dtype and device the operator has; got identities"),
+    "number of masses": ("ValueError", "masses: expected 3 matrices, one for each factor; got 2"),
+    "size of a mass": ("ValueError", "masses[0]: expected a matrix [4, 4], as factors[0]; got shape (5, 5)"),
+    "zero mass": ("ValueError", "masses[0]: expected a matrix with rows and columns, or a positive integer n for the identity I_n; got 0"),
+    "indefinite mass": ("ValueError", "masses[0]: expected a positive definite matrix; got one that has no Cholesky decomposition"),
+    "no tensor": ("TypeError", "factors[0]: expected a torch tensor; got float"),
+    "rows": ("ValueError", "b: expected a matrix with "),
+    "x": ("ValueError", "x: expected "),
+    "operator": ("TypeError", "x: expected a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product; got"),
+    "dtype": ("TypeError", "b: expected the factors' dtype torch.float64; got torch.float32"),
+    "t": ("TypeError", "t: expected a number or a 0-dimensional floating-point tensor; got str"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSALS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
+    kind, message = REFUSALS[which]
+    for outcome in ranks.outcomes(refused, which, alone):
+        assert outcome.error == kind, outcome.trace
+        assert outcome.message.startswith(message)
+        assert outcome.message.endswith("(on rank 1)") == alone
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "message"),
+    [
+        ("singular", "_LinAlgError", "factors: expected a regular matrix for solve; got eigenvalues of 0 to 0 in absolute value"),
+        (
+            "half",
+            "TypeError",
+            "factors: expected a dtype among float32, float64, complex64, complex128 for eigenvectors; got torch.float16",
+        ),
+        ("expm with masses", "ValueError", "masses: expected none for expm: give factors Mi^-1 Ai, the generator of M u' = S u"),
+    ],
+)
+def test_sums_that_cannot_be_solved(ranks: RankPool, which: str, kind: str, message: str) -> None:
+    for outcome in ranks.outcomes(refused, which, False):
+        assert outcome.error == kind, outcome.trace
+        assert outcome.message.startswith(message)
+
+
+def test_ranks_that_differ(ranks: RankPool) -> None:
+    for outcome in ranks.outcomes(refused, "gradients", True):
+        assert outcome.error == "ValueError", outcome.trace
+        assert outcome.message.startswith("arguments that need gradients: expected the same on every rank; got ")
+    for outcome in ranks.outcomes(refused, "determinant", True):
+        assert outcome.message.startswith("dtype of factors: expected the same on every rank; got ")
