@@ -218,10 +218,10 @@ def plan(
         problem: the product.
         grid: ``(GM, GK)``; None chooses among all that make up world_size.
         world_size: number of ranks; needed without a grid.
-        stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum
-            is the number of factors. Or "rows": ranks take whole rows for the product, and give them back. None chooses. Two stages
-            at least where ranks exchange columns (one would bring all of a row to one rank); without an exchange there is one. Where the
-            first factor is an identity, one stage leaves whole slices of the others where they are.
+        stages: how many factors each stage multiplies between two exchanges, the first stage the last factors; their sum is the number
+            of factors (neighbouring identities are one). Or "rows": ranks take whole rows for the product, and give them back. None
+            chooses. Two stages at least where ranks exchange columns (one would bring all of a row to one rank); without an exchange
+            there is one. Where the first factor is an identity, one stage leaves whole slices of the others where they are.
         chunks: into how many parts a rank's rows are cut; None chooses. As with torch.chunk there are at most as many as rows: by
             "rows" as each rank takes, and one without an exchange.
         memory: bytes that each rank may use; None sets no limit.
