@@ -60,7 +60,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         TypeError: not a sequence, or factors and masses that are no torch tensors or of different dtypes.
         ValueError: no factors, identities only, an integer that is not positive, a factor that is not square, masses of another number or
             other sizes, batch dimensions, another device than the grid's, another reduction, or shapes or dtypes that differ from rank
-            to rank. Raised on every rank alike.
+            to rank. Every rank raises them.
 
     Example:
         >>> grid = ProcessGrid()
@@ -148,8 +148,8 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             This rank's block of the result, or a DTensor.
 
         Raises:
-            TypeError: x of another dtype, t of another type, or float16 or bfloat16 factors. Raised on every rank alike.
-            ValueError: x does not fit, t is not finite, or the sum has mass matrices. Raised on every rank alike.
+            TypeError: x of another dtype, t of another type, or float16 or bfloat16 factors. Every rank raises them.
+            ValueError: x does not fit, t is not finite, or the sum has mass matrices. Every rank raises them.
         """
         grid = grid_for(x, self._grid)
         try:

@@ -37,7 +37,7 @@ def checked_arrays(given: Any, name: str = "factors") -> list[Any]:
 
 
 class GridOperator(Generic[Local]):
-    """A matrix that is given by small tensors, alike on every rank, and multiplies matrices that are spread over a grid of ranks.
+    """A matrix that is given by small tensors, equal on every rank, and multiplies matrices that are spread over a grid of ranks.
 
     A subclass makes the operator of one rank (`_agree`), and multiplies.
     """
@@ -67,7 +67,7 @@ class GridOperator(Generic[Local]):
 
     @classmethod
     def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction) -> Self:
-        """From factors that all ranks have made alike: nothing to agree on."""
+        """From factors that every rank has made equal: nothing to agree on."""
         made = cls.__new__(cls)
         made._local, made._grid, made._reduction = local, grid, reduction
         return made

@@ -39,7 +39,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
     Raises:
         TypeError: not a sequence, or factors that are no torch tensors or of different dtypes.
         ValueError: no factors, identities only, an integer that is not positive, batch dimensions, another device than the grid's, another
-            reduction, or factors whose shapes or dtypes differ from rank to rank. Raised on every rank alike.
+            reduction, or factors whose shapes or dtypes differ from rank to rank. Every rank raises them.
 
     Example:
         >>> grid = ProcessGrid()
@@ -187,7 +187,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         Raises:
             TypeError: an argument of another type.
             ValueError: b or mask do not fit, factors are not square or (with this preconditioner) not symmetric, or
-                ``K + shift * I`` turns out not to be positive definite. Raised on every rank alike.
+                ``K + shift * I`` turns out not to be positive definite. Every rank raises them.
         """
         options = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner}
 

@@ -1,11 +1,11 @@
-"""Tensors that every rank has alike, such as factors: their gradients are sums over ranks, taken in one all-reduce.
+"""Tensors that are equal on every rank, such as factors: their gradients are sums over ranks, taken in one all-reduce.
 
 `replicate` hands them on, and its derivative sums what each rank found; `total` is that sum, and its derivative hands on again.
-So where a loss is the sum of what the ranks compute from their blocks, gradients of replicated tensors come out whole and alike
-on every rank, and functions of these gradients (alike on every rank too) count once in second derivatives.
+So where a loss is the sum of what the ranks compute from their blocks, gradients of replicated tensors come out whole and equal
+on every rank, and functions of these gradients (equal on every rank too) count once in second derivatives.
 
 Where the loss is the mean of what the ranks compute, as wrappers for data parallelism take it, both are means over the ranks. They are
-each other's derivative all the same: what ranks hold in parts counts by its mean then, and what they have alike counts once.
+each other's derivative all the same: tensors that ranks hold in parts count by their mean then, and replicated ones count once.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch
     """The same tensors; their gradients will be summed or averaged over the group, all in one all-reduce.
 
     Args:
-        tensors: alike on every rank, of any shapes.
+        tensors: equal on every rank, of any shapes.
         group: the ranks.
         device: where the all-reduce takes place.
         reduction: "sum" or "mean".

@@ -89,7 +89,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
         ValueError: another backend than these or than the existing group's, a timeout that is not positive,
             or arguments that differ between ranks.
         RuntimeError: NCCL or a GPU is missing, there are more ranks than GPUs on a host, or a rank did not come.
-            These errors are raised on every rank alike.
+            Every rank raises these errors.
 
     Example:
         >>> info = init_process_group("gloo")

@@ -84,7 +84,7 @@ class Transport(TransportModel, Channel):
             size: the most bytes that the exchange of a chunk brings a rank; the same on every rank.
 
         Returns:
-            The channel, or None, on every rank alike, where there can be none: parts are packed then.
+            The channel; on every rank None where there can be none: parts are packed then.
         """
         return self
 

@@ -206,7 +206,7 @@ def matmul_transpose_loop(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
 
 
 def _sequency(spectrum: Array) -> Array:
-    """Order a Walsh-Hadamard spectrum by sign changes along both axes, so that neighbours are alike."""
+    """Order a Walsh-Hadamard spectrum by sign changes along both axes, so that neighbours are similar."""
     for axis in (0, 1):
         bits = spectrum.shape[axis].bit_length() - 1
         gray = [i ^ (i >> 1) for i in range(2**bits)]

@@ -52,7 +52,7 @@ class KATMlp(GRKAN):
         out_features: of the result; in_features unless given.
         act_layer: ignored; the activation of timm's other MLPs.
         norm_layer: None; timm's norm between the two layers is not part of the model.
-        bias: of the linear layers, both alike.
+        bias: of the linear layers: both or neither.
         drop: dropout after each rational function, one probability or two.
         num_groups: of both functions.
         degrees: of both.
@@ -94,7 +94,7 @@ class KATMlp(GRKAN):
     ) -> None:
         biases = _pair("bias", bias, check_flag)
         if biases[0] != biases[1]:
-            raise value_error("bias", "both alike", biases)
+            raise value_error("bias", "the same for both layers", biases)
         if norm_layer is not None:
             raise value_error("norm_layer", "None: this MLP has no norm between its layers", type_name(norm_layer))
         first, second = _pair("drop", drop, check_probability)

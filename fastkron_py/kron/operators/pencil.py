@@ -164,7 +164,7 @@ class Share:
         return 0, size
 
     def replicated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that all ranks have alike; in derivatives `total`."""
+        """Tensors that are equal on all ranks; in derivatives `total`."""
         return list(tensors)
 
     def total(self, part: Tensor) -> Tensor:

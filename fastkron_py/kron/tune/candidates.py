@@ -82,7 +82,7 @@ def _changed(config: Any) -> Iterator[Any]:
 def neighbours(choice: Choice, problem: Problem) -> list[Choice]:
     """Valid choices that differ from this one in one field of one configuration.
 
-    Launches that are alike, steps of the same sizes with the same configuration, change together.
+    Equal launches, with steps of the same sizes and the same configuration, change together.
     """
     planned = choice.as_launches(problem.factors)
     alike = [(tuple((s.p, s.q) for s in launch.steps), c.config) for launch, c in zip(planned, choice.launches, strict=True)]
