@@ -87,7 +87,7 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 def test_bad_arguments_of_the_mlp() -> None:
     with pytest.raises(TypeError, match="recompute: expected one value or a pair of them"):
         KATMlp(16, recompute=(True, True, False))
-    with pytest.raises(ValueError, match="bias: expected both alike"):
+    with pytest.raises(ValueError, match="bias: expected the same for both layers"):
         KATMlp(16, bias=(True, False))
     with pytest.raises(ValueError, match="norm_layer: expected None"):
         KATMlp(16, norm_layer=nn.LayerNorm)
