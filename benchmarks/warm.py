@@ -74,9 +74,9 @@ def compile_all(
         names: of benchmarks.
         processes: at once.
         device: in place of the benchmarks' own, as in `runner.run`.
-        quick: as there.
-        only: as there.
-        draw: as there.
+        quick: as in `runner.run`.
+        only: as in `runner.run`.
+        draw: as in `runner.run`.
 
     Returns:
         How many calls were made.

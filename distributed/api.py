@@ -24,6 +24,7 @@ from fastkron_py.distributed.local import (
     is_identity,
     local_kron_matmul,
     local_kron_matmul_left,
+    matrices,
     merged,
 )
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
@@ -151,14 +152,15 @@ def _call(given: Call, grid: Any) -> Tensor:
     # So does what its launches can do with blocks, on which depends what peers find where.
     agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
     # What needs no exchange begins while the ranks hear of each other.
-    own = _own_factors(call)
+    factors = merged(call.factors)
+    own = _own_factors(call, factors)
     y = None if own is None else _multiply(call, own, None)
     found = agreement.settle()
     m = check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
         chosen = fit(call.plan or _planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found], where.ranks)
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
-        y = _multiply(call, merged(call.factors), chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
+        y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
     if not isinstance(x, DTensor):
         return y
     ps, qs = call.sizes
@@ -175,9 +177,8 @@ def _in_blocks(call: Call) -> InBlocks:
     return in_blocks(*((qs, ps) if call.left else (ps, qs)), call.parts, call.x)
 
 
-def _own_factors(call: Call) -> list[Any] | None:
+def _own_factors(call: Call, factors: list[Any]) -> list[Any] | None:
     """The factors that multiply this rank's block, where no rank needs another's; an identity that comes first is cut as blocks are."""
-    factors = merged(call.factors)
     if call.parts == 1:
         return factors
     if not is_identity(factors[0]) or not (call.plan is None or call.plan.is_local):
@@ -193,11 +194,11 @@ def _own_factors(call: Call) -> list[Any] | None:
 def _multiply(call: Call, factors: list[Any], chosen: Plan | None, blocks: InBlocks = IN_WHOLE) -> Tensor:
     """This rank's block of the result of some factors; without a plan one rank has all that it takes."""
     grid, alpha, beta = call.grid, call.alpha, call.beta
-    matrices = [f for f in factors if isinstance(f, Tensor)]
-    shared = [*matrices, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
+    tensors = matrices(factors)
+    shared = [*tensors, *[s for s in (alpha, beta) if isinstance(s, Tensor)]]
     if torch.is_grad_enabled() and any([s.requires_grad for s in shared]):
         shared = replicate(shared, grid.group, grid.device, call.reduction)
-    factors, scalars = filled(factors, shared), iter(shared[len(matrices) :])
+    factors, scalars = filled(factors, shared), iter(shared[len(tensors) :])
     alpha, beta = (next(scalars) if isinstance(s, Tensor) else s for s in (alpha, beta))
     x, z = call.x, call.z
     if chosen is None:

@@ -7,7 +7,7 @@ from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.checks import check_tensors, factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.identity import filled, merged
 from fastkron_py.kron.into import in_blocks, multiply_into
-from fastkron_py.kron.operators.algebra import SlogDet, built, check_square, kron_range, log_of, per_factor
+from fastkron_py.kron.operators.algebra import SlogDet, built, check_square, kron_range, log_of, matrices, per_factor
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import Basis, Share, are_hermitian, combined, eigenbasis
@@ -40,6 +40,7 @@ __all__ = [
     "local_kron_matmul",
     "local_kron_matmul_left",
     "log_of",
+    "matrices",
     "merged",
     "multiply_into",
     "per_factor",

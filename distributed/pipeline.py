@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.group.failures import rank_text
-from fastkron_py.distributed.local import local_kron_matmul
+from fastkron_py.distributed.local import local_kron_matmul, matrices
 from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan, plan
@@ -134,7 +134,7 @@ class Pipeline:
         """By whole rows, which the transport takes over; chunks that it leaves are exchanged as others are."""
         ready = torch.cuda.current_stream(out.device).record_event() if out.is_cuda else None
         done: list[torch.cuda.Event] = []
-        matrices = [f for f in self.factors if isinstance(f, Tensor)]  # all of them, by `_is_taken_over`
+        own = matrices(self.factors)  # all of them, by `_is_taken_over`
 
         def work(x: Tensor, chunk: str, part: Tensor) -> Work:
             rows = channel.rows(self.row_group, Rows(x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk))
@@ -144,7 +144,7 @@ class Pipeline:
             # The first arrival need not wait for multiplies queued after x was ready.
             rows.send(x.contiguous(), ready if x.is_contiguous() else None)
             yield
-            rows.multiply(matrices, self.alpha, self.precision, part)
+            rows.multiply(own, self.alpha, self.precision, part)
             done.append(rows.done)
 
         _wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])

@@ -12,7 +12,7 @@ from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.group.agreement import refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, kron_range
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, kron_range, matrices
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
 from fastkron_py.distributed.plan.layout import even_offsets
 from fastkron_py.distributed.replicated import Reduction, replicate, total
@@ -114,10 +114,9 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         grid = self._grid
 
         def eigenvalues() -> tuple[list[Tensor | int], Tensor]:
-            matrices = [f for f in self.factors if isinstance(f, Tensor)]
-            shared = [*matrices, torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
-            *matrices, spread = replicate(shared, grid.group, grid.device)
-            return [values for values, _ in symmetric_eigh(filled(self.factors, matrices))], spread
+            shared = [*matrices(self.factors), torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
+            *own, spread = replicate(shared, grid.group, grid.device)
+            return [values for values, _ in symmetric_eigh(filled(self.factors, own))], spread
 
         _, (parts, spread) = agree_on_solve(self._local, grid, None, eigenvalues, shift=shift, call="logdet")
         offsets = even_offsets(self.shape[0], grid.world_size)

@@ -30,6 +30,7 @@ from fastkron_py.distributed.local import (
     filled,
     is_identity,
     kron_range,
+    matrices,
     per_factor,
     shape_of,
 )
@@ -89,7 +90,7 @@ class System:
     @property
     def matrices(self) -> list[Tensor]:
         """The factors that are no identities."""
-        return [f for f in self.factors if isinstance(f, Tensor)]
+        return matrices(self.factors)
 
     def apply(self, x: Tensor, matrices: Sequence[Tensor], shift: Tensor | float) -> Tensor:
         """``A x``, of other matrices in place of the factors that are no identities."""
@@ -176,11 +177,11 @@ def symmetric_eigh(factors: Sequence[Tensor | int]) -> list[tuple[Any, Any]]:
         ValueError: a factor is not square or not symmetric.
     """
     check_square(factors, "a solve with K + shift I")
-    matrices = {i: f for i, f in enumerate(factors) if isinstance(f, Tensor)}
-    for i, symmetric in zip(matrices, are_hermitian(list(matrices.values())), strict=True):
+    found = {i: f for i, f in enumerate(factors) if isinstance(f, Tensor)}
+    for i, symmetric in zip(found, are_hermitian(list(found.values())), strict=True):
         if not symmetric:
             raise value_error(f"factors[{i}]", "a symmetric matrix", "one that differs from its transpose")
-    return [(found, found) if is_identity(found) else found for found in per_factor(factors, "eigh", torch.linalg.eigh)]
+    return [(basis, basis) if is_identity(basis) else basis for basis in per_factor(factors, "eigh", torch.linalg.eigh)]
 
 
 class _Solve(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,11 +33,15 @@ class Epilogue(NamedTuple):
 PLAIN: Final = Epilogue()
 
 
-def has_onednn(x: Tensor) -> bool:
-    """Whether products of tensors like x, half types in float32, may be oneDNN's."""
+def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     enabled: Any = torch.backends.mkldnn.enabled
     takes = enabled and x.device.type == "cpu" and x.dtype in (torch.float32, *HALF_DTYPES)
-    return takes and torch_internals.onednn_product() is not None
+    return torch_internals.onednn_product() if takes else None
+
+
+def has_onednn(x: Tensor) -> bool:
+    """Whether products of tensors like x, half types in float32, may be oneDNN's."""
+    return _onednn_product(x) is not None
 
 
 def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
@@ -47,13 +52,14 @@ def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
         b: the factor; or the operand.
         is_last: whether b is the factor.
     """
-    if a.dtype != torch.float32 or not has_onednn(a) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+    multiply = _onednn_product(a) if a.dtype == torch.float32 else None
+    if multiply is None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return None
     (i, j), k = a.shape, b.shape[1]
-    is_dense = all([t.is_contiguous() or t.mT.is_contiguous() for t in (a, b)])  # others take oneDNN's reference loops
-    if not is_dense or not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
+    if not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
         return None
-    return torch_internals.onednn_product()(a, b)  # type: ignore[misc]
+    is_dense = all([t.is_contiguous() or t.mT.is_contiguous() for t in (a, b)])  # others take oneDNN's reference loops
+    return multiply(a, b) if is_dense else None
 
 
 def matrix_product(a: Tensor, b: Tensor, is_last: bool) -> Tensor:

@@ -98,7 +98,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
     problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(x))
     in_half = torch_small.takes_bfloat16(problem, x)
     is_mixed = any([f.dtype != x.dtype for f in factors])
-    problem = problem._replace(itemsize=2, onednn=False) if in_half else problem
+    problem = problem._replace(itemsize=2) if in_half else problem
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
     if not (is_one_product or torch_small.is_small(problem)):
         return None

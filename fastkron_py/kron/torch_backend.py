@@ -46,7 +46,7 @@ def _plan_for(x: Tensor, factors: Sequence[Tensor], backward: bool = False) -> t
     """The plan, and the dtype of its products: x's, or float32 for half types, but where the CPU is faster in bfloat16."""
     problem = _problem(x, factors, backward)
     if takes_bfloat16(problem, x):
-        return plan(problem._replace(itemsize=2, onednn=False)), x.dtype
+        return plan(problem._replace(itemsize=2)), x.dtype
     return plan(problem), torch.float32 if x.dtype in HALF_DTYPES else x.dtype
 
 

@@ -82,11 +82,17 @@ def multiply_step(source: Tensor, matrix: Tensor, step: Step, out: Tensor, epilo
         _outer_product(source.reshape(groups * count, 1, tail), matrix.mT, out.view(groups * count, q, tail), epilogue)
     else:
         a = ready(source.reshape(groups * count, p, tail), matrix.dtype)
-        found = by_onednn(matrix[0].mT, a[0], False) if groups * count == 1 and epilogue.is_plain else None
-        if found is not None:
-            return found.view(out.shape)
         left = matrix.mT.expand(groups * count, q, p) if shared else matrix.mT.repeat_interleave(count, 0)
-        product(left, a, out.view(groups * count, q, tail), epilogue)
+        return _first_product(left, a, out.view(groups * count, q, tail), epilogue).view(out.shape)
+    return out
+
+
+def _first_product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> Tensor:
+    """``[A, I, J] @ [A, J, K]`` with the factor first; in out, or in new memory."""
+    found = by_onednn(a[0], b[0], False) if a.shape[0] == 1 and epilogue.is_plain else None
+    if found is not None:
+        return found[None]
+    product(a, b, out, epilogue)
     return out
 
 
@@ -111,10 +117,8 @@ def _copying_product(source: Tensor, matrix: Tensor, moved: bool, out: Tensor, e
     q = matrix.shape[2]
     if moved:
         a = ready(source.to(matrix.dtype).transpose(1, 2).reshape(groups, p, count * tail), matrix.dtype)
-        found = by_onednn(matrix[0].mT, a[0], False) if groups == 1 and epilogue.alpha == 1 else None
-        columns = a.new_empty(groups, q, count * tail) if found is None else found
-        if found is None:
-            product(matrix.mT.expand(groups, q, p), a, columns, Epilogue(epilogue.alpha))
+        columns = a.new_empty(groups, q, count * tail)
+        columns = _first_product(matrix.mT.expand(groups, q, p), a, columns, Epilogue(epilogue.alpha))
         out.copy_(columns.view(groups, q, count, tail).transpose(1, 2))
     else:
         a = source.mT.to(matrix.dtype).reshape(groups, count * tail, p)

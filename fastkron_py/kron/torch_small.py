@@ -47,7 +47,7 @@ def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
         return False
     k, n = (math.prod([s[i] for s in problem.shapes]) for i in (0, 1))
     elements = problem.groups * problem.rows * problem.columns * (2 * k + n if problem.backward else k + n)
-    return plan(problem._replace(itemsize=2, onednn=False)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
+    return plan(problem._replace(itemsize=2)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
 
 
 def multiply_small(

@@ -44,6 +44,15 @@ class Outcome:
     stage: str | None = None  # of a CollectiveError
 
 
+def assert_refused(outcomes: Sequence[Outcome], kind: str, message: str, alone: bool | None = None) -> None:
+    """Every rank raised an error of this type, with a message that begins so; and, alone, one that ends with the rank that erred."""
+    for outcome in outcomes:
+        assert outcome.error == kind, outcome.trace
+        assert outcome.message.startswith(message)
+        if alone is not None:
+            assert outcome.message.endswith("(on rank 1)") == alone
+
+
 class RankPool:
     """``world_size`` ranks of one process group.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import block, counted_bytes, grid_for
-from rank_pool import RankPool
+from rank_pool import RankPool, assert_refused
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,7 +200,7 @@ def test_a_range_of_sums() -> None:
 
 
 def sent():
-    """Exchanges of a product of three terms, the last two of which act inside this rank's slices."""
+    """Exchanges of a product of three terms; the last two act inside this rank's slices."""
     grid = ProcessGrid((dist.get_world_size(), 1))
     n = grid.world_size
     factors = [torch.eye(2 * n, dtype=torch.float64) + 1, *[torch.ones(3, 3, dtype=torch.float64)] * 2]
@@ -307,10 +307,7 @@ REFUSALS = {
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
     kind, message = REFUSALS[which]
-    for outcome in ranks.outcomes(refused, which, alone):
-        assert outcome.error == kind, outcome.trace
-        assert outcome.message.startswith(message)
-        assert outcome.message.endswith("(on rank 1)") == alone
+    assert_refused(ranks.outcomes(refused, which, alone), kind, message, alone)
 
 
 @pytest.mark.parametrize(
@@ -326,14 +323,11 @@ def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
     ],
 )
 def test_sums_that_cannot_be_solved(ranks: RankPool, which: str, kind: str, message: str) -> None:
-    for outcome in ranks.outcomes(refused, which, False):
-        assert outcome.error == kind, outcome.trace
-        assert outcome.message.startswith(message)
+    assert_refused(ranks.outcomes(refused, which, False), kind, message)
 
 
 def test_ranks_that_differ(ranks: RankPool) -> None:
-    for outcome in ranks.outcomes(refused, "gradients", True):
-        assert outcome.error == "ValueError", outcome.trace
-        assert outcome.message.startswith("arguments that need gradients: expected the same on every rank; got ")
+    gradients = "arguments that need gradients: expected the same on every rank; got "
+    assert_refused(ranks.outcomes(refused, "gradients", True), "ValueError", gradients)
     for outcome in ranks.outcomes(refused, "determinant", True):
         assert outcome.message.startswith("dtype of factors: expected the same on every rank; got ")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import RankPool, assert_refused
 from torch.distributed.tensor import DTensor, Shard
 
 import fastkron_py
@@ -276,10 +276,7 @@ REFUSALS = {
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
     kind, message = REFUSALS[which]
-    for outcome in ranks.outcomes(refused, which, alone):
-        assert outcome.error == kind
-        assert outcome.message.startswith(message)
-        assert outcome.message.endswith("(on rank 1)") == alone
+    assert_refused(ranks.outcomes(refused, which, alone), kind, message, alone)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +287,4 @@ def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
     ],
 )
 def test_matrices_that_cannot_be_solved(ranks: RankPool, which: str, message: str) -> None:
-    for outcome in ranks.outcomes(refused, which, False):
-        assert outcome.error == "ValueError"
-        assert outcome.message.startswith(message)
+    assert_refused(ranks.outcomes(refused, which, False), "ValueError", message)

@@ -100,7 +100,7 @@ class Rates:
 
     def __init__(self, itemsize: int, onednn: bool = False) -> None:
         scale = itemsize / 4
-        self.onednn = onednn
+        self.onednn = onednn and itemsize == 4
         self.scale = scale
         self.call = CALL if itemsize > 2 else HALF_CALL
         self.multiply_add = MULTIPLY_ADD * scale if itemsize > 2 else HALF_MULTIPLY_ADD
@@ -148,13 +148,13 @@ def _work(mode: Mode, length: int, rates: Rates) -> float:
 def _first(mode: Mode, rates: Rates) -> float:
     """``[Q, P] @ [P, n]`` for all matrices as one."""
     seconds = _blas_first(mode, rates)
-    return min(seconds, _onednn(mode, False)) if rates.onednn else seconds
+    return min(seconds, _onednn(mode, False, rates)) if rates.onednn else seconds
 
 
 def _last(mode: Mode, rates: Rates) -> float:
     """``[n, P] @ [P, Q]`` for all matrices as one."""
     seconds = _blas_last(mode, rates)
-    return min(seconds, _onednn(mode, True)) if rates.onednn else seconds
+    return min(seconds, _onednn(mode, True, rates)) if rates.onednn else seconds
 
 
 def _blas_first(mode: Mode, rates: Rates) -> float:
@@ -173,11 +173,11 @@ def _blas_last(mode: Mode, rates: Rates) -> float:
     return seconds + (VECTOR_ROW * n if mode.q == 1 else 0.0)
 
 
-def _onednn(mode: Mode, is_last: bool) -> float:
+def _onednn(mode: Mode, is_last: bool, rates: Rates) -> float:
     """The same by oneDNN, whose result is in new memory."""
     if mode.p > ONEDNN_TERMS:
         return math.inf
-    seconds = ONEDNN_CALL + ONEDNN_MULTIPLY_ADD * mode.work + FRESH * max(0, mode.written - FRESH_ELEMENTS)
+    seconds = ONEDNN_CALL + ONEDNN_MULTIPLY_ADD * mode.work + _fresh(mode.written, rates)
     seconds += ONEDNN_ELEMENT * (mode.read + mode.written + mode.p * mode.q)
     return seconds if is_last else seconds + ONEDNN_MATRIX * mode.p * mode.q
 
@@ -186,7 +186,7 @@ def _onednn(mode: Mode, is_last: bool) -> float:
 def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
     """Whether oneDNN multiplies float32 ``[n, P] @ [P, Q]``, or ``[Q, P] @ [P, n]``, in less time than BLAS."""
     mode, rates = Mode(1, p, q, n), Rates(4)
-    return mode.work > 0 and _onednn(mode, is_last) < (_blas_last if is_last else _blas_first)(mode, rates)
+    return mode.work > 0 and _onednn(mode, is_last, rates) < (_blas_last if is_last else _blas_first)(mode, rates)
 
 
 def _batch(mode: Mode, rates: Rates) -> float:
@@ -222,7 +222,8 @@ def gradient_ways(mode: Mode, rates: Rates) -> dict[str, float]:
     count, p, q, tail = mode
     one = rates.call + _work(mode, max(p, q), rates) + rates.element * (mode.read + mode.written)
     if rates.onednn:
-        one = min(one, _onednn(Mode(1, min(count * tail, ONEDNN_TERMS), q, p), tail > 1) * max(1, count * tail // ONEDNN_TERMS))
+        block = Mode(1, min(count * tail, ONEDNN_TERMS), q, p)
+        one = min(one, _onednn(block, tail > 1, rates) * max(1, count * tail // ONEDNN_TERMS))
     if tail == 1:
         is_narrow = max(p, q) < VECTOR and rates.scale >= 1
         return {IN_PLACE: rates.call + NARROW_SUM * count * min(p, q) if is_narrow else one}

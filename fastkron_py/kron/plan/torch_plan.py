@@ -76,7 +76,7 @@ class Problem(NamedTuple):
         groups: sets of factors.
         itemsize: bytes of an element of an intermediate.
         backward: whether gradients of x and of all factors are computed, else the product.
-        onednn: whether products may be oneDNN's.
+        onednn: whether products of float32 may be oneDNN's.
     """
 
     shapes: Shapes
