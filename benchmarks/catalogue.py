@@ -15,6 +15,7 @@ import benchmarks.kron.identity
 import benchmarks.kron.products
 import benchmarks.kron.quantize
 import benchmarks.kron.quantum
+import benchmarks.kron.solve
 import benchmarks.rational.activations
 import benchmarks.rational.kat
 import benchmarks.rational.layers  # noqa: F401

@@ -14,7 +14,11 @@ import fastkron_py
 from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Case, Contender, register
 
-SIZES = ((64, "64", 64), (128, "128", 128), (1024, "16", 16), (4096, "64"), ("64", 64, "64"), ("16", 256, "16"))
+# The last four: each dimension of one tensor with four.
+SIZES: tuple[tuple[int | str, ...], ...] = (
+    *((64, "64", 64), (128, "128", 128), (1024, "16", 16), (4096, "64"), ("64", 64, "64"), ("16", 256, "16")),
+    *(("64", 64, 128, 128), (64, "64", 128, 128), (64, 64, "128", 128), (64, 64, 128, "128")),
+)
 ELEMENTS = 2**26  # of x
 CHECKED_ROWS = 2
 
