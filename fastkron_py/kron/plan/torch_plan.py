@@ -137,8 +137,6 @@ def differentiable_plan(problem: Problem) -> Plan:
 
 def records(problem: Problem) -> bool:
     """Whether `differentiable_plan` takes less time than `plan`, by the model; a backward pass is counted with the product before it."""
-    if problem.backward:
-        problem = problem._replace(onednn=False)  # chosen between products of one kind
     by_autograd = differentiable_plan(problem)
     general = plan(problem)
     seconds = general.seconds + costs.chunked(len(general.steps), problem.backward)
