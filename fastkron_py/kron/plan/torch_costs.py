@@ -51,10 +51,10 @@ CONVERT: Final = 0.15  # an element converted between half types and float32
 CONVERT_CALL: Final = 1000.0
 
 # The torch backend's own calls: in chunks, and in autograd's records.
-CHUNKED: Final = 60e3  # a product in chunks
-CHUNKED_STEP: Final = 20e3  # each step of it
+CHUNKED: Final = 80e3  # a product in chunks
+CHUNKED_STEP: Final = 30e3  # each step of it
 CHUNKED_BACKWARD: Final = 120e3  # a product and its backward pass in chunks
-CHUNKED_STEP_BACKWARD: Final = 80e3
+CHUNKED_STEP_BACKWARD: Final = 60e3
 DIFFERENTIABLE_STEP: Final = 4e3  # each step of a product whose operations autograd records, and of its backward pass
 
 # Half types that the CPU multiplies: products in oneDNN.
