@@ -94,9 +94,25 @@ def test_an_overview_of_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "kron.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
     rows = overview.gathered(tmp_path)
     assert [(row.label, row.ratios) for row in rows] == [("forward, GPyTorch", [2.0])]
-    overview.draw([*rows, overview.Row("others", "more", [0.5, 8.0])], tmp_path / "overview.png")
+    overview.draw([*rows, overview.Row("others", "H100", "more", [0.5, 8.0])], tmp_path / "overview.png")
     assert (tmp_path / "overview.png").stat().st_size > 10_000
     assert ratios.geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
+
+
+def test_the_overview_tells_gpus_apart(tmp_path: Path) -> None:
+    """A group whose records are of two GPUs becomes two."""
+    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
+    devices = {"kron": "NVIDIA H200", "kron_backward": "NVIDIA H100 80GB HBM3", "kron_float64": "NVIDIA H200"}
+    for name, device in devices.items():
+        known = found((1.0, 2.0, None))
+        known["environment"]["device"] = device
+        (tmp_path / f"{name}.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
+    rows = overview.gathered(tmp_path)
+    assert [(row.gpu, row.label) for row in rows] == [
+        ("H200", "forward, GPyTorch"),
+        ("H200", "float64, GPyTorch"),
+        ("H100", "forward and backward, GPyTorch"),
+    ]
 
 
 def test_every_row_of_the_overview_names_a_contender() -> None:
