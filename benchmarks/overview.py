@@ -1,7 +1,7 @@
 """One picture of what has been measured on a GPU: ``python -m benchmarks.overview [PICTURE] [--results DIR]``.
 
 A dot is a case of a benchmark: how many times as long another library takes for it, both timed in the same run. Lines are
-geometric means.
+geometric means. A group names the GPU of its records.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ ROWS: dict[str, dict[tuple[str, str], str]] = {
         ("kron_backward", "GPyTorch"): "forward and backward, GPyTorch",
         ("kron_float64", "GPyTorch"): "float64, GPyTorch",
         ("kron_half", "matmul + transpose"): "half types, torch's loop",
+        ("hadamard", "dense product"): "Hadamard transform, dense product",
+        ("quantum", "permute + mm"): "quantum gates, permute and torch.mm",
+    },
+    "LoKr adapters": {
+        ("lokr", "PEFT's formula"): "forward, PEFT's formula",
+        ("lokr_backward", "PEFT's formula"): "forward and backward, PEFT's formula",
     },
     "Gaussian processes": {
         ("gp_ski", "GPyTorch"): "KISS-GP, a training step, GPyTorch",
@@ -58,11 +64,18 @@ def speed_ups(found: dict[str, Any], contender: str) -> list[float]:
 
 
 class Row(NamedTuple):
-    """A line of the picture."""
+    """A line of the picture. Rows of one group and one GPU stand together."""
 
     group: str
+    gpu: str
     label: str
     ratios: list[float]
+
+
+def _gpu(found: dict[str, Any]) -> str:
+    """The kind of GPU of a record: "H100" of "NVIDIA H100 80GB HBM3"."""
+    name: str = found["environment"]["device"]
+    return name.removeprefix("NVIDIA ").split()[0]
 
 
 def gathered(results: Path) -> list[Row]:
@@ -71,10 +84,12 @@ def gathered(results: Path) -> list[Row]:
     for group, of_group in ROWS.items():
         for (name, contender), label in of_group.items():
             path = results / f"{name}.json"
-            ratios = speed_ups(json.loads(path.read_text()), contender) if path.exists() else []
-            if ratios:
-                rows.append(Row(group, label, ratios))
-    return rows
+            found = json.loads(path.read_text()) if path.exists() else None
+            ratios = speed_ups(found, contender) if found else []
+            if found and ratios:
+                rows.append(Row(group, _gpu(found), label, ratios))
+    order = list(dict.fromkeys(row[:2] for row in rows))
+    return sorted(rows, key=lambda row: order.index(row[:2]))
 
 
 def _row(axes: Any, row: Row, place: float, colour: str) -> None:
@@ -86,23 +101,23 @@ def _row(axes: Any, row: Row, place: float, colour: str) -> None:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Dots and their geometric means, group by group, on a logarithmic axis."""
-    groups = {group: COLOURS[i % len(COLOURS)] for i, group in enumerate(dict.fromkeys(row.group for row in rows))}
-    places = [i + 0.4 * list(groups).index(row.group) for i, row in enumerate(rows)]
+    groups = {group: COLOURS[i % len(COLOURS)] for i, group in enumerate(dict.fromkeys(row[:2] for row in rows))}
+    places = [i + 0.4 * list(groups).index(row[:2]) for i, row in enumerate(rows)]
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(8.0, 0.6 + 0.3 * len(rows) + 0.12 * len(groups)), layout="constrained")
         for row, place in zip(rows, places, strict=True):
-            _row(axes, row, place, groups[row.group])
+            _row(axes, row, place, groups[row[:2]])
         for group, colour in groups.items():
-            of_group = [place for row, place in zip(rows, places, strict=True) if row.group == group]
+            of_group = [place for row, place in zip(rows, places, strict=True) if row[:2] == group]
             where = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-            axes.text(1.0, sum(of_group) / len(of_group), group, color=colour, fontsize=9, **where)
+            axes.text(1.0, sum(of_group) / len(of_group), ", ".join(group), color=colour, fontsize=9, **where)
         axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_xlim(right=axes.get_xlim()[1] * 1.6)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_yticks(places, [f"{row.label} ({len(row.ratios)})" for row in rows], fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlabel("times as long as fastkron_py takes on one H100; in brackets how many cases")
+        axes.set_xlabel("times as long as fastkron_py takes; in brackets the number of cases")
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=130, transparent=True)
         pyplot.close(figure)

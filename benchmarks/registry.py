@@ -46,8 +46,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A figure that another run took, on another machine of the same kind: shown beside, never mixed with, measured ones."""
+    """A figure that another run took: shown beside, never mixed with, figures measured on the same kind of GPU.
 
+    Attributes:
+        contender: the name of the implementation that was measured.
+        gpu: the kind of GPU, as one word of its device name: "H100".
+        seconds: the time of a call.
+        peak_of_x: peak memory in multiples of x.
+    """
+
+    contender: str
+    gpu: str
     seconds: float
     peak_of_x: float | None = None
 
@@ -65,7 +74,7 @@ class Case:
         flops: floating-point operations, one factor after the other.
         items: how many images or the like a call takes in; 0 where that means nothing.
         quick: whether ``--quick`` keeps it.
-        recorded: figures of other runs, by the name of what they measured.
+        recorded: figures of other runs, on one kind of GPU or several.
     """
 
     label: str
@@ -76,7 +85,11 @@ class Case:
     flops: int = 0
     items: int = 0
     quick: bool = False
-    recorded: Mapping[str, Recorded] = field(default_factory=dict)
+    recorded: Sequence[Recorded] = ()
+
+    def recorded_on(self, device_name: str) -> list[Recorded]:
+        """Return the recorded figures of a GPU, such as "NVIDIA H100 80GB HBM3"; none of a CPU."""
+        return [figure for figure in self.recorded if figure.gpu in device_name.split()]
 
 
 class Draw(NamedTuple):

@@ -263,9 +263,13 @@ def _run_apart(benchmark: Benchmark, case: Case, device: torch.device) -> list[R
     return results
 
 
-def _described(case: Case, results: list[Result], details: dict[str, Any], bandwidth: float | None, device: torch.device) -> dict[str, Any]:
-    """A case as the JSON file holds it. Figures of GPUs are shown beside those of GPUs only."""
-    recorded = case.recorded if device.type == "cuda" else {}
+def recorded_figures(case: Case, device_name: str) -> dict[str, Any]:
+    """A case's recorded figures as the JSON file holds them: those of the GPU that the benchmark runs on, and no others."""
+    return {r.contender: {"seconds": r.seconds, "peak_of_x": r.peak_of_x} for r in case.recorded_on(device_name)}
+
+
+def _described(case: Case, results: list[Result], details: dict[str, Any], bandwidth: float | None, device_name: str) -> dict[str, Any]:
+    """A case as the JSON file holds it."""
     return {
         "label": case.label,
         "parameters": case.parameters,
@@ -273,7 +277,7 @@ def _described(case: Case, results: list[Result], details: dict[str, Any], bandw
         "floor_bytes": case.floor_bytes,
         "flops": case.flops,
         "items": case.items,
-        "recorded": {name: dataclasses.asdict(figure) for name, figure in recorded.items()},
+        "recorded": recorded_figures(case, device_name),
         "results": [dataclasses.asdict(r) for r in results],
         **({"details": details} if details else {}),
     }
@@ -356,7 +360,7 @@ def run(
 
         for case in chosen:
             if time.monotonic() <= budget.deadline:
-                cases.append(_described(case, *run_case(case), bandwidth, target))
+                cases.append(_described(case, *run_case(case), bandwidth, environment["device"]))
                 report.save(summary(), out)  # a run that is stopped loses one case
                 console.print(report.line(cases[-1]), highlight=False)
                 free(target)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import float32_precision
-from benchmarks.registry import Case, Recorded
+from benchmarks.registry import Case
 from fastkron_py.kan.layer_config import LayerConfig, describe, layer_config
 
 CHECKED_ROWS = 512  # of y and dx, spread over all
@@ -115,7 +115,6 @@ def case(
     gradients: bool = False,
     quick: bool = False,
     basis: str = "chebyshev",
-    recorded: Mapping[str, Recorded] | None = None,
 ) -> Case:
     """A row (M, in, out, degree); kind: "float32", "tf32" or "bfloat16"."""
     m, i, o, degree = row
@@ -140,5 +139,4 @@ def case(
         floor_bytes=moved * getattr(torch, dtype).itemsize,
         flops=2 * products * m * i * o * degree,
         quick=quick,
-        recorded=recorded or {},
     )

@@ -1,7 +1,8 @@
 """Rows of the Kron-Matmul benchmarks, with the figures of FastKron that another run took.
 
-pyfastkron 1.1.0 refuses GPUs beyond compute capability 8.x. These are its sm_80 kernels with that gate lifted, on an H100 80GB
-with torch 2.11 (medians, in microseconds; tuned where it was tuned and that was faster). They are shown in a column of their own.
+pyfastkron 1.1.0 refuses GPUs beyond compute capability 8.x. These are its sm_80 kernels with that gate lifted, with torch 2.11:
+medians, in microseconds. On an H100 80GB, FastKron was tuned where that was faster. On an H200 it was not tuned. Unless a table's
+name says H200, its figures are of the H100. A run shows those of its own GPU only, in a column of their own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from benchmarks.registry import Recorded
 
 FASTKRON = "FastKron (recorded)"
 FASTKRON_NOTE = (
-    "FastKron (recorded): its sm_80 kernels with their gate lifted, on an H100 80GB, tuned where that was faster; taken in "
-    "another run, so it enters no measured ratio."
+    "FastKron (recorded): its sm_80 kernels with their gate lifted, on the GPU of this run (H100 80GB, tuned where that was "
+    "faster; H200, not tuned). Taken in another run, so it enters no measured ratio."
 )
 
 # (M, P, N): microseconds of FastKron's right form and of its left form; None where it was not taken.
@@ -53,6 +54,26 @@ SQUARE: dict[tuple[int, int, int], tuple[float | None, float | None]] = {
     (1, 8, 4): (70, None),
     (1, 32, 4): (113, None),
 }
+
+# Of the right form on an H200.
+SQUARE_H200: dict[tuple[int, int, int], float] = {
+    (1024, 8, 5): 285,
+    (1024, 8, 6): 2389,
+    (1024, 16, 4): 514,
+    (1024, 16, 5): 10912,
+    (1024, 32, 3): 400,
+    (1024, 32, 4): 15980,
+    (1024, 64, 2): 46,
+    (1024, 64, 3): 3458,
+    (1024, 128, 2): 288,
+    (320, 128, 3): 16569,
+    (256, 8, 7): 5762,
+    (16, 8, 8): 3186,
+    (16, 16, 6): 2980,
+    (16, 32, 5): 9955,
+    (1, 64, 4): 306,
+}
+
 SMALL = ((156, 8, 3), (20, 8, 3), (20, 2, 7), (20, 2, 9), (20, 2, 10), (1, 2, 11), (10, 64, 2), (1, 8, 4), (1, 32, 4))
 
 # (M, P_i, Q_i): microseconds.
@@ -100,6 +121,7 @@ BACKWARD: dict[tuple[int, int, int], tuple[float, float]] = {
 }
 
 
-def recorded(microseconds: float | None, peak_of_x: float | None = None) -> dict[str, Recorded]:
-    """FastKron's figure for a case, if there is one."""
-    return {} if microseconds is None else {FASTKRON: Recorded(microseconds / 1e6, peak_of_x)}
+def recorded(h100: float | None, peak_of_x: float | None = None, *, h200: float | None = None) -> list[Recorded]:
+    """FastKron's figures for a case, in microseconds, on the GPUs that it was measured on. The peak is that of the H100."""
+    figures = [] if h100 is None else [Recorded(FASTKRON, "H100", h100 / 1e6, peak_of_x)]
+    return figures if h200 is None else [*figures, Recorded(FASTKRON, "H200", h200 / 1e6)]

@@ -134,7 +134,7 @@ def case(
     dtype: str = "float32",
     tolerance: float | None = None,
     quick: bool = False,
-    recorded: Mapping[str, Recorded] | None = None,
+    recorded: Sequence[Recorded] = (),
     name_dtype: bool = False,
 ) -> Case:
     """A row with M, the factors' rows and columns (the same where only one is given) and the dtype."""
@@ -148,5 +148,5 @@ def case(
         floor_bytes=itemsize * m * (math.prod(ps) + math.prod(qs)),
         flops=flops(m, ps, qs),
         quick=quick,
-        recorded=recorded or {},
+        recorded=recorded,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.kron.figures import BACKWARD, FASTKRON_NOTE, FLOAT64, HALF, SMALL, SQUARE, UNEQUAL, recorded
+from benchmarks.kron.figures import BACKWARD, FASTKRON_NOTE, FLOAT64, HALF, SMALL, SQUARE, SQUARE_H200, UNEQUAL, recorded
 from benchmarks.kron.peers import (
     BACKWARD_TOLERANCE,
     COMPILED,
@@ -47,7 +47,10 @@ register(
         name="kron",
         description="Kron-Matmul on one GPU, float32, square factors, beside every peer that runs there.",
         device="cuda",
-        cases=[case(m, (p,) * n, quick=(m, p, n) in QUICK, recorded=recorded(right)) for (m, p, n), (right, _) in SQUARE.items()],
+        cases=[
+            case(m, (p,) * n, quick=(m, p, n) in QUICK, recorded=recorded(right, h200=SQUARE_H200.get((m, p, n))))
+            for (m, p, n), (right, _) in SQUARE.items()
+        ],
         contenders=[OURS, GPYTORCH, LOOP, COMPILED, CUTENSOR, PYFASTKRON],
         inputs=inputs,
         check=check,

@@ -17,9 +17,9 @@ pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an inst
 
 from benchmarks import markdown, ratios, report, runner, timing
 from benchmarks.catalogue import all_benchmarks
-from benchmarks.kron.figures import FASTKRON, SQUARE
+from benchmarks.kron.figures import FASTKRON, SQUARE, SQUARE_H200
 from benchmarks.kron.problems import TOLERANCES, case, flops
-from benchmarks.runner import Budget
+from benchmarks.runner import Budget, recorded_figures
 
 
 def result(contender: str, median: float | None) -> dict[str, Any]:
@@ -94,9 +94,25 @@ def test_an_overview_of_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "kron.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
     rows = overview.gathered(tmp_path)
     assert [(row.label, row.ratios) for row in rows] == [("forward, GPyTorch", [2.0])]
-    overview.draw([*rows, overview.Row("others", "more", [0.5, 8.0])], tmp_path / "overview.png")
+    overview.draw([*rows, overview.Row("others", "H100", "more", [0.5, 8.0])], tmp_path / "overview.png")
     assert (tmp_path / "overview.png").stat().st_size > 10_000
     assert ratios.geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
+
+
+def test_the_overview_tells_gpus_apart(tmp_path: Path) -> None:
+    """A group whose records are of two GPUs becomes two."""
+    overview = pytest.importorskip("benchmarks.overview", reason="matplotlib is not installed")
+    devices = {"kron": "NVIDIA H200", "kron_backward": "NVIDIA H100 80GB HBM3", "kron_float64": "NVIDIA H200"}
+    for name, device in devices.items():
+        known = found((1.0, 2.0, None))
+        known["environment"]["device"] = device
+        (tmp_path / f"{name}.json").write_text(json.dumps(known).replace('"peer"', '"GPyTorch"'))
+    rows = overview.gathered(tmp_path)
+    assert [(row.gpu, row.label) for row in rows] == [
+        ("H200", "forward, GPyTorch"),
+        ("H200", "float64, GPyTorch"),
+        ("H100", "forward and backward, GPyTorch"),
+    ]
 
 
 def test_every_row_of_the_overview_names_a_contender() -> None:
@@ -179,7 +195,26 @@ def test_every_benchmark_is_consistent() -> None:
             assert c.tolerance >= TOLERANCES[c.dtype] or not benchmark.name.startswith("kron")
             assert FASTKRON not in contenders  # a recorded figure is no contender
     assert len(benchmarks["kron"].cases) == len(SQUARE) == 36
-    assert benchmarks["kron"].cases[1].recorded[FASTKRON].seconds == 276e-6
+    assert SQUARE_H200.keys() <= SQUARE.keys()
+
+
+@pytest.mark.parametrize(
+    ("device_name", "seconds"),
+    [("NVIDIA H100 80GB HBM3", 276e-6), ("NVIDIA H200", 285e-6), ("NVIDIA GH200 480GB", None), ("NVIDIA A100", None), ("cpu", None)],
+)
+def test_recorded_figures_are_those_of_the_gpu_of_the_run(device_name: str, seconds: float | None) -> None:
+    expected = {} if seconds is None else {FASTKRON: {"seconds": seconds, "peak_of_x": None}}
+    assert recorded_figures(all_benchmarks()["kron"].cases[1], device_name) == expected
+
+
+def test_recorded_figures_of_one_gpu_are_not_shown_on_another() -> None:
+    """FastKron's peak memory, and the released rational kernels, were measured on an H100 alone."""
+    benchmarks = all_benchmarks()
+    for name in ("kron_backward", "rational", "kat"):
+        row = benchmarks[name].cases[0]
+        assert recorded_figures(row, "NVIDIA H100 80GB HBM3")
+        assert recorded_figures(row, "NVIDIA H200") == {}
+    assert recorded_figures(benchmarks["kron_backward"].cases[0], "NVIDIA H100 80GB HBM3")[FASTKRON]["peak_of_x"] == 11.3
 
 
 def test_bandwidth_is_told_of_gpus_only() -> None:
