@@ -65,7 +65,7 @@ def multiply_small(
     Args:
         x: L * K * R elements in this order, of any shape and strides.
         factors: ``[P_i, Q_i]``.
-        steps: of all factors, none multiplied out.
+        steps: of all factors but those of one element, whose product scales the smallest tensor that there is.
         shape: of the result, L * N * R elements in this order.
         columns: R.
         z: that expands to the result's shape, or None.
@@ -76,9 +76,26 @@ def multiply_small(
         The result, contiguous.
     """
     y, rows = x, x.numel() // (columns * math.prod([f.shape[0] for f in factors]))
-    for step in steps:
-        y = _multiplied(y, factors[step.first], rows * step.before, step.after * columns, step.way)
+    matrices = [factors[step.first] for step in steps]
+    unit = _product([f for i, f in enumerate(factors) if i not in [step.first for step in steps]])
+    if unit is not None:
+        sizes = [y.numel(), *[f.numel() for f in matrices]]
+        least = sizes.index(min(sizes))
+        if least == 0:
+            y = y * unit
+        else:
+            matrices[least - 1] = matrices[least - 1] * unit
+    for step, f in zip(steps, matrices, strict=True):
+        y = _multiplied(y, f, rows * step.before, step.after * columns, step.way)
     return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
+
+
+def _product(units: Sequence[Tensor]) -> Tensor | None:
+    """The product of factors of one element."""
+    found = None
+    for unit in units:
+        found = unit if found is None else found * unit
+    return found
 
 
 def _multiplied(x: Tensor, f: Tensor, count: int, tail: int, way: str) -> Tensor:

@@ -268,6 +268,11 @@ def differentiable_ways(mode: Mode, backward: bool, rates: Rates) -> Ways:
     return Ways(seconds, way, way, way)
 
 
+def scaling(count: int, elements: int, backward: bool, rates: Rates) -> float:
+    """The time of multiplying a tensor by the product of this number of factors of one element, with its gradients in a backward pass."""
+    return (count * rates.call + 2 * rates.element * elements) * (3 if backward else 1) if count else 0.0
+
+
 def _copying(mode: Mode, rates: Rates) -> dict[str, float]:
     """The times of products into buffers that are kept; copies are in new memory."""
     copies = _fresh(mode.read, rates) + _fresh(mode.written, rates)

@@ -127,12 +127,15 @@ def plan(problem: Problem) -> Plan:
 
 @lru_cache(maxsize=1024)
 def differentiable_plan(problem: Problem) -> Plan:
-    """The plan of a product that autograd records: no factor is multiplied out, and nothing takes another layout."""
+    """The plan of a product that autograd records: nothing takes another layout, and factors of one element have no step of their own."""
     rates = Rates(problem.itemsize, problem.onednn and not problem.backward)  # which autograd does not record
-    runs = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
+    alone = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
+    runs = [run for run in alone if (run.p, run.q) != (1, 1)] or alone[:1]
     made = [_steps(problem, runs, order, rates, differentiable=True) for order in _orders(runs)]
     steps, seconds = min(made, key=lambda m: m[1])
-    return Plan(steps, seconds=seconds)
+    width = math.prod([p for p, _ in problem.shapes])
+    least = min([problem.rows * problem.columns * width, *[run.p * run.q for run in runs]])
+    return Plan(steps, seconds=seconds + costs.scaling(len(alone) - len(runs), least, problem.backward, rates))
 
 
 def records(problem: Problem) -> bool:
