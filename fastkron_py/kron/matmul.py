@@ -52,11 +52,11 @@ def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
         b: the factor; or the operand.
         is_last: whether b is the factor.
     """
-    multiply = _onednn_product(a) if a.dtype == torch.float32 else None
-    if multiply is None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
-        return None
     (i, j), k = a.shape, b.shape[1]
-    if not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
+    if a.dtype != torch.float32 or not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
+        return None
+    multiply = _onednn_product(a)
+    if multiply is None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return None
     is_dense = all([t.is_contiguous() or t.mT.is_contiguous() for t in (a, b)])  # others take oneDNN's reference loops
     return multiply(a, b) if is_dense else None

@@ -112,7 +112,7 @@ def _small(tensors: Sequence[Any], shape: tuple[int, ...], precision: Any, left:
             return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
         matrices = [f.mT for f in factors] if left else factors
         with torch_products(x, precision):
-            return torch_small.multiply_small(x, matrices, steps, shape, columns, z[0] if z else None, alpha, beta)
+            return torch_small.multiply_small(x, matrices, steps, shape, (rows, columns), z[0] if z else None, alpha, beta)
 
     return multiply if in_half else torch_small.in_float32(multiply, x.dtype)
 

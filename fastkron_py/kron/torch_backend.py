@@ -85,7 +85,7 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
             if groups > 1:
                 return multiply_small_groups(x, factors, z, alpha, beta)
             steps = differentiable_plan(problem).steps
-            return multiply_small(x, [f[0] for f in factors], steps, (1, length, n, columns), columns, z, alpha, beta)
+            return multiply_small(x, [f[0] for f in factors], steps, (1, length, n, columns), (length, columns), z, alpha, beta)
         chosen, dtype = _plan_for(x, factors)
         layout = chosen.layout
         matrices = _matrices(factors, chosen.steps, dtype)

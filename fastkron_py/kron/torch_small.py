@@ -55,7 +55,7 @@ def multiply_small(
     factors: Sequence[Tensor],
     steps: Sequence[Step],
     shape: Sequence[int],
-    columns: int,
+    sides: tuple[int, int],
     z: Tensor | None,
     alpha: float,
     beta: float,
@@ -67,7 +67,7 @@ def multiply_small(
         factors: ``[P_i, Q_i]``.
         steps: of all factors but those of one element, whose product scales the smallest tensor that there is.
         shape: of the result, L * N * R elements in this order.
-        columns: R.
+        sides: L, R.
         z: that expands to the result's shape, or None.
         alpha: scales the product.
         beta: scales z.
@@ -75,26 +75,23 @@ def multiply_small(
     Returns:
         The result, contiguous.
     """
-    y, rows = x, x.numel() // (columns * math.prod([f.shape[0] for f in factors]))
-    matrices = [factors[step.first] for step in steps]
-    unit = _product([f for i, f in enumerate(factors) if i not in [step.first for step in steps]])
-    if unit is not None:
-        sizes = [y.numel(), *[f.numel() for f in matrices]]
-        least = sizes.index(min(sizes))
-        if least == 0:
-            y = y * unit
-        else:
-            matrices[least - 1] = matrices[least - 1] * unit
+    rows, columns = sides
+    operands = [x, *[factors[step.first] for step in steps]]
+    if len(steps) < len(factors):
+        kept = [step.first for step in steps]
+        least = min(range(len(operands)), key=lambda i: operands[i].numel())
+        operands[least] = operands[least] * _product([f for i, f in enumerate(factors) if i not in kept])
+    y, *matrices = operands
     for step, f in zip(steps, matrices, strict=True):
         y = _multiplied(y, f, rows * step.before, step.after * columns, step.way)
     return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
 
 
-def _product(units: Sequence[Tensor]) -> Tensor | None:
+def _product(units: Sequence[Tensor]) -> Tensor:
     """The product of factors of one element."""
-    found = None
-    for unit in units:
-        found = unit if found is None else found * unit
+    found, *others = units
+    for unit in others:
+        found = found * unit
     return found
 
 

@@ -222,7 +222,8 @@ class Program:
         if self._has_calls:
             run = self._run_calls if self._is_calls_alone else self._run
             with unseen_by_autograd(given[0]):
-                if not torch.is_grad_enabled():  # as in autograd functions: another context costs as much as a small product
+                # Another context costs as much as a small product.
+                if not torch.is_grad_enabled() or not any([t.requires_grad for t in given]):
                     return run(given, scalars)
                 with torch.no_grad():
                     return run(given, scalars)

@@ -383,7 +383,18 @@ def test_a_wrong_factor_is_noticed():
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("shapes", [[(6, 4)], [(3, 5), (7, 2), (5, 7)], [(1, 3), (4, 1), (1, 1)], [(4, 4), (1, 3)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(6, 4)],
+        [(3, 5), (7, 2), (5, 7)],
+        [(4, 4), (1, 3)],
+        [(1, 3), (4, 1), (1, 1)],  # which scales a matrix
+        [(1, 1), (30, 40), (1, 1)],  # which scale x
+        [(1, 1), (1, 1), (1, 1)],
+    ],
+    ids=str,
+)
 def test_small_products_and_their_recorded_gradients(left, shapes):
     """In the plan's ways and in every way; results are contiguous, gradients are autograd's."""
     rows = 5
@@ -398,7 +409,9 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
         torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), rows // columns, columns, backward=b)).steps for b in (False, True)
     ]
     for steps in (*found, *([s._replace(way=way) for s in found[0]] for way in WAYS)):
-        y = torch_small.multiply_small(x, [f.mT for f in factors] if left else factors, steps, dy.shape, columns, dy, 0.5, 2.0)
+        y = torch_small.multiply_small(
+            x, [f.mT for f in factors] if left else factors, steps, dy.shape, (rows // columns, columns), dy, 0.5, 2.0
+        )
         assert y.is_contiguous()
         assert_close(y.detach(), truth.detach())
         for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
