@@ -7,7 +7,7 @@ the arguments, and all ranks come to the same plan, or the same error, before an
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -20,12 +20,10 @@ from fastkron_py.distributed.local import local_kron_matmul, matrices
 from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan, plan
+from fastkron_py.distributed.plan.schedule import Work, wave
 from fastkron_py.distributed.tied import tied
 from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, finish, start
 
-Work = Generator[None, None, None]
-LAG: Final = 2
-"""Ticks from one step of a chunk to its next."""
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
 _SMALL: Final = 64
@@ -79,7 +77,7 @@ class Pipeline:
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         self._last = []
         work = self._by_rows if self.plan.by_rows else self._by_stages
-        _wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
+        wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
         if out is not None and not recorded:  # each chunk was written to its place on arrival
             return out.view(m, width)
         transfers, tokens = zip(*self._last, strict=True)
@@ -147,7 +145,7 @@ class Pipeline:
             rows.multiply(own, self.alpha, self.precision, part)
             done.append(rows.done)
 
-        _wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])
+        wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])
         for event in done:  # not before: no multiply waits for what comes back
             event.wait()
         return out
@@ -173,21 +171,6 @@ class Pipeline:
     def _multiply(self, x: Tensor, factors: Sequence[Tensor | int], alpha: Any) -> Tensor:
         x, alpha, *factors = tied((x, alpha, *factors))
         return tied([local_kron_matmul(x, factors, alpha=alpha, precision=self.precision)])[0]  # type: ignore[no-any-return]
-
-
-def _wave(chunks: Sequence[Work]) -> None:
-    """Run chunks so that links and multiprocessors both have work: chunk c takes its step s at tick ``c + LAG * s``.
-
-    What an exchange brings is waited for one tick after the next chunk's has begun, so that while chunk c is multiplied, chunk c + 1
-    arrives, and nothing that is sent later waits for a multiply that it does not need. The same order on every rank.
-    """
-    done: set[int] = set()
-    tick = 0
-    while len(done) < len(chunks):
-        for c in range(tick % LAG, min(tick + 1, len(chunks)), LAG):  # the oldest first: they free memory
-            if c not in done and next(chunks[c], "done") is not None:
-                done.add(c)
-        tick += 1
 
 
 def free_memory(x: Tensor) -> int:

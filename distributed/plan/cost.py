@@ -257,21 +257,44 @@ def _step(
     transport = transport_for(transport, leg.exchange)
     between_stages = leg.exchange.transposed
     copies, calls = transport.copies(between_stages), transport.rounds(site.rows if between_stages else -(-site.rows // site.size))
-    parts, unit, paid = site.size, problem.dtype.itemsize, links_of(transport, links, site.size)
-    samples = max(2, PAIRS // parts)
-    sampled = range(1) if leg.exchange.uniform else sorted({parts * i // samples for i in range(samples)} | {parts - 1})
-    copy, move, sent, far, messages, far_messages = 0.0, 0.0, 0, 0, 0, 0
-    for r in sampled:
-        host = _host(r, parts, site.stride, links.ranks_per_host)
-        inside = sum(leg.size(r, peer) for peer in host if peer != r)
-        near_count, count = _messages(leg, r, host)
-        bytes_out = leg.sent(r) * unit
-        bytes_far = bytes_out - inside * unit
-        copy = max(copy, copies_seconds(copies, max(leg.held(r), leg.gets(r)) * unit, unit, links))
-        move = max(move, paid.exchange_seconds(bytes_out - bytes_far, bytes_far, near_count, count - near_count))
-        sent, far = max(sent, bytes_out), max(far, bytes_far)
-        messages, far_messages = max(messages, count), max(far_messages, count - near_count)
+    unit, paid = problem.dtype.itemsize, links_of(transport, links, site.size)
+    loads = [load(leg, r, site, unit, links) for r in sampled_ranks(leg.exchange)]
+    copy = max([copies_seconds(copies, each.block, unit, links) for each in loads])
+    move = max([each.seconds(paid) for each in loads])
+    sent, far = max([each.near + each.far for each in loads]), max([each.far for each in loads])
+    messages, far_messages = max([each.near_messages + each.far_messages for each in loads]), max([each.far_messages for each in loads])
     return Step(factors, leg, paid, multiply, copy, move + calls * paid.round, sent, far, messages, far_messages, calls)
+
+
+class Load(NamedTuple):
+    """A rank's part in an exchange: bytes and messages to ranks of its own host, and to others."""
+
+    near: int
+    far: int
+    near_messages: int
+    far_messages: int
+    block: int  # bytes before or after, the larger
+
+    def seconds(self, paid: Links) -> float:
+        """Time of it, by the links as the exchange finds them."""
+        return paid.exchange_seconds(self.near, self.far, self.near_messages, self.far_messages)
+
+
+def load(leg: Leg, rank: int, site: Site, itemsize: int, links: Links) -> Load:
+    """What a rank, by its position in a row group, sends in an exchange."""
+    host = _host(rank, site.size, site.stride, links.ranks_per_host)
+    inside = sum([leg.size(rank, peer) for peer in host if peer != rank])
+    near, count = _messages(leg, rank, host)
+    return Load(inside * itemsize, (leg.sent(rank) - inside) * itemsize, near, count - near, max(leg.held(rank), leg.gets(rank)) * itemsize)
+
+
+def sampled_ranks(exchange: Exchange) -> Sequence[int]:
+    """Positions of the ranks that are looked at: one of a uniform exchange, else all of 64 and some of more."""
+    if exchange.uniform:
+        return range(1)
+    parts = exchange.ranks
+    samples = max(2, PAIRS // parts)
+    return sorted({parts * i // samples for i in range(samples)} | {parts - 1})
 
 
 def _host(position: int, parts: int, stride: int, ranks_per_host: int) -> range:

@@ -305,7 +305,7 @@ def _check_limits(memory: Any, links: Any) -> None:
 
 def _without_exchange(problem: Problem, shapes: Sequence[tuple[int, int]], stages: tuple[int, ...]) -> list[tuple[int, int]]:
     """The grids on which one stage is all there is."""
-    found = [shape for shape in shapes if _site(problem, shape).size == 1]
+    found = [shape for shape in shapes if site_of(problem, shape).size == 1]
     if not found:
         expected = f'two stages or more, or "{BY_ROWS}", since ranks of a {shapes[0][0]} x {shapes[0][1]} grid exchange columns'
         raise value_error("stages", expected, stages)
@@ -329,7 +329,8 @@ def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
         yield size // d, d
 
 
-def _site(problem: Problem, grid: tuple[int, int]) -> Site:
+def site_of(problem: Problem, grid: tuple[int, int]) -> Site:
+    """The row groups of a grid."""
     groups, size, stride = (grid[1], grid[0], grid[1]) if problem.left else (*grid, 1)
     return Site(groups, size, stride, -(-problem.m // groups))
 
@@ -356,7 +357,7 @@ class _Wanted:
 
     def plans(self, grid: tuple[int, int]) -> Iterator[Plan]:
         """All plans on a grid: by transport, stages before rows, and fewer chunks before more."""
-        problem, site = self.problem, _site(self.problem, grid)
+        problem, site = self.problem, site_of(self.problem, grid)
         counts = CHUNKS if self.chunks is None else (self.chunks,)
         for transport in self.transports if site.size > 1 else [TRANSPORTS[FALLBACK]]:  # without an exchange any transport will do
             for whole_rows in (False, True):
@@ -388,10 +389,8 @@ class _Wanted:
         is_local = details is not None and not details.exchanges
         limit = 1 if is_local else max(1, site.rows if cuts else -(-site.rows // site.size))
         counts = [c for c in counts if c <= limit] if self.chunks is None else [min(c, limit) for c in counts]
-        if not counts:
-            return
         found = row_steps(problem, site, transport, links) if details is None else stage_steps(problem, details, site, transport, links)
-        steps = tuple(found)
+        steps = tuple(found) if counts else ()
         for chunks in counts:
             memory = memory_needed(problem, details, site, chunks)
             seconds = seconds_needed(steps, chunk_rows(site.rows, chunks, 1 if cuts else site.size), links)

@@ -19,8 +19,8 @@ import torch
 import torch.distributed._symmetric_memory  # torch 2.11 does not import it by itself
 from torch import Tensor
 
-from fastkron_py.distributed.pipeline import _wave
 from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.plan.schedule import wave
 from fastkron_py.distributed.transport import peer_memory
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
@@ -187,7 +187,7 @@ def products(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], siz
                 chunk.multiply([], 1.0, None, out)
                 done.append(chunk.done)  # type: ignore[arg-type]
 
-            _wave([work(*rows) for rows in zip(x.split(sizes), out.split(sizes), strict=True)])
+            wave([work(*rows) for rows in zip(x.split(sizes), out.split(sizes), strict=True)])
             for event in done:
                 event.wait()
             # What follows may free x, or write to it.
