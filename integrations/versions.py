@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -30,3 +32,20 @@ def refuse_older(name: str, first: tuple[int, ...]) -> None:
     found = installed(name)
     if found is not None and release(found) < first:
         raise ImportError(f"{name}: expected version {'.'.join(map(str, first))} or newer; got {found}")
+
+
+@contextmanager
+def of_extra(extra: str, name: str, first: tuple[int, ...] = ()) -> Iterator[None]:
+    """Explain an import that fails inside, where the distribution that an extra installs is missing, or older than the first supported.
+
+    Raises:
+        ImportError: the import failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if installed(name) is None:
+            message = f"{name}: expected it to be installed, by the extra {extra}: pip install 'fastkron_py[{extra}]'; got no such package"
+            raise ModuleNotFoundError(message, name=error.name) from error
+        refuse_older(name, first)
+        raise

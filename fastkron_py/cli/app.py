@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fastkron_py.cli.bench import bench
@@ -77,7 +78,7 @@ def demo(
     packages = {"scipy": "scipy", "matplotlib": "matplotlib", "skimage": "scikit-image"}
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        fail(console, f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        fail(console, escape(f"the demo needs {', '.join(missing)}: pip install 'fastkron_py[demo]'"))
     try:
         work = Demo(photograph(image, size), chosen_device(device))
     except (ValueError, RuntimeError) as error:

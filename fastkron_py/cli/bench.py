@@ -105,7 +105,7 @@ def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds
     console.print(table(title, ["problem", "method", "time", "memory", "relative error", f"{OURS} is"], rows))
     console.print("Memory is the most that a call allocates at once. The error is that of the worst result, against float64.", style="dim")
     if not HAS_GPYTORCH:
-        console.print("GPyTorch takes part where it is installed: pip install gpytorch", style="dim")
+        console.print("GPyTorch takes part where it is installed: pip install 'fastkron_py\\[gp]'", style="dim")
     if failed:
         fail(console, escape(f"not measured: {', '.join(failed)}"))
 

@@ -94,13 +94,12 @@ def _is_too_old(device: torch.device) -> bool:
 
 def triton_obstacle(x: Tensor) -> str | None:
     """Why Triton cannot take tensors like x, or None."""
+    is_interpreted = is_interpreting()
+    if x.device.type != "cuda" and not is_interpreted:
+        return f"device {x.device.type} is not cuda, and TRITON_INTERPRET is not set"
     if not _has_triton():
         return "triton is not installed"
-    if is_interpreting():
-        return None
-    if x.device.type != "cuda":
-        return f"device {x.device.type} is not cuda, and TRITON_INTERPRET is not set"
-    if _is_too_old(x.device):
+    if not is_interpreted and _is_too_old(x.device):
         return "compute capability is below 8.0"
     return None
 

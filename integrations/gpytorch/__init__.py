@@ -4,7 +4,10 @@
 operator that GPyTorch's kernels then make. Needs the extra "gp".
 """
 
-from fastkron_py.integrations.gpytorch.activation import use_fastkron
-from fastkron_py.integrations.gpytorch.operators import KroneckerLinearOperator
+from fastkron_py.integrations.versions import of_extra
+
+with of_extra("gp", "gpytorch"):
+    from fastkron_py.integrations.gpytorch.activation import use_fastkron
+    from fastkron_py.integrations.gpytorch.operators import KroneckerLinearOperator
 
 __all__ = ["KroneckerLinearOperator", "use_fastkron"]

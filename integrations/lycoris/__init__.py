@@ -3,12 +3,9 @@
 ``use_fastkron(network)`` is all that is needed. Needs the extra "lycoris": LyCORIS 4.0 or newer.
 """
 
-from fastkron_py.integrations.versions import refuse_older
+from fastkron_py.integrations.versions import of_extra
 
-try:
+with of_extra("lycoris", "lycoris_lora", (4, 0)):
     from fastkron_py.integrations.lycoris.apply import revert_fastkron, use_fastkron
-except ImportError:
-    refuse_older("lycoris_lora", (4, 0))
-    raise
 
 __all__ = ["revert_fastkron", "use_fastkron"]

@@ -144,7 +144,7 @@ def test_without_gpytorch(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "HAS_GPYTORCH", False)
     result = runner.invoke(app, ["bench", "--shapes", "3:4^2", "--device", "cpu"])
     assert [row[1] for row in cells(result.output)] == ["torch loop", "fastkron_py"]
-    assert "pip install gpytorch" in result.output
+    assert "pip install 'fastkron_py[gp]'" in result.output
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_missing_packages_are_named(runner: CliRunner, monkeypatch: pytest.Monke
     monkeypatch.setattr("fastkron_py.cli.app.find_spec", lambda name: None)
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 1
-    assert "scipy, matplotlib, scikit-image: pip install scipy matplotlib scikit-image" in result.output
+    assert "scipy, matplotlib, scikit-image: pip install 'fastkron_py[demo]'" in result.output
 
 
 def test_measures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

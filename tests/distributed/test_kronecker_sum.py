@@ -313,7 +313,7 @@ def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
 @pytest.mark.parametrize(
     ("which", "kind", "message"),
     [
-        ("singular", "_LinAlgError", "factors: expected a regular matrix for solve; got eigenvalues of 0 to 0 in absolute value"),
+        ("singular", "_LinAlgError", "factors: expected an invertible matrix for solve; got eigenvalues of 0 to 0 in absolute value"),
         (
             "half",
             "TypeError",

@@ -15,3 +15,19 @@ def test_older_versions_are_refused(found: str | None, is_old: bool, monkeypatch
         return
     with pytest.raises(ImportError, match=rf"peft: expected version 0\.18 or newer; got {found}"):
         versions.refuse_older("peft", (0, 18))
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"peft: expected .* pip install 'fastkron_py\[peft\]'") as caught,
+        versions.of_extra("peft", "peft"),
+    ):
+        import no_such_package  # noqa: F401
+    assert caught.value.name == "no_such_package"
+
+
+def test_an_import_that_fails_for_another_reason_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: "1.0")
+    with pytest.raises(ImportError, match=r"^cannot import name"), versions.of_extra("peft", "peft", (0, 18)):
+        from math import no_such_name  # noqa: F401

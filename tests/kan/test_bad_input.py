@@ -55,7 +55,7 @@ BAD: dict[str, Refusal] = {
     "few splines": (
         lambda: poly_kan(X, C[:3], basis="bspline"),
         ValueError,
-        "coefficients: expected at least 4 functions for B-splines of order 3; got 3",
+        "coefficients: expected at least 4 functions (degree 3) for B-splines of order 3; got 3",
     ),
     "width": (
         lambda: poly_kan(X, C, basis="rbf", basis_parameters={"width": 0}),

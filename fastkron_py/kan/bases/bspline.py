@@ -98,7 +98,8 @@ def _check(terms: int, parameters: Parameters) -> None:
     if order not in (1, 2, 3):
         raise value_error("basis_parameters", "a B-spline's order of 1, 2 or 3", f"order {order}")
     if terms <= order:
-        raise value_error("coefficients", f"at least {int(order) + 1} functions for B-splines of order {int(order)}", terms)
+        expected = f"at least {int(order) + 1} functions (degree {int(order)}) for B-splines of order {int(order)}"
+        raise value_error("coefficients", expected, terms)
 
 
 BASIS: Final = Basis(

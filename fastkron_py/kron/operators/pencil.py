@@ -201,7 +201,9 @@ def check_regular(values: Tensor, sizes: Sequence[int], argument: str, what: str
     singular = ~(least > bound)
     if bool(singular.any()):
         low, high = float(least[singular][0]), float(largest[singular][0])
-        raise LinAlgError(f"{argument}: expected a regular matrix for {what}; got eigenvalues of {low:.3g} to {high:.3g} in absolute value")
+        raise LinAlgError(
+            f"{argument}: expected an invertible matrix for {what}; got eigenvalues of {low:.3g} to {high:.3g} in absolute value"
+        )
 
 
 def check_positive(values: Tensor, argument: str, what: str) -> None:

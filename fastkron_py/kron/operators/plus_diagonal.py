@@ -242,7 +242,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
             return torch.ones_like(found, dtype=k.factors[0].dtype), found
         if k.form == VECTOR and math.prod(self._shape) > DENSE_LIMIT:
-            expected = f"a number, to estimate the determinant of a vector D with more than {DENSE_LIMIT} elements in all"
+            expected = f"a number of probe vectors, such as 32: matrices with a vector D are factorized up to {DENSE_LIMIT} elements in all"
             raise value_error("probes", expected, f"None for shape {self._shape}")
         return shifted.slogdet(k, basis)
 

@@ -47,7 +47,7 @@ REFUSED = {
     "singular": (
         lambda: KroneckerSum([LAPLACE, LAPLACE]).solve(torch.ones(4)),
         torch.linalg.LinAlgError,
-        "factors: expected a regular matrix for solve; got eigenvalues of 0 to 4 in absolute value",
+        "factors: expected an invertible matrix for solve; got eigenvalues of 0 to 4 in absolute value",
     ),
     "x of another size": (lambda: S @ torch.ones(5), ValueError, "x: expected dimension -1 of size 6; got shape (5,)"),
     "x of another size on the left": (lambda: torch.ones(6, 2) @ S, ValueError, "x: expected dimension -1 of size 6; got shape (6, 2)"),

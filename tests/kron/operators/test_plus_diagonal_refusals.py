@@ -52,7 +52,7 @@ REFUSED = {
     "a singular shift": (
         lambda: K.add_diagonal(-1.0).solve(ONES),
         torch.linalg.LinAlgError,
-        "s: expected a regular matrix for solve; got eigenvalues of 0 to 2 in absolute value",
+        "s: expected an invertible matrix for solve; got eigenvalues of 0 to 2 in absolute value",
     ),
     "indefinite": (
         lambda: K.add_diagonal(-2 * ONES).solve(torch.arange(6.0)),
@@ -138,8 +138,8 @@ REFUSED = {
     "a determinant that is too large": (
         lambda: KroneckerProduct([torch.eye(100)] * 2).add_diagonal(torch.ones(10_000)).logdet(),
         ValueError,
-        "probes: expected a number, to estimate the determinant of a vector D with more than 67108864 elements in all; got None for shape "
-        "(10000, 10000)",
+        "probes: expected a number of probe vectors, such as 32: matrices with a vector D are factorized up to 67108864 elements in all; "
+        "got None for shape (10000, 10000)",
     ),
     "no probes at all": (lambda: K.add_diagonal(ONES).logdet(probes=0), ValueError, "probes: expected 1 or more; got 0"),
     "probes of what is indefinite": (
