@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operators import algebra, spectral
@@ -82,26 +83,47 @@ class _Once(torch.autograd.Function):
     """A tensor whose gradient has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        ctx.save_for_backward(t)
+    def forward(t: Tensor) -> Tensor:
         return t.view_as(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         found: Tensor = _Refuse.apply(gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return found
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 class _Refuse(torch.autograd.Function):
     """A gradient that depends on a tensor, whatever its formula says."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, t: Tensor) -> Tensor:
+    def forward(gradient: Tensor, t: Tensor) -> Tensor:
         return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> NoReturn:
         raise NotImplementedError("logdet with probes: derivatives of the first order are there, those of the second are not")
+
+
+def _constant(t: Tensor) -> Tensor:
+    """The values of a tensor: `Tensor.detach` keeps the tangent of forward mode."""
+    found: Tensor = forward_ad.unpack_dual(t).primal.detach()
+    return found
+
+
+def _is_differentiated(t: Tensor) -> bool:
+    return (torch.is_grad_enabled() and t.requires_grad) or forward_ad.unpack_dual(t).tangent is not None
 
 
 def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
@@ -112,8 +134,8 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
     """
     check_hermitian(k.factors, "logdet with probes")
     check_real(k.diagonals, "logdet with probes")
-    size, own = len(k.factors), [t.detach() for t in k.parameters]
-    diagonal, *vectors = preconditioning_basis(k)
+    size, own = len(k.factors), [_constant(t) for t in k.parameters]
+    diagonal, *vectors = preconditioning_basis(k._replace(factors=own[:size], diagonals=own[size:]))
     right, left = vectors[:size], vectors[size:]
     batch = torch.broadcast_shapes(diagonal.shape[:-1], *[t.shape[:-2] for t in k.factors], k.diagonal().shape[:-1])
     n, like = diagonal.shape[-1], k.factors[0]
@@ -131,7 +153,7 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
         of_right = algebra.slogdet(right)[1].double()
         value = (diagonal.double().log().sum(-1) - 2 * of_right + traces.mean(-1)).to(like.real.dtype)
         error = (traces.std(-1) / probes.number**0.5 if probes.number > 1 else traces.mean(-1) * float("nan")).to(value.dtype)
-    if not (torch.is_grad_enabled() and any([p.requires_grad for p in k.parameters])):
+    if not any([_is_differentiated(p) for p in k.parameters]):
         return value, error
     with torch.no_grad():
 
@@ -145,4 +167,4 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
     values = [(r.mH @ f @ r).diagonal(dim1=-2, dim2=-1).real for r, f in zip(right, moving, strict=False)]
     slope = (algebra.kron_vectors(values) / diagonal).sum(-1) + (of_inverse * algebra.kron_vectors(moving[size:]).real).sum(-1)
     slope = slope + (u.conj() * k.system.apply(z, moving, False)).sum((-2, -1)).real / probes.number
-    return value + slope - slope.detach(), error
+    return value + slope - _constant(slope), error

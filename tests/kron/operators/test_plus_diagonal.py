@@ -270,6 +270,27 @@ def test_gradients_of_estimated_determinants(dtype):
         g.abs().sum().backward()
 
 
+def test_forward_mode_of_estimated_determinants(dtype):
+    """Tangents are those of the gradient, by the same probes, in torch.func and beside other tensors that have none."""
+    factors = hermitian(random_factors([(3, 3), (4, 4)], dtype, "cpu", dominant=False))
+    d = 5 * torch.rand(12, dtype=torch.float64) + 0.5
+    moves = hermitian(random_factors([(3, 3), (4, 4)], dtype, "cpu", dominant=False)), torch.linspace(-1, 1, 12, dtype=torch.float64)
+
+    def value(factors, d):
+        generator = torch.Generator().manual_seed(3)
+        return KroneckerProduct(factors).add_diagonal(d.to(dtype)).logdet(probes=8, generator=generator).real
+
+    gradients = torch.func.grad(value, (0, 1))(factors, d)
+    of_factors = sum([(g.conj() * m).sum().real for g, m in zip(gradients[0], moves[0], strict=True)])
+    of_shift = (gradients[1] * moves[1]).sum()
+    found, tangent = torch.func.jvp(value, (factors, d), moves)
+    torch.testing.assert_close(found, value(factors, d))
+    torch.testing.assert_close(tangent, of_factors + of_shift)
+    torch.testing.assert_close(torch.func.jvp(lambda d: value(factors, d), (d,), moves[1:])[1], of_shift)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(tangent, of_shift)
+
+
 # ---- derivatives -------------------------------------------------------------------------------------------------------------------
 
 MASK = torch.tensor([True, True, False, True, False, True])
