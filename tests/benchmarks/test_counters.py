@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from benchmarks.kron.counters import COUNTERS, _problem, measure
+from benchmarks.counters import COUNTERS, main, measure
 
 
 def stand_in(path: Path, lines: list[str]) -> str:
@@ -26,7 +25,7 @@ def test_counters_are_scaled_and_in_order(tmp_path):
     units = ["", "", *("msecond" if "duration" in n else "Mbyte" if "bytes" in n else "%" for n in names)]
     rows = [[str(i), f"kernel_{i}", *(f'"1,00{i}.5"' for _ in names)] for i in (1, 2)]
     ncu = stand_in(tmp_path, ["==PROF== noise", *(",".join(line) for line in (head, units, *rows))])
-    found = measure("1024:16,16", "right", ncu)
+    found = measure("kron", "1024 x 16^2", "fastkron_py", ncu)
     assert [launch["kernel"] for launch in found] == ["kernel_1", "kernel_2"]
     assert found[0]["us"] == pytest.approx(1001.5 * 1e3)
     assert found[1]["read MB"] == pytest.approx(1002.5)
@@ -35,14 +34,13 @@ def test_counters_are_scaled_and_in_order(tmp_path):
 
 def test_no_counters_are_an_error(tmp_path):
     with pytest.raises(RuntimeError, match=r"ncu counted nothing.*no permission"):
-        measure("1024:16,16", "right", stand_in(tmp_path, ["==ERROR== no permission"]))
+        measure("kron", "1024 x 16^2", "fastkron_py", stand_in(tmp_path, ["==ERROR== no permission"]))
 
 
-@pytest.mark.parametrize("text", ["1024", "a:16", "16:", "16:8,x"])
-def test_malformed_problems(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected ROWS:WIDTH"):
-        _problem(text)
-
-
-def test_a_problem():
-    assert _problem("1024:16,8") == (1024, [16, 8])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["no_benchmark"], "invalid choice"), (["kron", "--contender", "nobody"], "expected one of fastkron_py")]
+)
+def test_unknown_names(capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err

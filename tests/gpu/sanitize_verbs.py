@@ -1,0 +1,174 @@
+"""Run the kernels of each other verb once, forward and backward, for compute-sanitizer: see `sanitize`.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize_verbs.py [WORD ...]
+
+With words it makes only calls that have one of them in their name. Each result is compared with that of the same call in float64 on
+the CPU, where torch computes and no kernel takes part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fastkron_py as fk
+
+HALF, SINGLE, COMPLEX = torch.bfloat16, torch.float32, torch.complex64
+# Of the result's largest element: these are not tests of accuracy.
+TOLERANCES = {HALF: 0.03, torch.float16: 0.01, SINGLE: 1e-4, COMPLEX: 1e-4, torch.float64: 1e-10}
+
+
+class Verb(NamedTuple):
+    """A call on tensors of these shapes.
+
+    Attributes:
+        name: as it is shown.
+        call: from the tensors to the result.
+        shapes: of the tensors.
+        dtypes: that it is made in.
+        gradients: whether it has any.
+    """
+
+    name: str
+    call: Callable[..., Tensor]
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: Sequence[torch.dtype] = (HALF, SINGLE)
+    gradients: bool = True
+
+
+def _product(x: Tensor, *factors: Tensor) -> Tensor:
+    return fk.kron_matmul(x, factors)
+
+
+def _left(x: Tensor, *factors: Tensor) -> Tensor:
+    return fk.kron_matmul_left(factors, x)
+
+
+def _shifted(x: Tensor, z: Tensor, *factors: Tensor) -> Tensor:
+    return fk.kron_matmul(x, factors, alpha=0.5, beta=2.0, z=z)
+
+
+def _quantized(x: Tensor, a: Tensor, b: Tensor, dtype: Any) -> Tensor:
+    return fk.kron_quantize(x, [a, b], dtype).dequantize()
+
+
+def _modes(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return fk.mode_matmul(x, {1: a, 3: b})
+
+
+def _adapter(x: Tensor, base: Tensor, w1: Tensor, *w2: Tensor) -> Tensor:
+    return fk.lokr_linear(x, w1, w2 if len(w2) == 2 else w2[0], base=base, scale=0.5)
+
+
+def _gated(x: Tensor, weight: Tensor) -> Tensor:
+    return fk.gated_linear(x, weight)
+
+
+def _gated_saving_nothing(x: Tensor, weight: Tensor) -> Tensor:
+    return fk.gated_linear(x, weight, backward="recompute")
+
+
+def _rational(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return fk.rational(x, a, b / 8)
+
+
+def _normalized(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return fk.functional.layer_norm_rational(x, weight, bias, a, b / 8)
+
+
+def _kan(x: Tensor, coefficients: Tensor) -> Tensor:
+    return fk.poly_kan(x, coefficients)
+
+
+VERBS = [
+    *(Verb(f"hadamard {n}", fk.hadamard, [(37, n)], (HALF, torch.float16, SINGLE)) for n in (96, 1024, 11008, 16384, 32768)),
+    *(
+        Verb(f"quantize {p},{q} {dtype}", partial(_quantized, dtype=dtype), [(300, p * q), (p, p), (q, q)], (HALF,), False)
+        for p, q in ((64, 64), (86, 128), (30, 17))
+        for dtype in (torch.int8, torch.float8_e4m3fn, "int4")
+    ),
+    *(
+        Verb(f"kron {'x'.join(map(str, sizes))}", _product, [(rows, p), *[(s, s) for s in sizes]], (HALF, torch.float16, SINGLE))
+        for rows, p, sizes in (
+            (300, 4096, (64, 64)),
+            (70, 32768, (32, 32, 32)),
+            (70, 65536, (16, 16, 16, 16)),
+            (70, 32768, (8, 8, 8, 8, 8)),
+            (65, 86 * 128, (86, 128)),
+            (130, 128 * 128, (128, 128)),
+            (130, 256 * 256, (256, 256)),
+            (300, 8 * 512, (8, 512)),
+            (33, 301 * 40, (301, 40)),
+        )
+    ),
+    Verb("left 256", _left, [(256 * 130, 24), (256, 256), (130, 130)]),
+    Verb("kron with z", _shifted, [(65, 300 * 20), (65, 300 * 20), (300, 300), (20, 20)]),
+    Verb("complex gates", _product, [(3, 2**10), *[(2, 2)] * 10], (COMPLEX,)),
+    Verb("complex modes", _modes, [(3, 20, 5, 70), (20, 30), (70, 11)], (COMPLEX, SINGLE, HALF)),
+    Verb("lokr whole", _adapter, [(130, 8 * 96), (130, 8 * 288), (8, 8), (288, 96)]),
+    Verb("lokr pair", _adapter, [(130, 8 * 96), (130, 8 * 288), (8, 8), (288, 32), (32, 96)]),
+    Verb("gated", _gated, [(200, 136), (2 * 264, 136)]),
+    Verb("gated, recomputed", _gated_saving_nothing, [(200, 136), (2 * 264, 136)]),
+    Verb("rational", _rational, [(70, 264), (8, 6), (8, 4)]),
+    Verb("layer norm and rational", _normalized, [(70, 264), (264,), (264,), (8, 6), (8, 4)]),
+    Verb("kan", _kan, [(200, 136), (5, 200, 136)]),
+    Verb("kan of odd widths", _kan, [(129, 37), (4, 131, 37)], (SINGLE,)),
+]
+
+
+def drawn(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Of variance about 1 over the size of a matrix, so that results are of about 1."""
+    found = []
+    for number, shape in enumerate(shapes):
+        t = torch.randn(shape, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+        found.append((t / shape[-1] ** 0.5 if number else t).to(dtype))
+    return found
+
+
+def gradients(call: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """Of all tensors."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    with torch.enable_grad():
+        return list(torch.autograd.grad(call(*leaves), leaves, dy))
+
+
+def compare(verb: Verb, dtype: torch.dtype) -> None:
+    """The verb on the GPU beside the verb in float64 on the CPU."""
+    tensors = drawn(verb.shapes, dtype)
+    wide = [t.to(torch.complex128 if dtype.is_complex else torch.float64) for t in tensors]
+    on_gpu = [t.cuda() for t in tensors]
+    got, want = [verb.call(*on_gpu)], [verb.call(*wide)]
+    if verb.gradients:
+        dy = torch.randn_like(want[0]).to(dtype)
+        got += gradients(verb.call, on_gpu, dy.cuda())
+        want += gradients(verb.call, wide, dy.to(want[0].dtype))
+    # A value in 4 bits is known to a seventh of its row's largest, and a half type's rounding moves it by one step.
+    tolerance = 0.2 if "int4" in verb.name else 0.1 if "quantize" in verb.name else TOLERANCES[dtype]
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        error = float((a.cpu().to(b.dtype) - b).abs().max() / b.abs().max())
+        if not error <= tolerance:
+            raise AssertionError(f"{verb.name} {dtype}: result {number} is wrong by {error:.2g}")
+
+
+def main(words: Sequence[str]) -> None:
+    """All calls that are asked for."""
+    torch.manual_seed(0)
+    for verb in VERBS:
+        if words and not any(word in verb.name for word in words):
+            continue
+        for dtype in verb.dtypes:
+            compare(verb, dtype)
+            print(verb.name, str(dtype).removeprefix("torch."), flush=True)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
