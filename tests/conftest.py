@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files:
 from sampling import mark_unsampled
 
 import fastkron_py
+from fastkron_py.runtime import torch_internals
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -66,6 +67,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # bindings complain at exit of objects that are still there
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tried_names() -> None:
+    """Torch's private names are tried once in a process, so before a test replaces a function of torch that the trials call."""
+    torch_internals.failures()
 
 
 @pytest.fixture
