@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
-from fastkron_py.adapters.plan import CPU_PASS_COST, GPU_PASS_COST, best_plan
+from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, best_plan
 from fastkron_py.kron import operator
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
@@ -159,8 +159,7 @@ def multiply(
 
 def prepared(w1: Factor, w2: Factor, tokens: int, x: Tensor) -> tuple[Factor, Factor]:
     """The factors, each as a matrix or as the pair that it was, by the plan."""
-    pass_cost = CPU_PASS_COST if x.device.type == "cpu" else GPU_PASS_COST
-    plan = best_plan(w1.size, w2.size, tokens, pass_cost)
+    plan = best_plan(w1.size, w2.size, tokens, CPU_COSTS if x.device.type == "cpu" else GPU_COSTS)
     w1, w2 = (w.expanded() if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
     return w1, w2
 

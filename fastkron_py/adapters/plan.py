@@ -5,9 +5,24 @@ from __future__ import annotations
 from itertools import product
 from typing import Final, NamedTuple
 
-# Reading or writing one element of an operand, in multiply-adds of a large product.
-CPU_PASS_COST: Final = 6.0
-GPU_PASS_COST: Final = 200.0
+
+_EXPANSION_PASSES: Final = 3  # a product is written and read, and its gradient written
+
+
+class Costs(NamedTuple):
+    """Costs on a device, in multiply-adds of a large product.
+
+    Attributes:
+        element: reading or writing one element of an operand.
+        call: a product with x: its launches, forward and backward, and the host's part of them.
+    """
+
+    element: float
+    call: float
+
+
+CPU_COSTS: Final = Costs(6.0, 5e6)  # 70 us on two cores
+GPU_COSTS: Final = Costs(200.0, 9e9)  # 25 us on an H200
 
 
 class FactorSize(NamedTuple):
@@ -17,10 +32,9 @@ class FactorSize(NamedTuple):
     columns: int
     rank: int | None = None
 
-    @property
-    def expansion_cost(self) -> int:
-        """Multiply-adds that multiply the pair out."""
-        return 0 if self.rank is None else self.rows * self.rank * self.columns
+    def expansion_cost(self, element: float) -> float:
+        """The cost of multiplying the pair out, where one element that is read or written costs this much."""
+        return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + _EXPANSION_PASSES * element)
 
 
 class Plan(NamedTuple):
@@ -30,7 +44,7 @@ class Plan(NamedTuple):
     w2_is_dense: bool
 
 
-def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, pass_cost: float) -> Plan:
+def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> Plan:
     """The plan of least modelled time.
 
     A pair that is kept multiplies x in two products: its right matrix reduces a mode of x to the rank, and its left one
@@ -40,27 +54,27 @@ def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, pass_cost: float) -> 
         w1: sizes of the first factor.
         w2: sizes of the second factor.
         tokens: rows of x.
-        pass_cost: of one element that is read or written, in multiply-adds.
+        costs: of the device.
     """
     choices = [Plan(*kept) for kept in product(*[(True,) if w.rank is None else (False, True) for w in (w1, w2)])]
     if len(choices) == 1:
         return choices[0]
-    costs = [_cost(plan, w1, w2, tokens, pass_cost) for plan in choices]
-    return choices[costs.index(min(costs))]
+    modelled = [_cost(plan, w1, w2, tokens, costs) for plan in choices]
+    return choices[modelled.index(min(modelled))]  # torch.compile of symbolic sizes takes no key of min
 
 
-def _cost(plan: Plan, w1: FactorSize, w2: FactorSize, tokens: int, pass_cost: float) -> float:
-    expansion = 0
+def _cost(plan: Plan, w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> float:
+    expansion = 0.0
     first, second = [], []  # the modes of the two products: sizes before and after, and whether there is a factor
     for w, is_dense in zip((w1, w2), plan, strict=True):
         middle = w.rows if is_dense or w.rank is None else w.rank
         first.append(_Mode(w.columns, middle, True))
         second.append(_Mode(middle, w.rows, not is_dense))
-        expansion += w.expansion_cost if is_dense else 0
-    cost = _product_cost(first[0], first[1], pass_cost)
+        expansion += w.expansion_cost(costs.element) if is_dense else 0.0
+    cost = tokens * _product_cost(first[0], first[1], costs.element) + costs.call
     if not all(plan):
-        cost += _product_cost(second[0], second[1], pass_cost)
-    return tokens * cost + expansion
+        cost += tokens * _product_cost(second[0], second[1], costs.element) + costs.call
+    return cost + expansion
 
 
 class _Mode(NamedTuple):
@@ -71,14 +85,14 @@ class _Mode(NamedTuple):
     has_factor: bool
 
 
-def _product_cost(first: _Mode, second: _Mode, pass_cost: float) -> float:
+def _product_cost(first: _Mode, second: _Mode, element: float) -> float:
     """The time of the product of one row of x, in the better order of its factors."""
-    moved = pass_cost * (first.before * second.before + first.after * second.after)
+    moved = element * (first.before * second.before + first.after * second.after)
     work_of_first, work_of_second = first.before * first.after, second.before * second.after
     if not second.has_factor:
         return work_of_first * second.before + moved
     if not first.has_factor:
         return work_of_second * first.before + moved
-    second_goes_first = work_of_second * first.before + work_of_first * second.after + 2 * pass_cost * first.before * second.after
-    first_goes_first = work_of_first * second.before + work_of_second * first.after + 2 * pass_cost * first.after * second.before
+    second_goes_first = work_of_second * first.before + work_of_first * second.after + 2 * element * first.before * second.after
+    first_goes_first = work_of_first * second.before + work_of_second * first.after + 2 * element * first.after * second.before
     return min(second_goes_first, first_goes_first) + moved

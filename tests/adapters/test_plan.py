@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from fastkron_py.adapters.plan import CPU_PASS_COST, GPU_PASS_COST, FactorSize, Plan, best_plan
+from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, Costs, FactorSize, Plan, best_plan
 from fastkron_py.adapters.sizes import split_size
 
-COSTS = pytest.mark.parametrize("pass_cost", [CPU_PASS_COST, GPU_PASS_COST], ids=["cpu", "gpu"])
+COSTS = pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
 
 
 @COSTS
-def test_matrices_are_matrices(pass_cost: float) -> None:
-    assert best_plan(FactorSize(8, 8), FactorSize(512, 512), 4096, pass_cost) == Plan(True, True)
+def test_matrices_are_matrices(costs: Costs) -> None:
+    assert best_plan(FactorSize(8, 8), FactorSize(512, 512), 4096, costs) == Plan(True, True)
 
 
 @COSTS
-@pytest.mark.parametrize("tokens", [1, 64, 4096])
-def test_a_low_rank_stays_a_pair(tokens: int, pass_cost: float) -> None:
+def test_a_low_rank_stays_a_pair(costs: Costs) -> None:
     """Of rank 32 in 512 x 512: an eighth of the work, and a sixteenth of the operand between."""
-    assert best_plan(FactorSize(8, 8), FactorSize(512, 512, 32), tokens, pass_cost).w2_is_dense is False
+    assert best_plan(FactorSize(8, 8), FactorSize(512, 512, 32), 4096, costs).w2_is_dense is False
 
 
 @COSTS
-def test_a_high_rank_is_multiplied_out_for_many_tokens(pass_cost: float) -> None:
-    w1, w2 = FactorSize(8, 8), FactorSize(128, 512, 500)
-    assert best_plan(w1, w2, 4096, pass_cost).w2_is_dense
-    assert not best_plan(w1, w2._replace(rank=100), 1, pass_cost).w2_is_dense
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_large_matrix_is_not_built_for_few_tokens(tokens: int, costs: Costs) -> None:
+    assert best_plan(FactorSize(2, 2), FactorSize(4096, 4096, 32), tokens, costs).w2_is_dense is False
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 512])
+def test_few_tokens_take_one_call_on_a_gpu(tokens: int) -> None:
+    """The second product would take longer than the work that it saves; on a CPU work is dearer."""
+    w1, w2 = FactorSize(8, 8), FactorSize(512, 512, 32)
+    assert best_plan(w1, w2, tokens, GPU_COSTS).w2_is_dense
+    assert not best_plan(w1, w2, tokens, CPU_COSTS).w2_is_dense
 
 
 @COSTS
-def test_a_first_factor_of_low_rank(pass_cost: float) -> None:
+def test_a_high_rank_is_multiplied_out_for_many_tokens(costs: Costs) -> None:
+    assert best_plan(FactorSize(8, 8), FactorSize(128, 512, 500), 4096, costs).w2_is_dense
+
+
+@COSTS
+def test_a_first_factor_of_low_rank(costs: Costs) -> None:
     """Of rank 2 in 8 x 8 it leaves w2 a quarter of the work; of rank 8 it would only read x once more."""
     w1, w2 = FactorSize(8, 8, 2), FactorSize(512, 512)
-    assert best_plan(w1, w2, 4096, pass_cost) == Plan(False, True)
-    assert best_plan(w1._replace(rank=8), w2, 4096, pass_cost) == Plan(True, True)
+    assert best_plan(w1, w2, 4096, costs) == Plan(False, True)
+    assert best_plan(w1._replace(rank=8), w2, 4096, costs) == Plan(True, True)
 
 
 @pytest.mark.parametrize(
