@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from typing import Final, NamedTuple
 
-
 _EXPANSION_PASSES: Final = 3  # a product is written and read, and its gradient written
 
 

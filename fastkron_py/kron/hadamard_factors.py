@@ -13,7 +13,8 @@ from fastkron_py.kron.hadamard_matrices import MOST, Matrix, hadamard_matrix
 from fastkron_py.runtime.errors import value_error
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
-# Two steps in half types take 128 on both sides at most, and 32 behind at least: factors of two go beside that of order m accordingly.
+# Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 between them or, of 64, of 4: factors of two
+# go beside that of order m accordingly.
 MOST_BITS: Final = 7
 LEAST_BITS: Final = 5
 
@@ -33,9 +34,14 @@ def factor_sizes(n: int) -> tuple[int, ...]:
     if used is None:
         raise no_order(n)
     m, bits = odd << used, twos - used
-    if odd == 1:
-        return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)
+    first = (m,) if m > 1 else ()
     room = MOST_BITS - (m - 1).bit_length()
+    if bits == room + 1 + MOST_BITS:
+        return (*first, *_chunks(room), 2, *_chunks(MOST_BITS))
+    if n == 1 << 2 * MOST_BITS:  # 64 x 4 x 64 is faster than 128 x 128
+        return (8, 8, 4, 8, 8)
+    if m == 1:
+        return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)
     room += bits - room > MOST_BITS  # a wide first step, so that two are enough
     beside = max(0, min(room, bits - LEAST_BITS))
     return (m, *_chunks(beside), *_chunks(bits - beside))

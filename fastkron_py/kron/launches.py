@@ -236,17 +236,18 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
 
 def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
     """The launch configuration of two steps on one slice at a time."""
-    batches, (first, second) = problem.shape[0], problem.launch.steps
-    config = row_pair_config(first, second, problem.epilogue == "axpby", gpu)
+    batches, (first, *middle, second) = problem.shape[0], problem.launch.steps
+    parts = middle[0].p if middle else 1
+    config = row_pair_config(first, second, problem.epilogue == "axpby", gpu, parts)
     sizes, pads = (first.p, first.q, second.p, second.q), sides(first, second)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
     arguments = common | {
         "programs": programs,
         "SPLIT": first.stop - first.start,
+        "MIDDLE": parts,
         "SIZES": sizes,
         "PADS": pads,
         "EXACT": sizes == pads,
-        "A_FIRST": config.a_first,
         "STAGES": config.stages,
         "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
         "STORE": store_quantized if problem.epilogue == "quantize" else store_product,

@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 
 LARGE_TILES = ("16^5", "8^7")
 ROW_PAIRS = ("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100")
-IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", "bfloat16 16^4", *ROW_PAIRS)
+ROW_TRIPLES = ("bfloat16 128, 2, 128", "float16 128, 4, 64", "bfloat16 64, 4, 64", "float16 100, 2, 100")
+IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", "bfloat16 16^4", *ROW_PAIRS, *ROW_TRIPLES)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,14 @@ def test_row_pairs_round_as_they_store(kernels: list[dict[str, Any]]) -> None:
 def test_row_pairs_are_compiled_with_z(kernels: list[dict[str, Any]]) -> None:
     """z takes shared memory too, which the choice of stages counts."""
     found = {k["problem"] for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["what"] == "with z"}
-    assert found >= set(ROW_PAIRS)
+    assert found >= {*ROW_PAIRS, *ROW_TRIPLES}
+
+
+def test_row_triples_hardly_spill(kernels: list[dict[str, Any]]) -> None:
+    """All matrices of a slice are in registers; with padding, a few values go to the stack."""
+    found = [k for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["problem"] in ROW_TRIPLES and k["what"] == "multiply"]
+    assert len(found) == len(ROW_TRIPLES)
+    assert [k for k in found if k["stack"] > (64 if k["problem"] == "float16 100, 2, 100" else 0)] == []
 
 
 def test_copies_do_not_spill(kernels: list[dict[str, Any]]) -> None:
@@ -92,7 +100,7 @@ def test_tiles_of_half_the_registers_stay_in_registers(kernels: list[dict[str, A
     """
     found = [k for k in kernels if k["problem"] in LARGE_TILES and k["what"] != "backward"]
     assert {k["problem"] for k in found} == set(LARGE_TILES)
-    assert [k for k in found if k["stack"] > 64] == []
+    assert [k for k in found if k["stack"] > 0] == []
 
 
 def test_wide_steps_fetch_ahead(kernels: list[dict[str, Any]]) -> None:
@@ -106,7 +114,7 @@ def test_products_of_wide_factors_hardly_spill(kernels: list[dict[str, Any]]) ->
     """With Triton 3.6 none uses the stack. 3.9 puts a few values there, once a tile."""
     found = [k for k in kernels if k["kernel"] == "_wide_product_kernel"]
     assert {k["what"] for k in found} == {"multiply", "backward"}
-    assert [k for k in found if k["stack"] > 64] == []
+    assert [k for k in found if k["stack"] > 0] == []
 
 
 def test_the_backward_pass_hardly_spills(kernels: list[dict[str, Any]]) -> None:

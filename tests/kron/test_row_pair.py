@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -25,9 +24,14 @@ SHAPES = {
     "a factor before": (1, 2, (3, 64, 32), (2, 64, 32), 1),
     "a wide first step": (1, 3, (172, 64), (172, 64), 1),
     "a wide first step, padded": (2, 2, (140, 70), (132, 66), 1),
+    "two in the middle": (1, 3, (64, 2, 64), (64, 2, 64), 1),
+    "two in the middle, padded": (2, 2, (40, 2, 35), (33, 2, 36), 1),
+    "four in the middle": (1, 3, (64, 4, 64), (64, 4, 64), 1),
+    "three in the middle, padded": (1, 2, (40, 3, 35), (36, 3, 34), 1),
+    "two in the middle, a factor before": (1, 2, (3, 8, 5, 2, 64), (2, 8, 6, 2, 64), 1),
 }
 DTYPES = [torch.bfloat16, torch.float16]
-SIDES = [(40, 36), (140, 70)]
+SIDES = [(40, 36), (140, 70), (40, 2, 35)]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +70,7 @@ def test_nothing_between_two_steps_overflows(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ps", SIDES, ids=str)
-def test_infinities_stay_in_their_slices(ps: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_infinities_stay_in_their_slices(ps: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x, factors = problem(dtype, device, 1, 3, ps, ps, 1)
     x[0, 1, 7] = float("inf")
     y = multiply(x, factors)
@@ -77,23 +81,35 @@ def test_infinities_stay_in_their_slices(ps: tuple[int, int], dtype: torch.dtype
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ps", SIDES, ids=str)
-def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Also where the tile is padded: 0 times an infinity is NaN."""
     x, factors = problem(dtype, device, 1, 2, ps, ps, 1)
     for n, (factor, size) in enumerate(zip(factors, ps, strict=True)):
         finite = factor.clone()
-        factor[0, 3, 5] = float("inf")
+        row, column = min(3, size - 1), min(5, size - 1)
+        factor[0, row, column] = float("inf")
         y = multiply(x, factors).view(2, *ps).movedim(1 + n, -1)
-        others = torch.arange(size, device=device) != 5
+        others = torch.arange(size, device=device) != column
         left = [f[..., others] if i == n else f for i, f in enumerate(factors)]
-        assert not y[..., 5].isfinite().any()
+        assert not y[..., column].isfinite().any()
         assert_close(y[..., others], dense(x, left).view(2, *[f.shape[2] for f in left]).movedim(1 + n, -1), steps=6)
         factor.copy_(finite)
 
 
 @pytest.mark.parametrize(
     ("ps", "count"),
-    [((64, 64), 1), ((112, 128), 1), ((86, 128), 1), ((8, 8, 8, 8), 1), ((64, 64, 64), 2), ((8,) * 5, 2), ((172, 64), 1), ((256, 128), 1)],
+    [
+        ((64, 64), 1),
+        ((112, 128), 1),
+        ((86, 128), 1),
+        ((8, 8, 8, 8), 1),
+        ((64, 64, 64), 2),
+        ((8,) * 5, 2),
+        ((172, 64), 1),
+        ((256, 128), 1),
+        ((128, 2, 128), 1),
+        ((8, 8, 2, 2, 8, 8), 1),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -103,18 +119,23 @@ def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     assert any(launch.kernel == "row_pair" for launch in launches)
 
 
-@pytest.mark.parametrize("ps", [(16, 16), (300, 64), (200, 32), (64, 200), (2, 300), (64, 8)], ids=str)
+@pytest.mark.parametrize("ps", [(16, 16), (300, 64), (200, 32), (64, 200), (2, 300), (64, 8), (64, 8, 64)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
     assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
 
 
+PAIRS = [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128), (172, 64), (172, 60), (256, 128)]
+TRIPLES = [(64, 4, 64), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
+
+
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "z"])
-@pytest.mark.parametrize("shape", [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128), (172, 64), (172, 60), (256, 128)], ids=str)
-def test_shared_memory_suffices(shape: tuple[int, int], adds: bool) -> None:
+@pytest.mark.parametrize("shape", [*PAIRS, *TRIPLES], ids=str)
+def test_shared_memory_suffices(shape: tuple[int, ...], adds: bool) -> None:
     """By the model, which `tests/compile` holds against the compiler."""
-    first, second = (Step(i, i + 1, p, p) for i, p in enumerate(shape))
-    config = row_pair_config(first, second, adds, HOPPER)
+    parts = shape[1] if len(shape) == 3 else 1
+    first, second = (Step(i, i + 1, p, p) for i, p in enumerate((shape[0], shape[-1])))
+    config = row_pair_config(first, second, adds, HOPPER, parts)
     _, qa, _, qb = sides(first, second)
-    assert shared_memory(first, second, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
-    assert math.prod((qa, qb)) // (32 * config.num_warps) <= 128  # sums in a thread's registers
+    assert shared_memory(first, second, config.stages, adds, parts) * config.programs_per_sm <= HOPPER.shared_memory
+    assert parts * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers

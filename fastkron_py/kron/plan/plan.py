@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
-from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs
+from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs, row_triples
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
@@ -34,7 +34,7 @@ class Launch:
     """Steps that share one kernel launch, first factors first; one step, or a chain."""
 
     steps: tuple[Step, ...]
-    kernel: str = "plain"  # or "chained", Hopper's, whose tile stays in registers, or "row_pair", of two steps on one slice at a time
+    kernel: str = "plain"  # or "chained", Hopper's, whose tile stays in registers, or "row_pair", of two or three on one slice at a time
 
     @cached_property
     def start(self) -> int:
@@ -218,8 +218,10 @@ def _candidates(
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
             found.append((_half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
     if problem.half and last:
-        for pair in row_pairs(ps, qs, start, stop):
-            found.append((HALF * row_pair_cost(*pair, float(moved)), Launch(pair, "row_pair")))
+        for first, second in row_pairs(ps, qs, start, stop):
+            found.append((HALF * row_pair_cost(first, second, float(moved)), Launch((first, second), "row_pair")))
+        for first, middle, second in row_triples(ps, qs, start, stop):
+            found.append((HALF * row_pair_cost(first, second, float(moved), middle.p), Launch((first, middle, second), "row_pair")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)

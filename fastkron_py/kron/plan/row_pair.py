@@ -13,23 +13,24 @@ from fastkron_py.runtime.gpu import GPU, HOPPER
 LEAST_FIRST: Final = 33
 LEAST_SECOND: Final = 32
 WIDEST: Final = 128
-# A first step up to this wide has its product first, whose result goes from registers to the next one: shared memory is full.
 WIDEST_FIRST: Final = 256
 LEAST_SECOND_OF_WIDE: Final = 64  # narrower ones spill
+MOST_SUMS: Final = 128  # of a thread, of a slice with a factor in the middle
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
-OPERATIONS: Final = 210  # floating-point operations in the time in which an element is moved (measured on an H200)
+OPERATIONS: Final = 230  # floating-point operations in the time in which an element is moved (measured on an H200)
+SMALL_MATRICES: Final = 1.2  # times as long with a factor in the middle and matrices of 128 x 64, whose products are short
 MOST_STAGES: Final = 4
-SMALL_SLICE: Final = 4096  # elements, up to which all stages are used
+SMALL_SLICE: Final = 4096  # elements, up to which all stages are used,
+SMALL_TILE: Final = 8192  # and of a matrix beside a factor in the middle; up to which four warps are enough
 
 
 @dataclass(frozen=True)
 class RowPairConfig:
-    """A program of this number of warps multiplies one slice at a time, with the next ones on their way; by A first, or by B."""
+    """A program of this number of warps multiplies one slice at a time, with the next ones on their way."""
 
     num_warps: int
     stages: int
     programs_per_sm: int
-    a_first: bool
 
 
 def sides(first: Step, second: Step) -> tuple[int, int, int, int]:
@@ -53,54 +54,78 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
             yield first, second
 
 
-def _is_a_first(first: Step, second: Step) -> bool:
-    pa, qa, _, _ = sides(first, second)
-    return max(pa, qa) > WIDEST
+def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step, Step]]:
+    """The same with a small square factor in the middle, which takes no product: a slice is as many matrices as that has rows.
+
+    Args:
+        ps: rows of the factors.
+        qs: columns of the factors.
+        start: first factor.
+        stop: one past the last factor.
+    """
+    for at in range(start + 1, stop - 1):
+        first, middle, second = (Step.of(ps, qs, *ends) for ends in ((start, at), (at, at + 1), (at + 1, stop)))
+        narrowest, widest = (choose(first.p, first.q, second.p, second.q) for choose in (min, max))
+        if middle.p != middle.q or middle.p == 1 or narrowest < LEAST_FIRST or widest > WIDEST:
+            continue
+        if _sums(first, second, middle.p) <= MOST_SUMS:
+            yield first, middle, second
+
+
+def _warps_of_triple(qa: int) -> int:
+    """The warps that products of this number of rows, 64 or 128, are split over."""
+    return 8 if qa > WIDEST // 2 else 4
+
+
+def _sums(first: Step, second: Step, parts: int) -> int:
+    """Sums that a thread holds of a slice of this number of matrices."""
+    _, qa, pb, qb = sides(first, second)
+    return parts * qa * max(pb, qb) // (32 * _warps_of_triple(qa))
 
 
 def _fits(first: Step, second: Step) -> bool:
     pa, qa, pb, qb = sides(first, second)
-    if _is_a_first(first, second) and min(pb, qb) < LEAST_SECOND_OF_WIDE:
+    if max(pa, qa) > WIDEST and min(pb, qb) < LEAST_SECOND_OF_WIDE:
         return False
     return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and shared_memory(first, second, 1, False) <= HOPPER.shared_memory
 
 
-def shared_memory(first: Step, second: Step, stages: int, adds: bool) -> int:
-    """Bytes of a program, as Triton allocates them.
+def shared_memory(first: Step, second: Step, stages: int, adds: bool, parts: int = 1) -> int:
+    """Bytes of a program, as Triton allocates them, at most.
 
-    It holds slices of x and of z that are loaded ahead, both factors, and the result of the first product. If that stays in
-    registers, it takes another layout by way of shared memory, which a lone stage has free.
+    It holds slices of x and of z that are loaded ahead, and both factors. The result takes another layout by way of shared memory,
+    which a lone stage has free.
 
     Args:
         first: step A.
         second: step B.
         stages: slices in work.
         adds: z is added.
+        parts: matrices in a slice: rows of the factor in the middle, or 1.
     """
     pa, qa, pb, qb = sides(first, second)
     ahead = stages - 1
-    elements = stages * pa * pb + pb * qb + qa * pa + (ahead * qa * qb if adds else 0)
-    if not _is_a_first(first, second):
-        return 2 * (elements + pa * qb)
+    elements = stages * pa * pb + (ahead * qa * qb if adds and parts == 1 else 0) + pb * qb + qa * pa
     is_whole = (pb, qb) == (second.p, second.q)
-    return 2 * elements + (WIDEST * 2 * (qb if is_whole else WIDEST) if ahead else 0)
+    return 2 * (elements + (min(qa, WIDEST) * (qb if is_whole else WIDEST) if ahead else 0))
 
 
-def row_pair_cost(first: Step, second: Step, moved: float) -> float:
+def row_pair_cost(first: Step, second: Step, moved: float, parts: int = 1) -> float:
     """Modelled time, in units of moving one element once.
 
     Args:
         first: step A.
         second: step B.
         moved: elements that are read and written, of all slices.
+        parts: matrices in a slice: rows of the factor in the middle, or 1.
     """
     pa, qa, pb, qb = sides(first, second)
-    slices = moved / (first.p * second.p + first.q * second.q)
-    products = qa * pb * (pa + qb) if _is_a_first(first, second) else pa * qb * (pb + qa)
-    return max(TRAFFIC * moved, slices * 2 * products / OPERATIONS)
+    matrices = moved / (first.p * second.p + first.q * second.q)
+    time = max(TRAFFIC * moved, matrices * 2 * qa * pb * (pa + qb) / OPERATIONS)
+    return time * SMALL_MATRICES if parts > 1 and pa * pb == SMALL_TILE else time
 
 
-def row_pair_config(first: Step, second: Step, adds: bool, gpu: GPU) -> RowPairConfig:
+def row_pair_config(first: Step, second: Step, adds: bool, gpu: GPU, parts: int = 1) -> RowPairConfig:
     """The launch of two steps.
 
     Args:
@@ -108,10 +133,13 @@ def row_pair_config(first: Step, second: Step, adds: bool, gpu: GPU) -> RowPairC
         second: step B.
         adds: z is added.
         gpu: where it runs.
+        parts: matrices in a slice: rows of the factor in the middle, or 1.
     """
     pa, qa, pb, qb = sides(first, second)
-    most = MOST_STAGES if pa * pb <= SMALL_SLICE else MOST_STAGES - 1
-    stages = next((n for n in range(most, 1, -1) if shared_memory(first, second, n, adds) <= gpu.shared_memory), 1)
-    programs = min(4, max(1, gpu.shared_memory // shared_memory(first, second, stages, adds)))
-    warps = 8 if max(pa, qa) * max(pb, qb) > 2 * SMALL_SLICE else 4
-    return RowPairConfig(warps, stages, programs, _is_a_first(first, second))
+    most = MOST_STAGES if pa * pb <= (SMALL_SLICE if parts == 1 else SMALL_TILE) else MOST_STAGES - 1
+    stages = next((n for n in range(most, 1, -1) if shared_memory(first, second, n, adds, parts) <= gpu.shared_memory), 1)
+    programs = min(4, max(1, gpu.shared_memory // shared_memory(first, second, stages, adds, parts)))
+    if parts == 1:
+        return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > SMALL_TILE else 4, stages, programs)
+    warps = _warps_of_triple(qa)
+    return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
