@@ -21,7 +21,7 @@ class Costs(NamedTuple):
 
 
 CPU_COSTS: Final = Costs(6.0, 5e6)  # 70 us on two cores
-GPU_COSTS: Final = Costs(200.0, 9e9)  # 25 us on an H200
+GPU_COSTS: Final = Costs(200.0, 5e9)  # 15 us on an H200
 
 
 class FactorSize(NamedTuple):

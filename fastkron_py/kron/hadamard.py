@@ -56,10 +56,10 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) ->
     if torch.compiler.is_compiling():
         from fastkron_py.kron import hadamard_constants  # whose decorator imports the compiler, and that Triton
 
-        sizes = hadamard_constants.sizes(_length(x.shape[-1]))
+        sizes = hadamard_constants.sizes(_length(x.shape[-1]), x.dtype)
         factors = [t.to(x.device) for t in hadamard_constants.matrices(sizes, x.dtype)]
     else:
-        sizes = factor_sizes(x.shape[-1])
+        sizes = factor_sizes(x.shape[-1], x.dtype)
         factors = _kept(sizes, x.dtype, x.device) if type(x) in TENSOR_TYPES else [t.to(x.device) for t in matrices(sizes, x.dtype)]
     scale = check_scalar("scale", scale, x)
     y = kron_matmul(x.reshape(-1, x.shape[-1]), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)

@@ -10,9 +10,9 @@ from fastkron_py.kron.hadamard_factors import matrices as made
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def sizes(n: int) -> tuple[int, ...]:
+def sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
     """`factor_sizes`."""
-    return factor_sizes(n)
+    return factor_sizes(n, dtype)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.hadamard_matrices import MOST, Matrix, hadamard_matrix
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.errors import value_error
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
@@ -20,7 +21,7 @@ LEAST_BITS: Final = 5
 
 
 @lru_cache(maxsize=256)
-def factor_sizes(n: int) -> tuple[int, ...]:
+def factor_sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The orders of the factors for rows of length n, from the first on.
 
     Raises:
@@ -38,7 +39,7 @@ def factor_sizes(n: int) -> tuple[int, ...]:
     room = MOST_BITS - (m - 1).bit_length()
     if bits == room + 1 + MOST_BITS:
         return (*first, *_chunks(room), 2, *_chunks(MOST_BITS))
-    if n == 1 << 2 * MOST_BITS:  # 64 x 4 x 64 is faster than 128 x 128
+    if n == 1 << 2 * MOST_BITS and dtype in HALF_DTYPES:  # 64 x 4 x 64 is faster than 128 x 128; other types multiply four 16s or so
         return (8, 8, 4, 8, 8)
     if m == 1:
         return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)

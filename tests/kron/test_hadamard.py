@@ -24,7 +24,7 @@ ORDERS = (4, 12, 20, 28, 36, 44, 52, 60, 76, 92, 108, 116, 140, 148, 156, 172)
 def matrix(n: int) -> torch.Tensor:
     """H_m (x) H_(2^k) in float64, from its factors."""
     found = torch.ones(1, 1, dtype=torch.float64)
-    for size in factor_sizes(n):
+    for size in factor_sizes(n, torch.float64):  # in any order: other dtypes have the same product
         power = size & (size - 1) == 0
         h = [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)] if power else hadamard_matrix(size)
         found = torch.kron(found, torch.tensor(np.array(h), dtype=torch.float64))
@@ -64,9 +64,9 @@ def test_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     assert y.dtype == dtype
     expected = x.to(wide) @ matrix(n).to(device, wide) * n**-0.5
     if x.numel():
-        assert_close(y, expected, steps=2 * len(factor_sizes(n)))  # the interpreter truncates to bfloat16
+        assert_close(y, expected, steps=2 * len(factor_sizes(n, dtype)))  # the interpreter truncates to bfloat16
         with pytest.raises(AssertionError):  # a control: two entries of each row exchanged
-            assert_close(y, (x.flip(-1)).to(wide) @ matrix(n).to(device, wide) * n**-0.5, steps=2 * len(factor_sizes(n)))
+            assert_close(y, (x.flip(-1)).to(wide) @ matrix(n).to(device, wide) * n**-0.5, steps=2 * len(factor_sizes(n, dtype)))
 
 
 def test_float16_has_room_between_launches(device: torch.device) -> None:
@@ -136,12 +136,20 @@ def test_a_scale_that_is_no_number() -> None:
         hadamard(np.ones((2, 8)), scale=torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("n", [2048, 4096, 8192, 16384, 13824, 14336])
+@pytest.mark.parametrize("n", [2048, 4096, 8192, 16384, 32768, 11008, 13824, 14336, 24576, 28672])
 def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
-    sizes = factor_sizes(n)
+    sizes = factor_sizes(n, torch.bfloat16)
     assert math.prod(sizes) == n
     (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
     assert launch.kernel == "row_pair"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("n", [2**k for k in range(17)])
+def test_factors_of_a_power_of_two(n: int, dtype: torch.dtype) -> None:
+    sizes = factor_sizes(n, dtype)
+    assert math.prod(sizes) == n
+    assert max(sizes) <= 8
 
 
 def test_it_is_public() -> None:
