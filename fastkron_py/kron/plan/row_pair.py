@@ -65,10 +65,9 @@ def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> 
     """
     for at in range(start + 1, stop - 1):
         first, middle, second = (Step.of(ps, qs, *ends) for ends in ((start, at), (at, at + 1), (at + 1, stop)))
-        narrowest, widest = (choose(first.p, first.q, second.p, second.q) for choose in (min, max))
-        if middle.p != middle.q or middle.p == 1 or narrowest < LEAST_FIRST or widest > WIDEST:
-            continue
-        if _sums(first, second, middle.p) <= MOST_SUMS:
+        widths = (first.p, first.q, second.p, second.q)
+        is_small = middle.p == middle.q > 1 and _sums(first, second, middle.p) <= MOST_SUMS
+        if is_small and min(widths) >= LEAST_FIRST and max(widths) <= WIDEST:
             yield first, middle, second
 
 
