@@ -6,6 +6,8 @@ from itertools import product
 from typing import Final, NamedTuple
 
 _EXPANSION_PASSES: Final = 3  # a product is written and read, and its gradient written
+# A pair's matrix is kept for the backward pass. It has at most twice the pair's elements, or this share of those of x and the result.
+_MOST_SHARE: Final = 1 / 16
 
 
 class Costs(NamedTuple):
@@ -35,6 +37,12 @@ class FactorSize(NamedTuple):
         """The cost of multiplying the pair out, where one element that is read or written costs this much."""
         return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + _EXPANSION_PASSES * element)
 
+    def may_be_expanded(self, operands: int) -> bool:
+        """Whether the matrix takes little memory beside the pair, or beside x and the result, which have this number of elements."""
+        if self.rank is None:
+            return True
+        return self.rows * self.columns <= max(2 * self.rank * (self.rows + self.columns), _MOST_SHARE * operands)
+
 
 class Plan(NamedTuple):
     """Whether each factor of low rank is multiplied out before x is multiplied. True for a factor that is no pair."""
@@ -55,7 +63,9 @@ def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> Plan
         tokens: rows of x.
         costs: of the device.
     """
-    choices = [Plan(*kept) for kept in product(*[(True,) if w.rank is None else (False, True) for w in (w1, w2)])]
+    operands = tokens * (w1.rows * w2.rows + w1.columns * w2.columns)
+    of_each = [(True,) if w.rank is None else (False, True) if w.may_be_expanded(operands) else (False,) for w in (w1, w2)]
+    choices = [Plan(*kept) for kept in product(*of_each)]
     if len(choices) == 1:
         return choices[0]
     modelled = [_cost(plan, w1, w2, tokens, costs) for plan in choices]

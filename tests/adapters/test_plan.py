@@ -27,12 +27,19 @@ def test_a_large_matrix_is_not_built_for_few_tokens(tokens: int, costs: Costs) -
     assert best_plan(FactorSize(2, 2), FactorSize(4096, 4096, 32), tokens, costs).w2_is_dense is False
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 512])
-def test_few_tokens_take_one_call_on_a_gpu(tokens: int) -> None:
+def test_few_tokens_take_one_call_on_a_gpu() -> None:
     """The second product would take longer than the work that it saves; on a CPU work is dearer."""
     w1, w2 = FactorSize(8, 8), FactorSize(512, 512, 32)
-    assert best_plan(w1, w2, tokens, GPU_COSTS).w2_is_dense
-    assert not best_plan(w1, w2, tokens, CPU_COSTS).w2_is_dense
+    assert best_plan(w1, w2, 512, GPU_COSTS).w2_is_dense
+    assert not best_plan(w1, w2, 512, CPU_COSTS).w2_is_dense
+
+
+@COSTS
+@pytest.mark.parametrize(("rank", "tokens", "is_dense"), [(4, 64, False), (40, 64, True), (4, 2048, True)])
+def test_a_matrix_takes_little_memory_beside_the_pair_or_x(rank: int, tokens: int, is_dense: bool, costs: Costs) -> None:
+    """128 x 128 beside pairs of 1,024 and 10,240 elements, and operands of 32,768 and 1,048,576: only where all else is for it."""
+    free = costs._replace(call=1e12)
+    assert best_plan(FactorSize(2, 2), FactorSize(128, 128, rank), tokens, free).w2_is_dense is is_dense
 
 
 @COSTS
