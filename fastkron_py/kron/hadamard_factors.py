@@ -37,7 +37,7 @@ def factor_sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
     m, bits = odd << used, twos - used
     first = (m,) if m > 1 else ()
     room = MOST_BITS - (m - 1).bit_length()
-    if bits == room + 1 + MOST_BITS:
+    if room >= 0 and bits == room + 1 + MOST_BITS:
         return (*first, *_chunks(room), 2, *_chunks(MOST_BITS))
     if n == 1 << 2 * MOST_BITS and dtype in HALF_DTYPES:  # 64 x 4 x 64 is faster than 128 x 128; other types multiply four 16s or so
         return (8, 8, 4, 8, 8)

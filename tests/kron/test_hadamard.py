@@ -145,11 +145,13 @@ def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64], ids=str)
-@pytest.mark.parametrize("n", [2**k for k in range(17)])
-def test_factors_of_a_power_of_two(n: int, dtype: torch.dtype) -> None:
-    sizes = factor_sizes(n, dtype)
-    assert math.prod(sizes) == n
-    assert max(sizes) <= 8
+@pytest.mark.parametrize("order", [1, *ORDERS])
+def test_the_product_of_the_factors_is_the_length(order: int, dtype: torch.dtype) -> None:
+    """Factors of two are at most 8 x 8, so that plans can multiply neighbours out as they like."""
+    for k in range(17):
+        sizes = factor_sizes(order << k, dtype)
+        assert math.prod(sizes) == order << k
+        assert [size for size in sizes if size > 8 and size & (size - 1) == 0] == []
 
 
 def test_it_is_public() -> None:
