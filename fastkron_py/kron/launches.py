@@ -25,7 +25,7 @@ from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.row_pair import row_pair_config, sides
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, sides
 from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
@@ -236,15 +236,15 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
 
 def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
     """The launch configuration of two steps on one slice at a time."""
-    batches, (first, *middle, second) = problem.shape[0], problem.launch.steps
-    parts = middle[0].p if middle else 1
-    config = row_pair_config(first, second, problem.epilogue == "axpby", gpu, parts)
-    sizes, pads = (first.p, first.q, second.p, second.q), sides(first, second)
+    batches, steps = problem.shape[0], problem.launch.steps
+    first, second = steps[0], steps[-1]
+    config = row_pair_config(steps, problem.epilogue == "axpby", gpu)
+    sizes, pads = (first.p, first.q, second.p, second.q), sides(steps)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
     arguments = common | {
         "programs": programs,
         "SPLIT": first.stop - first.start,
-        "MIDDLE": parts,
+        "MIDDLE": matrices_of(steps),
         "SIZES": sizes,
         "PADS": pads,
         "EXACT": sizes == pads,

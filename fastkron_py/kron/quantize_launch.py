@@ -45,7 +45,7 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     pairs = list(row_pairs(ps, qs, 0, len(factors)))
     if not pairs:
         return None
-    launch = Launch(min(pairs, key=lambda pair: row_pair_cost(pair[0], pair[1], 1.0)), "row_pair")
+    launch = Launch(min(pairs, key=lambda pair: row_pair_cost(pair, 1.0)), "row_pair")
     whole = multiply_problem(x, factors, device, precision)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
     made = LaunchProblem(

@@ -10,7 +10,7 @@ from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.row_pair import row_pair_config, shared_memory, sides
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, sides
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
@@ -133,9 +133,8 @@ TRIPLES = [(64, 4, 64), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128),
 @pytest.mark.parametrize("shape", [*PAIRS, *TRIPLES], ids=str)
 def test_shared_memory_suffices(shape: tuple[int, ...], adds: bool) -> None:
     """By the model, which `tests/compile` holds against the compiler."""
-    parts = shape[1] if len(shape) == 3 else 1
-    first, second = (Step(i, i + 1, p, p) for i, p in enumerate((shape[0], shape[-1])))
-    config = row_pair_config(first, second, adds, HOPPER, parts)
-    _, qa, _, qb = sides(first, second)
-    assert shared_memory(first, second, config.stages, adds, parts) * config.programs_per_sm <= HOPPER.shared_memory
-    assert parts * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers
+    steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
+    config = row_pair_config(steps, adds, HOPPER)
+    _, qa, _, qb = sides(steps)
+    assert shared_memory(steps, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
+    assert matrices_of(steps) * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers

@@ -218,10 +218,8 @@ def _candidates(
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
             found.append((_half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
     if problem.half and last:
-        for first, second in row_pairs(ps, qs, start, stop):
-            found.append((HALF * row_pair_cost(first, second, float(moved)), Launch((first, second), "row_pair")))
-        for first, middle, second in row_triples(ps, qs, start, stop):
-            found.append((HALF * row_pair_cost(first, second, float(moved), middle.p), Launch((first, middle, second), "row_pair")))
+        for steps in (*row_pairs(ps, qs, start, stop), *row_triples(ps, qs, start, stop)):
+            found.append((HALF * row_pair_cost(steps, float(moved)), Launch(steps, "row_pair")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)

@@ -33,10 +33,15 @@ class RowPairConfig:
     programs_per_sm: int
 
 
-def sides(first: Step, second: Step) -> tuple[int, int, int, int]:
-    """Padded (PA, QA, PB, QB)."""
-    least = padded(LEAST_FIRST)
+def sides(steps: Sequence[Step]) -> tuple[int, int, int, int]:
+    """Padded (PA, QA, PB, QB) of two steps, or of the outer ones of three."""
+    first, second, least = steps[0], steps[-1], padded(LEAST_FIRST)
     return max(least, first.p_pad), max(least, first.q_pad), second.p_pad, second.q_pad
+
+
+def matrices_of(steps: Sequence[Step]) -> int:
+    """Matrices in a slice: rows of the factor in the middle, or 1."""
+    return steps[1].p if len(steps) == 3 else 1
 
 
 def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
@@ -50,7 +55,7 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
     """
     for split in range(start + 1, stop):
         first, second = Step.of(ps, qs, start, split), Step.of(ps, qs, split, stop)
-        if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and _fits(first, second):
+        if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and _fits((first, second)):
             yield first, second
 
 
@@ -64,11 +69,11 @@ def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> 
         stop: one past the last factor.
     """
     for at in range(start + 1, stop - 1):
-        first, middle, second = (Step.of(ps, qs, *ends) for ends in ((start, at), (at, at + 1), (at + 1, stop)))
+        steps = first, middle, second = Step.of(ps, qs, start, at), Step.of(ps, qs, at, at + 1), Step.of(ps, qs, at + 1, stop)
         widths = (first.p, first.q, second.p, second.q)
-        is_small = middle.p == middle.q > 1 and _sums(first, second, middle.p) <= MOST_SUMS
+        is_small = middle.p == middle.q > 1 and _sums(steps) <= MOST_SUMS
         if is_small and min(widths) >= LEAST_FIRST and max(widths) <= WIDEST:
-            yield first, middle, second
+            yield steps
 
 
 def _warps_of_triple(qa: int) -> int:
@@ -76,69 +81,63 @@ def _warps_of_triple(qa: int) -> int:
     return 8 if qa > WIDEST // 2 else 4
 
 
-def _sums(first: Step, second: Step, parts: int) -> int:
-    """Sums that a thread holds of a slice of this number of matrices."""
-    _, qa, pb, qb = sides(first, second)
-    return parts * qa * max(pb, qb) // (32 * _warps_of_triple(qa))
+def _sums(steps: Sequence[Step]) -> int:
+    """Sums of a slice that a thread holds."""
+    _, qa, pb, qb = sides(steps)
+    return matrices_of(steps) * qa * max(pb, qb) // (32 * _warps_of_triple(qa))
 
 
-def _fits(first: Step, second: Step) -> bool:
-    pa, qa, pb, qb = sides(first, second)
+def _fits(pair: tuple[Step, Step]) -> bool:
+    pa, qa, pb, qb = sides(pair)
     if max(pa, qa) > WIDEST and min(pb, qb) < LEAST_SECOND_OF_WIDE:
         return False
-    return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and shared_memory(first, second, 1, False) <= HOPPER.shared_memory
+    return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and shared_memory(pair, 1, False) <= HOPPER.shared_memory
 
 
-def shared_memory(first: Step, second: Step, stages: int, adds: bool, parts: int = 1) -> int:
+def shared_memory(steps: Sequence[Step], stages: int, adds: bool) -> int:
     """Bytes of a program, as Triton allocates them, at most.
 
     It holds slices of x and of z that are loaded ahead, and both factors. The result takes another layout by way of shared memory,
     which a lone stage has free.
 
     Args:
-        first: step A.
-        second: step B.
+        steps: A and B, and in between the factor in the middle, if there is one.
         stages: slices in work.
         adds: z is added.
-        parts: matrices in a slice: rows of the factor in the middle, or 1.
     """
-    pa, qa, pb, qb = sides(first, second)
+    pa, qa, pb, qb = sides(steps)
     ahead = stages - 1
-    elements = stages * pa * pb + (ahead * qa * qb if adds and parts == 1 else 0) + pb * qb + qa * pa
-    is_whole = (pb, qb) == (second.p, second.q)
+    elements = stages * pa * pb + (ahead * qa * qb if adds and len(steps) == 2 else 0) + pb * qb + qa * pa
+    is_whole = (pb, qb) == (steps[-1].p, steps[-1].q)
     return 2 * (elements + (min(qa, WIDEST) * (qb if is_whole else WIDEST) if ahead else 0))
 
 
-def row_pair_cost(first: Step, second: Step, moved: float, parts: int = 1) -> float:
+def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
     """Modelled time, in units of moving one element once.
 
     Args:
-        first: step A.
-        second: step B.
+        steps: as in `shared_memory`.
         moved: elements that are read and written, of all slices.
-        parts: matrices in a slice: rows of the factor in the middle, or 1.
     """
-    pa, qa, pb, qb = sides(first, second)
-    matrices = moved / (first.p * second.p + first.q * second.q)
+    pa, qa, pb, qb = sides(steps)
+    matrices = moved / (steps[0].p * steps[-1].p + steps[0].q * steps[-1].q)
     time = max(TRAFFIC * moved, matrices * 2 * qa * pb * (pa + qb) / OPERATIONS)
-    return time * SMALL_MATRICES if parts > 1 and pa * pb == SMALL_TILE else time
+    return time * SMALL_MATRICES if len(steps) == 3 and pa * pb == SMALL_TILE else time
 
 
-def row_pair_config(first: Step, second: Step, adds: bool, gpu: GPU, parts: int = 1) -> RowPairConfig:
-    """The launch of two steps.
+def row_pair_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
+    """The launch of the steps.
 
     Args:
-        first: step A.
-        second: step B.
+        steps: as in `shared_memory`.
         adds: z is added.
         gpu: where it runs.
-        parts: matrices in a slice: rows of the factor in the middle, or 1.
     """
-    pa, qa, pb, qb = sides(first, second)
-    most = MOST_STAGES if pa * pb <= (SMALL_SLICE if parts == 1 else SMALL_TILE) else MOST_STAGES - 1
-    stages = next((n for n in range(most, 1, -1) if shared_memory(first, second, n, adds, parts) <= gpu.shared_memory), 1)
-    programs = min(4, max(1, gpu.shared_memory // shared_memory(first, second, stages, adds, parts)))
-    if parts == 1:
+    pa, qa, pb, qb = sides(steps)
+    most = MOST_STAGES if pa * pb <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE) else MOST_STAGES - 1
+    stages = next((n for n in range(most, 1, -1) if shared_memory(steps, n, adds) <= gpu.shared_memory), 1)
+    programs = min(4, max(1, gpu.shared_memory // shared_memory(steps, stages, adds)))
+    if len(steps) == 2:
         return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > SMALL_TILE else 4, stages, programs)
     warps = _warps_of_triple(qa)
     return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
