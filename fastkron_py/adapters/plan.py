@@ -37,11 +37,16 @@ class FactorSize(NamedTuple):
         """The cost of multiplying the pair out, where one element that is read or written costs this much."""
         return 0.0 if self.rank is None else self.rows * self.columns * (self.rank + _EXPANSION_PASSES * element)
 
-    def may_be_expanded(self, operands: int) -> bool:
-        """Whether the matrix takes little memory beside the pair, or beside x and the result, which have this number of elements."""
+    def choices(self, operands: int) -> tuple[bool, ...]:
+        """Whether it is dense, in each plan: of a pair also where its matrix takes little memory.
+
+        Args:
+            operands: elements of x and the result.
+        """
         if self.rank is None:
-            return True
-        return self.rows * self.columns <= max(2 * self.rank * (self.rows + self.columns), _MOST_SHARE * operands)
+            return (True,)
+        takes_little = self.rows * self.columns <= max(2 * self.rank * (self.rows + self.columns), _MOST_SHARE * operands)
+        return (False, True) if takes_little else (False,)
 
 
 class Plan(NamedTuple):
@@ -64,8 +69,7 @@ def best_plan(w1: FactorSize, w2: FactorSize, tokens: int, costs: Costs) -> Plan
         costs: of the device.
     """
     operands = tokens * (w1.rows * w2.rows + w1.columns * w2.columns)
-    of_each = [(True,) if w.rank is None else (False, True) if w.may_be_expanded(operands) else (False,) for w in (w1, w2)]
-    choices = [Plan(*kept) for kept in product(*of_each)]
+    choices = [Plan(*dense) for dense in product(w1.choices(operands), w2.choices(operands))]
     if len(choices) == 1:
         return choices[0]
     modelled = [_cost(plan, w1, w2, tokens, costs) for plan in choices]
