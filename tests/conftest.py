@@ -69,9 +69,9 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # bindings complain at exit of objects that are still there
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def tried_names() -> None:
-    """Torch's private names are tried once in a process, so before a test replaces a function of torch that the trials call."""
+    """Torch's private names are tried before a test may replace a function of torch that the trials call; the result is kept."""
     torch_internals.failures()
 
 

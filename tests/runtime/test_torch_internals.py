@@ -93,7 +93,6 @@ def anew() -> Iterator[None]:
     forget()
     yield
     forget()
-    torch_internals.failures()  # tried now: a later test may replace functions that the trials call
 
 
 # ---- breaking names ----------------------------------------------------------------------------
