@@ -190,7 +190,7 @@ clean:  ## remove what the other targets made
 ifneq ($(strip $(VENV)),)
 # Debian's python3 comes without venv; torch.compile and Triton call a C++ compiler.
 VENV_MODULE_READY := $(PYTHON) -c "import ensurepip" || { apt-get update && apt-get install -y python3-venv; }
-$(VENV)/bin/python $(NOTEBOOKS_VENV)/bin/python: %/bin/python:
+$(VENV)/bin/python $(NOTEBOOKS_VENV)/bin/python $(DOCS_VENV)/bin/python $(RELEASE_VENV)/bin/python: %/bin/python:
 	$(VENV_MODULE_READY)
 	$(PYTHON) -m venv $*
 
@@ -244,17 +244,15 @@ $(OPERATORS_READY): $(VENV)/.ready-torch pyproject.toml
 
 # $(1): a folder. $(2): an extra whose packages alone are installed: the extra itself would bring torch.
 define environment_of
-	$(VENV_MODULE_READY)
-	$(PYTHON) -m venv $(1)
 	$(1)/$(PIP_IN) $$($(1)/bin/python -c \
 	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(2)'])")
 	touch $@
 endef
 
-$(DOCS_READY): pyproject.toml constraints.txt
+$(DOCS_READY): $(DOCS_VENV)/bin/python pyproject.toml constraints.txt
 	$(call environment_of,$(DOCS_VENV),docs)
 
-$(RELEASE_READY): pyproject.toml constraints.txt
+$(RELEASE_READY): $(RELEASE_VENV)/bin/python pyproject.toml constraints.txt
 	$(call environment_of,$(RELEASE_VENV),release)
 
 $(NOTEBOOKS_READY): $(NOTEBOOKS_VENV)/.ready-torch pyproject.toml
