@@ -14,9 +14,10 @@ from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.errors import value_error
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
-# Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 between them or, of 64, of 4: factors of two
-# go beside that of order m accordingly.
+# Two steps in half types take 128 on both sides at most, 32 behind at least, and a factor of 2 or 4 between them: factors of two go
+# beside that of order m accordingly.
 MOST_BITS: Final = 7
+MIDDLE_BITS: Final = (1, 2)
 LEAST_BITS: Final = 5
 
 
@@ -37,8 +38,9 @@ def factor_sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
     m, bits = odd << used, twos - used
     first = (m,) if m > 1 else ()
     room = MOST_BITS - (m - 1).bit_length()
-    if room >= 0 and bits == room + 1 + MOST_BITS:
-        return (*first, *_chunks(room), 2, *_chunks(MOST_BITS))
+    middle = bits - room - MOST_BITS
+    if room >= 0 and middle in MIDDLE_BITS:
+        return (*first, *_chunks(room), 1 << middle, *_chunks(MOST_BITS))
     if n == 1 << 2 * MOST_BITS and dtype in HALF_DTYPES:  # 64 x 4 x 64 is faster than 128 x 128; other types multiply four 16s or so
         return (8, 8, 4, 8, 8)
     if m == 1:

@@ -25,7 +25,7 @@ from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, sides
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, sides, turns_of
 from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
@@ -245,6 +245,7 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
         "programs": programs,
         "SPLIT": first.stop - first.start,
         "MIDDLE": matrices_of(steps),
+        "SUMS": matrices_of(steps) // turns_of(steps),
         "SIZES": sizes,
         "PADS": pads,
         "EXACT": sizes == pads,

@@ -11,8 +11,11 @@ from compiled_for_h100 import LIMIT, SHARED_MEMORY, compiled
 pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_group("compile_for_h100")]
 
 LARGE_TILES = ("16^5", "8^7")
-ROW_PAIRS = ("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100")
-ROW_TRIPLES = ("bfloat16 128, 2, 128", "float16 128, 4, 64", "bfloat16 64, 4, 64", "float16 100, 2, 100")
+ROW_PAIRS = (
+    *("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100"),
+    *("bfloat16 32, 64", "float16 100, 12"),
+)
+ROW_TRIPLES = ("bfloat16 128, 2, 128", "float16 128, 4, 64", "bfloat16 64, 4, 64", "float16 100, 2, 100", "bfloat16 64, 8, 64")
 IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", "bfloat16 16^4", *ROW_PAIRS, *ROW_TRIPLES)
 
 

@@ -10,7 +10,7 @@ from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, sides
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, sides, turns_of
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
@@ -29,9 +29,16 @@ SHAPES = {
     "four in the middle": (1, 3, (64, 4, 64), (64, 4, 64), 1),
     "three in the middle, padded": (1, 2, (40, 3, 35), (36, 3, 34), 1),
     "two in the middle, a factor before": (1, 2, (3, 8, 5, 2, 64), (2, 8, 6, 2, 64), 1),
+    "eight in the middle, in two turns": (1, 2, (64, 8, 64), (64, 8, 64), 1),
+    "six in the middle, in two turns, padded": (1, 2, (64, 6, 35), (40, 6, 64), 1),
+    "a narrow first step": (1, 5, (16, 64), (16, 64), 1),
+    "a narrow first step, padded": (2, 3, (12, 100), (10, 70), 1),
+    "a narrow second step": (1, 3, (64, 16), (64, 16), 1),
+    "a narrow second step, padded": (1, 3, (100, 9), (120, 12), 1),
+    "two narrow steps, a factor before": (1, 2, (3, 20, 30), (2, 24, 17), 1),
 }
 DTYPES = [torch.bfloat16, torch.float16]
-SIDES = [(40, 36), (140, 70), (40, 2, 35)]
+SIDES = [(40, 36), (140, 70), (40, 2, 35), (20, 40), (40, 12)]
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +111,10 @@ def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], dtype: 
         ((86, 128), 1),
         ((8, 8, 8, 8), 1),
         ((64, 64, 64), 2),
-        ((8,) * 5, 2),
+        ((8,) * 5, 1),
+        ((32,) * 3, 2),
+        ((16, 100), 1),
+        ((128, 16), 1),
         ((172, 64), 1),
         ((256, 128), 1),
         ((128, 2, 128), 1),
@@ -119,22 +129,23 @@ def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     assert any(launch.kernel == "row_pair" for launch in launches)
 
 
-@pytest.mark.parametrize("ps", [(16, 16), (300, 64), (200, 32), (64, 200), (2, 300), (64, 8), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("ps", [(300, 64), (200, 32), (64, 200), (2, 300), (64, 7), (7, 64)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
     assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
 
 
 PAIRS = [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128), (172, 64), (172, 60), (256, 128)]
-TRIPLES = [(64, 4, 64), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
+NARROW = [(16, 16), (16, 100), (32, 128), (128, 16), (20, 40), (8, 8)]
+TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "z"])
-@pytest.mark.parametrize("shape", [*PAIRS, *TRIPLES], ids=str)
+@pytest.mark.parametrize("shape", [*PAIRS, *NARROW, *TRIPLES], ids=str)
 def test_shared_memory_suffices(shape: tuple[int, ...], adds: bool) -> None:
     """By the model, which `tests/compile` holds against the compiler."""
     steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
     config = row_pair_config(steps, adds, HOPPER)
     _, qa, _, qb = sides(steps)
     assert shared_memory(steps, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
-    assert matrices_of(steps) * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers
+    assert matrices_of(steps) // turns_of(steps) * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers

@@ -3,7 +3,8 @@
 A slice ``[PA, PB]`` lies in memory as a matrix X, so that ``y = (A^T X) B`` needs no transposition: X and the factors are
 taken as they lie in shared memory, A^T X stays in registers, and the result is stored as it is. While a program multiplies one slice,
 the next one is on its way. A slice ``[PA, R, PB]`` with a factor R x R in the middle is R such matrices, one after the other: each
-is multiplied by A and added to R sums in registers, which are multiplied by B after the last one.
+is multiplied by A and added to sums in registers, which are multiplied by B after the last one. Where the registers hold fewer than R
+sums, the slice is read once more for the others, from L2.
 """
 
 import triton
@@ -104,6 +105,7 @@ def _row_pair_fwd_kernel(
     SHAPES: tl.constexpr,
     SPLIT: tl.constexpr,  # factors before this one are A's, the others B's, or all but this one
     MIDDLE: tl.constexpr,  # rows and columns of this one, in the middle; else 1
+    SUMS: tl.constexpr,  # of MIDDLE's columns, in registers at once
     SIZES: tl.constexpr,  # (PA, QA, PB, QB)
     PADS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -128,9 +130,11 @@ def _row_pair_fwd_kernel(
     p, b = tl.arange(0, PA)[:, None], tl.arange(0, PB)[None, :]
     q, c = tl.arange(0, QA)[:, None], tl.arange(0, QB)[None, :]
     first = tl.program_id(0) % programs
-    mixed = _zeros(QA, PB, MIDDLE)
-    for i in tl.range(MIDDLE * tl.cdiv(num_slices - first, programs), num_stages=STAGES):
-        row, j, h = tl.cast(first + i // MIDDLE * programs, tl.int64), tl.cast(0, tl.int64), i % MIDDLE
+    TURNS: tl.constexpr = MIDDLE // SUMS
+    mixed = _zeros(QA, PB, SUMS)
+    for i in tl.range(MIDDLE * TURNS * tl.cdiv(num_slices - first, programs), num_stages=STAGES):
+        row, j = tl.cast(first + i // (MIDDLE * TURNS) * programs, tl.int64), tl.cast(0, tl.int64)
+        h, turn = i % MIDDLE, i // MIDDLE % TURNS * SUMS
         if HEAD:
             row, j = row // before, row % before
         x_row = x_ptr + batch * x_strides[0] + row * x_strides[1] + j * x_strides[2]
@@ -139,12 +143,12 @@ def _row_pair_fwd_kernel(
         x = _load_matrix(x_row + h * SIZES[2], p, b, SIZES[2] * MIDDLE, SIZES, EXACT)
         t = dot(fa, x, tl.zeros((QA, PB), tl.float32), PRECISION)
         if MIDDLE > 1:
-            f = factor_ptrs[SPLIT] + batch * factor_strides[SPLIT][0] + h * factor_strides[SPLIT][1]
-            mixed = _mixed(mixed, t, f, factor_strides[SPLIT][2], MIDDLE)
+            f = factor_ptrs[SPLIT] + batch * factor_strides[SPLIT][0] + h * factor_strides[SPLIT][1] + turn * factor_strides[SPLIT][2]
+            mixed = _mixed(mixed, t, f, factor_strides[SPLIT][2], SUMS)
         else:
             mixed = (t,)
         if h == MIDDLE - 1:
-            for k in tl.static_range(MIDDLE):
+            for k in tl.static_range(SUMS):
                 u = mixed[k]
                 if SIZES[2] != PB:  # an infinity of a factor makes NaN of padding, which 0 does not cancel
                     u = tl.where(b < SIZES[2], u, 0.0)
@@ -152,6 +156,6 @@ def _row_pair_fwd_kernel(
                 y = dot(u, fb, tl.zeros((QA, QB), tl.float32), PRECISION)
                 if tl.bfloat16 != HALF:
                     y = y * (scale * (scale_a * scale_b))
-                z_k = z_row + k * SIZES[3] * z_strides[3]
-                STORE(y, y_row + k * SIZES[3], z_k, z_strides[3], q, c, alpha, beta, SIZES[3] * MIDDLE, SIZES, EXACT, EPILOGUE)
-            mixed = _zeros(QA, PB, MIDDLE)
+                z_k = z_row + (turn + k) * SIZES[3] * z_strides[3]
+                STORE(y, y_row + (turn + k) * SIZES[3], z_k, z_strides[3], q, c, alpha, beta, SIZES[3] * MIDDLE, SIZES, EXACT, EPILOGUE)
+            mixed = _zeros(QA, PB, SUMS)

@@ -145,7 +145,8 @@ def _cost(launch: Launch, num_slices: float, moved: float) -> float:
 
 # Time that products in half types take, relative to the register-chained kernel, which takes both types as TF32 (measured on an H200),
 HALF: Final = 0.7
-HALF_SINGLE: Final = 33  # in a single step at least this wide, and in steps of a chain
+HALF_SINGLE: Final = 33  # in a single step at least this wide, before whole vectors at least HALF_BEFORE wide, and in steps of a chain
+HALF_BEFORE: Final = 17
 HALF_CHAIN: Final = 16
 # A single step of less than HALF_CHAIN has vectors of 16 bytes where the elements after it allow them. Else it has two bytes a load, and
 # takes about three readings and writings.
@@ -173,7 +174,8 @@ def _half_share(launch: Launch, half: str, after: int) -> float:
         return 1.0
     is_single = len(sides) == 1
     in_half = is_single or half == "bfloat16"
-    return HALF if in_half and min(sides) >= (HALF_SINGLE if is_single else HALF_CHAIN) else 1.0
+    least = HALF_CHAIN if not is_single else HALF_BEFORE if after % VECTOR == 0 else HALF_SINGLE
+    return HALF if in_half and min(sides) >= least else 1.0
 
 
 # How much longer a register-chained launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,

@@ -12,16 +12,25 @@ from fastkron_py.runtime.gpu import GPU, HOPPER
 # Rows and columns of the first step, which are padded to those of a warpgroup's products, and of the second one.
 LEAST_FIRST: Final = 33
 LEAST_SECOND: Final = 32
+# Narrower steps are multiplied by single warps.
+NARROWEST: Final = 8
 WIDEST: Final = 128
 WIDEST_FIRST: Final = 256
 LEAST_SECOND_OF_WIDE: Final = 64  # narrower ones spill
 MOST_SUMS: Final = 128  # of a thread, of a slice with a factor in the middle
+MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
+TURN: Final = 1.3  # times that a further turn takes of moving what it reads
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
-OPERATIONS: Final = 230  # floating-point operations in the time in which an element is moved (measured on an H200)
+OPERATIONS: Final = 230  # floating-point operations in the time in which an element is moved (measured on an H200),
+OPERATIONS_OF_WARPS: Final = 110  # by single warps
 SMALL_MATRICES: Final = 1.2  # times as long with a factor in the middle and matrices of 128 x 64, whose products are short
 MOST_STAGES: Final = 4
 SMALL_SLICE: Final = 4096  # elements, up to which all stages are used,
 SMALL_TILE: Final = 8192  # and of a matrix beside a factor in the middle; up to which four warps are enough
+NARROW_TILE: Final = 1024  # and of narrow steps
+LEAST_OF_TWO: Final = 256  # elements beyond which two warps are faster where rows are whole vectors
+WARP_FACTOR: Final = 4096  # elements of the first factor that a warp loads without spills
+MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,28 @@ class RowPairConfig:
     programs_per_sm: int
 
 
+def is_narrow(steps: Sequence[Step]) -> bool:
+    """Whether a warpgroup's products would pad one of the steps: single warps have smaller ones."""
+    first, second = steps[0], steps[-1]
+    return min(first.p, first.q) < LEAST_FIRST or min(second.p, second.q) < LEAST_SECOND
+
+
 def sides(steps: Sequence[Step]) -> tuple[int, int, int, int]:
     """Padded (PA, QA, PB, QB) of two steps, or of the outer ones of three."""
-    first, second, least = steps[0], steps[-1], padded(LEAST_FIRST)
+    first, second = steps[0], steps[-1]
+    least = 0 if is_narrow(steps) else padded(LEAST_FIRST)
     return max(least, first.p_pad), max(least, first.q_pad), second.p_pad, second.q_pad
 
 
 def matrices_of(steps: Sequence[Step]) -> int:
     """Matrices in a slice: rows of the factor in the middle, or 1."""
     return steps[1].p if len(steps) == 3 else 1
+
+
+def turns_of(steps: Sequence[Step]) -> int:
+    """Times that a slice is read: registers hold the sums of some of the middle factor's columns at once."""
+    matrices = matrices_of(steps)
+    return next((n for n in range(1, matrices) if matrices % n == 0 and _sums(steps) <= n * MOST_SUMS), matrices)
 
 
 def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
@@ -55,7 +77,7 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
     """
     for split in range(start + 1, stop):
         first, second = Step.of(ps, qs, start, split), Step.of(ps, qs, split, stop)
-        if min(first.p, first.q) >= LEAST_FIRST and min(second.p, second.q) >= LEAST_SECOND and _fits((first, second)):
+        if min(first.p, first.q, second.p, second.q) >= NARROWEST and _fits((first, second)):
             yield first, second
 
 
@@ -71,7 +93,7 @@ def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> 
     for at in range(start + 1, stop - 1):
         steps = first, middle, second = Step.of(ps, qs, start, at), Step.of(ps, qs, at, at + 1), Step.of(ps, qs, at + 1, stop)
         widths = (first.p, first.q, second.p, second.q)
-        is_small = middle.p == middle.q > 1 and _sums(steps) <= MOST_SUMS
+        is_small = middle.p == middle.q > 1 and turns_of(steps) <= MOST_TURNS
         if is_small and min(widths) >= LEAST_FIRST and max(widths) <= WIDEST:
             yield steps
 
@@ -89,6 +111,8 @@ def _sums(steps: Sequence[Step]) -> int:
 
 def _fits(pair: tuple[Step, Step]) -> bool:
     pa, qa, pb, qb = sides(pair)
+    if is_narrow(pair):
+        return max(pa, qa, pb, qb) <= WIDEST and max(pa, qa) * max(pb, qb) <= SMALL_SLICE
     if max(pa, qa) > WIDEST and min(pb, qb) < LEAST_SECOND_OF_WIDE:
         return False
     return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and shared_memory(pair, 1, False) <= HOPPER.shared_memory
@@ -120,8 +144,11 @@ def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
         moved: elements that are read and written, of all slices.
     """
     pa, qa, pb, qb = sides(steps)
-    matrices = moved / (steps[0].p * steps[-1].p + steps[0].q * steps[-1].q)
-    time = max(TRAFFIC * moved, matrices * 2 * qa * pb * (pa + qb) / OPERATIONS)
+    turns, operations = turns_of(steps), OPERATIONS_OF_WARPS if is_narrow(steps) else OPERATIONS
+    read, stored = steps[0].p * steps[-1].p, steps[0].q * steps[-1].q
+    matrices = moved / (read + stored)
+    traffic = TRAFFIC * moved + TURN * (turns - 1) * matrices * read
+    time = max(traffic, matrices * 2 * qa * pb * (turns * pa + qb) / operations)
     return time * SMALL_MATRICES if len(steps) == 3 and pa * pb == SMALL_TILE else time
 
 
@@ -134,6 +161,8 @@ def row_pair_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfi
         gpu: where it runs.
     """
     pa, qa, pb, qb = sides(steps)
+    if is_narrow(steps):
+        return _narrow_config(steps, adds, gpu)
     most = MOST_STAGES if pa * pb <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE) else MOST_STAGES - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(steps, n, adds) <= gpu.shared_memory), 1)
     programs = min(4, max(1, gpu.shared_memory // shared_memory(steps, stages, adds)))
@@ -141,3 +170,14 @@ def row_pair_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfi
         return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > SMALL_TILE else 4, stages, programs)
     warps = _warps_of_triple(qa)
     return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
+
+
+def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
+    """The launch of narrow steps: one warp, or two where rows are whole vectors, or more that load a wide first factor."""
+    pa, qa, pb, qb = sides(steps)
+    is_exact = (pa, qa, pb, qb) == (steps[0].p, steps[0].q, steps[-1].p, steps[-1].q)
+    tile = max(pa, qa) * max(pb, qb)
+    warps = 2 if (is_exact and tile > LEAST_OF_TWO) or tile > 2 * NARROW_TILE else 1
+    warps = max(warps, pa * qa // WARP_FACTOR)
+    stages = MOST_STAGES if pa * pb <= NARROW_TILE else MOST_STAGES - 1
+    return RowPairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(steps, stages, adds))))
