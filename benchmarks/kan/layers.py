@@ -25,6 +25,11 @@ from fastkron_py.kan.bases.registry import basis_names
 
 SMALL = ((128, 40, 256, 8), (64, 256, 512, 15), (32, 512, 1024, 24))
 LARGE = ((8192, 768, 768, 8), (65536, 256, 256, 8))
+# Tiles that are partly full, and widths that no tensor descriptor takes.
+MIDDLE = (
+    *((100, 1000, 1000, 3), (1024, 784, 256, 4), (2048, 300, 700, 4), (4096, 200, 800, 5)),
+    *((2048, 301, 701, 4), (4096, 201, 801, 5), (3000, 129, 1031, 3), (8192, 512, 512, 8)),
+)
 HALF = ((16384, 1024, 1024, 8), (65536, 512, 512, 8))
 ROWS = [(r, "float32") for r in SMALL + LARGE] + [(r, "tf32") for r in LARGE] + [(r, "bfloat16") for r in HALF]
 WEIGHT_NOTE = "Peers start from coefficients laid out for one product with the stored basis, [(degree + 1) * in, out]."
@@ -74,6 +79,21 @@ register(
         check=check_gradients,
         baseline="torch.compile of the recurrence",
         eager=True,
+        notes=(WEIGHT_NOTE,),
+    )
+)
+
+register(
+    Benchmark(
+        name="poly_kan_middle",
+        description="KAN layers of middle and odd sizes forward and backward on one GPU.",
+        device="cuda",
+        cases=[case(row, "float32", gradients=True, quick=row == MIDDLE[0]) for row in MIDDLE],
+        contenders=[OURS_BACKWARD, RECURRENCE_BACKWARD, COMPILED_BACKWARD],
+        inputs=inputs,
+        check=check_gradients,
+        baseline="torch recurrence",
+        repeats=True,
         notes=(WEIGHT_NOTE,),
     )
 )

@@ -60,7 +60,7 @@ def test_a_wrong_result_is_seen(device: torch.device) -> None:
 
 
 def test_rows_are_there() -> None:
-    names = {"poly_kan", "poly_kan_backward", "poly_kan_small", "poly_kan_bases", "poly_kan_ablation"}
+    names = {"poly_kan", "poly_kan_backward", "poly_kan_small", "poly_kan_middle", "poly_kan_bases", "poly_kan_ablation"}
     assert names <= set(all_benchmarks())
     labels = [c.label for c in all_benchmarks()["poly_kan"].cases]
     assert labels[0] == "128, 40->256, 8"
