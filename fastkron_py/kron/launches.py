@@ -238,7 +238,7 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
     """The launch configuration of two steps on one slice at a time."""
     batches, steps = problem.shape[0], problem.launch.steps
     first, second = steps[0], steps[-1]
-    config = row_pair_config(steps, problem.epilogue == "axpby", gpu)
+    config = row_pair_config(steps, problem.epilogue, gpu)
     sizes, pads = (first.p, first.q, second.p, second.q), sides(steps)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
     arguments = common | {

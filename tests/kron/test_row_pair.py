@@ -140,12 +140,12 @@ NARROW = [(16, 16), (16, 100), (32, 128), (128, 16), (20, 40), (8, 8)]
 TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["plain", "z"])
+@pytest.mark.parametrize("epilogue", ["plain", "axpby", "quantize"])
 @pytest.mark.parametrize("shape", [*PAIRS, *NARROW, *TRIPLES], ids=str)
-def test_shared_memory_suffices(shape: tuple[int, ...], adds: bool) -> None:
+def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: str) -> None:
     """By the model, which `tests/compile` holds against the compiler."""
     steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
-    config = row_pair_config(steps, adds, HOPPER)
+    config = row_pair_config(steps, epilogue, HOPPER)
     _, qa, _, qb = sides(steps)
-    assert shared_memory(steps, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
+    assert shared_memory(steps, config.stages, epilogue == "axpby") * config.programs_per_sm <= HOPPER.shared_memory
     assert matrices_of(steps) // turns_of(steps) * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers

@@ -152,17 +152,21 @@ def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
     return time * SMALL_MATRICES if len(steps) == 3 and pa * pb == SMALL_TILE else time
 
 
-def row_pair_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
+def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairConfig:
     """The launch of the steps.
 
     Args:
         steps: as in `shared_memory`.
-        adds: z is added.
+        epilogue: as in `LaunchProblem`; "axpby" adds z.
         gpu: where it runs.
     """
     pa, qa, pb, qb = sides(steps)
+    adds = epilogue == "axpby"
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
+    is_large = len(steps) == 2 and qa * qb > SMALL_TILE
+    if epilogue == "quantize" and is_large and 2 * shared_memory(steps, 1, False) <= gpu.shared_memory:
+        return RowPairConfig(4, 1, 2)  # one multiplies while the other waits for its row's largest number
     most = MOST_STAGES if pa * pb <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE) else MOST_STAGES - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(steps, n, adds) <= gpu.shared_memory), 1)
     programs = min(4, max(1, gpu.shared_memory // shared_memory(steps, stages, adds)))
