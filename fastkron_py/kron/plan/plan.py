@@ -152,6 +152,9 @@ HALF_CHAIN: Final = 16
 # takes about three readings and writings.
 HALF_NARROW: Final = 0.9
 HALF_SCATTERED: Final = 2.0
+HALF_CHAINED: Final = 0.68  # of a register-chained launch of several steps before other modes, the widest of this width
+HALF_CHAINED_WIDTH: Final = 32
+SCATTERED_CHAIN: Final = 2.3  # times as long a plain chain takes in place, before other modes
 VECTOR: Final = 8
 
 
@@ -170,6 +173,8 @@ def _half_share(launch: Launch, half: str, after: int) -> float:
     sides = [min(s.p, s.q) for s in launch.steps]
     if len(sides) == 1 and sides[0] < HALF_CHAIN:
         return HALF_SCATTERED if after % VECTOR else HALF_NARROW
+    if launch.kernel == "chained" and len(sides) > 1 and after > 1:
+        return HALF_CHAINED if max([max(s.p_pad, s.q_pad) for s in launch.steps]) == HALF_CHAINED_WIDTH else 1.0
     if launch.kernel == "chained" or any(s.stop - s.start > 1 for s in launch.steps):
         return 1.0
     is_single = len(sides) == 1
@@ -205,9 +210,12 @@ class PlanProblem(NamedTuple):
 
 
 def _candidates(
-    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, problem: PlanProblem, widths: Sequence[int]
+    ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, problem: PlanProblem, widths: Sequence[int], pairs: bool
 ) -> list[tuple[float, Launch]]:
-    """Launches that multiply factors start to stop, each with its modelled cost per row and column but for the launch itself."""
+    """Launches that multiply factors start to stop, each with its modelled cost per row and column but for the launch itself.
+
+    pairs: the last launch may be one of two steps on one slice; then all modes stay in place.
+    """
     itemsize = problem.itemsize
     last = stop == len(ps) and problem.columns == 1
     # Sizes around this segment as if everything later were done and everything earlier were not.
@@ -218,8 +226,9 @@ def _candidates(
     parts = problem.parts
     for plain in dict.fromkeys(Launch(_merge(ps, qs, start, stop, width // parts, parts)) for width in widths):
         if len(plain.steps) == 1 or is_chain(plain, itemsize, last):
-            found.append((_half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
-    if problem.half and last:
+            scattered = SCATTERED_CHAIN if pairs and not last and len(plain.steps) > 1 else 1.0
+            found.append((scattered * _half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
+    if pairs and last:
         for steps in (*row_pairs(ps, qs, start, stop), *row_triples(ps, qs, start, stop)):
             found.append((HALF * row_pair_cost(steps, float(moved)), Launch(steps, "row_pair")))
     if problem.chained:
@@ -258,8 +267,8 @@ def plans(
 ) -> list[tuple[float, tuple[Launch, ...]]]:
     """The plans of least modelled time, the best first, each with that time (see `_cost` for its unit).
 
-    Dynamic programming over segments of neighbours; then shrinking launches run first, since modes are multiplied in
-    place and any order is right.
+    In half types with two steps on one slice as the last launch, which leaves modes in place, and without. Shrinking launches run first,
+    since modes are multiplied in place and any order is right.
 
     Args:
         ps: as in `plan`.
@@ -269,22 +278,30 @@ def plans(
         widths: in real numbers, up to which neighbours may be multiplied out, outside of the register-chained kernel; none for those
             of the closed form.
     """
-    count = len(ps)
     widths = widths or (COMPLEX_MERGES if problem.parts > 1 else (MERGE_WIDTH,))
+    found = [planned for pairs in sorted({False, bool(problem.half)}) for planned in _planned(ps, qs, problem, keep, widths, pairs)]
+    best = sorted(found, key=lambda c: (c[0], len(c[1])))[:keep]
+    return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best]
+
+
+def _planned(
+    ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem, keep: int, widths: Sequence[int], pairs: bool
+) -> list[tuple[float, tuple[Launch, ...]]]:
+    """Plans by dynamic programming over segments of neighbours, each with its modelled time."""
     # One launch costs about as much as moving 12 MB.
     overhead = 12e6 / (problem.itemsize * problem.parts) / max(1, problem.rows * problem.columns)
     widest = max(CHAIN_TILE[problem.itemsize], WARP_TILE if problem.chained else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
-    for stop in range(1, count + 1):
+    for stop in range(1, 1 + len(ps)):
         found = []
         for start in range(stop - 1, -1, -1):
-            legal = _candidates(ps, qs, start, stop, problem, widths)
+            legal = _candidates(ps, qs, start, stop, problem, widths, pairs)
             if not legal and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
             for cost, launch in legal:
                 found += [(earlier + cost + overhead, (*launches, launch)) for earlier, launches in best[start]]
         best.append(sorted(found, key=lambda c: (c[0], len(c[1])))[:keep])
-    return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best[count]]
+    return best[len(ps)]
 
 
 class InBlocks(NamedTuple):
