@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from canonical_cases import backward, multiply
-from compile_for_h100 import H100, choose_algorithm, resources
+from compile_for_h100 import H100, choose_algorithm, resources, take_points
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -27,6 +27,11 @@ KRON: dict[str, tuple[torch.dtype, int, int, int, bool]] = {
     **{f"kron {p}^{n}, float64": (DOUBLE, 1024, p, n, p in (8, 32, 128)) for p, n in ((8, 4), (16, 3), (32, 3), (64, 2), (128, 2))},
     **{f"kron {p}^{n}, complex64": (COMPLEX, 1024, p, n, False) for p, n in ((2, 9), (4, 4), (32, 2))},
     "kron 2^9, complex128": (COMPLEX_DOUBLE, 1024, 2, 9, False),
+}
+# name: (dtype, shape of x, the points' dimension)
+TAKEN: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {
+    "points": (SINGLE, (8192,), -1),
+    "points, 32 columns": (SINGLE, (8192, 32), -2),
 }
 # name: (rows, in, out, degree, dtype, precision)
 KAN: dict[str, tuple[int, int, int, int, torch.dtype, str]] = {
@@ -147,6 +152,7 @@ def problems() -> dict[str, Callable[[], None]]:
     table: list[tuple[Callable[..., None], dict[str, Any]]] = [
         (run_kron, KRON),
         (run_copied, COPIED),
+        (take_points, TAKEN),
         (run_kan, KAN),
         (run_rational, RATIONAL),
         (run_linear_rational, {"linear layer and rational, bfloat16": ()}),
@@ -177,11 +183,13 @@ def main() -> None:
         print(json.dumps({**line, **resources(compiled.asm["cubin"])}), flush=True)
 
     jit.JITFunction.run = compile_only
+    from fastkron_py.runtime import backend
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import nvidia
 
     gpu = replace(nvidia(major, minor), **dict.fromkeys(sys.argv[2:], False))
     devices.gpu_of = lambda device: gpu  # type: ignore[assignment]
+    backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     choose_algorithm("looped")  # torch's products need no compiler
     for name, run in problems().items():
         current = name

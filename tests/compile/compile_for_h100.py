@@ -72,6 +72,14 @@ COMPLEX = ("complex64 2^18", "complex64 4^3, left", "complex64 32^2", "complex64
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3", *COMPLEX)
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
 ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped", "bfloat16 131, 7": "copying", "complex64 64^2": "looped"}
+# name: (dtype, shape of x, the points' dimension), of 8192 points of which 6553 are kept
+POINTS: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {
+    "points": (torch.float32, (8192,), -1),
+    "points, rows of bfloat16": (torch.bfloat16, (33, 8192), -1),
+    "points, columns": (torch.float32, (8192, 32), -2),
+    "points, columns of complex64": (torch.complex64, (8192, 3), -2),
+    "points of complex128": (torch.complex128, (8192,), -1),
+}
 
 
 class H100:
@@ -127,6 +135,16 @@ def choose_algorithm(algorithm: str) -> None:
     launches.takes_tensor_cores = lambda case: algorithm == "wgmma"  # type: ignore[assignment]
 
 
+def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:
+    """Take points from x, and put them back."""
+    from fastkron_py.kron.points import Points, gathered, scattered
+    from fastkron_py.runtime.backend import backend
+
+    points = Points.of((torch.arange(8192) % 5 < 4).nonzero().squeeze(1), 8192)
+    with backend("triton"):
+        scattered(gathered(torch.empty(shape, dtype=dtype), points, dim), points, dim)
+
+
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
@@ -175,6 +193,9 @@ def main() -> None:
         if problem in sys.argv[1:] or problem in BACKWARD:
             what = "backward"
             backward(y, x, factors)
+    what = "points"
+    for problem in POINTS:
+        take_points(*POINTS[problem])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_narrow_multiply_fwd_kernel",
         "_row_pair_fwd_kernel",
         "_quantize_rows_kernel",
+        "_take_points_kernel",
+        "_take_runs_kernel",
         "_copy_matrices_kernel",
         "_narrow_multiply_bwd_kernel",
         "_sliced_multiply_fwd_kernel",
@@ -44,7 +46,8 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_sum_partials_kernel",
         "_split_gradient_kernel",
     }
-    assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward", "as int8", "as float8_e4m3fn", "as int4"}
+    formats = {"as int8", "as float8_e4m3fn", "as int4"}
+    assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward", "points", *formats}
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
@@ -79,6 +82,13 @@ def test_copies_do_not_spill(kernels: list[dict[str, Any]]) -> None:
     found = [k for k in kernels if k["kernel"] == "_copy_matrices_kernel"]
     assert {k["problem"] for k in found} == {"bfloat16 131, 7"}
     assert [k for k in found if k["stack"] > 0] == []
+
+
+def test_points_leave_room_for_other_programs(kernels: list[dict[str, Any]]) -> None:
+    """Loads are hidden by others: a multiprocessor has registers for twelve programs of 128 threads at least."""
+    found = [k for k in kernels if k["what"] == "points"]
+    assert len(found) == 10
+    assert [k for k in found if k["stack"] > 0 or k["reg"] > 40] == []
 
 
 def test_common_problems_do_not_spill(kernels: list[dict[str, Any]]) -> None:
