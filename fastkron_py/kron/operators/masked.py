@@ -13,14 +13,15 @@ from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
+from fastkron_py.kron.points import Points, gathered, scattered
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _EXPECTED = "a bool mask or indices, of one dimension"
 
 
-def kept_points(given: Any, size: int, name: str, device: torch.device) -> Tensor:
-    """The indices, int64 on the device, of a bool mask ``[size]`` or of indices ``[m]``, which keep their order.
+def kept_points(given: Any, size: int, name: str, device: torch.device) -> Points:
+    """The points, on the device, of a bool mask ``[size]`` or of indices ``[m]``, which keep their order.
 
     Raises:
         TypeError: neither bools nor integers.
@@ -48,21 +49,7 @@ def kept_points(given: Any, size: int, name: str, device: torch.device) -> Tenso
         raise value_error(name, f"indices from 0 to {size - 1}", least if least < 0 else most)
     if index.unique().numel() < index.numel():
         raise value_error(name, "each index once", f"{index.numel() - index.unique().numel()} indices that were there before")
-    return index.to(torch.int64, copy=True)  # a later change of the argument shall not change the operator
-
-
-def gathered(t: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    """The elements of dimension dim that have these indices; None stands for all."""
-    return t if index is None else t.index_select(dim, index)
-
-
-def scattered(t: Tensor, index: Tensor | None, size: int, dim: int) -> Tensor:
-    """The elements of dimension dim at these indices of a dimension of this size, with zeros elsewhere."""
-    if index is None:
-        return t
-    shape = list(t.shape)
-    shape[dim] = size
-    return t.new_zeros(shape).index_copy(dim, index, t)
+    return Points.of(index.to(torch.int64, copy=True), size)  # a later change of the argument shall not change the operator
 
 
 def masked(product: LazyOperator, rows: Any, columns: Any) -> MaskedKroneckerProduct:
@@ -100,13 +87,15 @@ class MaskedKroneckerProduct(LazyOperator):
         columns: int64 indices of K's columns; None for all.
     """
 
-    def __init__(self, whole: LazyOperator, rows: Tensor | None, columns: Tensor | None) -> None:
+    def __init__(self, whole: LazyOperator, rows: Points | None, columns: Points | None) -> None:
         self._whole, self._factors = whole, whole.factors
         device = whole.device if isinstance(whole._first[1], Tensor) else None  # indices follow the factors
-        self.rows = rows if rows is None or device is None else rows.to(device)
-        self.columns = self.rows if columns is rows else columns if columns is None or device is None else columns.to(device)
+        self._rows = rows if rows is None or device is None else rows.to(device)
+        self._columns = self._rows if columns is rows else columns if columns is None or device is None else columns.to(device)
+        self.rows = None if self._rows is None else self._rows.index
+        self.columns = None if self._columns is None else self._columns.index
         *batch, p, q = whole.shape
-        self._shape = (*batch, p if rows is None else rows.shape[0], q if columns is None else columns.shape[0])
+        self._shape = (*batch, p if self.rows is None else self.rows.shape[0], q if self.columns is None else self.columns.shape[0])
         self._solver: KroneckerPlusDiagonal | None = None
 
     # ---- what it is --------------------------------------------------------------------------
@@ -120,7 +109,7 @@ class MaskedKroneckerProduct(LazyOperator):
         return self._whole._names
 
     def _with(self, arrays: Sequence[Any]) -> MaskedKroneckerProduct:
-        return MaskedKroneckerProduct(self._whole._with(arrays), self.rows, self.columns)
+        return MaskedKroneckerProduct(self._whole._with(arrays), self._rows, self._columns)
 
     def __repr__(self) -> str:
         p, q = self._whole.shape[-2:]
@@ -129,11 +118,11 @@ class MaskedKroneckerProduct(LazyOperator):
     @property
     def mT(self) -> MaskedKroneckerProduct:  # noqa: N802
         """The transpose of the matrix, or of each matrix of the batch; a view."""
-        return MaskedKroneckerProduct(self._whole.mT, self.columns, self.rows)
+        return MaskedKroneckerProduct(self._whole.mT, self._columns, self._rows)
 
     def conj(self) -> MaskedKroneckerProduct:
         """The complex conjugate; of real factors a view."""
-        return MaskedKroneckerProduct(self._whole.conj(), self.rows, self.columns)
+        return MaskedKroneckerProduct(self._whole.conj(), self._rows, self._columns)
 
     @property
     def convergence(self) -> Convergence | None:
@@ -145,7 +134,7 @@ class MaskedKroneckerProduct(LazyOperator):
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, LazyOperator):
             raise type_error("x", "an array", type_name(x))
-        source, target = (self.columns, self.rows) if left else (self.rows, self.columns)
+        source, target = (self._columns, self._rows) if left else (self._rows, self._columns)
         inner = self._shape[-1 if left else -2]
 
         def product(t: list[Any]) -> Tensor:
@@ -153,7 +142,7 @@ class MaskedKroneckerProduct(LazyOperator):
             dim = -2 if left and x.ndim > 1 else -1
             _check_points(x, dim, inner, "x")
             whole: Any = self._whole._with(own)
-            x = scattered(x, source, whole.shape[-1 if left else -2], dim)
+            x = scattered(x, source, dim)
             return gathered(whole @ x if left else x @ whole, target, dim)
 
         return self._on_tensors(product, [*self._arrays, x], [*self._names, "x"])
@@ -190,14 +179,14 @@ class MaskedKroneckerProduct(LazyOperator):
         count = min(self._shape[-2:])
         return self._elements(rows[:count], columns[:count])
 
-    def _points(self, what: str) -> Tensor:
-        """The indices of rows and columns, which have to be the same."""
+    def _points(self, what: str) -> Points:
+        """Rows and columns, which have to be the same points."""
         rows, columns = self.rows, self.columns
         if rows is None or columns is None or not (rows is columns or torch.equal(rows, columns)):
             raise value_error("rows, columns", f"the same points for {what}, in the same order", "different ones")
         if self._whole.shape[-1] != self._whole.shape[-2]:
             raise value_error("factors", f"a square product for {what}", f"shape {self._whole.shape}")
-        return rows
+        return self._rows  # type: ignore[return-value]
 
     def add_diagonal(self, s: Any) -> MaskedKroneckerProduct:
         """``A + D`` for a diagonal D on the points that are kept.
@@ -224,8 +213,8 @@ class MaskedKroneckerProduct(LazyOperator):
             check_arrays([first, s], [label, "s"])
             if s.shape[-1] != self._shape[-1]:
                 raise value_error("s", f"a vector [{self._shape[-1]}] or [*batch, 1]", f"shape {tuple(s.shape)}")
-            s = self._on_tensors(lambda t: _spread(t[1], points, self._whole.shape[-1]), [first, s], [label, "s"])
-        return MaskedKroneckerProduct(whole.add_diagonal(s), self.rows, self.columns)
+            s = self._on_tensors(lambda t: _spread(t[1], points.index, self._whole.shape[-1]), [first, s], [label, "s"])
+        return MaskedKroneckerProduct(whole.add_diagonal(s), self._rows, self._columns)
 
     def solve(
         self,
@@ -268,12 +257,12 @@ class MaskedKroneckerProduct(LazyOperator):
             >>> A = KroneckerProduct([line, line]).masked(rows=measured, columns=measured).add_diagonal(0.1)
             >>> y = A.solve(torch.ones(A.shape[-1]))
         """
-        index, n = self._points("solve"), self._whole.shape[-1]
+        points = self._points("solve")
         own = preconditioner
         if callable(preconditioner):
 
             def own(r: Tensor) -> Tensor:
-                return scattered(preconditioner(gathered(r, index, -2)), index, n, -2)
+                return scattered(preconditioner(gathered(r, points, -2)), points, -2)
 
         def solve(t: list[Any]) -> Tensor:
             *arrays, b = t
@@ -281,9 +270,14 @@ class MaskedKroneckerProduct(LazyOperator):
             b, vector = right_hand_side(b, self._shape[-1], self._shape[:-2])
             whole: Any = self._whole._with(arrays)
             self._solver = solver = whole if isinstance(whole, KroneckerPlusDiagonal) else whole.add_diagonal(0.0)
-            mask = scattered(torch.ones_like(index, dtype=torch.bool), index, n, -1)
-            options = {"tolerance": tolerance, "max_iterations": max_iterations, "preconditioner": own, "progress": progress}
-            x = gathered(solver.solve(scattered(b, index, n, -2), mask=mask, **options), index, -2)
+            options = {
+                "mask": points.is_kept,
+                "tolerance": tolerance,
+                "max_iterations": max_iterations,
+                "preconditioner": own,
+                "progress": progress,
+            }
+            x = gathered(solver.solve(scattered(b, points, -2), **options), points, -2)
             return x.squeeze(-1) if vector else x
 
         return self._on_tensors(solve, [*self._arrays, b], [*self._names, "b"], autocast=False)

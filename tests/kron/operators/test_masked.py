@@ -51,6 +51,35 @@ def test_products(which: str, dtype: torch.dtype, device: torch.device) -> None:
         assert_close(a @ x, k.masked(rows=rows, columns=columns).to_dense().flip(1).to(wanted.dtype) @ x.to(wanted.dtype), steps=3)
 
 
+@pytest.mark.parametrize("which", ["rows", "columns", "both"])
+def test_both_backends(which: str, backend_name: str, device: torch.device) -> None:
+    """Products and gradients; what lies at points that are not kept reaches neither."""
+    k, dense = rectangular(torch.float32, device)
+    rows = torch.arange(24, device=device) % 5 < 4 if which != "columns" else None
+    columns = torch.randperm(24, device=device)[:9] if which != "rows" else None
+    a = k.masked(rows=rows, columns=columns)
+    wanted = dense if rows is None else dense[rows]
+    wanted = wanted if columns is None else wanted[:, columns]
+    for shape in [(a.shape[1],), (a.shape[1], 1), (2, a.shape[1], 8)]:
+        x = torch.randn(shape, device=device, requires_grad=True)
+        y = a @ x
+        assert_close(y, wanted @ x.double(), steps=3)
+        weight = torch.randn_like(y)
+        (dx,) = torch.autograd.grad(y, x, weight)
+        assert_close(dx, wanted.mT @ weight.double(), steps=3)
+        assert_close(x.mT @ a.mT if x.ndim > 1 else x @ a.mT, (wanted @ x.double()).mT if x.ndim > 1 else wanted @ x.double(), steps=3)
+
+
+def test_a_batch_of_factors(backend_name: str, device: torch.device) -> None:
+    f, g = torch.randn(2, 1, 3, 4, device=device), torch.randn(5, 4, 3, device=device)
+    rows = torch.tensor([7, 0, 11, 3], device=device)
+    a = KroneckerProduct([f, g]).masked(rows=rows, columns=rows)
+    wanted = KroneckerProduct([f.double(), g.double()]).to_dense()[..., rows, :][..., rows]
+    x = torch.randn(2, 1, 4, 3, device=device)
+    assert_close(a @ x, wanted @ x.double(), steps=3)
+    assert_close(x[0, 0].mT @ a, x[0, 0].mT.double() @ wanted, steps=3)
+
+
 def symmetric(device: torch.device | str = "cpu") -> tuple[KroneckerProduct, torch.Tensor, torch.Tensor]:
     """A product ``[18, 18]``, a mask and the matrix of its points."""
     k = KroneckerProduct([definite(3).to(device), 2, definite(3).to(device)])
