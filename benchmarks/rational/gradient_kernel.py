@@ -64,8 +64,8 @@ def epilogue_rational_gradients(
         if i > 0:
             term = term * x
         _store_sum(out + i * stride, term, inside)
-    even_power = even
-    odd_power = odd
+    even_power = -even
+    odd_power = -odd
     for j in tl.static_range(B_FIRST + B_COUNT):
         if j > 0:
             even_power = even_power * x

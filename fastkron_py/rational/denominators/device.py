@@ -28,9 +28,12 @@ def polynomial_from_one(c, x, COUNT: tl.constexpr):
 
 @triton.jit
 def times_sign(value, x):
-    """``value * sign(x)``, zero where x is zero."""
-    value = tl.where(x < 0, -value, value)
-    return tl.where(x == 0, 0.0, value)
+    """``value * sign(x)``, zero where x is zero, of tiles of one dtype."""
+    # On the bits: one instruction where a comparison, a negative value and a choice are three.
+    WIDTH: tl.constexpr = value.dtype.primitive_bitwidth
+    BITS: tl.constexpr = tl.int64 if WIDTH == 64 else tl.int32
+    flipped = value.to(BITS, bitcast=True) ^ (x.to(BITS, bitcast=True) & -(2 ** (WIDTH - 1)))
+    return tl.where(x == 0, 0.0, flipped.to(value.dtype, bitcast=True))
 
 
 @triton.jit

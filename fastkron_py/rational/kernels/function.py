@@ -50,17 +50,17 @@ def _rational(a, b, x, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr
 
 @triton.jit
 def _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """(dx, u, even, odd): the cotangent of x; ``u x^i`` is that of a_i, and that of b_j is ``even x^j`` or ``odd x^j``, as j is.
+    """(dx, u, even, odd): the cotangent of x; ``u x^i`` is that of a_i, and that of b_j is ``-even x^j`` or ``-odd x^j``, as j is.
 
-    b are coefficients as DENOMINATOR keeps them.
+    b are coefficients as DENOMINATOR keeps them. Signs are left to the sums, where they cost no instruction.
     """
     p, dp = polynomial(a, x, A_COUNT)
     s, ds = DENOMINATOR[SUM](b, x, B_COUNT)
     inverse = _reciprocal(DENOMINATOR[VALUE](s), APPROXIMATE)
     u = dy * inverse  # of P
-    v = -u * (p * inverse)  # of Q
+    v = u * (p * inverse)  # of -Q
     even, odd = DENOMINATOR[SLOPES](v, x, s)
-    return u * dp + odd * ds, u, even, odd
+    return u * dp - odd * ds, u, even, odd
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _add_coefficients(
         if k < A_COUNT:
             next_a = _appended(next_a, sum_a[k] + _term(u, power, k, ALONG))
         if k >= B_FIRST and k < B_FIRST + B_COUNT:
-            next_b = _appended(next_b, sum_b[k - B_FIRST] + _term(even if k % 2 == 0 else odd, power, k, ALONG))
+            next_b = _appended(next_b, sum_b[k - B_FIRST] - _term(even if k % 2 == 0 else odd, power, k, ALONG))
     return next_a, next_b
 
 
