@@ -103,6 +103,16 @@ class Walk:
     per_run: int
 
     @property
+    def periods(self) -> int:
+        """Periods of a group, with a last one that may not be full."""
+        return math.ceil(self.total / (self.phases * self.block))
+
+    @property
+    def last_phases(self) -> int:
+        """Tiles of the last period."""
+        return math.ceil(self.total / self.block) - (self.periods - 1) * self.phases
+
+    @property
     def programs(self) -> int:
         """Programs of each group."""
         return self.chunks * self.phases

@@ -96,6 +96,8 @@ def common_arguments(problem: Problem, chosen: Walk) -> dict[str, Any]:
         "total": chosen.total,
         "per_run": chosen.per_run,
         "phases": chosen.phases,
+        "periods": chosen.periods,
+        "last_phases": chosen.last_phases,
         "iterations": chosen.iterations,
         "short": chosen.short,
         "long_chunks": chosen.long_chunks,

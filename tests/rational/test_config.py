@@ -53,7 +53,7 @@ def taken(w: Walk) -> list[int]:
     found = []
     for chunk in range(w.chunks):
         for phase in range(w.phases):
-            for period in w.chunk(chunk):
+            for period in range(w.chunk(chunk).start, min(w.chunk(chunk).stop, w.periods - (phase >= w.last_phases))):
                 start = (period * w.phases + phase) * w.block
                 found += range(start, min(start + w.block, w.total))
     return found

@@ -15,6 +15,8 @@ _NUMBERS = (
     "total",
     "per_run",
     "phases",
+    "periods",
+    "last_phases",
     "iterations",
     "short",
     "long_chunks",
@@ -35,7 +37,7 @@ def _zeros(BLOCK: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _periods(chunk, iterations, short, long_chunks):
+def _periods_of(chunk, iterations, short, long_chunks):
     """(first period, how many) of a chunk."""
     beyond = tl.maximum(chunk - long_chunks, 0)
     period = tl.minimum(chunk, long_chunks) * iterations + beyond * short
@@ -63,9 +65,10 @@ def _start(period, phase, phases, rows_per_period, per_run, BLOCK: tl.constexpr,
 
 @triton.jit
 def _begin(
-    total,
     per_run,
     phases,
+    periods,
+    last_phases,
     iterations,
     short,
     long_chunks,
@@ -74,15 +77,17 @@ def _begin(
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """(first, row, column, step, count): as in `_start`, and a program's tiles, each step vectors after the last."""
+    """(first, row, column, step, count): as in `_start`, and a program's tiles, each step vectors after the last.
+
+    The host divides: a division of 64-bit numbers takes as many instructions as a tile of a forward pass.
+    """
     program = tl.program_id(0)
     phase = (program // GROUPS % phases.to(tl.int32)).to(tl.int64)
     chunk = (program // GROUPS // phases.to(tl.int32)).to(tl.int64)
-    period, periods = _periods(chunk, iterations, short, long_chunks)
+    period, most = _periods_of(chunk, iterations, short, long_chunks)
     first, row, column = _start(period, phase, phases, rows_per_period, per_run, BLOCK, MODE)
-    step = phases * BLOCK
-    tiles = (total - first + step - 1) // step
-    return first, row, column, step, tl.minimum(periods, tiles).to(tl.int32)
+    left = periods - period - (phase >= last_phases).to(tl.int64)
+    return first, row, column, phases * BLOCK, tl.minimum(most, left).to(tl.int32)
 
 
 @triton.jit
@@ -148,6 +153,8 @@ def _rational_fwd_kernel(
     total: tl.int64,  # vectors of a group
     per_run: tl.int64,  # vectors of a run
     phases: tl.int64,
+    periods: tl.int64,
+    last_phases: tl.int64,  # tiles of the last period
     iterations: tl.int64,  # periods of a long chunk
     short: tl.int64,
     long_chunks: tl.int64,
@@ -167,7 +174,9 @@ def _rational_fwd_kernel(
     group = (tl.program_id(0) % GROUPS).to(tl.int64)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
-    first, row, column_x, step, count = _begin(total, per_run, phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE)
+    first, row, column_x, step, count = _begin(
+        per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE
+    )
     column_y = column_x
     offset_x = row * stride_x + (group * per_run + column_x) * VECTOR
     offset_y = row * stride_y + (group * per_run + column_y) * VECTOR
@@ -199,6 +208,8 @@ def _rational_bwd_kernel(
     total: tl.int64,  # vectors of a group
     per_run: tl.int64,  # vectors of a run
     phases: tl.int64,
+    periods: tl.int64,
+    last_phases: tl.int64,  # tiles of the last period
     iterations: tl.int64,  # periods of a long chunk
     short: tl.int64,
     long_chunks: tl.int64,
@@ -226,7 +237,9 @@ def _rational_bwd_kernel(
     group = (tl.program_id(0) % GROUPS).to(tl.int64)
     a = _load_coefficients(a_ptr + group * stride_ag, stride_ai, unchanged, A_COUNT, DTYPE)
     b = _load_coefficients(b_ptr + group * stride_bg, stride_bj, DENOMINATOR.coefficient, B_COUNT, DTYPE)
-    first, row, column, step, count = _begin(total, per_run, phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE)
+    first, row, column, step, count = _begin(
+        per_run, phases, periods, last_phases, iterations, short, long_chunks, rows_per_period, GROUPS, BLOCK, MODE
+    )
     column_dy = column
     column_dx = column
     offset = row * stride_x + (group * per_run + column) * VECTOR
