@@ -99,7 +99,7 @@ def gradients_program(
     dy, weight, z, a, b = build.inputs
     denominator = find_denominator(version)
     constants = (*params(a, b, columns, build.device), denominator.first)
-    call = Gemm(epilogue_rational_gradients, params=constants, functions=(denominator.device,))
+    call = Gemm(epilogue_rational_gradients, params=constants, functions=(denominator.device.complete(),))
     a, b = build.contiguous(a), build.contiguous(b)
     dz, da, db = build.empty(z.shape, z.dtype), build.empty(a.shape, a.dtype), build.empty(b.shape, b.dtype)
     sums = triton.cdiv(rows, tile.block_m) * columns // piece(tile)

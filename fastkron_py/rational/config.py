@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 VECTOR_BYTES: Final = 16  # the widest load of a thread
+HALF_BYTES: Final = 2
 LANES: Final = 32
 PERIODS_LEAST: Final = 4  # a program's steps have to outweigh the lanes that wait in its last one
 PHASES_MOST: Final = 64
@@ -138,19 +139,34 @@ def vector_width(runs: Runs, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Preference:
-    """The closed form's preferences: vectors a thread and tile, warps, tiles of a program at most, and short last programs."""
+    """The closed form's preferences.
+
+    Attributes:
+        vectors: of a thread and tile.
+        num_warps: of a program.
+        iterations: tiles of a program at most.
+        tapers: whether the last programs are short.
+        registers: of a thread at most; None leaves it to the compiler.
+    """
 
     vectors: int
     num_warps: int
     iterations: int
     tapers: bool = False
+    registers: int | None = None
 
 
+# *_HALF hold where no tensor has more than two bytes an element.
 FORWARD: Final = Preference(2, 4, 1)
-# One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The
-# sums of a program's iterations are added one after the other, and their errors with them, so programs are not long. On an H100
-# eight iterations were the fastest, though they leave the most partial sums: 0.653 ms float32, of 0.620 (48: 0.685).
+FORWARD_HALF: Final = Preference(4, 4, 1)
+# One vector a thread and few registers, so that ten programs share a multiprocessor and hide each other's loads. The sums of a
+# program's iterations are added one after the other, and their errors with them, so programs are not long.
 BACKWARD: Final = Preference(1, 4, 8)
+BACKWARD_HALF: Final = Preference(1, 4, 48, True)
+# With this number of coefficients in a group at most, fewer registers are enough than the compiler takes by itself.
+FEW_TERMS: Final = 10
+FEW_FORWARD_HALF: Final = replace(FORWARD_HALF, registers=40)
+FEW_BACKWARD: Final = replace(BACKWARD, registers=40)
 
 
 def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference) -> Walk:
@@ -164,7 +180,8 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference
     """
     vector = vector_width(runs, itemsize)
     # Narrow vectors: more of them, so that a thread has about as many elements.
-    vectors = preference.vectors * max(1, VECTOR_BYTES // itemsize // vector // 2)
+    narrow = max(1, VECTOR_BYTES // itemsize // vector // 2)
+    vectors = preference.vectors if narrow == 1 else min(preference.vectors, 2) * narrow
     block = LANES * preference.num_warps * vectors
     per_run = runs.length // vector
     total = per_run * runs.outer

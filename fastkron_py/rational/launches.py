@@ -9,7 +9,22 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastkron_py.rational.config import BACKWARD, FORWARD, Preference, Runs, Walk, find_runs, walk
+from fastkron_py.rational.config import (
+    BACKWARD,
+    BACKWARD_HALF,
+    FEW_BACKWARD,
+    FEW_FORWARD_HALF,
+    FEW_TERMS,
+    FORWARD,
+    FORWARD_HALF,
+    HALF_BYTES,
+    VECTOR_BYTES,
+    Preference,
+    Runs,
+    Walk,
+    find_runs,
+    walk,
+)
 from fastkron_py.rational.denominators.denominator import Denominator
 from fastkron_py.rational.denominators.registry import find_denominator
 from fastkron_py.rational.kernels.elementwise import _rational_bwd_kernel, _rational_coefficients_kernel, _rational_fwd_kernel
@@ -47,7 +62,7 @@ class Coefficients(NamedTuple):
             "stride_ai": self.a_strides[1],
             "stride_bg": self.b_strides[0] if self.b_shape[0] > 1 else 0,
             "stride_bj": self.b_strides[1],
-            "DENOMINATOR": self.denominator.device,
+            "DENOMINATOR": self.denominator.device.complete(),
             "A_COUNT": self.a_shape[1],
             "B_COUNT": self.b_shape[1],
             "APPROXIMATE": is_approximate(self.dtype, self.device),
@@ -64,7 +79,7 @@ class Coefficients(NamedTuple):
             "B_GROUPS": self.b_shape[0],
             "A_COUNT": self.a_shape[1],
             "B_COUNT": self.b_shape[1],
-            "DENOMINATOR": self.denominator.device,
+            "DENOMINATOR": self.denominator.device.complete(),
             "BLOCK": block,
             "num_warps": num_warps,
         }
@@ -87,10 +102,21 @@ class Problem(NamedTuple):
     need_x: bool = True
     need_coefficients: bool = True
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the tensors of x's shape, at most."""
+        return max(d.itemsize for d in self.dtypes[: len(self.runs.row_strides)])
 
-def common_arguments(problem: Problem, chosen: Walk) -> dict[str, Any]:
-    """The arguments that the forward and the backward kernel share, by name."""
+    @property
+    def is_few(self) -> bool:
+        """Whether the coefficients leave registers: they are few, and in float32."""
+        return self.function.dtype == torch.float32 and self.function.terms <= FEW_TERMS
+
+
+def common_arguments(problem: Problem, chosen: Walk, registers: int | None) -> dict[str, Any]:
+    """The arguments that the forward and the backward kernel share, by name; narrow vectors need all registers."""
     step = chosen.phases * chosen.block
+    is_wide = chosen.vector * problem.itemsize == VECTOR_BYTES
     return {
         **problem.function.arguments(),
         "total": chosen.total,
@@ -108,19 +134,33 @@ def common_arguments(problem: Problem, chosen: Walk) -> dict[str, Any]:
         "MODE": chosen.mode,
         "MASKED": chosen.masked,
         "num_warps": chosen.num_warps,
+        "maxnreg": registers if is_wide else None,
     }
 
 
 def _chosen(problem: Problem, preference: Preference) -> Walk:
-    itemsize = max(d.itemsize for d in problem.dtypes[: len(problem.runs.row_strides)])
-    return walk(problem.runs, itemsize, devices.gpu_of(problem.function.device).multiprocessors, preference)
+    return walk(problem.runs, problem.itemsize, devices.gpu_of(problem.function.device).multiprocessors, preference)
 
 
-def forward_launcher(problem: Problem, preference: Preference = FORWARD) -> Launcher:
+def _forward_preference(problem: Problem) -> Preference:
+    if problem.itemsize > HALF_BYTES:
+        return FORWARD
+    return FEW_FORWARD_HALF if problem.is_few else FORWARD_HALF
+
+
+def _backward_preference(problem: Problem) -> Preference:
+    if problem.itemsize <= HALF_BYTES:
+        return BACKWARD_HALF
+    return FEW_BACKWARD if problem.is_few else BACKWARD
+
+
+def forward_launcher(problem: Problem, preference: Preference | None = None) -> Launcher:
     """The launch of a forward pass, on (x, a, b, y)."""
+    preference = preference or _forward_preference(problem)
     chosen = _chosen(problem, preference)
     stride_x, stride_y = problem.runs.row_strides
-    arguments = {"stride_x": stride_x, "stride_y": stride_y, **common_arguments(problem, chosen)}
+    strides = {"stride_x": stride_x, "stride_y": stride_y}
+    arguments = strides | common_arguments(problem, chosen, preference.registers)
     return Launcher([LaunchConfig(_rational_fwd_kernel, (chosen.programs * problem.runs.groups,), arguments)])
 
 
@@ -140,13 +180,14 @@ class BackwardLaunchers(NamedTuple):
     dtype: torch.dtype
 
 
-def backward_launchers(problem: Problem, preference: Preference = BACKWARD) -> BackwardLaunchers:
+def backward_launchers(problem: Problem, preference: Preference | None = None) -> BackwardLaunchers:
     """The launches of a backward pass; the first one's results that are not needed are not written."""
+    preference = preference or _backward_preference(problem)
     chosen = _chosen(problem, preference)
     stride_x, stride_dy, stride_dx = problem.runs.row_strides
     arguments = {
         **{"stride_x": stride_x, "stride_dy": stride_dy, "stride_dx": stride_dx},
-        **common_arguments(problem, chosen),
+        **common_arguments(problem, chosen, preference.registers),
         "B_FIRST": problem.function.denominator.first,
         "SAME_STRIDES": stride_x == stride_dy == stride_dx,
         "NEED_X": problem.need_x,

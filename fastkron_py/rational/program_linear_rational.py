@@ -55,7 +55,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], keep: bool = False
     weight = add_rowwise(build, weight)
     y = build.empty((x.shape[0], weight.shape[0]), x.dtype)
     z = build.empty_like(y) if keep else None
-    about, functions = params(a, b, weight.shape[0], build.device), (find_denominator(version).device,)
+    about, functions = params(a, b, weight.shape[0], build.device), (find_denominator(version).device.complete(),)
     call = Gemm(epilogue_rational if keep else epilogue_plain, value=value_rational, params=about, functions=functions)
     coefficients = build.contiguous(a), build.contiguous(b)
     add_gemm(build, x, weight, bias, call, y, pair=z, tensors=coefficients, tile=_tile(build, x, weight, keep))

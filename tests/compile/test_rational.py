@@ -37,14 +37,14 @@ def test_two_fused_programs_share_a_multiprocessor(model: str, keep: str, kernel
 
 @pytest.mark.parametrize("problem", ["float32", "bfloat16", "float16 of version A"])
 def test_the_kat_s_launches(problem: str, kernels: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """16-byte loads of x and dy, 16-byte stores, no spills; eight programs of four warps a multiprocessor, 16 forward."""
+    """16-byte loads of x and dy, 16-byte stores, no spills; eight programs of four warps a multiprocessor, ten forward."""
     backward = kernels[problem, "_rational_bwd_kernel"]
     forward = kernels[problem, "_rational_fwd_kernel"]
     assert backward["wide_LDG"] >= 2
     assert min(backward["wide_STG"], forward["wide_LDG"], forward["wide_STG"]) >= 1
     assert backward["stack"] == forward["stack"] == 0
     assert backward["reg"] <= 64
-    assert forward["reg"] <= 40
+    assert forward["reg"] <= 48
 
 
 def test_high_degrees_hardly_spill(kernels: dict[tuple[str, str], dict[str, Any]]) -> None:

@@ -25,6 +25,8 @@ class DeviceFunctions(NamedTuple):
         value: ``(s)``, Q from S.
         slopes: ``(v, x, s)`` to (even, odd): from the cotangent v of Q, that of the kept coefficient j is ``even x^j`` or ``odd x^j``,
             as j is, and that of x is ``odd slope``.
+        minus_slope: ``(c, odd, slope, v, x, APPROXIMATE)`` to c minus the cotangent of x, where that takes fewer instructions in another
+            way than by ``odd``; APPROXIMATE: PTX may be used. None stands for ``c - odd * slope``.
     """
 
     coefficient: Any
@@ -32,6 +34,13 @@ class DeviceFunctions(NamedTuple):
     sum: Any
     value: Any
     slopes: Any
+    minus_slope: Any = None
+
+    def complete(self) -> DeviceFunctions:
+        """The functions as kernels take them: all of them are there."""
+        from fastkron_py.rational.denominators.device import minus_product  # imports Triton
+
+        return self if self.minus_slope is not None else self._replace(minus_slope=minus_product)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ Coefficients are tuples of values that broadcast with x.
 """
 
 from fastkron_py.runtime.optional_triton import tl, triton
+from fastkron_py.tiling.approximations import quick_minus_signed
 
 
 @triton.jit
@@ -27,13 +28,34 @@ def polynomial_from_one(c, x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def times_sign(value, x):
-    """``value * sign(x)``, zero where x is zero, of tiles of one dtype."""
+def with_sign(value, x):
+    """``value * sign(x)``, anything where x is zero, of tiles of one dtype."""
     # On the bits: one instruction where a comparison, a negative value and a choice are three.
     WIDTH: tl.constexpr = value.dtype.primitive_bitwidth
     BITS: tl.constexpr = tl.int64 if WIDTH == 64 else tl.int32
     flipped = value.to(BITS, bitcast=True) ^ (x.to(BITS, bitcast=True) & -(2 ** (WIDTH - 1)))
-    return tl.where(x == 0, 0.0, flipped.to(value.dtype, bitcast=True))
+    return flipped.to(value.dtype, bitcast=True)
+
+
+@triton.jit
+def times_sign(value, x):
+    """``value * sign(x)``, zero where x is zero, of tiles of one dtype."""
+    return tl.where(x == 0, 0.0, with_sign(value, x))
+
+
+@triton.jit
+def minus_product(c, odd, slope, v, x, APPROXIMATE: tl.constexpr):
+    """``c - odd * slope``."""
+    return c - odd * slope
+
+
+@triton.jit
+def minus_signed_product(c, odd, slope, v, x, APPROXIMATE: tl.constexpr):
+    """``c - sign(x) * v * slope``."""
+    if APPROXIMATE:
+        return quick_minus_signed(c, v, slope, x)
+    else:
+        return c - times_sign(v, x) * slope
 
 
 @triton.jit

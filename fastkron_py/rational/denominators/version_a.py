@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from fastkron_py.rational.denominators.denominator import Denominator, Derivatives, DeviceFunctions
-from fastkron_py.rational.denominators.device import plus_one, polynomial_from_one, times_sign
+from fastkron_py.rational.denominators.device import minus_signed_product, plus_one, polynomial_from_one, times_sign, with_sign
 from fastkron_py.rational.denominators.host import from_one, host_polynomial, host_polynomial_slope, host_powers, host_sign
 from fastkron_py.runtime.optional_triton import tl, triton
 
@@ -25,7 +25,7 @@ def _sum(b, x, COUNT: tl.constexpr):
 
 @triton.jit
 def _slopes(v, x, s):
-    return v, times_sign(v, x)  # so that x^j may stand for |x|^j
+    return v, with_sign(v, x)  # so that x^j may stand for |x|^j; where x is zero, so is x^j
 
 
 # Absolute values are products with a sign, so that no derivative of any order asks for that of a sign.
@@ -51,6 +51,6 @@ DENOMINATOR: Final = Denominator(
     "1 + sum_j |b_j x^j|",
     _host_value,
     _host_derivatives,
-    DeviceFunctions(_absolute, times_sign, _sum, plus_one, _slopes),
+    DeviceFunctions(_absolute, times_sign, _sum, plus_one, _slopes, minus_signed_product),
     smooth_forms=(("N", lambda j: j % 2 == 0),),
 )

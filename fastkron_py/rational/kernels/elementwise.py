@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fastkron_py.rational.denominators.device import unchanged
 from fastkron_py.rational.kernels.function import _add_coefficients, _appended, _load_coefficients, _rational, _rational_slopes
+from fastkron_py.tiling.approximations import quick_float32
 
 # Integers that kernels are not specialised for: constants give the layout of vectors, so nothing would be gained.
 _NUMBERS = (
@@ -122,11 +123,12 @@ def _elements(offset, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, tile, valid, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(ptr + tile, mask=valid[:, None], other=0.0).to(DTYPE)
+def _load(ptr, tile, valid, DTYPE: tl.constexpr, MASKED: tl.constexpr, APPROXIMATE: tl.constexpr):
+    x = tl.load(ptr + tile, mask=valid[:, None], other=0.0) if MASKED else tl.load(ptr + tile)
+    if APPROXIMATE and x.dtype == tl.bfloat16 and tile.shape[1] % 2 == 0:
+        return quick_float32(x)
     else:
-        return tl.load(ptr + tile).to(DTYPE)
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -182,7 +184,7 @@ def _rational_fwd_kernel(
     offset_y = row * stride_y + (group * per_run + column_y) * VECTOR
     for _ in range(count):
         valid = first + tl.arange(0, BLOCK) < total
-        x = _load(x_ptr, _elements(offset_x, VECTOR), valid, DTYPE, MASKED)
+        x = _load(x_ptr, _elements(offset_x, VECTOR), valid, DTYPE, MASKED, APPROXIMATE)
         y = _rational(a, b, x, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         _store(y_ptr, _elements(offset_y, VECTOR), y, valid, MASKED)
         offset_x, column_x = _advance(offset_x, column_x, step, rows_per_period, per_run, stride_x, BLOCK, VECTOR, MODE)
@@ -250,8 +252,8 @@ def _rational_bwd_kernel(
     for _ in range(count):
         valid = first + tl.arange(0, BLOCK) < total
         tile = _elements(offset, VECTOR)
-        x = _load(x_ptr, tile, valid, DTYPE, MASKED)
-        dy = _load(dy_ptr, tile if SAME_STRIDES else _elements(offset_dy, VECTOR), valid, DTYPE, MASKED)
+        x = _load(x_ptr, tile, valid, DTYPE, MASKED, APPROXIMATE)
+        dy = _load(dy_ptr, tile if SAME_STRIDES else _elements(offset_dy, VECTOR), valid, DTYPE, MASKED, APPROXIMATE)
         dx, u, even, odd = _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT, B_COUNT, APPROXIMATE)
         if NEED_X:
             _store(dx_ptr, tile if SAME_STRIDES else _elements(offset_dx, VECTOR), dx, valid, MASKED)

@@ -15,6 +15,7 @@ COEFFICIENT = tl.constexpr(0)
 SUM = tl.constexpr(2)
 VALUE = tl.constexpr(3)
 SLOPES = tl.constexpr(4)
+MINUS_SLOPE = tl.constexpr(5)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _rational_slopes(a, b, x, dy, DENOMINATOR, A_COUNT: tl.constexpr, B_COUNT: t
     u = dy * inverse  # of P
     v = u * (p * inverse)  # of -Q
     even, odd = DENOMINATOR[SLOPES](v, x, s)
-    return u * dp - odd * ds, u, even, odd
+    return DENOMINATOR[MINUS_SLOPE](u * dp, odd, ds, v, x, APPROXIMATE), u, even, odd
 
 
 @triton.jit
