@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastkron_py.kron import batching, derivatives, program
 from fastkron_py.kron.derivatives import Calls
+from fastkron_py.kron.multiply import wanted
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.operator import Operator, Saved
 
@@ -65,7 +66,7 @@ def _fake_backward(
     backend: str,
     left: bool,
 ) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in program.wanted(x, factors, need_x, need_factors)]
+    return [t.new_empty(t.shape) for t in wanted(x, factors, need_x, need_factors)]
 
 
 def _backward_second(saved: Saved, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:

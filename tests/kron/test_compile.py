@@ -129,7 +129,7 @@ def test_changed_scalars_do_not_recompile_for_ever(device: torch.device, generat
 
 
 def test_backend_is_chosen_when_the_graph_runs(monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator) -> None:
-    from fastkron_py.kron import program as module
+    from fastkron_py.kron import multiply as module
     from fastkron_py.runtime.call_cache import CallCache
 
     monkeypatch.setattr(CallCache, "program", lambda _cache, _key, build: build())  # each call chooses, none finds an earlier one's choice

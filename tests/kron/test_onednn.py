@@ -10,7 +10,7 @@ import torch
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.kron import matmul, program, torch_backend
+from fastkron_py.kron import matmul, multiply, torch_backend
 from fastkron_py.kron.matmul import by_onednn
 from fastkron_py.kron.plan.torch_costs import takes_onednn
 from fastkron_py.runtime import torch_internals
@@ -125,13 +125,13 @@ def test_long_sums_round_as_float32_does(taken):
 @pytest.mark.parametrize("left", [False, True])
 def test_one_factor_in_the_precision_that_is_asked_for(left, monkeypatch):
     """Whatever torch's setting for the process is."""
-    asked, products = [], program.torch_products
+    asked, products = [], multiply.torch_products
 
     def noted(x, precision):
         asked.append(precision)
         return products(x, precision)
 
-    monkeypatch.setattr(program, "torch_products", noted)
+    monkeypatch.setattr(multiply, "torch_products", noted)
     x, f = torch.randn(8, 8), torch.randn(8, 8)
     y = fastkron_py.kron_matmul_left([f], x, precision="highest") if left else fastkron_py.kron_matmul(x, [f], precision="highest")
     assert_close(y, f.double() @ x.double() if left else x.double() @ f.double())

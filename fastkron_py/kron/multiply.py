@@ -1,0 +1,263 @@
+"""A Kronecker multiply as a part of a program, on either backend, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.kron import torch_backend, torch_small
+from fastkron_py.kron.canonical import Canonical, canonical
+from fastkron_py.kron.matmul import has_onednn, matrix_product
+from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
+from fastkron_py.kron.scale import PLAIN, Scale
+from fastkron_py.kron.shapes import result_shape
+from fastkron_py.runtime.backend import choose_backend
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import resolved, torch_products
+from fastkron_py.runtime.program import Scalar, bits
+
+_ALPHA, _BETA = Scalar(0), Scalar(1)
+_ONE: Final = bits(1.0)
+
+
+def scale_of(alpha: float, adds: bool) -> Scale:
+    """The scalars of a program that is run with alpha and beta; adds: whether there is a z."""
+    plain = PLAIN if alpha == 1 else Scale(_ALPHA)
+    return plain._replace(beta=_BETA) if adds else plain
+
+
+def backend_of(name: str, x: Tensor) -> str:
+    """The backend of a multiply of x; torch's has nothing to do for an empty one."""
+    return "torch" if x.numel() == 0 else choose_backend(name, x)
+
+
+class Multiply(NamedTuple):
+    """``alpha * x @ (F1 (x) ... (x) FN) + beta * z``, or in the left form.
+
+    Attributes:
+        factors: for Triton of x's dtype; for torch also of float32 beside a half dtype.
+        backend: "triton" or "torch".
+        precision: of float32 products.
+        left: the form.
+        scale: alpha and beta.
+    """
+
+    factors: Sequence[Tensor]
+    backend: str
+    precision: str | None
+    left: bool = False
+    scale: Scale = PLAIN
+
+    def result_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of the result."""
+        return tuple(result_shape(tuple(x.shape), [tuple(f.shape) for f in self.factors], left=self.left))
+
+    def saves(self, x: Tensor, device: torch.device) -> bool:
+        """Whether a multiply for gradients is another one, whose intermediate is saved."""
+        if self.backend == "torch" or x.numel() == 0:
+            return False
+        from fastkron_py.kron.saved_intermediate import halves_of
+
+        return halves_of(canonical(x, self.factors, self.left), resolved(self.precision), device) is not None
+
+    def add(self, build: Builder, x: Tensor, z: Tensor | None, saves: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Add it to a program.
+
+        Args:
+            build: of the program.
+            x: ``[*batch, M, K]`` (left: ``[*batch, K, M]``).
+            z: that expands to the result, or None.
+            saves: whether a gradient is wanted.
+
+        Returns:
+            The result's elements in order, and the intermediate that is saved, if there is one.
+        """
+        shape = self.result_shape(x)
+        if x.numel() == 0 or math.prod(shape) == 0:
+            return self._add_of_nothing(build, x, z), None
+        if self.backend == "torch":
+            return self._add_by_torch(build, x, z), None
+        from fastkron_py.kron.forward import add_multiply
+        from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
+
+        precision = resolved(self.precision)
+        problem = canonical(x, self.factors, self.left, build.reshape)
+        z4 = None if z is None else problem.pack(z.expand(shape))
+        halves = halves_of(problem, precision, build.device) if saves else None
+        if halves is not None:
+            return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
+        return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4), None
+
+    @property
+    def _scalars(self) -> tuple[Scalar | float, Scalar | float]:
+        """Alpha and beta, for torch."""
+        alpha, beta = self.scale
+        return alpha if isinstance(alpha, Scalar) else 1.0, beta if isinstance(beta, Scalar) else 0.0
+
+    def _add_of_nothing(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
+        """A sum over nothing, or a result without elements."""
+        shape = self.result_shape(x)
+
+        def of_nothing(x: Tensor, *given: Any) -> Tensor:
+            *z, beta = given
+            return (beta * z[0]).expand(shape).contiguous() if z else x.new_zeros(shape)
+
+        operands = (x,) if z is None else (x, z)
+        made: Tensor = build.call(of_nothing, operands, describe(shape, x.dtype), scalars=self._scalars[1:])
+        return made
+
+    def _add_by_torch(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
+        shape, count, (_, precision, left, _) = self.result_shape(x), len(self.factors), self[1:]
+
+        def by_torch(x: Tensor, *given: Any) -> Tensor:
+            matrices, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+            with torch_products(x, precision):
+                problem = canonical(x, matrices, left)
+                z4 = problem.pack(z[0].expand(shape)) if z else None
+                return problem.unpack(torch_backend.multiply(problem.x, problem.factors, z4, alpha, beta))
+
+        operands = (x, *self.factors) if z is None else (x, *self.factors, z)
+        function = small_product(build, x, self.factors, precision, left, backward=False) or by_torch
+        made: Tensor = build.call(function, operands, describe(shape, x.dtype), scalars=self._scalars)
+        return made
+
+    def add_gradients(
+        self, build: Builder, dy: Tensor, x: Tensor, needs: Sequence[bool], dtype: torch.dtype, between: Tensor | None = None
+    ) -> list[Tensor]:
+        """Add the gradients of x and of the factors, those needed, to a program; of any strides, and of any dimensions that were broadcast.
+
+        Args:
+            build: of the program.
+            dy: like the result.
+            x: of the multiply.
+            needs: whether dx, and which factor gradients are needed.
+            dtype: of the factor gradients, for Triton: x's, or float32 beside a half dtype.
+            between: the intermediate that was saved, or None.
+        """
+        if not any(needs):
+            return []
+        if self.backend == "torch" or dy.numel() == 0 or x.numel() == 0:
+            return self._add_gradients_by_torch(build, dy, x, needs)
+        from fastkron_py.kron.backward import add_backward
+        from fastkron_py.kron.saved_intermediate import add_backward_saved, halves_of
+
+        precision = resolved(self.precision)
+        problem = canonical(x, self.factors, self.left, build.reshape)
+        dy4 = problem.pack(dy)
+        # Without factor gradients, dx is a multiply as any other.
+        halves = None if between is None or not any(needs[1:]) else halves_of(problem, precision, build.device)
+        if halves is None or between is None:
+            dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, self.scale, dtype)
+        else:
+            dx4, dfs = add_backward_saved(build, problem, halves, (dy4, between), needs, precision, self.scale, dtype)
+        return _unpacked(problem, dx4, dfs)
+
+    def _add_gradients_by_torch(self, build: Builder, dy: Tensor, x: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+        """The gradients as the arguments are."""
+        (need_x, *need_factors), (_, precision, left, _) = needs, self[1:]
+        results = [describe(t.shape, t.dtype) for t in wanted(x, self.factors, need_x, need_factors)]
+
+        def of_nothing(x: Tensor) -> list[Tensor]:
+            return [x.new_zeros(r.shape, dtype=r.dtype) for r in results]
+
+        def by_torch(dy: Tensor, x: Tensor, *given: Any) -> list[Tensor]:
+            *factors, alpha = given
+            if x.is_complex():
+                x, factors = x.conj(), [f.conj() for f in factors]
+            with torch_products(x, precision):
+                problem = canonical(x, factors, left)
+                dx4, dfs = torch_backend.backward(problem.pack(dy), problem.x, problem.factors, alpha, need_x, need_factors)
+            return [_fit(f, t) for f, t in zip(_unpacked(problem, dx4, dfs), wanted(x, factors, need_x, need_factors), strict=True)]
+
+        if dy.numel() == 0 or x.numel() == 0:
+            made = build.call(of_nothing, (x,), *results)
+        else:
+            made = build.call(by_torch, (dy, x, *self.factors), *results, scalars=self._scalars[:1])
+        return [made] if len(results) == 1 else made
+
+
+def small_product(
+    build: Builder, x: Tensor, factors: Sequence[Tensor], precision: str | None, left: bool, backward: bool
+) -> Callable[..., Tensor] | None:
+    """The product of one matrix of x and one of each factor, if it is small: a function of x, the factors, z, alpha and beta.
+
+    It takes no canonical form. The result is of its own memory, and z expands by itself.
+
+    Args:
+        build: of the program.
+        x: of the multiply.
+        factors: of any dtypes.
+        precision: of float32 products.
+        left: the form.
+        backward: whether autograd differentiates the function.
+    """
+    if x.ndim != 2 or any([f.ndim != 2 for f in factors]):
+        return None
+    shape = result_shape(tuple(x.shape), [tuple(f.shape) for f in factors], left=left)
+    like = torch.empty(0, dtype=x.dtype, device=build.device)
+    count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
+    shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
+    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(like))
+    in_half = torch_small.takes_bfloat16(problem, like)
+    is_mixed = any([f.dtype != x.dtype for f in factors])
+    problem = problem._replace(itemsize=2) if in_half else problem
+    is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
+    if not (is_one_product or torch_small.is_small(problem)):
+        return None
+    steps = differentiable_plan(problem).steps
+
+    def multiply(x: Tensor, *given: Any) -> Tensor:
+        factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
+        if is_mixed and in_half:
+            factors = tuple([f.to(x.dtype) for f in factors])
+        if count == 1 and alpha == 1 and not z and precision is None:
+            return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
+        matrices = [f.mT for f in factors] if left else factors
+        with torch_products(x, precision):
+            return torch_small.multiply_small(x, matrices, steps, shape, (rows, columns), z[0] if z else None, alpha, beta)
+
+    return multiply if in_half else torch_small.in_float32(multiply, x.dtype)
+
+
+def wanted(x: Tensor, factors: Sequence[Tensor], need_x: bool, need_factors: Sequence[bool]) -> list[Tensor]:
+    """The arguments whose gradients are needed, in the order of `gradients`' results."""
+    return ([x] if need_x else []) + [f for f, need in zip(factors, need_factors, strict=True) if need]
+
+
+def cast(build: Builder, f: Tensor, dtype: torch.dtype) -> Tensor:
+    """A factor in x's dtype; one of float32 beside an x of a half dtype is copied, in the same order of strides."""
+    if f.dtype == dtype:
+        return f
+    strides = torch.empty_like(f).stride()
+    made: Tensor = build.call(lambda f: torch.empty_like(f, dtype=dtype).copy_(f), (f,), describe(f.shape, dtype, strides))
+    return made
+
+
+def _unpacked(problem: Canonical, dx4: Tensor | None, dfs: Sequence[Tensor | None]) -> list[Tensor]:
+    """A backend's gradients, those that there are, as matrices with the result's batch dimensions; of one batch without."""
+    results = [] if dx4 is None else [problem.unpack(dx4)]
+    for df in dfs:
+        if df is not None:
+            df = df.mT if problem.left else df
+            batched = df.shape[0] > 1  # else the factors' batch sizes are all 1
+            shared = [1] * (len(problem.batch) - len(problem.factor_batch))
+            results.append(df.unflatten(0, (*problem.factor_batch, *shared)) if batched else df[0])
+    return results
+
+
+def _fit(gradient: Tensor, argument: Tensor) -> Tensor:
+    """Sum over dimensions that were broadcast; a contiguous tensor of the argument's shape and dtype."""
+    few = gradient.numel() == argument.numel()  # none was
+    return (gradient.reshape(argument.shape) if few else gradient.sum_to_size(argument.shape)).to(argument.dtype).contiguous()
+
+
+def fitted(build: Builder, gradient: Tensor, result: Tensor) -> Tensor:
+    """The same as a step of a program, where there is something to do."""
+    if gradient.is_contiguous() and gradient.numel() == result.numel() and gradient.dtype == result.dtype:
+        return gradient
+    made: Tensor = build.call(lambda t: _fit(t, result), (gradient,), result)
+    return made
