@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastkron_py.adapters import operator
+from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
-from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, best_plan
-from fastkron_py.kron import operator
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import value_error
@@ -74,15 +75,29 @@ def lokr_linear(
 
 def adapted_linear(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None = None) -> Tensor:
     """`lokr_linear` of tensors."""
-    check_precision(precision)
-    check_tensor("x", x, x, "x")
     dtype = autocast_dtype(x)
     if dtype is not None:
+        check_tensor("x", x, x, "x")
         x, base = cast(x, dtype), cast(base, dtype)
         w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
-        with without_autocast(x.device):  # of a pair that is multiplied out
-            return _checked_product(x, w1, w2, base, scale, precision)
-    return _checked_product(x, w1, w2, base, scale, precision)
+    key = None if torch.compiler.is_compiling() else _key(x, w1, w2, base, scale, precision, dtype)
+    if key is not None:
+        given = [t for t in (x, *w1, *w2, base) if t is not None]
+        entry = CACHE.find(key, given)
+        if entry is not None:
+            y: Tensor = entry(given, (scale, *entry.options[1:]))
+            return y
+    return _checked_product(x, w1, w2, base, scale, precision, key)
+
+
+def _key(
+    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: Any, dtype: torch.dtype | None
+) -> tuple[Any, ...] | None:
+    """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
+    if type(scale) is not float or not -math.inf < scale < math.inf or not (precision is None or type(precision) is str):
+        return None
+    # Guards tell of autocast, but not of its dtype.
+    return "lokr_linear", w1.right is None, w2.right is None, base is None, scale == 1, precision, dtype
 
 
 def cast_factor(t: Any, dtype: torch.dtype) -> Any:
@@ -90,14 +105,19 @@ def cast_factor(t: Any, dtype: torch.dtype) -> Any:
     return t if t is None or t.dtype == torch.float32 else cast(t, dtype)
 
 
-def _checked_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None) -> Tensor:
+def _checked_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None, key: Hashable) -> Tensor:
+    """The product of tensors, kept by this key if there is one."""
+    check_precision(precision)
+    check_tensor("x", x, x, "x")
     for name, factor in (("w1", w1), ("w2", w2)):
         check_factor(name, factor, x)
     _check_sizes(x, w1, w2, base)
     scale = check_scalar("scale", scale, x)
+    if isinstance(scale, Tensor | complex):  # part of the smaller factor
+        w1, scale = w1.scaled(scale), 1.0
     if x.ndim == 1:
-        return add_product(x.unsqueeze(0), w1, w2, None if base is None else base.unsqueeze(0), scale, precision).squeeze(0)
-    return add_product(x, w1, w2, base, scale, precision)
+        return product(x.unsqueeze(0), w1, w2, None if base is None else base.unsqueeze(0), scale, precision).squeeze(0)
+    return product(x, w1, w2, base, scale, precision, key)
 
 
 def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None:
@@ -113,59 +133,21 @@ def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None
         raise value_error("base", f"the result's shape {shape}", f"shape {tuple(base.shape)}")
 
 
-def add_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None) -> Tensor:
-    """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, composed of Kronecker multiplies.
-
-    With w2 of low rank, ``kron(w1, a @ b)`` is ``kron(I, a) @ kron(w1, b)``: w1 multiplies modes of the rank's size.
+def product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: float, precision: str | None, key: Hashable = None) -> Tensor:
+    """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, by the operator; compilers see what it is composed of.
 
     Args:
         x: ``[*, M, in1 * in2]``.
-        w1: ``[out1, in1]``, of x's dtype or float32.
-        w2: ``[out2, in2]``, of x's dtype or float32.
+        w1: the first factor, of x's dtype or float32.
+        w2: the second factor.
         base: ``[*, M, out1 * out2]`` or None.
-        scale: a number, or a 0-dimensional tensor.
+        scale: a number.
         precision: of float32 products.
+        key: of the call in the cache, if it has been looked up without success.
     """
-    w1, scale = _with_scale(w1, scale)
-    w1, w2 = prepared(w1, w2, math.prod(x.shape[:-1]), x)
-    if w1.right is None and w2.right is None:
-        return multiply(x, [w1.left.mT, w2.left.mT], base, scale, precision)
-    inner = [(w.left if w.right is None else w.right).mT for w in (w1, w2)]
-    hidden = multiply(x, inner, precision=precision)
-    if w1.right is not None and w2.right is not None:
-        return multiply(hidden, [w1.left.mT, w2.left.mT], base, scale, precision)
-    # One mode is finished: the other one alone is multiplied, on [*, out1 or rank, out2 or rank].
-    modes = hidden.unflatten(-1, (inner[0].shape[1], inner[1].shape[1]))
-    z = None if base is None else base.unflatten(-1, (w1.size.rows, w2.size.rows))
-    if w1.right is None:
-        y = multiply(modes, [w2.left.mT], z, scale, precision)
-    else:
-        y = multiply(modes, [w1.left], z, scale, precision, left=True)
-    return y.flatten(-2)
-
-
-def multiply(
-    x: Tensor, factors: Sequence[Tensor], base: Tensor | None = None, scale: float = 1.0, precision: str | None = None, left: bool = False
-) -> Tensor:
-    """``base + scale * x @ (F1 (x) ... (x) FN)``, or in the left form, of tensors that have been checked.
-
-    Unlike `kron_matmul` it takes factors of float32 beside an x of a half dtype, whose gradients are then float32's.
-    """
-    backend = "" if torch.compiler.is_compiling() else requested_backend()
+    if torch.compiler.is_compiling():
+        with without_autocast(x.device):  # of a pair that is multiplied out
+            return add_product(x, w1, w2, base, scale, precision)
     beta = 0.0 if base is None else 1.0
-    y: Tensor = operator.kron_matmul(x, list(factors), base, float(scale), beta, precision, backend, left)
+    y: Tensor = operator.lokr_linear(x, *w1, *w2, base, float(scale), beta, precision, requested_backend(), key=key)
     return y
-
-
-def prepared(w1: Factor, w2: Factor, tokens: int, x: Tensor) -> tuple[Factor, Factor]:
-    """The factors, each as a matrix or as the pair that it was, by the plan."""
-    plan = best_plan(w1.size, w2.size, tokens, CPU_COSTS if x.device.type == "cpu" else GPU_COSTS)
-    w1, w2 = (w.expanded() if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
-    return w1, w2
-
-
-def _with_scale(w1: Factor, scale: Any) -> tuple[Factor, Any]:
-    """A tensor's or a complex number's scale as part of w1, the smaller factor; the scale that is left."""
-    if isinstance(scale, Tensor | complex):
-        return w1.scaled(scale), 1.0
-    return w1, scale

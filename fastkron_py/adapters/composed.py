@@ -1,0 +1,78 @@
+"""LoKr products composed of Kronecker multiplies: for compilers, transforms, derivatives of gradients, and autograd on a CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.plan import CPU_COSTS, GPU_COSTS, Plan, best_plan
+from fastkron_py.kron import operator
+from fastkron_py.runtime.backend import requested_backend
+
+
+def add_product(
+    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None, backend: str | None = None
+) -> Tensor:
+    """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked.
+
+    With w2 of low rank, ``kron(w1, a @ b)`` is ``kron(I, a) @ kron(w1, b)``: w1 multiplies modes of the rank's size.
+
+    Args:
+        x: ``[*, M, in1 * in2]``.
+        w1: ``[out1, in1]``, of x's dtype or float32.
+        w2: ``[out2, in2]``, of x's dtype or float32.
+        base: ``[*, M, out1 * out2]`` or None.
+        scale: a number.
+        precision: of float32 products.
+        backend: of the multiplies; None for the one in force.
+    """
+    w1, w2 = prepared(w1, w2, math.prod(x.shape[:-1]), x)
+    if w1.right is None and w2.right is None:
+        return multiply(x, [w1.left.mT, w2.left.mT], base, scale, precision, False, backend)
+    inner = [(w.left if w.right is None else w.right).mT for w in (w1, w2)]
+    hidden = multiply(x, inner, None, 1.0, precision, False, backend)
+    if w1.right is not None and w2.right is not None:
+        return multiply(hidden, [w1.left.mT, w2.left.mT], base, scale, precision, False, backend)
+    # One mode is finished: the other one alone is multiplied, on [*, out1 or rank, out2 or rank].
+    modes = hidden.unflatten(-1, (inner[0].shape[1], inner[1].shape[1]))
+    z = None if base is None else base.unflatten(-1, (w1.size.rows, w2.size.rows))
+    left = w1.right is not None
+    y = multiply(modes, [w1.left if left else w2.left.mT], z, scale, precision, left, backend)
+    return y.flatten(-2)
+
+
+def multiply(
+    x: Tensor,
+    factors: Sequence[Tensor],
+    base: Tensor | None = None,
+    scale: float = 1.0,
+    precision: str | None = None,
+    left: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """``base + scale * x @ (F1 (x) ... (x) FN)``, or in the left form, of tensors that have been checked.
+
+    Unlike `kron_matmul` it takes factors of float32 beside an x of a half dtype, whose gradients are then float32's.
+    """
+    if backend is None:
+        backend = "" if torch.compiler.is_compiling() else requested_backend()
+    beta = 0.0 if base is None else 1.0
+    y: Tensor = operator.kron_matmul(x, list(factors), base, float(scale), beta, precision, backend, left)
+    return y
+
+
+def plan_of(w1: Factor, w2: Factor, tokens: int, device: torch.device) -> Plan:
+    """Which factors are one matrix in the product; a pair may be multiplied out."""
+    return best_plan(w1.size, w2.size, tokens, CPU_COSTS if device.type == "cpu" else GPU_COSTS)
+
+
+def prepared(w1: Factor, w2: Factor, tokens: int, x: Tensor) -> tuple[Factor, Factor]:
+    """The factors, each as a matrix or as the pair that it was, by the plan."""
+    plan = plan_of(w1, w2, tokens, x.device)
+    w1, w2 = (w.expanded() if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
+    return w1, w2

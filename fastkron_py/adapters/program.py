@@ -1,0 +1,223 @@
+"""The programs of LoKr products: pairs multiplied out, casts and multiplies as steps of one, and their gradients as steps of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastkron_py.adapters.composed import add_product, plan_of
+from fastkron_py.adapters.factor import Factor, product
+from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of
+from fastkron_py.kron.scale import PLAIN, Scale
+from fastkron_py.runtime.batching import take
+from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.program import Program
+
+COUNT = 5  # of x and the factors' matrices
+Side = tuple[int, bool]  # a matrix: the number of its factor, and whether it is the right one of a pair
+
+
+def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False) -> Program:
+    """The program of `fastkron::lokr_linear`: x, the factors' matrices and base; scale, beta, precision and backend.
+
+    With saves it returns beside the result what the backward pass reads: matrices that it made, its intermediate, and what multiplies save.
+    """
+    scale, _, precision, backend = options
+    build = Builder(tensors)
+    x, *matrices, base = build.inputs
+    weights = _Weights(build, x, matrices, backend_of(backend, tensors[0]))
+    stages = weights.stages(precision, scale_of(scale, base is not None))
+    saved, betweens, y = list(weights.made), [], x
+    for stage in stages:
+        is_last = stage is stages[-1]
+        z = base.view(stage.result) if is_last and base is not None else None
+        y, between = stage.call.add(build, y.view(stage.shape), z, saves)
+        saved += [] if is_last else [y]
+        betweens += [] if between is None else [between]
+    shape = (*x.shape[:-1], math.prod([w.size.rows for w in weights.given]))
+    if saves:
+        saved += betweens
+        return build.program([y, *saved], [shape, *[t.shape for t in saved]], saved=len(saved))
+    if weights.backend == "torch":  # whose multiplies autograd records
+        return build.program([y], [shape], differentiable=_composed([t is not None for t in tensors], precision, backend))
+    is_same = not saved and not stages[0].call.saves(x, build.device)
+    return build.program([y], [shape], saving=None if is_same else forward(tensors, options, saves=True))
+
+
+def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    """The program of `fastkron::lokr_linear_backward`: dy, x, the factors' matrices, what was kept; needs, scale, precision, backend."""
+    needs, (scale, precision, backend) = options[:COUNT], options[COUNT:]
+    build = Builder(tensors)
+    dy, x, *matrices = build.inputs[: COUNT + 1]
+    results = [describe(t.shape, t.dtype) for t, need in zip((x, *matrices), needs, strict=True) if need]
+    kept = list(build.inputs[COUNT + 1 :])
+    weights = _Weights(build, x, matrices, backend_of(backend, tensors[1]), kept)
+    stages = weights.stages(precision, scale_of(scale, False))
+    operands = [x]
+    for stage in stages[:-1]:
+        operands.append(kept.pop(0) if kept else stage.call.add(build, operands[-1], None)[0])
+    found: dict[Side, Tensor] = {}
+    dx = dy
+    for i in reversed(range(len(stages))):
+        stage, operand = stages[i], operands[i].view(stages[i].shape)
+        between = kept.pop() if kept and stage.call.saves(operand, build.device) else None
+        wanted = [weights.is_needed(needs, side) for side in stage.sides]
+        goes_on = needs[0] or any([weights.is_needed(needs, side) for earlier in stages[:i] for side in earlier.sides])
+        made = stage.call.add_gradients(build, build.reshape(dx, stage.result), operand, (goes_on, *wanted), stage.dtype, between)
+        dx, *dfs = take(made, (goes_on, *wanted))
+        found |= {side: df if stage.call.left else df.mT for side, df in zip(stage.sides, dfs, strict=True) if df is not None}
+        if not goes_on:
+            break
+    ordered = ([dx] if needs[0] else []) + weights.gradients(build, needs, found)
+    return build.program([fitted(build, t, r) for t, r in zip(ordered, results, strict=True)], [r.shape for r in results])
+
+
+def _composed(present: Sequence[bool], precision: str | None, backend: str) -> Callable[..., Tensor]:
+    """The composed product, as a function of the tensors that are present, scale and beta."""
+
+    def call(*given: Any) -> Tensor:
+        *tensors, scale, _ = given
+        x, left1, right1, left2, right2, base = take(tensors, present)
+        return add_product(x, Factor(left1, right1), Factor(left2, right2), base, scale, precision, backend)
+
+    return call
+
+
+class _Stage(NamedTuple):
+    """One of the one or two multiplies of a product.
+
+    Attributes:
+        call: the multiply.
+        shape: of its operand.
+        result: shape of its result.
+        sides: the matrices that its factors are.
+        dtype: of its factors' gradients.
+    """
+
+    call: Multiply
+    shape: tuple[int, ...]
+    result: tuple[int, ...]
+    sides: tuple[Side, ...]
+    dtype: torch.dtype
+
+
+class _Weights:
+    """Both factors of a LoKr weight, each as a matrix or as a pair.
+
+    Attributes:
+        given: as in the call.
+        backend: of the multiplies.
+        is_expanded: of each, whether it is a pair that is multiplied out.
+        ready: what multiplies take: for Triton of x's dtype.
+        made: the matrices of these that are not the call's own.
+    """
+
+    def __init__(self, build: Builder, x: Tensor, matrices: Sequence[Any], backend: str, kept: list[Tensor] | None = None) -> None:
+        """Add the steps that make them to a program, or take them from the front of what was kept."""
+        self.x, self.given, self.backend = x, (Factor(*matrices[:2]), Factor(*matrices[2:])), backend
+        plan = plan_of(*self.given, math.prod(x.shape[:-1]), build.device)
+        self.is_expanded = [is_dense and w.right is not None for w, is_dense in zip(self.given, plan, strict=True)]
+        self.made: list[Tensor] = []
+        self.ready = [
+            Factor(self._expanded(build, i, kept)) if self.is_expanded[i] else Factor(*[self._cast(build, t, kept) for t in w])
+            for i, w in enumerate(self.given)
+        ]
+
+    def _cast(self, build: Builder, t: Any, kept: list[Tensor] | None) -> Any:
+        """A matrix of the call in the dtype that a multiply takes."""
+        if t is None or t.dtype == self.x.dtype or self.backend == "torch":
+            return t
+        self.made.append(kept.pop(0) if kept else cast(build, t, self.x.dtype))
+        return self.made[-1]
+
+    def _expanded(self, build: Builder, index: int, kept: list[Tensor] | None) -> Tensor:
+        """A pair multiplied out, in the dtype that a multiply takes."""
+        dtype = self._dtype((index, False)) if self.backend == "torch" else self.x.dtype
+        size, pair = self.given[index].size, self.given[index]
+
+        def call(left: Tensor, right: Tensor) -> Tensor:
+            return product(left, right).to(dtype)
+
+        made = kept.pop(0) if kept else build.call(call, pair, describe((size.rows, size.columns), dtype))  # type: ignore[arg-type]
+        self.made.append(made)
+        return made
+
+    def stages(self, precision: str | None, scale: Scale) -> list[_Stage]:
+        """The multiplies: one by two matrices; or one by a matrix or right matrix of each, and one by the left matrices."""
+        w1, w2 = self.ready
+        lead, rows = tuple(self.x.shape[:-1]), (w1.left.shape[0], w2.left.shape[0])
+        shape, result = tuple(self.x.shape), (*lead, math.prod(rows))
+        both: tuple[Side, Side] = (0, False), (1, False)
+        if w1.right is None and w2.right is None:
+            return [self._stage(both, precision, scale, shape, result)]
+        inner: tuple[Side, Side] = (0, w1.right is not None), (1, w2.right is not None)
+        between = tuple([self._matrix(side).shape[0] for side in inner])
+        first = self._stage(inner, precision, PLAIN, shape, (*lead, math.prod(between)))
+        if w1.right is not None and w2.right is not None:
+            return [first, self._stage(both, precision, scale, first.result, result)]
+        # One mode is finished: the other one alone is multiplied.
+        left = w2.right is None
+        return [first, self._stage(both[:1] if left else both[1:], precision, scale, (*lead, *between), (*lead, *rows), left)]
+
+    def _matrix(self, side: Side) -> Tensor:
+        weight = self.ready[side[0]]
+        return weight.right if side[1] and weight.right is not None else weight.left
+
+    def _stage(
+        self,
+        sides: tuple[Side, ...],
+        precision: str | None,
+        scale: Scale,
+        shape: tuple[int, ...],
+        result: tuple[int, ...],
+        left: bool = False,
+    ) -> _Stage:
+        matrices = [self._matrix(side) for side in sides]
+        call = Multiply([m if left else m.mT for m in matrices], self.backend, precision, left, scale)
+        is_wide = torch.float32 in [self._dtype(side) for side in sides]
+        return _Stage(call, shape, result, sides, torch.float32 if is_wide else self.x.dtype)
+
+    def _dtype(self, side: Side) -> torch.dtype:
+        """The dtype of a matrix before it was cast."""
+        left, right = self.given[side[0]]
+        if right is None or not self.is_expanded[side[0]]:
+            return right.dtype if side[1] and right is not None else left.dtype
+        return torch.promote_types(left.dtype, right.dtype)
+
+    def is_needed(self, needs: Sequence[bool], side: Side) -> bool:
+        """Whether the gradient of a matrix is, where those of x and of the call's matrices are."""
+        index, is_right = side
+        left, right = needs[1 + 2 * index : 3 + 2 * index]
+        return left or right if self.is_expanded[index] else right if is_right else left
+
+    def gradients(self, build: Builder, needs: Sequence[bool], found: dict[Side, Tensor]) -> list[Tensor]:
+        """The gradients of the call's matrices that are needed, from those of the matrices."""
+        gradients: list[Tensor] = []
+        for index, weight in enumerate(self.given):
+            needed = needs[1 + 2 * index : 3 + 2 * index]
+            if self.is_expanded[index] and any(needed):
+                gradients += _gradients_of_pair(build, found[index, False], weight, needed, self._dtype((index, False)))
+            else:
+                gradients += [found[index, is_right] for is_right in (False, True) if needed[is_right]]
+        return gradients
+
+
+def _gradients_of_pair(build: Builder, dw: Tensor, weight: Factor, needs: Sequence[bool], dtype: torch.dtype) -> list[Tensor]:
+    """The gradients of a pair's matrices that are needed, from that of the product, of this dtype."""
+    pair: Any = weight
+    results = [describe(t.shape, t.dtype) for t, need in zip(pair, needs, strict=True) if need]
+
+    def call(dw: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+        dw, found = dw.to(dtype), []
+        if needs[0]:
+            found.append(dw.mm(right.to(dtype).mH).to(left.dtype))
+        if needs[1]:
+            found.append(left.to(dtype).mH.mm(dw).to(right.dtype))
+        return tuple(found)
+
+    made = build.call(call, (dw, *pair), *results)
+    return [made] if len(results) == 1 else made

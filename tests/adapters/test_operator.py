@@ -1,0 +1,139 @@
+"""`fastkron::lokr_linear`: one node of autograd, the composed product's numbers, torch's own checks of operators, and cached calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import CASES, LoKrCase, case_id, leaves_of, lokr_problem
+from cache_spy import CacheSpy
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import lokr_linear
+from fastkron_py.adapters import composed, operator
+from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.plan import Plan
+
+PLANS = pytest.mark.parametrize("is_dense", [True, False], ids=["expanded", "pair"])
+PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
+
+
+def factors(w1: Any, w2: Any) -> tuple[Factor, Factor]:
+    return tuple(Factor(*w) if isinstance(w, tuple) else Factor(w) for w in (w1, w2))  # type: ignore[return-value]
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, is_dense: bool) -> None:
+    """Let every pair be multiplied out, or none."""
+    monkeypatch.setattr(composed, "best_plan", lambda w1, w2, *_: Plan(is_dense or w1.rank is None, is_dense or w2.rank is None))
+
+
+@PLANS
+@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
+@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_composed_products_numbers(
+    case: LoKrCase,
+    is_dense: bool,
+    factor_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    backend_name: str,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    """Results and gradients, bit by bit: the same multiplies on the same operands."""
+    planned(monkeypatch, is_dense)
+    x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, factor_dtype)
+    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+    dy = torch.randn(base.shape, generator=generator).to(device, torch.bfloat16)
+    got, want = lokr_linear(x, w1, w2, base=base, scale=0.5), composed.add_product(x, *factors(w1, w2), base, 0.5, None)
+    assert torch.equal(got, want)
+    for g, w in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
+        assert torch.equal(g, w)
+        assert g.dtype == w.dtype
+    with torch.no_grad():
+        assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.5), want)
+
+
+@PLANS
+@pytest.mark.parametrize("case", PAIRS, ids=case_id)
+@pytest.mark.parametrize("wanted", range(6), ids=str)
+def test_some_gradients(
+    case: LoKrCase,
+    is_dense: bool,
+    wanted: int,
+    monkeypatch: pytest.MonkeyPatch,
+    backend_name: str,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    planned(monkeypatch, is_dense)
+    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+    given = leaves_of(x, w1, w2, base)
+    leaf = given[wanted % len(given)].requires_grad_()
+    found = [
+        torch.autograd.grad(y.square().sum(), leaf)[0]
+        for y in (lokr_linear(x, w1, w2, base=base, scale=2.0), composed.add_product(x, *factors(w1, w2), base, 2.0, None))
+    ]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
+def test_one_node(case: LoKrCase, device: torch.device, generator: torch.Generator) -> None:
+    """By Triton; on a CPU autograd records torch's products."""
+    x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, torch.float32)
+    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+    with fastkron_py.backend("triton"):
+        y = lokr_linear(x, w1, w2, base=base)
+    assert y.grad_fn is not None
+    reached = [node.variable for node, _ in y.grad_fn.next_functions if hasattr(node, "variable")]
+    assert [id(t) for t in reached] == [id(t) for t in leaves]
+
+
+@PLANS
+@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
+def test_torchs_checks(
+    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    planned(monkeypatch, is_dense)
+    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+    leaves_of(*[t.requires_grad_() for t in leaves_of(x, w1, w2, base)])
+    tensors = (x, *[t for w in factors(w1, w2) for t in w])
+    torch.library.opcheck(operator.lokr_linear.registered, (*tensors, base, 0.5, 1.0, None, ""))
+    needs = [t is not None for t in tensors]
+    dy = torch.randn(base.shape, generator=generator, dtype=torch.float64).to(device)
+    torch.library.opcheck(operator.lokr_linear_backward.registered, (dy, *tensors, [], *needs, 0.5, None, ""))
+
+
+def test_cached_calls(monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Of another scale too, but of no other dtype under autocast."""
+    spy = CacheSpy(monkeypatch)
+    x, w1, w2, base = lokr_problem(CASES[1], torch.bfloat16, device, generator, torch.float32)
+    lokr_linear(x, w1, w2, base=base, scale=0.5)
+    spy.take()
+    want = composed.add_product(x, *factors(w1, w2), base, 0.25, None)
+    spy.take()
+    assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.25), want)
+    assert spy.take() == {"lokr_linear": 1}
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast(device.type, dtype):
+            assert lokr_linear(x, w1, w2, base=base, scale=0.5).dtype == dtype
+
+
+def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), leaves)
+
+
+def test_what_is_kept_is_of_its_own_call(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Two graphs at a time, and one backward pass twice."""
+    problems = [lokr_problem(CASES[6], torch.float64, device, generator) for _ in range(2)]
+    leaves = [[t.requires_grad_() for t in leaves_of(*problem)] for problem in problems]
+    results = [lokr_linear(x, w1, w2, base=base) for x, w1, w2, base in problems]
+    for y, of_one in zip(results, leaves, strict=True):
+        first = torch.autograd.grad(y.square().sum(), of_one, retain_graph=True)
+        for a, b in zip(first, gradients(y, of_one), strict=True):
+            assert torch.equal(a, b)
+    (x, w1, w2, base), of_first = problems[0], leaves[0]
+    want = gradients(composed.add_product(x, *factors(w1, w2), base, 1.0, None), of_first)
+    for g, w in zip(gradients(lokr_linear(x, w1, w2, base=base), of_first), want, strict=True):
+        torch.testing.assert_close(g, w)
