@@ -152,8 +152,6 @@ HALF_CHAIN: Final = 16
 # takes about three readings and writings.
 HALF_NARROW: Final = 0.9
 HALF_SCATTERED: Final = 2.0
-HALF_CHAINED: Final = 0.68  # of a register-chained launch of several steps before other modes, the widest of this width
-HALF_CHAINED_WIDTH: Final = 32
 SCATTERED_CHAIN: Final = 2.3  # times as long a plain chain takes in place, before other modes
 VECTOR: Final = 8
 
@@ -173,8 +171,6 @@ def _half_share(launch: Launch, half: str, after: int) -> float:
     sides = [min(s.p, s.q) for s in launch.steps]
     if len(sides) == 1 and sides[0] < HALF_CHAIN:
         return HALF_SCATTERED if after % VECTOR else HALF_NARROW
-    if launch.kernel == "chained" and len(sides) > 1 and after > 1:
-        return HALF_CHAINED if max([max(s.p_pad, s.q_pad) for s in launch.steps]) == HALF_CHAINED_WIDTH else 1.0
     if launch.kernel == "chained" or any(s.stop - s.start > 1 for s in launch.steps):
         return 1.0
     is_single = len(sides) == 1
