@@ -58,7 +58,7 @@ class Multiply(NamedTuple):
 
     def saves(self, x: Tensor, device: torch.device) -> bool:
         """Whether a multiply for gradients is another one, whose intermediate is saved."""
-        if self.backend == "torch" or x.numel() == 0:
+        if self.backend == "torch" or self._is_of_nothing(x):
             return False
         from fastkron_py.kron.saved_intermediate import halves_of
 
@@ -76,8 +76,7 @@ class Multiply(NamedTuple):
         Returns:
             The result's elements in order, and the intermediate that is saved, if there is one.
         """
-        shape = self.result_shape(x)
-        if x.numel() == 0 or math.prod(shape) == 0:
+        if self._is_of_nothing(x):
             return self._add_of_nothing(build, x, z), None
         if self.backend == "torch":
             return self._add_by_torch(build, x, z), None
@@ -86,7 +85,7 @@ class Multiply(NamedTuple):
 
         precision = resolved(self.precision)
         problem = canonical(x, self.factors, self.left, build.reshape)
-        z4 = None if z is None else problem.pack(z.expand(shape))
+        z4 = None if z is None else problem.pack(z.expand(self.result_shape(x)))
         halves = halves_of(problem, precision, build.device) if saves else None
         if halves is not None:
             return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
@@ -98,8 +97,12 @@ class Multiply(NamedTuple):
         alpha, beta = self.scale
         return alpha if isinstance(alpha, Scalar) else 1.0, beta if isinstance(beta, Scalar) else 0.0
 
+    def _is_of_nothing(self, x: Tensor) -> bool:
+        """Whether it is a sum over nothing, or has a result without elements."""
+        return x.numel() == 0 or math.prod(self.result_shape(x)) == 0
+
     def _add_of_nothing(self, build: Builder, x: Tensor, z: Tensor | None) -> Tensor:
-        """A sum over nothing, or a result without elements."""
+        """Such a result."""
         shape = self.result_shape(x)
 
         def of_nothing(x: Tensor, *given: Any) -> Tensor:

@@ -140,6 +140,16 @@ def test_where_x_would_be_copied(device: torch.device, cuts: list[Cut]) -> None:
     assert not cuts
 
 
+@pytest.mark.parametrize("shapes", [[(40, 2), (3, 0)], [(4, 0), (8, 64), (2, 16)]], ids=["two", "three"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_a_result_without_elements(shapes: list[tuple[int, int]], left: bool, device: torch.device, cuts: list[Cut]) -> None:
+    (x, *factors, _), verb = problem(shapes, left, torch.float32, device)
+    y = verb(factors, x) if left else verb(x, factors)
+    assert y.numel() == 0
+    assert all((t == 0).all() for t in torch.autograd.grad(y.sum(), [x, *factors]))
+    assert not cuts
+
+
 # ---- the plan ------------------------------------------------------------------------------------------------------------------
 
 
