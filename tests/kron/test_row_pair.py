@@ -149,3 +149,13 @@ def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: str) -> None:
     _, qa, _, qb = sides(steps)
     assert shared_memory(steps, config.stages, epilogue == "axpby") * config.programs_per_sm <= HOPPER.shared_memory
     assert matrices_of(steps) // turns_of(steps) * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "axpby", "quantize"])
+@pytest.mark.parametrize(("ps", "qs"), [((60, 100), (140, 100)), ((100, 64), (200, 128)), ((33, 65), (129, 33))], ids=str)
+def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs: tuple[int, ...], epilogue: str) -> None:
+    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]
+    config = row_pair_config(steps, epilogue, HOPPER)
+    _, qa, pb, qb = sides(steps)
+    assert qa * max(pb, qb) // (32 * config.num_warps) <= 128
+    assert shared_memory(steps, config.stages, epilogue == "axpby") * config.programs_per_sm <= HOPPER.shared_memory

@@ -17,7 +17,7 @@ NARROWEST: Final = 8
 WIDEST: Final = 128
 WIDEST_FIRST: Final = 256
 LEAST_SECOND_OF_WIDE: Final = 64  # narrower ones spill
-MOST_SUMS: Final = 128  # of a thread, of a slice with a factor in the middle
+MOST_SUMS: Final = 128  # of a thread, of a slice with a factor in the middle or of a quantised row
 MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
 TURN: Final = 1.3  # times that a further turn takes of moving what it reads
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
@@ -165,7 +165,8 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
     is_large = len(steps) == 2 and qa * qb > SMALL_TILE
-    if epilogue == "quantize" and is_large and 2 * shared_memory(steps, 1, False) <= gpu.shared_memory:
+    in_registers = qa * max(pb, qb) <= 4 * 32 * MOST_SUMS
+    if epilogue == "quantize" and is_large and in_registers and 2 * shared_memory(steps, 1, False) <= gpu.shared_memory:
         return RowPairConfig(4, 1, 2)  # one multiplies while the other waits for its row's largest number
     most = MOST_STAGES if pa * pb <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE) else MOST_STAGES - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(steps, n, adds) <= gpu.shared_memory), 1)
