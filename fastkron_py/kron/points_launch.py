@@ -67,7 +67,7 @@ def points_launch(x: Operand, points: int, dtype: torch.dtype, span: int) -> Lau
     block = min(next_power_of_two(points), _TILE // run)
     is_long = width == 1 and (batches * rows == 1 or points >= _TILE)
     touched = 0 if is_long or width > 1 else min(rows, _TILE)  # rows after a program's first one
-    reach = x.strides[1] * touched + x.strides[2] * count + width
+    reach = max(x.strides[1] * touched + x.strides[2] * count + width, block * width)  # in x, and in a tile of y
     common: dict[str, Any] = {
         "x_strides": x.strides,
         "SPAN": span,

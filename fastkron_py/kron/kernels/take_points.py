@@ -96,7 +96,7 @@ def _take_runs_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_I: tl.constexpr,
     SPAN: tl.constexpr,
-    INDEX: tl.constexpr,
+    INDEX: tl.constexpr,  # type that holds an offset of x, and one of a tile of y
     PARTS: tl.constexpr,
 ):
     """``y[:, :, i, :] = x[:, :, table[i], :]``: neighbouring threads have neighbours of one point."""
@@ -115,4 +115,4 @@ def _take_runs_kernel(
     pointers = x_start + position[:, None] * tl.cast(x_strides[2], INDEX) + i
     found = tl.load(pointers, mask=(offset >= 0)[:, None] & (i < sizes[2]), other=0)
     y_start = y_ptr + (rows * sizes[1] + first_p) * sizes[2]
-    tl.store(y_start + p[:, None] * sizes[2] + i, found, mask=exists[:, None] & (i < sizes[2]))
+    tl.store(y_start + p[:, None] * tl.cast(sizes[2], INDEX) + i, found, mask=exists[:, None] & (i < sizes[2]))
