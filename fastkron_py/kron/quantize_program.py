@@ -54,11 +54,12 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
             return rounded(y.view(*x.shape[:-1], n), step, kind)
 
         return build.program(build.call(by_torch, (x, *factors), values, scales, scalars=(_STEP,)))
-    from fastkron_py.kron.forward import add_multiply
+    from fastkron_py.kron.forward import add_multiply, mergeable
     from fastkron_py.kron.quantize_launch import quantizing_launch, rounding_launch
 
     rows = x.numel() // x.shape[-1]
     problem = canonical(build.reshape(x, (rows, x.shape[-1])), factors, False, build.reshape)
+    problem = problem._replace(x=mergeable(build, problem.x))
     precision = resolved(precision)
     launcher = quantizing_launch(problem, precision, kind, build.device)
     targets = build.empty((rows, values.shape[-1]), values.dtype), build.empty((rows,), torch.float32)

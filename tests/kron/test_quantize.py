@@ -139,6 +139,9 @@ def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
     x, factors, wanted = problem(SHAPES["padded"], torch.float16, device, (2, 3))
     for given in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.shape[-1]]):
         assert_nearest(kron_quantize(given, [f.mT.contiguous().mT for f in factors], torch.int8), wanted, torch.float16, torch.int8)
+    columns, every_second = x[0].mT.contiguous().mT, torch.stack([x[0], x[0]], -1)[..., 0]
+    for given in (columns, every_second):  # matrices whose rows are no runs of memory
+        assert_nearest(kron_quantize(given, factors, torch.int8), wanted[0], torch.float16, torch.int8)
     one = kron_quantize(x[0, 0], factors, "int4")
     assert one.values.shape == (wanted.shape[-1] // 2,)
     assert one.scales.shape == (1,)
