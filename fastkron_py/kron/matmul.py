@@ -79,6 +79,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
             torch.addmm(out[0], a[0], b[0], beta=0, alpha=alpha, out=out[0])
         else:
             torch.mm(a[0], b[0], out=out[0])
+    elif alpha == 0:  # torch.baddbmm of bfloat16 on a CPU then leaves out as it was
+        out.zero_() if addend is None else torch.mul(addend, beta, out=out)
     elif addend is not None:
         torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
     elif alpha != 1:

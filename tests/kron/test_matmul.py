@@ -186,6 +186,16 @@ def test_scalar_tensors(left: bool, backend_name: str, device: torch.device, gen
         assert_near(y, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("adds", [False, True], ids=["plain", "z"])
+def test_alpha_zero_of_batches(adds: bool, dtype: torch.dtype, backend_name: str, device: torch.device) -> None:
+    """What lies in the memory of the result is not read."""
+    x, z = torch.ones(33, 136, dtype=dtype, device=device), torch.ones(6, 33, 12, dtype=dtype, device=device)
+    factors = [torch.ones(8, 4, dtype=dtype, device=device), torch.ones(6, 17, 3, dtype=dtype, device=device)]
+    y = kron_matmul(x, factors, alpha=0.0, z=z, beta=0.5) if adds else kron_matmul(x, factors, alpha=0.0)
+    assert torch.equal(y, z / 2 if adds else torch.zeros_like(z))
+
+
 @pytest.mark.parametrize("case", FEW, ids=ids)
 def test_fastkron_call_forms(case: Case, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     for left in (False, True):
