@@ -42,7 +42,8 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
     if not kernels.half_of(device, x.dtype) or not _converts_to(kind, device):
         return None
-    pairs = list(row_pairs(ps, qs, 0, len(factors)))
+    # A byte has two columns of int4, of one row of a slice.
+    pairs = [pair for pair in row_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
     if not pairs:
         return None
     launch = Launch(min(pairs, key=lambda pair: row_pair_cost(pair, 1.0)), "row_pair")

@@ -84,6 +84,14 @@ def test_clipping(shapes: list[tuple[int, int]], kind: Any, backend_name: str, d
     assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.7), wanted, torch.float16, kind, 0.7)  # of the same program
 
 
+@pytest.mark.parametrize("shapes", [[(40, 64), (40, 65)], [(8, 24), (31, 17)], [(8, 8), (8, 5), (9, 9)]], ids=str)
+def test_odd_columns_of_the_second_step(shapes: list[tuple[int, int]], backend_name: str, device: torch.device) -> None:
+    """Two of int4 are in a byte, also where one ends a row of a slice and one begins the next."""
+    x, factors, wanted = problem(shapes, torch.float16, device)
+    for kind in ("int4", torch.int8):
+        assert_nearest(kron_quantize(x, factors, kind), wanted, torch.float16, kind)
+
+
 def test_the_control_fails(device: torch.device) -> None:
     x, factors, wanted = problem(SHAPES["small"], torch.float32, device)
     found = kron_quantize(x, factors, torch.int8)
