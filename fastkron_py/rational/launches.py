@@ -117,8 +117,11 @@ def common_arguments(problem: Problem, chosen: Walk, registers: int | None) -> d
     """The arguments that the forward and the backward kernel share, by name; narrow vectors need all registers."""
     step = chosen.phases * chosen.block
     is_wide = chosen.vector * problem.itemsize == VECTOR_BYTES
+    # Triton's compilers for other vendors' GPUs refuse a limit's name, whatever its value.
+    is_limited = registers is not None and is_wide and devices.gpu_of(problem.function.device).capability is not None
     return {
         **problem.function.arguments(),
+        **({"maxnreg": registers} if is_limited else {}),
         "total": chosen.total,
         "per_run": chosen.per_run,
         "phases": chosen.phases,
@@ -134,7 +137,6 @@ def common_arguments(problem: Problem, chosen: Walk, registers: int | None) -> d
         "MODE": chosen.mode,
         "MASKED": chosen.masked,
         "num_warps": chosen.num_warps,
-        "maxnreg": registers if is_wide else None,
     }
 
 

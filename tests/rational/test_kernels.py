@@ -14,6 +14,8 @@ from fastkron_py.rational import config as tuning
 from fastkron_py.rational import launches, program
 from fastkron_py.rational import torch_backend as torch_rational
 from fastkron_py.rational.config import Preference
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.gpu import GPU, HOPPER, OTHER
 
 # name: (shape, groups, warps, vectors, iterations, mode, masked). Those that are masked do all that the others of their mode do.
 WALKS = {
@@ -86,3 +88,18 @@ def test_sums_of_many_programs_are_float64_s(device: torch.device) -> None:
     plain = torch_rational.backward(p.dy, p.x, p.a, p.b, "B")[1:]
     for found, other, want in zip((da, db), plain, wide(), strict=True):
         assert float((found - want).abs().mean()) <= 2 * float((other - want).abs().mean()) + 1e-7 * float(want.abs().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gpu", [HOPPER, OTHER], ids=lambda gpu: gpu.name)
+def test_only_nvidia_s_compiler_is_given_a_limit_of_registers(gpu: GPU, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other compilers of Triton raise a KeyError, of None as well."""
+    monkeypatch.setattr(devices, "gpu_of", lambda _device: gpu)
+    p = problem((64, 768), 8, dtype=dtype)
+    forward = launches.problem_of((p.x, p.x), p.a, p.b, "B", p.x.device)
+    backward = launches.problem_of((p.x, p.dy, p.x), p.a, p.b, "B", p.x.device)
+    assert forward is not None
+    assert backward is not None
+    of_both = launches.forward_launcher(forward).configs + launches.backward_launchers(backward).first.configs
+    limits = [config.arguments["maxnreg"] for config in of_both if "maxnreg" in config.arguments]
+    assert limits == ([40] if gpu is HOPPER else [])
