@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +16,18 @@ from fastkron_py import lokr_linear
 from fastkron_py.adapters import composed, operator
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
+from fastkron_py.runtime.call_cache import CACHE
 
 PLANS = pytest.mark.parametrize("is_dense", [True, False], ids=["expanded", "pair"])
 PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
+
+
+@pytest.fixture(autouse=True)
+def no_programs_of_other_plans() -> Iterator[None]:
+    """Plans are no part of a program's key."""
+    CACHE.forget()
+    yield
+    CACHE.forget()
 
 
 def factors(w1: Any, w2: Any) -> tuple[Factor, Factor]:
