@@ -19,6 +19,7 @@ from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.program import COUNT
 from fastkron_py.runtime.batching import take, vmap_by_sample
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.second_order import second_order
 
@@ -42,7 +43,8 @@ def _backward(saved: Saved, dy: Tensor) -> list[Tensor | None]:
 def _in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> Tensor:
     x, left1, right1, left2, right2, base = tensors
     scale, _, precision, backend = options
-    return add_product(x, Factor(left1, right1), Factor(left2, right2), base, scale, precision, backend)
+    with without_autocast(x.device):  # of a pair that is multiplied out
+        return add_product(x, Factor(left1, right1), Factor(left2, right2), base, scale, precision, backend)
 
 
 def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
@@ -62,7 +64,8 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> list[Tensor | 
         return [None] * len(saved.tensors)
     none = [None] * (len(saved.tensors) - COUNT - 1)
     needs, (scale, *rest) = saved.options[:COUNT], saved.options[COUNT:]
-    found = second_order(lambda *given: _in_torch((*given, None), (scale, 0.0, *rest)), dy, tensors, take(cotangents, needs))
+    with without_autocast(dy.device):
+        found = second_order(lambda *given: _in_torch((*given, None), (scale, 0.0, *rest)), dy, tensors, take(cotangents, needs))
     return [*found, *none]
 
 

@@ -130,6 +130,41 @@ def test_cached_calls(monkeypatch: pytest.MonkeyPatch, backend_name: str, device
             assert lokr_linear(x, w1, w2, base=base, scale=0.5).dtype == dtype
 
 
+@PLANS
+@pytest.mark.parametrize("case", PAIRS, ids=case_id)
+def test_autocast_rounds_no_pair_inside_of_transforms(
+    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """A float32 pair is multiplied out in float32 there as well: the same numbers as of an eager call."""
+    planned(monkeypatch, is_dense)
+    x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+    with torch.autocast(device.type, torch.bfloat16):
+        want = lokr_linear(x, w1, w2, base=base)
+        got, _ = torch.func.jvp(lambda x: lokr_linear(x, w1, w2, base=base), (x,), (x,))
+    assert torch.equal(got, want)
+
+
+@PLANS
+@pytest.mark.parametrize("case", PAIRS, ids=case_id)
+def test_autocast_rounds_no_second_derivative(
+    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator
+) -> None:
+    """By Triton; torch's own products are rounded in backward passes under autocast."""
+    planned(monkeypatch, is_dense)
+    x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2)]
+
+    def second(autocast: bool) -> tuple[Tensor, ...]:
+        with fastkron_py.backend("triton"):
+            first = torch.autograd.grad(lokr_linear(x, w1, w2, base=base).square().sum(), leaves, create_graph=True)
+            total = sum([g.square().sum() for g in first])
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                return torch.autograd.grad(total, leaves)
+
+    for got, want in zip(second(True), second(False), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(y.square().sum(), leaves)
 
