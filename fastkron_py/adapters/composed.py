@@ -31,7 +31,7 @@ def add_product(
         precision: of float32 products.
         backend: of the multiplies; None for the one in force.
     """
-    w1, w2 = prepared(w1, w2, math.prod(x.shape[:-1]), x)
+    w1, w2 = prepared(w1, w2, math.prod(x.shape[:-1]), x, precision, backend)
     if w1.right is None and w2.right is None:
         return multiply(x, [w1.left.mT, w2.left.mT], base, scale, precision, False, backend)
     inner = [(w.left if w.right is None else w.right).mT for w in (w1, w2)]
@@ -71,8 +71,18 @@ def plan_of(w1: Factor, w2: Factor, tokens: int, device: torch.device) -> Plan:
     return best_plan(w1.size, w2.size, tokens, CPU_COSTS if device.type == "cpu" else GPU_COSTS)
 
 
-def prepared(w1: Factor, w2: Factor, tokens: int, x: Tensor) -> tuple[Factor, Factor]:
+def prepared(
+    w1: Factor, w2: Factor, tokens: int, x: Tensor, precision: str | None = None, backend: str | None = None
+) -> tuple[Factor, Factor]:
     """The factors, each as a matrix or as the pair that it was, by the plan."""
     plan = plan_of(w1, w2, tokens, x.device)
-    w1, w2 = (w.expanded() if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
+    w1, w2 = (_expanded(w, precision, backend) if is_dense else w for w, is_dense in zip((w1, w2), plan, strict=True))
     return w1, w2
+
+
+def _expanded(w: Factor, precision: str | None, backend: str | None) -> Factor:
+    """The factor as one matrix; in a precision that is asked for by the multiply, whose derivatives have it too."""
+    if w.right is None or precision is None:
+        return w.expanded()
+    left, right = (t.to(torch.promote_types(w.left.dtype, w.right.dtype)) for t in (w.left, w.right))
+    return Factor(multiply(left, [right], None, 1.0, precision, False, backend))

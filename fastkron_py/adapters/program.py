@@ -15,6 +15,7 @@ from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.program import Program
 
 COUNT = 5  # of x and the factors' matrices
@@ -29,8 +30,8 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     scale, _, precision, backend = options
     build = Builder(tensors)
     x, *matrices, base = build.inputs
-    weights = _Weights(build, x, matrices, backend_of(backend, tensors[0]))
-    stages = weights.stages(precision, scale_of(scale, base is not None))
+    weights = _Weights(build, x, matrices, backend_of(backend, tensors[0]), precision)
+    stages = weights.stages(scale_of(scale, base is not None))
     saved, betweens, y = list(weights.made), [], x
     for stage in stages:
         is_last = stage is stages[-1]
@@ -55,8 +56,8 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     dy, x, *matrices = build.inputs[: COUNT + 1]
     results = [describe(t.shape, t.dtype) for t, need in zip((x, *matrices), needs, strict=True) if need]
     kept = list(build.inputs[COUNT + 1 :])
-    weights = _Weights(build, x, matrices, backend_of(backend, tensors[1]), kept)
-    stages = weights.stages(precision, scale_of(scale, False))
+    weights = _Weights(build, x, matrices, backend_of(backend, tensors[1]), precision, kept)
+    stages = weights.stages(scale_of(scale, False))
     operands = [x]
     for stage in stages[:-1]:
         operands.append(kept.pop(0) if kept else stage.call.add(build, operands[-1], None)[0])
@@ -111,14 +112,24 @@ class _Weights:
     Attributes:
         given: as in the call.
         backend: of the multiplies.
+        precision: of float32 products.
         is_expanded: of each, whether it is a pair that is multiplied out.
         ready: what multiplies take: for Triton of x's dtype.
         made: the matrices of these that are not the call's own.
     """
 
-    def __init__(self, build: Builder, x: Tensor, matrices: Sequence[Any], backend: str, kept: list[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        build: Builder,
+        x: Tensor,
+        matrices: Sequence[Any],
+        backend: str,
+        precision: str | None,
+        kept: list[Tensor] | None = None,
+    ) -> None:
         """Add the steps that make them to a program, or take them from the front of what was kept."""
-        self.x, self.given, self.backend = x, (Factor(*matrices[:2]), Factor(*matrices[2:])), backend
+        self.x, self.given = x, (Factor(*matrices[:2]), Factor(*matrices[2:]))
+        self.backend, self.precision = backend, precision
         plan = plan_of(*self.given, math.prod(x.shape[:-1]), build.device)
         self.is_expanded = [is_dense and w.right is not None for w, is_dense in zip(self.given, plan, strict=True)]
         self.made: list[Tensor] = []
@@ -137,47 +148,41 @@ class _Weights:
     def _expanded(self, build: Builder, index: int, kept: list[Tensor] | None) -> Tensor:
         """A pair multiplied out, in the dtype that a multiply takes."""
         dtype = self._dtype((index, False)) if self.backend == "torch" else self.x.dtype
-        size, pair = self.given[index].size, self.given[index]
+        size, pair, precision, wide = self.given[index].size, self.given[index], self.precision, self._dtype((index, False))
 
         def call(left: Tensor, right: Tensor) -> Tensor:
-            return product(left, right).to(dtype)
+            left = left.to(wide)
+            with torch_products(left, precision):
+                return product(left, right).to(dtype)
 
         made = kept.pop(0) if kept else build.call(call, pair, describe((size.rows, size.columns), dtype))  # type: ignore[arg-type]
         self.made.append(made)
         return made
 
-    def stages(self, precision: str | None, scale: Scale) -> list[_Stage]:
+    def stages(self, scale: Scale) -> list[_Stage]:
         """The multiplies: one by two matrices; or one by a matrix or right matrix of each, and one by the left matrices."""
         w1, w2 = self.ready
         lead, rows = tuple(self.x.shape[:-1]), (w1.left.shape[0], w2.left.shape[0])
         shape, result = tuple(self.x.shape), (*lead, math.prod(rows))
         both: tuple[Side, Side] = (0, False), (1, False)
         if w1.right is None and w2.right is None:
-            return [self._stage(both, precision, scale, shape, result)]
+            return [self._stage(both, scale, shape, result)]
         inner: tuple[Side, Side] = (0, w1.right is not None), (1, w2.right is not None)
         between = tuple([self._matrix(side).shape[0] for side in inner])
-        first = self._stage(inner, precision, PLAIN, shape, (*lead, math.prod(between)))
+        first = self._stage(inner, PLAIN, shape, (*lead, math.prod(between)))
         if w1.right is not None and w2.right is not None:
-            return [first, self._stage(both, precision, scale, first.result, result)]
+            return [first, self._stage(both, scale, first.result, result)]
         # One mode is finished: the other one alone is multiplied.
         left = w2.right is None
-        return [first, self._stage(both[:1] if left else both[1:], precision, scale, (*lead, *between), (*lead, *rows), left)]
+        return [first, self._stage(both[:1] if left else both[1:], scale, (*lead, *between), (*lead, *rows), left)]
 
     def _matrix(self, side: Side) -> Tensor:
         weight = self.ready[side[0]]
         return weight.right if side[1] and weight.right is not None else weight.left
 
-    def _stage(
-        self,
-        sides: tuple[Side, ...],
-        precision: str | None,
-        scale: Scale,
-        shape: tuple[int, ...],
-        result: tuple[int, ...],
-        left: bool = False,
-    ) -> _Stage:
+    def _stage(self, sides: tuple[Side, ...], scale: Scale, shape: tuple[int, ...], result: tuple[int, ...], left: bool = False) -> _Stage:
         matrices = [self._matrix(side) for side in sides]
-        call = Multiply([m if left else m.mT for m in matrices], self.backend, precision, left, scale)
+        call = Multiply([m if left else m.mT for m in matrices], self.backend, self.precision, left, scale)
         is_wide = torch.float32 in [self._dtype(side) for side in sides]
         return _Stage(call, shape, result, sides, torch.float32 if is_wide else self.x.dtype)
 
@@ -200,23 +205,26 @@ class _Weights:
         for index, weight in enumerate(self.given):
             needed = needs[1 + 2 * index : 3 + 2 * index]
             if self.is_expanded[index] and any(needed):
-                gradients += _gradients_of_pair(build, found[index, False], weight, needed, self._dtype((index, False)))
+                gradients += _gradients_of_pair(build, found[index, False], weight, needed, self._dtype((index, False)), self.precision)
             else:
                 gradients += [found[index, is_right] for is_right in (False, True) if needed[is_right]]
         return gradients
 
 
-def _gradients_of_pair(build: Builder, dw: Tensor, weight: Factor, needs: Sequence[bool], dtype: torch.dtype) -> list[Tensor]:
+def _gradients_of_pair(
+    build: Builder, dw: Tensor, weight: Factor, needs: Sequence[bool], dtype: torch.dtype, precision: str | None
+) -> list[Tensor]:
     """The gradients of a pair's matrices that are needed, from that of the product, of this dtype."""
     pair: Any = weight
     results = [describe(t.shape, t.dtype) for t, need in zip(pair, needs, strict=True) if need]
 
     def call(dw: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
         dw, found = dw.to(dtype), []
-        if needs[0]:
-            found.append(dw.mm(right.to(dtype).mH).to(left.dtype))
-        if needs[1]:
-            found.append(left.to(dtype).mH.mm(dw).to(right.dtype))
+        with torch_products(dw, precision):
+            if needs[0]:
+                found.append(dw.mm(right.to(dtype).mH).to(left.dtype))
+            if needs[1]:
+                found.append(left.to(dtype).mH.mm(dw).to(right.dtype))
         return tuple(found)
 
     made = build.call(call, (dw, *pair), *results)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import fastkron_py
 from fastkron_py import lokr_linear
-from fastkron_py.adapters import composed, operator
+from fastkron_py.adapters import composed, operator, program
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.precision import torch_products
 
 PLANS = pytest.mark.parametrize("is_dense", [True, False], ids=["expanded", "pair"])
 PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
@@ -163,6 +164,29 @@ def test_autocast_rounds_no_second_derivative(
 
     for got, want in zip(second(True), second(False), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_a_pair_is_multiplied_out_in_the_precision_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator
+) -> None:
+    """Whatever torch's setting for the process is: forward and backward, and in the composed product."""
+    planned(monkeypatch, True)
+    asked: list[str | None] = []
+
+    def noted(x: Tensor, precision: str | None) -> Any:
+        asked.append(precision)
+        return torch_products(x, precision)
+
+    monkeypatch.setattr(program, "torch_products", noted)
+    x, w1, w2, base = lokr_problem(CASES[3], torch.float32, device, generator)
+    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2)]
+    with fastkron_py.backend("triton"):
+        y = lokr_linear(x, w1, w2, base=base, precision="highest")
+        assert asked == ["highest"] * 2
+        torch.autograd.grad(y.sum(), leaves)
+        assert asked == ["highest"] * 4
+    monkeypatch.setattr(Factor, "expanded", None)  # which torch multiplies in its own precision
+    torch.testing.assert_close(composed.add_product(x, *factors(w1, w2), base, 1.0, "highest"), y)
 
 
 def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
