@@ -102,7 +102,7 @@ def _key(
 
 def cast_factor(t: Any, dtype: torch.dtype) -> Any:
     """A factor under autocast: in its dtype, or in float32, which the product casts: the gradient stays in float32."""
-    return t if t is None or t.dtype == torch.float32 else cast(t, dtype)
+    return t if isinstance(t, Tensor) and t.dtype == torch.float32 else cast(t, dtype)
 
 
 def _checked_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None, key: Hashable) -> Tensor:

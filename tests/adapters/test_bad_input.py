@@ -100,3 +100,10 @@ REFUSED: dict[str, Refusal] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     assert_refused(*REFUSED[name])
+
+
+def test_no_tensor_under_autocast() -> None:
+    """Which looks at dtypes before anything is checked."""
+    refused: Refusal = (lambda: lokr_linear(X, W1, (LOW[0], "no tensor")), TypeError, "w2[1]: expected a torch tensor, like x; got str")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_refused(*refused)
