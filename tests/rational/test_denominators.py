@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+import triton.language as tl
 from pages import table
 from rational_cases import Problem, problem, step
 from torch import Tensor
@@ -37,6 +37,11 @@ def _value(s):
 def _slopes(v, x, s):
     slope = 2 * v * s
     return slope, slope
+
+
+@triton.jit
+def _no_slope(c, odd, slope, v, x, APPROXIMATE: tl.constexpr):
+    return c
 
 
 @triton.jit
@@ -108,6 +113,23 @@ def test_the_comparison_can_fail(device: torch.device) -> None:
         assert min(relative(dx, want[1]), relative(db, want[3])) > 0.01
     finally:
         unregister_denominator("wrong")
+
+
+def test_a_way_of_its_own_to_the_slope(device: torch.device) -> None:
+    """Kernels take dx from `minus_slope`, where there is one: one that leaves Q's slope out leaves P' / Q."""
+    register_denominator(replace(SQUARE, name="own way", device=FUNCTIONS._replace(minus_slope=_no_slope)))
+    try:
+        p = problem((4, 7, 24), 3, device=device)
+        with fastkron_py.backend("triton"):
+            found = step(lambda *t: rational(*t, version="own way"), *p)
+        want = expected(p)
+        a = p.a.double()
+        slopes = a[:, 1:] * torch.arange(1, a.shape[1], device=device)
+        want[1] = p.dy * by_formula(p.x.double(), slopes, p.b.double())
+        for got, w in zip(found, want, strict=True):
+            assert relative(got, w) < TOLERANCES[torch.float32]
+    finally:
+        unregister_denominator("own way")
 
 
 def test_derivatives_of_every_order(square: str, backend_name: str, device: torch.device) -> None:
