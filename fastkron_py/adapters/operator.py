@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastkron_py.adapters import program
@@ -69,13 +70,23 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> list[Tensor | 
     return [*found, *none]
 
 
-def _registered_backward(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    return lokr_linear_backward.registered(*tensors[: COUNT + 1], list(tensors[COUNT + 1 :]), *options)
+def _gradients_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> list[Tensor]:
+    """The gradients that are needed; what was kept, which the tensors make, is not read."""
+    dy, *given = tensors[: COUNT + 1]
+    needs, (scale, *rest) = options[:COUNT], options[COUNT:]
+
+    def product(*wanted: Tensor) -> Tensor:
+        operands = [t if w is None else w for t, w in zip(given, take(wanted, needs), strict=True)]
+        return _in_torch((*operands, None), (scale, 0.0, *rest))
+
+    with without_autocast(dy.device):
+        return list(torch.func.vjp(product, *[t for t, need in zip(given, needs, strict=True) if need])[1](dy))
 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
     def call(*given: Any) -> Any:
-        return _registered_backward(given[: len(tensors)], given[len(tensors) :])
+        of_operator, rest = given[: COUNT + 1], given[len(tensors) :]
+        return lokr_linear_backward.registered(*of_operator, list(given[COUNT + 1 : len(tensors)]), *rest)
 
     return vmap_by_sample(call, size, dims, tensors, options)
 
@@ -96,6 +107,6 @@ lokr_linear_backward = Operator(
     fake=_fake_backward,
     backward=_backward_second,
     vmap=_vmap_backward,
-    in_torch=_registered_backward,  # whose rules transforms know
+    in_torch=_gradients_in_torch,
     scalars=(COUNT,),
 )

@@ -10,6 +10,7 @@ import torch
 from adapter_cases import CASES, LoKrCase, case_id, leaves_of, lokr_problem
 from cache_spy import CacheSpy
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fastkron_py
 from fastkron_py import lokr_linear
@@ -164,6 +165,25 @@ def test_autocast_rounds_no_second_derivative(
 
     for got, want in zip(second(True), second(False), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@PLANS
+@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
+def test_forward_mode_through_a_backward_pass(
+    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """Of a product that was recorded outside of it: a tangent of dy reaches the gradients, which are linear in dy."""
+    planned(monkeypatch, is_dense)
+    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+    y = lokr_linear(x, w1, w2, base=base, scale=0.5)
+    dy, tangent = torch.randn(2, *y.shape, generator=generator, dtype=torch.float64).to(device)
+    want = torch.autograd.grad(y, leaves, tangent, retain_graph=True)
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(y, leaves, forward_ad.make_dual(dy, tangent))
+        tangents = [forward_ad.unpack_dual(g).tangent for g in found]
+    for got, w in zip(tangents, want, strict=True):
+        torch.testing.assert_close(got, w)
 
 
 def test_a_pair_is_multiplied_out_in_the_precision_that_is_asked_for(
