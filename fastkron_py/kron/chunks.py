@@ -8,8 +8,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.plan.torch_costs import IN_PLACE, VECTOR
+from fastkron_py.kron.plan.torch_costs import IN_PLACE
 from fastkron_py.kron.plan.torch_plan import AS_IT_IS, Plan
+from fastkron_py.tiling.cpu_costs import VECTOR
 
 CHUNK_BYTES_PER_THREAD = 1 << 20  # of one intermediate: much less, and calls into torch cost more than they do
 COLUMNS = 4  # a chunk of columns, whose pieces of rows are short, has this many times the bytes

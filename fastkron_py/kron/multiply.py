@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
-from fastkron_py.kron.matmul import has_onednn, matrix_product
 from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.shapes import result_shape
@@ -19,6 +18,7 @@ from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
+from fastkron_py.tiling.cpu_products import has_onednn, matrix_product
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
 _ONE: Final = bits(1.0)

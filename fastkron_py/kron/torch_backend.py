@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
-from fastkron_py.kron.matmul import PLAIN, Epilogue, by_onednn, has_onednn
+from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Problem, Step, differentiable_plan, plan
 from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
 from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.tiling.cpu_products import by_onednn, has_onednn
 
 
 def _sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

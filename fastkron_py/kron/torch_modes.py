@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.matmul import PLAIN, Epilogue, by_onednn, product
-from fastkron_py.kron.plan.torch_costs import IN_PLACE, MOVED, ONEDNN_TERMS, VECTOR
+from fastkron_py.kron.matmul import PLAIN, Epilogue, product
+from fastkron_py.kron.plan.torch_costs import IN_PLACE, MOVED
 from fastkron_py.kron.plan.torch_plan import Step
 from fastkron_py.kron.torch_small import BLOCK_ELEMENTS
+from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, VECTOR
+from fastkron_py.tiling.cpu_products import by_onednn
 
 BLOCK_ROWS = 256  # a tall product is split into a batch of these, which torch spreads over threads
 SUM_BLOCK = 1024  # terms

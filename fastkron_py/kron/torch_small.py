@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.matmul import matrix_product
 from fastkron_py.kron.plan.torch_costs import IN_PLACE, TRANSPOSED, converting
 from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.tiling.cpu_products import matrix_product
 
 SMALL_ELEMENTS = 1 << 20  # of operand and of result
 ONE_FACTOR = 1 << 18  # of one factor's: it is one product in any case

@@ -10,12 +10,13 @@ import torch
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.kron import matmul, multiply, torch_backend
-from fastkron_py.kron.matmul import by_onednn
-from fastkron_py.kron.plan.torch_costs import takes_onednn
+from fastkron_py.kron import multiply, torch_backend
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
+from fastkron_py.tiling import cpu_products
+from fastkron_py.tiling.cpu_costs import takes_onednn
+from fastkron_py.tiling.cpu_products import by_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
@@ -38,7 +39,7 @@ def taken(monkeypatch):
         return found(a, b)
 
     monkeypatch.setattr(torch_internals, "onednn_product", lambda: noted)
-    monkeypatch.setattr(matmul, "takes_onednn", lambda p, q, n, is_last: p * q * n > 0)
+    monkeypatch.setattr(cpu_products, "takes_onednn", lambda p, q, n, is_last: p * q * n > 0)
     CACHE.forget()
     yield shapes
     CACHE.forget()

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan import torch_costs as costs
-from fastkron_py.kron.plan.torch_costs import Mode, Rates
+from fastkron_py.tiling.cpu_costs import Mode, Rates
 
 WIDEST: Final = 4096  # rows or columns of factors that are multiplied out
 CHUNK_ELEMENTS: Final = 1 << 18  # of an intermediate
