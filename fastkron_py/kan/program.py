@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # bases import Triton
     from fastkron_py.kan.layer_config import LayerConfig
 
 _SHARED: Final = 1 << 20
+_SMALL: Final = 1 << 18  # values of a layer whose operations autograd records in less time than a backward pass in Python takes
 
 
 def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
@@ -31,13 +32,16 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     build = Builder(tensors, _most_shared(x, coefficients))
     operands = tuple(build.inputs)
     shape = (*x.shape[:-1], coefficients.shape[1])
+    differentiable = None
     if not x.numel() or not math.prod(shape) or backend_of(backend, x, layer) == "torch":
         y = _add_forward_by_torch(build, operands, layer, precision)
+        if precision is None and 0 < x.numel() * layer.terms <= _SMALL:
+            differentiable = _recorded(layer)
     else:
         from fastkron_py.kan import triton_backend
 
         y = triton_backend.add_forward(build, operands, layer, resolved(precision))
-    return build.program([y], [shape])
+    return build.program([y], [shape], differentiable=differentiable)
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
@@ -91,10 +95,20 @@ def _add_forward_by_torch(build: Builder, operands: tuple[Any, ...], layer: Laye
         bias = given[0] if given else None
         if x.numel() == 0:  # a sum over nothing
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone(memory_format=torch.contiguous_format)
-        return torch_backend.evaluate(x, c, bias, layer, precision)
+        with torch_products(x, precision):
+            return torch_backend.multiply(x.reshape(-1, x.shape[-1]), c, bias, layer).view(shape)
 
     y: Tensor = build.call(by_torch, operands if bias is not None else operands[:2], describe(shape, x.dtype))
     return y
+
+
+def _recorded(layer: LayerConfig) -> Callable[..., Tensor]:
+    """The layer as operations that autograd records."""
+
+    def by_torch(x: Tensor, c: Tensor, *given: Tensor) -> Tensor:
+        return torch_backend.evaluate(x, c, given[0] if given else None, layer, None)
+
+    return by_torch
 
 
 def _add_gradients_by_torch(
@@ -106,14 +120,15 @@ def _add_gradients_by_torch(
 
     def by_torch(dy: Tensor, x: Tensor, c: Tensor) -> list[Tensor]:
         need_x, need_coefficients, need_bias = needs
-        is_empty = not dy.numel() or not x.numel()
         dy2, x2 = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (dy, x))
         found = []
-        with torch_products(x, precision):
-            if need_x:
-                found.append(x.new_zeros(x.shape) if is_empty else torch_backend.input_gradient(dy2, x2, c, layer).reshape(x.shape))
-            if need_coefficients:
-                found.append(c.new_zeros(c.shape) if is_empty else torch_backend.coefficient_gradient(dy2, x2, layer))
+        if not dy.numel() or not x.numel():
+            found = [t.new_zeros(t.shape) for t in wanted((x, c), needs[:2])]
+        elif need_x or need_coefficients:
+            with torch_products(x, precision):
+                found = torch_backend.gradients(dy2, x2, c, needs[:2], layer)
+        if need_x:
+            found[0] = found[0].view(x.shape)
         return [*found, column_sums(dy2)] if need_bias else found
 
     results = (describe(x.shape, x.dtype), describe(coefficients.shape, coefficients.dtype), describe(dy.shape[-1:], dy.dtype))

@@ -1,16 +1,19 @@
-"""Polynomial KAN layers in torch, degree by degree: the backend of the CPU, and what higher derivatives are taken of.
+"""Polynomial KAN layers in torch: the backend of the CPU, and what higher derivatives are taken of.
 
-At no time are the values of more than a few degrees alive.
+All degrees are one matrix product: the values ``[rows, degrees * I]`` of a slice of rows by the coefficients as a matrix. The program of a
+call goes slice by slice, so that no more than a slice's values are alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastkron_py.runtime.precision import torch_products, wide
+from fastkron_py.tiling.cpu_products import PRODUCT_ROWS, add_product, linear, matrix_product, product_dtype, row_slices
 
 if TYPE_CHECKING:  # bases import Triton
     from fastkron_py.kan.layer_config import LayerConfig
@@ -19,29 +22,82 @@ if TYPE_CHECKING:  # bases import Triton
 def evaluate(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig, precision: str | None) -> Tensor:
     """``y [..., O]`` of ``x [..., I]``, multiplied in this precision; differentiable to any order, by every transform of torch."""
     with torch_products(x, precision):
-        y = forward(x.reshape(-1, x.shape[-1]), coefficients, bias, layer)
-    return y.reshape(*x.shape[:-1], coefficients.shape[1])
+        return forward(x, coefficients, bias, layer)
 
 
 def forward(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor:
-    """``y [M, O]`` of ``x [M, I]`` and coefficients ``[terms, O, I]``; differentiable to any order."""
+    """``y [..., O]`` of ``x [..., I]`` and coefficients ``[terms, O, I]``; differentiable to any order."""
+    dtype = product_dtype(x)
+    y = wide(_values(x, layer, dtype) @ _matrix(coefficients, layer, dtype).mT)
+    addend = _addend(coefficients, bias, layer)
+    return (y if addend is None else y + addend).to(x.dtype)
+
+
+def multiply(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor:
+    """The same slice by slice, without gradients."""
+    dtype = product_dtype(x)
+    matrix, addend = _matrix(coefficients, layer, dtype), _addend(coefficients, bias, layer)
+    slices = row_slices(x, matrix.shape[1], PRODUCT_ROWS)
+    if len(slices) == 1:
+        return linear(_values(x, layer, dtype), matrix, addend).to(x.dtype)
+    y = x.new_empty(x.shape[0], coefficients.shape[1])
+    for rows in slices:
+        y[rows] = linear(_values(x[rows], layer, dtype), matrix, addend)
+    return y
+
+
+def gradients(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequence[bool], layer: LayerConfig) -> list[Tensor]:
+    """[dx ``[M, I]``] + [dC ``[terms, O, I]``], those needed, slice by slice."""
+    need_x, need_coefficients = needs
+    dtype = product_dtype(x)
+    matrix = _matrix(coefficients, layer, dtype)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.zeros_like(matrix, dtype=wide(x[:0]).dtype)
+    for rows in row_slices(x, matrix.shape[1], PRODUCT_ROWS):
+        part, dy_part = x[rows], dy[rows].to(dtype)
+        if need_coefficients:
+            add_product(total, dy_part.mT, _values(part, layer, dtype))
+        if need_x:
+            dx[rows] = _slice_dx(matrix_product(dy_part, matrix, True), part, layer)
+    found = [dx] if need_x else []
+    return [*found, _coefficients_of(total, dy, coefficients, layer)] if need_coefficients else found
+
+
+def _values(x: Tensor, layer: LayerConfig, dtype: torch.dtype) -> Tensor:
+    """The values of the basis without a constant one ``[..., degrees * I]``, in this dtype."""
     t = layer.normalizer.host(wide(x))  # recurrences in half types would lose all their digits
-    total: Tensor | float = 0.0 if bias is None else wide(bias)
-    for value, c in zip(layer.values(t), coefficients.unbind(0), strict=True):
-        total = total + wide(torch.nn.functional.linear(value.to(x.dtype), c))
-    return total.to(x.dtype)  # type: ignore[union-attr]
+    values = list(layer.values(t))[layer.first :]
+    return torch.cat(values, -1).to(dtype)
 
 
-def input_gradient(dy: Tensor, x: Tensor, coefficients: Tensor, layer: LayerConfig) -> Tensor:
-    """``dx [M, I]``."""
+def _matrix(coefficients: Tensor, layer: LayerConfig, dtype: torch.dtype) -> Tensor:
+    """The coefficients of these values ``[O, degrees * I]``."""
+    return coefficients[layer.first :].transpose(0, 1).flatten(1).to(dtype)
+
+
+def _addend(coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor | None:
+    """What is added to each row ``[O]``: bias, and the sum of a constant value's coefficients."""
+    parts = [] if bias is None else [wide(bias)]
+    if layer.first:
+        parts.append(wide(coefficients[0]).sum(-1))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _slice_dx(products: Tensor, x: Tensor, layer: LayerConfig) -> Tensor:
+    """Dx of a slice, from ``dy @ matrix``."""
     wide_x = wide(x)
+    derivatives = list(layer.derivatives(layer.normalizer.host(wide_x)))[layer.first :]
     total = torch.zeros_like(wide_x)
-    for derivative, c in zip(layer.derivatives(layer.normalizer.host(wide_x)), coefficients.unbind(0), strict=True):
-        total += derivative * wide(dy @ c)
-    return (total * layer.normalizer.host_derivative(wide_x)).to(x.dtype)
+    for derivative, product in zip(derivatives, wide(products).split(x.shape[1], 1), strict=True):
+        total.addcmul_(derivative, product)
+    return total.mul_(layer.normalizer.host_derivative(wide_x))
 
 
-def coefficient_gradient(dy: Tensor, x: Tensor, layer: LayerConfig) -> Tensor:
-    """``dC [terms, O, I]``."""
-    t = layer.normalizer.host(wide(x))
-    return torch.stack([dy.mT @ value.to(x.dtype) for value in layer.values(t)])
+def _coefficients_of(total: Tensor, dy: Tensor, coefficients: Tensor, layer: LayerConfig) -> Tensor:
+    """DC from the sum of ``dy^T @ values``; of a constant value, sums of dy."""
+    terms, num_out, num_in = coefficients.shape
+    found = torch.empty_like(coefficients, memory_format=torch.contiguous_format)
+    found[layer.first :] = total.view(num_out, terms - layer.first, num_in).transpose(0, 1)
+    if layer.first:
+        found[0] = dy.sum(0, dtype=total.dtype)[:, None]
+    return found

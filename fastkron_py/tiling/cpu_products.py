@@ -1,8 +1,8 @@
-"""Products of two matrices on a CPU, by oneDNN or by torch's BLAS, and slices of rows that stay in its cache."""
+"""Products of two matrices on a CPU, by oneDNN or by torch's BLAS, and slices of rows that stay in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -48,18 +48,45 @@ def matrix_product(a: Tensor, b: Tensor, is_last: bool) -> Tensor:
     return a.mm(b) if found is None else found
 
 
-SLICE_ELEMENTS: Final = 1 << 16  # of rows that operations pass over one after the other: 256 KB in float32
+SLICE_ELEMENTS: Final = 1 << 18  # of a slice's intermediates: 1 MB in float32
+GPU_SLICE_ELEMENTS: Final = 1 << 24  # on other devices, where each slice costs launches
+PRODUCT_ROWS: Final = 256  # of a slice that is multiplied by a matrix, which each slice reads once
 
 
-def row_slices(rows: int, columns: int, least: int = 1, elements: int = SLICE_ELEMENTS) -> Iterator[slice]:
-    """Slices of rows whose intermediates stay in the cache, and in memory that the allocator hands out again.
+def row_slices(t: Tensor, columns: int, least: int = 1) -> list[slice]:
+    """Slices of the rows of ``t [M, ...]`` whose intermediates stay in the cache, in memory that the allocator hands out again.
 
     Args:
-        rows: of all slices.
-        columns: elements of a row.
-        least: rows of a slice; as the rows of a matrix product, for which a wide matrix is read once.
-        elements: of a slice, about.
+        t: of these rows, on the device.
+        columns: elements of all intermediates of a row.
+        least: rows of a slice.
     """
+    rows = t.shape[0]
+    elements = SLICE_ELEMENTS if t.device.type == "cpu" else GPU_SLICE_ELEMENTS
     step = max(least, elements // max(1, columns))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which x is multiplied: x's, or float32 for half types that the CPU has no instructions for."""
+    if x.device.type != "cpu" or x.dtype not in HALF_DTYPES:
+        return x.dtype
+    return x.dtype if x.dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16() else torch.float32
+
+
+def linear(x: Tensor, weight: Tensor, addend: Tensor | None) -> Tensor:
+    """``x [M, K] @ weight [N, K]^T``, and ``addend [N]``, which may be of float32 beside half types, added to each row."""
+    found = by_onednn(x, weight.mT, True)
+    if found is None and addend is not None and addend.dtype == x.dtype:
+        return torch.addmm(addend, x, weight.mT)
+    y = x.mm(weight.mT) if found is None else found
+    return y if addend is None else y.to(addend.dtype).add_(addend)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total [I, K] += a [I, J] @ b [J, K]``; total may be of float32 beside half types."""
+    found = by_onednn(a, b, True)
+    if found is None and total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a.mm(b) if found is None else found)
