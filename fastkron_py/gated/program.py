@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from fastkron_py.gated import torch_backend
 from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.backend import choose_backend, requested_backend
+from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
+from fastkron_py.tiling.cpu_products import add_product, linear, product, transposed_product
 from fastkron_py.tiling.reductions import column_sums
 
 COUNT: Final = 6  # tensors of a layer
@@ -24,6 +27,7 @@ Wide = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 # Terms of a sum that float32 products of three TF32 passes may have: tensor cores cut their sums off (see `kan/operator.py`).
 _LONGEST_SUM: Final = 512
+_SMALL: Final = 1 << 16  # elements of a result whose operations autograd records in less time than a backward pass in Python takes
 
 
 class Options(NamedTuple):
@@ -83,7 +87,20 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
     y, pairs = _add_forward(build, (build.reshape(x, (rows, x.shape[-1])), weight, gate, bias), chosen, by_triton, saving)
     if down is not None:
         y = _add_linear(build, y, down, down_bias, chosen)
-    return build.program([y, pairs], [shape, (rows, 2 * hidden)]) if saving else build.program([y], [shape])
+    results, shapes = ([y, pairs], [shape, (rows, 2 * hidden)]) if saving else ([y], [shape])
+    is_small = not by_triton and chosen.precision is None and 0 < rows * hidden <= _SMALL
+    return build.program(results, shapes, differentiable=_recorded(tensors, chosen) if is_small else None)
+
+
+def _recorded(tensors: Sequence[Any], options: Options) -> Callable[..., Tensor]:
+    """The layer as operations that autograd records, as a function of the tensors that are present."""
+    there = [t is not None for t in tensors]
+
+    def call(*given: Tensor) -> Tensor:
+        layer: Any = take(given, there)
+        return torch_backend.forward(layer, options.activation, options.layout)
+
+    return call
 
 
 def forward_saving(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
@@ -97,31 +114,37 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
         from fastkron_py.gated import launches
 
         return launches.add_forward(build, wide, options.gated(), saving)
-    pairs = _add_pairs(build, wide, options)
-    return _add_gate(build, pairs, options), pairs
+    if saving:
+        pairs = _add_pairs(build, wide, options)
+        return _add_gate(build, pairs, options), pairs
+    activation, layout, *_ = options
+    shape = wide[0].shape[0], torch_backend.hidden_size(*wide[1:3])
+    multiply = partial(torch_backend.multiply_gated, activation=activation, layout=layout)
+    return _add_by_torch(build, wide, options, shape, multiply), None
 
 
 def _add_linear(build: Builder, y: Tensor, down: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     operands = (y, down) if bias is None else (y, down, bias)
-    found: Tensor = build.call(
-        options.product(torch.nn.functional.linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype)
-    )
+    found: Tensor = build.call(options.product(linear, y.dtype), operands, describe((y.shape[0], down.shape[0]), y.dtype))
     return found
 
 
 def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
     """Both of every pair ``[M, 2 H]`` by torch."""
+    shape = wide[0].shape[0], 2 * torch_backend.hidden_size(*wide[1:3])
+    return _add_by_torch(build, wide, options, shape, torch_backend.multiply)
+
+
+def _add_by_torch(build: Builder, wide: Wide, options: Options, shape: tuple[int, int], function: Callable[..., Tensor]) -> Tensor:
+    """A function of x, weight, gate and bias."""
     there = [t is not None for t in wide]
 
-    def pairs_of(*given: Tensor) -> Tensor:
-        rest = iter(given)
-        x, weight, gate, bias = (next(rest) if is_there else None for is_there in there)
-        return torch_backend.pairs_of(x, weight, gate, bias)  # type: ignore[arg-type]
+    def call(*given: Tensor) -> Tensor:
+        return function(*take(given, there))
 
-    x, weight, gate, _ = wide
-    like = describe((x.shape[0], 2 * torch_backend.hidden_size(weight, gate)), x.dtype)
-    pairs: Tensor = build.call(options.product(pairs_of, x.dtype), [t for t in wide if t is not None], like)
-    return pairs
+    x = wide[0]
+    made: Tensor = build.call(options.product(call, x.dtype), [t for t in wide if t is not None], describe(shape, x.dtype))
+    return made
 
 
 def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
@@ -129,7 +152,7 @@ def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
     activation, layout, *_ = options
 
     def gate(pairs: Tensor) -> Tensor:
-        return torch_backend.gate(pairs, activation, layout)
+        return torch_backend.gated(pairs, activation, layout)
 
     y: Tensor = build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
     return y
@@ -175,22 +198,22 @@ class _Backward(NamedTuple):
         dx = dweight = dgate = dbias = ddown = None
         if any(needs[:4]):
             # A projection's gradient of y is a fresh tensor, over which y may be written.
-            dgated = dy if down is None else self._product(_product, (dy, down), (len(dy), down.shape[1]))
+            dgated = dy if down is None else self._product(product, (dy, down), (len(dy), down.shape[1]))
             d, y = self._pair_gradients(dgated, need_down)
             if y is not None:
-                ddown = self._product(_transposed_product, (dy, y), down.shape)
+                ddown = self._product(transposed_product, (dy, y), down.shape)
             first, second = (d, d) if gate is None else d.chunk(2, 1)
             if need_x and gate is None:
                 dx = self._product(_product_of_rows, (first, weight), x.shape)
             elif need_x:
                 dx = self._product(_sum_of_products, (first, weight, second, gate), x.shape)
             shape = first.shape[1], x.shape[1]
-            dweight = self._product(_transposed_product, (first, x), shape) if need_weight else None
-            dgate = self._product(_transposed_product, (second, x), shape) if need_gate else None
+            dweight = self._product(transposed_product, (first, x), shape) if need_weight else None
+            dgate = self._product(transposed_product, (second, x), shape) if need_gate else None
             dbias = self._column_sums(d) if need_bias else None
         elif need_down:
             y, _ = _add_forward(self.build, self.tensors[:4], self.options, self.by_triton, False)
-            ddown = self._product(_transposed_product, (dy, y), down.shape)
+            ddown = self._product(transposed_product, (dy, y), down.shape)
         return [dx, dweight, dgate, dbias, ddown, self._column_sums(dy) if need_down_bias else None]
 
     def _pair_gradients(self, dy: Tensor, again: bool) -> tuple[Tensor, Tensor | None]:
@@ -221,18 +244,12 @@ class _Backward(NamedTuple):
         return found
 
 
-def _product(t: Tensor, u: Tensor) -> Tensor:
-    return t @ u
-
-
-def _transposed_product(t: Tensor, u: Tensor) -> Tensor:
-    return t.mT @ u
-
-
 def _product_of_rows(t: Tensor, weight: Tensor) -> Tensor:
     """With a weight in either layout."""
-    return t @ weight.flatten(0, -2)
+    return product(t, weight.flatten(0, -2))
 
 
 def _sum_of_products(t: Tensor, weight: Tensor, u: Tensor, gate: Tensor) -> Tensor:
-    return (t @ weight).addmm_(u, gate)
+    total = product(t, weight)
+    add_product(total, u, gate)
+    return total

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.precision import wide
+from fastkron_py.tiling.cpu_products import PRODUCT_ROWS, linear, row_slices
 
 
 def flat_weight(weight: Tensor) -> Tensor:
@@ -27,11 +28,6 @@ def split(pairs: Tensor, layout: str) -> tuple[Tensor, Tensor]:
         return pairs[..., 0::2], pairs[..., 1::2]
     up, gate = pairs.chunk(2, -1)
     return up, gate
-
-
-def join(up: Tensor, gate: Tensor, layout: str) -> Tensor:
-    """The reverse of `split`, copied."""
-    return torch.stack([up, gate], -1).flatten(-2) if layout == "interleaved" else torch.cat([up, gate], -1)
 
 
 def pairs_of(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -63,9 +59,52 @@ def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
     return y if down is None else torch.nn.functional.linear(y, down, down_bias)
 
 
+# ---- slice by slice, without gradients -------------------------------------------------------------
+
+
+def multiply(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`pairs_of`."""
+    if gate is None:
+        return linear(x, flat_weight(weight), None if bias is None else bias.flatten())
+    up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
+    return torch.cat([linear(x, weight, up_bias), linear(x, gate, gate_bias)], -1)
+
+
+def multiply_gated(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str, layout: str) -> Tensor:
+    """``y [M, H]``, with the pairs of one slice in memory."""
+    hidden = hidden_size(weight, gate)
+    y = x.new_empty(x.shape[0], hidden)
+    for rows in row_slices(x, 2 * hidden, PRODUCT_ROWS):
+        _put_gated(multiply(x[rows], weight, gate, bias), y[rows], activation, layout)
+    return y
+
+
+def gated(pairs: Tensor, activation: str, layout: str) -> Tensor:
+    """`gate`."""
+    y = pairs.new_empty(pairs.shape[0], pairs.shape[1] // 2)
+    for rows in row_slices(pairs, pairs.shape[1]):
+        _put_gated(pairs[rows], y[rows], activation, layout)
+    return y
+
+
+def _put_gated(pairs: Tensor, y: Tensor, activation: str, layout: str) -> None:
+    """Write `gate` of a slice."""
+    up, gated = split(pairs, layout)
+    values = find_activation(activation).host(wide(gated))
+    if y.dtype == values.dtype:
+        torch.mul(up, values, out=y)
+    else:
+        y.copy_(wide(up) * values)
+
+
 def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> Tensor:
     """Gradients of pairs ``[M, 2 H]``, from ``dy [M, H]``."""
     found = find_activation(activation)
-    up, gated = (wide(t) for t in split(pairs, layout))
-    wide_dy = wide(dy)
-    return join(wide_dy * found.host(gated), wide_dy * up * found.host_derivative(gated), layout).to(pairs.dtype)
+    gradients = torch.empty_like(pairs, memory_format=torch.contiguous_format)
+    for rows in row_slices(pairs, 2 * pairs.shape[1]):
+        up, gated = (wide(t) for t in split(pairs[rows], layout))
+        of_up, of_gate = split(gradients[rows], layout)
+        wide_dy = wide(dy[rows])
+        of_up.copy_(wide_dy * found.host(gated))
+        of_gate.copy_(wide_dy * up * found.host_derivative(gated))
+    return gradients

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
-from fastkron_py.tiling.cpu_costs import takes_onednn
+from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
+
+SLICE_ELEMENTS: Final = 1 << 18  # of a slice's intermediates: 1 MB in float32
+GPU_SLICE_ELEMENTS: Final = 1 << 24  # on other devices, where each slice costs launches
+PRODUCT_ROWS: Final = 256  # of a slice that is multiplied by a matrix, which each slice reads once
 
 
 def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -33,7 +37,7 @@ def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
         is_last: whether b is the factor.
     """
     (i, j), k = a.shape, b.shape[1]
-    if a.dtype != torch.float32 or not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
+    if a.dtype != torch.float32 or a.device.type != "cpu" or not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
         return None
     multiply = _onednn_product(a)
     if multiply is None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
@@ -46,11 +50,6 @@ def matrix_product(a: Tensor, b: Tensor, is_last: bool) -> Tensor:
     """``[I, J] @ [J, K]`` by oneDNN or BLAS: see `by_onednn`."""
     found = by_onednn(a, b, is_last)
     return a.mm(b) if found is None else found
-
-
-SLICE_ELEMENTS: Final = 1 << 18  # of a slice's intermediates: 1 MB in float32
-GPU_SLICE_ELEMENTS: Final = 1 << 24  # on other devices, where each slice costs launches
-PRODUCT_ROWS: Final = 256  # of a slice that is multiplied by a matrix, which each slice reads once
 
 
 def row_slices(t: Tensor, columns: int, least: int = 1) -> list[slice]:
@@ -74,12 +73,28 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.bfloat16 and torch_internals.multiplies_bfloat16() else torch.float32
 
 
-def linear(x: Tensor, weight: Tensor, addend: Tensor | None) -> Tensor:
-    """``x [M, K] @ weight [N, K]^T``, and ``addend [N]``, which may be of float32 beside half types, added to each row."""
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``[I, J] @ [J, K]`` of one dtype on any device, without gradients."""
+    dtype = product_dtype(a)
+    return matrix_product(a, b, True) if dtype == a.dtype else matrix_product(a.to(dtype), b.to(dtype), True).to(a.dtype)
+
+
+def transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a [M, I]^T @ b [M, J]``, the same; oneDNN's sums over many rows are cut, since they round more than BLAS's."""
+    if a.shape[0] <= ONEDNN_TERMS or not has_onednn(a) or a.dtype != torch.float32:
+        return product(a.mT, b)
+    total = a.new_zeros(a.shape[1], b.shape[1])
+    for u, v in zip(a.split(ONEDNN_TERMS), b.split(ONEDNN_TERMS), strict=True):
+        add_product(total, u.mT, v)
+    return total
+
+
+def linear(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
+    """``x [M, K] @ weight [N, K]^T``, and ``addend [N]`` added to each row: of its dtype where there is one, which may be float32."""
     found = by_onednn(x, weight.mT, True)
-    if found is None and addend is not None and addend.dtype == x.dtype:
+    if found is None and addend is not None and addend.dtype == x.dtype == product_dtype(x):
         return torch.addmm(addend, x, weight.mT)
-    y = x.mm(weight.mT) if found is None else found
+    y = product(x, weight.mT) if found is None else found
     return y if addend is None else y.to(addend.dtype).add_(addend)
 
 

@@ -12,6 +12,7 @@ from refusals import Refusal, assert_refused
 from torch import Tensor, nn
 
 import fastkron_py
+from fastkron_py.gated import program
 from fastkron_py.gated.activations.registry import activation_names, find_activation
 from fastkron_py.nn import GatedMLP, pack_gated, unpack_gated
 from fastkron_py.testing import assert_close
@@ -75,8 +76,11 @@ def test_gradients(layout: str, backend_name: str, device: torch.device) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backward", "kept"), [("save", [40, 2 * 5 * 24]), ("recompute", [40])])
-def test_what_is_kept_for_backward(layout: str, backward: str, kept: list[int], backend_name: str, device: torch.device) -> None:
+def test_what_is_kept_for_backward(
+    layout: str, backward: str, kept: list[int], backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Elements of tensors that are no parameters: x ``[5, 8]``, and, saving, both projections ``[5, 48]``; never y."""
+    monkeypatch.setattr(program, "_SMALL", 0)  # autograd keeps more of a small layer on a CPU
     layer = GatedMLP(8, 24, layout=layout, backward=backward, device=device)
     own = {p.data_ptr() for p in layer.parameters()}
     found: list[int] = []

@@ -1,0 +1,76 @@
+"""The torch backend slice by slice, forward and backward, against the layer in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gated_cases import ACTIVATIONS, LAYOUTS, expected_gradients, pack, problem
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import gated_linear
+from fastkron_py.gated import program, torch_backend
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.testing import assert_close
+from fastkron_py.tiling import cpu_products
+
+ROWS = 3  # of a slice
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Slices of three rows, sums over three rows at a time, and no layer small enough for autograd's own record."""
+    monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
+    monkeypatch.setattr(cpu_products, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_products, "GPU_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_products, "ONEDNN_TERMS", ROWS)
+    monkeypatch.setattr(program, "_SMALL", 0)
+    CACHE.forget()
+    yield
+    CACHE.forget()
+
+
+def gradients(x: Tensor, up: Tensor, gate: Tensor, dy: Tensor, layout: str, **options: Any) -> list[Tensor]:
+    """[y without gradients, y, dx, dup, dgate] by the torch backend."""
+    leaves = [t.detach().requires_grad_() for t in (x, up, gate)]
+    with fastkron_py.backend("torch"):
+        y = gated_linear(leaves[0], pack(*leaves[1:], layout), layout=layout, **options)
+        with torch.no_grad():
+            alone = gated_linear(leaves[0], pack(*leaves[1:], layout), layout=layout, **options)
+    return [alone, y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("rows", [1, ROWS, 10])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_row(
+    rows: int,
+    activation: str,
+    layout: str,
+    backward: str,
+    dtype: torch.dtype,
+    sliced: None,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    x, up, gate, dy = problem(rows, 6, 5, dtype, device, generator)
+    x = torch.stack([x, x], 1)[:, 1]  # rows with gaps
+    found = gradients(x, up, gate, dy, layout, activation=activation, backward=backward)
+    # Pairs, their gradients and the results are rounded: three steps, and of slices that are summed one more.
+    tolerance = {torch.float64: 2e-14, torch.float32: 2e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
+    wanted = expected_gradients(x, up, gate, dy, activation)
+    for name, a, e in zip(("y alone", "y", "dx", "dup", "dgate"), found, [wanted[0], *wanted], strict=True):
+        assert_close(a, e, rms_tol=tolerance, max_tol=8 * tolerance, name=name)
+
+
+def test_a_slice_that_is_left_out_is_seen(sliced: None, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    given = problem(10, 6, 5, torch.float64, torch.device("cpu"), generator)
+    slices = cpu_products.row_slices
+    monkeypatch.setattr(torch_backend, "row_slices", lambda *given: slices(*given)[:-1])
+    with pytest.raises(AssertionError):
+        assert_close(gradients(*given, "stacked", backward="recompute")[0], expected_gradients(*given, "silu")[0], rms_tol=1e-6)
