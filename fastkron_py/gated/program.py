@@ -15,6 +15,7 @@ from fastkron_py.gated.activations.registry import find_activation
 from fastkron_py.runtime.backend import choose_backend, requested_backend
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.cpu_products import add_product, linear, product, transposed_product
@@ -88,7 +89,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
     if down is not None:
         y = _add_linear(build, y, down, down_bias, chosen)
     results, shapes = ([y, pairs], [shape, (rows, 2 * hidden)]) if saving else ([y], [shape])
-    is_small = not by_triton and chosen.precision is None and 0 < rows * hidden <= _SMALL
+    is_small = not by_triton and chosen.precision is None and x.dtype not in HALF_DTYPES and 0 < rows * hidden <= _SMALL
     return build.program(results, shapes, differentiable=_recorded(tensors, chosen) if is_small else None)
 
 

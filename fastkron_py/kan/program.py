@@ -13,6 +13,7 @@ from fastkron_py.kan import config as tuning
 from fastkron_py.kan import torch_backend
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program
 from fastkron_py.tiling.reductions import column_sums
@@ -35,7 +36,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     differentiable = None
     if not x.numel() or not math.prod(shape) or backend_of(backend, x, layer) == "torch":
         y = _add_forward_by_torch(build, operands, layer, precision)
-        if precision is None and 0 < x.numel() * layer.terms <= _SMALL:
+        if precision is None and x.dtype not in HALF_DTYPES and 0 < x.numel() * layer.terms <= _SMALL:
             differentiable = _recorded(layer)
     else:
         from fastkron_py.kan import triton_backend
