@@ -108,8 +108,16 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> Sequence[Tenso
     return *found, None
 
 
-def _registered_backward(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    return gated_linear_backward.registered(*tensors, *options)
+def _gradients_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> list[Tensor]:
+    """The gradients that are needed; the pairs, which the tensors make, are not read."""
+    dy, *given = tensors[: COUNT + 1]
+    needs = [need and t is not None for need, t in zip(options, given, strict=False)]
+
+    def layer(*wanted: Tensor) -> Tensor:
+        operands = [t if w is None else w for t, w in zip(given, take(wanted, needs), strict=True)]
+        return _in_torch(operands, options[COUNT:])
+
+    return list(torch.func.vjp(layer, *[t for t, need in zip(given, needs, strict=True) if need])[1](dy))
 
 
 def _vmap_backward(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> Any:
@@ -143,7 +151,7 @@ gated_linear_backward = Operator(
     fake=_fake_backward,
     backward=_backward_second,
     vmap=_vmap_backward,
-    in_torch=_registered_backward,  # whose rules transforms know
+    in_torch=_gradients_in_torch,
     unsaved=(-1,),
     places=lambda tensors: order(*tensors[2:4]),
 )

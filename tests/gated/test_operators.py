@@ -9,6 +9,7 @@ import torch
 from gated_cases import ACTIVATIONS, LAYOUTS, expected, pack, problem
 from sampling import in_full
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fastkron_py
 from fastkron_py import gated_linear
@@ -187,6 +188,24 @@ def test_vmap_over_a_backward_pass(backward: str, backend_name: str, device: tor
         for i, each in enumerate(dys):
             for mine, alone in zip(found, torch.autograd.grad(gated_linear(x, weight, layout="stacked"), (x, weight), each), strict=True):
                 assert_close(mine[i], alone)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+def test_forward_mode_through_a_backward_pass(
+    layout: str, backward: str, backend_name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """Of a layer that was recorded outside of it: a tangent of dy reaches the gradients, which are linear in dy."""
+    x, up, gate, dy = problem(3, 5, 4, torch.float32 if backend_name == "triton" else torch.float64, device, generator)
+    leaves = [t.requires_grad_() for t in (x, pack(up, gate, layout))]
+    y = gated_linear(*leaves, activation="sigmoid", layout=layout, backward=backward)  # torch's silu_backward has no forward mode
+    tangent = torch.randn_like(dy)
+    want = torch.autograd.grad(y, leaves, tangent, retain_graph=True)
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(y, leaves, forward_ad.make_dual(dy, tangent))
+        tangents = [forward_ad.unpack_dual(g).tangent for g in found]
+    for got, w in zip(tangents, want, strict=True):
+        assert_close(got, w.double(), rms_tol=2e-6, max_tol=1e-5)
 
 
 def test_vmap_of_the_operators(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
