@@ -21,9 +21,10 @@ TOKENS = (512, 4096, 16384)
 CHECKED = 64  # rows, and columns, that are compared, spread over all
 COMPILE_SECONDS = 90.0
 # Ours rounds the result alone: 1.7e-3 in bfloat16. Products that are stored in between are rounded too.
-TOLERANCES = {"bfloat16": 2.0e-3, "float16": 2.5e-4}
+TOLERANCES = {"bfloat16": 2.0e-3, "float16": 2.5e-4, "float32": 2e-6}
 STORED_TOLERANCES = {"bfloat16": 6e-3, "float16": 8e-4}
-GRADIENT_TOLERANCES = {"bfloat16": 8e-3, "float16": 1e-3}
+GRADIENT_TOLERANCES = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 4e-6}
+CPU_ROWS = ((16, 256, 512), (1024, 256, 512), (1, 1024, 4096), (128, 1024, 4096), (512, 768, 2048), (2048, 768, 3072))  # M, in, hidden
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def sized(
         parameters={"M": tokens, "in": k, "hidden": h, "dtype": dtype, "gradients": gradients, "whole": whole},
         dtype=dtype,
         tolerance=(GRADIENT_TOLERANCES if gradients else TOLERANCES)[dtype],
-        floor_bytes=(tokens * (k + (k if whole else h)) + weights * h * k) * 2,
+        floor_bytes=(tokens * (k + (k if whole else h)) + weights * h * k) * getattr(torch, dtype).itemsize,
         flops=2 * tokens * weights * h * k * (3 if gradients else 1),
         quick=quick,
     )
@@ -317,5 +318,29 @@ for _whole, _name, _what in (
             baseline="cuBLAS, in place",
             unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
             notes=("Peak memory is what a call holds at most beyond its arguments and dy; gradients are among it.",),
+        )
+    )
+
+for _is_backward in (False, True):
+    register(
+        Benchmark(
+            name="gated_cpu" + ("_backward" if _is_backward else ""),
+            description=f"up * silu(gate) in float32 on a CPU, forward{' and backward' if _is_backward else ''}: "
+            "time, and peak memory in multiples of the result.",
+            device="cpu",
+            cases=[
+                sized(f"{m}, {k} -> {h}", m, k, h, "float32", gradients=_is_backward, quick=(m, k) == (1024, 256)) for m, k, h in CPU_ROWS
+            ],
+            contenders=BACKWARD
+            if _is_backward
+            else [
+                Contender("fastkron_py", _stacked, is_ours=True),
+                Contender("torch", lambda problem: partial(composed, problem.x, problem.concatenated)),
+                Contender("torch.compile", _compiled, seconds=COMPILE_SECONDS),
+            ],
+            inputs=inputs,
+            check=check_gradients if _is_backward else check,
+            baseline="torch",
+            unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
         )
     )

@@ -12,6 +12,8 @@ from benchmarks.kan.peers import (
     COMPILED_BACKWARD,
     OURS,
     OURS_BACKWARD,
+    OURS_CPU,
+    OURS_CPU_BACKWARD,
     OURS_TABLE,
     RECURRENCE,
     RECURRENCE_BACKWARD,
@@ -29,6 +31,11 @@ LARGE = ((8192, 768, 768, 8), (65536, 256, 256, 8))
 MIDDLE = (
     *((100, 1000, 1000, 3), (1024, 784, 256, 4), (2048, 300, 700, 4), (4096, 200, 800, 5)),
     *((2048, 301, 701, 4), (4096, 201, 801, 5), (3000, 129, 1031, 3), (8192, 512, 512, 8)),
+)
+# A tiny layer, one of digits, MNIST's width, narrow layers of many rows, wide ones.
+CPU = (
+    *((32, 8, 8, 3), (64, 64, 64, 4), (256, 784, 256, 4), (1024, 784, 256, 4)),
+    *((1024, 64, 64, 8), (8192, 32, 16, 8), (2048, 512, 512, 3), (4096, 200, 800, 5)),
 )
 HALF = ((16384, 1024, 1024, 8), (65536, 512, 512, 8))
 ROWS = [(r, "float32") for r in SMALL + LARGE] + [(r, "tf32") for r in LARGE] + [(r, "bfloat16") for r in HALF]
@@ -97,6 +104,25 @@ register(
         notes=(WEIGHT_NOTE,),
     )
 )
+
+for _gradients in (False, True):
+    register(
+        Benchmark(
+            name="poly_kan_cpu" + ("_backward" if _gradients else ""),
+            description=f"A Chebyshev KAN layer in float32 on a CPU, forward{' and backward' if _gradients else ''}: "
+            "time, and peak memory in multiples of x.",
+            device="cpu",
+            cases=[case(row, "float32", gradients=_gradients, quick=row == CPU[1]) for row in CPU],
+            contenders=[OURS_CPU_BACKWARD, TRIGONOMETRIC_BACKWARD, RECURRENCE_BACKWARD, COMPILED_BACKWARD]
+            if _gradients
+            else [OURS_CPU, TRIGONOMETRIC, RECURRENCE, COMPILED],
+            inputs=inputs,
+            check=check_gradients if _gradients else check,
+            baseline="torch recurrence",
+            unit_bytes=lambda problem: problem.x.numel() * problem.x.element_size(),
+            notes=(WEIGHT_NOTE,),
+        )
+    )
 
 register(
     Benchmark(

@@ -21,8 +21,10 @@ Layer = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def _ours(problem: Problem, **options: Any) -> Call:
+    options = {"precision": problem.precision, **options}
+
     def call() -> Tensor:
-        return fastkron_py.poly_kan(problem.x, problem.coefficients, basis=problem.basis, precision=problem.precision, **options)
+        return fastkron_py.poly_kan(problem.x, problem.coefficients, basis=problem.basis, **options)
 
     return call
 
@@ -89,6 +91,7 @@ def _compiled(problem: Problem) -> Call:
 
 
 OURS = Contender("fastkron_py", _ours, is_ours=True)
+OURS_CPU = Contender("fastkron_py", lambda p: _ours(p, precision=None), is_ours=True)
 OURS_TABLE = Contender("fastkron_py, table", lambda p: _ours(p, evaluation="lut"), is_ours=True, tolerance=1.5e-2)
 TRIGONOMETRIC = Contender("torch acos/cos", _peer(trigonometric))
 RECURRENCE = Contender("torch recurrence", _peer(recurrence))
@@ -100,9 +103,9 @@ BASIS_KERNEL = Contender("basis kernel + cuBLAS", _peer(basis_kernel), obstacle=
 # ---- forward and backward ----------------------------------------------------------------------
 
 
-def _ours_gradients(problem: Problem) -> Call:
+def _ours_gradients(problem: Problem, **options: Any) -> Call:
     wanted = (problem.x, problem.coefficients)
-    forward = _ours(problem)
+    forward = _ours(problem, **options)
 
     def call() -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -129,6 +132,7 @@ def _compiled_gradients(problem: Problem) -> Call:
     return _peer_gradients(torch.compile(recurrence, dynamic=False))(problem)
 
 
+OURS_CPU_BACKWARD = Contender("fastkron_py", lambda p: _ours_gradients(p, precision=None), is_ours=True)
 OURS_BACKWARD = replace(OURS, prepare=_ours_gradients)
 RECURRENCE_BACKWARD = replace(RECURRENCE, prepare=_peer_gradients(recurrence))
 COMPILED_BACKWARD = replace(COMPILED, prepare=_compiled_gradients)

@@ -41,6 +41,9 @@ DTYPES = [torch.bfloat16, torch.float16]
 SIDES = [(40, 36), (140, 70), (40, 2, 35), (20, 40), (40, 12)]
 
 
+LARGE = ("eight in the middle, in two turns",)  # takes the interpreter half a minute; six in the middle take two turns too
+
+
 @pytest.fixture(autouse=True)
 def paired(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; half types take this kernel on any device."""
@@ -50,7 +53,7 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", [pytest.param(s, id=n, marks=pytest.mark.full if n in LARGE else ()) for n, s in SHAPES.items()])
 def test_products(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device, paired: list[str]) -> None:
     torch.manual_seed(0)
     x, factors = problem(dtype, device, *shape)
