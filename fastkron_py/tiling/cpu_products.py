@@ -12,7 +12,7 @@ from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
 
-SLICE_ELEMENTS: Final = 1 << 18  # of a slice's intermediates: 1 MB in float32
+SLICE_ELEMENTS: Final = 1 << 20  # of a slice's intermediates: 4 MB in float32; each operation on a slice waits for its slowest thread
 GPU_SLICE_ELEMENTS: Final = 1 << 24  # on other devices, where each slice costs launches
 PRODUCT_ROWS: Final = 256  # of a slice that is multiplied by a matrix, which each slice reads once
 
