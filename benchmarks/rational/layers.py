@@ -127,7 +127,7 @@ class BackwardProblem:
         a, b, weight = self.a.double(), self.b.double(), self.weight.double()
 
         def of(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return torch_rational.backward(dy.double() @ weight, z.double(), a, b, "B")
+            return torch_rational.gradients(dy.double() @ weight, z.double(), a, b, "B")
 
         dz = of(self.dy[::step], self.z[::step])[0]
         parts = [of(dy, z)[1:] for dy, z in zip(self.dy.split(CHECKED_ROWS), self.z.split(CHECKED_ROWS), strict=True)]

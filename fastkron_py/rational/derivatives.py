@@ -65,7 +65,7 @@ def forward_of_gradients(
     full = tuple([torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents, strict=True)])
 
     def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return torch_rational.backward(dy, x, a, b, version)
+        return torch_rational.gradients(dy, x, a, b, version)
 
     # Twice in reverse, since forward mode inside of forward mode is known to torch.func alone.
     results, pull = torch.func.vjp(backward, *primals)[:2]

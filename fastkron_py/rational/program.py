@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fastkron_py.rational import torch_backend
+from fastkron_py.rational import program_torch
+from fastkron_py.rational.config import Runs, find_runs
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.program import Program
@@ -55,68 +56,87 @@ def add_forward(build: Builder, x: Tensor, a: Tensor, b: Tensor, version: str, d
         backend: "triton" or "torch".
     """
     y = torch.empty_like(x, dtype=dtype)
-    if x.numel() == 0 or backend == "torch":
-
-        def by_torch(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            y = torch.empty_like(x, dtype=dtype)
-            return y.copy_(torch_backend.forward(x, a, b, version, dtype)) if x.numel() else y
-
-        made: Tensor = build.call(by_torch, (x, a, b), y)
+    if x.numel() == 0:
+        made: Tensor = build.call(lambda x: torch.empty_like(x, dtype=dtype), (x,), y)
         return made
-    from fastkron_py.rational import launches
-
     # As they are, x as y lies, both contiguous: dimensions of odd orders, such as channels between which others lie in part, are copied.
     layouts = [(x, y), (torch.empty_like(y, dtype=x.dtype), y), (describe(x.shape, x.dtype), describe(y.shape, y.dtype))]
-    problem, (source, target) = _first_problem(layouts, a, b, version, build.device)
-    out = build.empty_like(target)
-    build.launch(launches.forward_launcher(problem), (x if source is x else build.copy(x, source), a, b, out))
+    if backend == "torch":
+        runs, (source, target) = _first(layouts, lambda tensors: _runs_of(tensors, a, b))
+        out = program_torch.add_forward(build, runs, x if source is x else build.copy(x, source), a, b, version, target)
+    else:
+        from fastkron_py.rational import launches
+
+        problem, (source, target) = _first(layouts, lambda tensors: launches.problem_of(tensors, a, b, version, build.device))
+        out = build.empty_like(target)
+        build.launch(launches.forward_launcher(problem), (x if source is x else build.copy(x, source), a, b, out))
     return out if target is y else build.copy(out, y)
 
 
-def _first_problem(layouts: Sequence[Sequence[Tensor]], *about: Any) -> tuple[Any, Sequence[Tensor]]:
-    """The first memory order that kernels can walk over, and its problem; the last order tried is contiguous."""
-    from fastkron_py.rational import launches
+def _runs_of(tensors: Sequence[Tensor], a: Tensor, b: Tensor) -> Runs | None:
+    return find_runs(tensors[0].shape, [t.stride() for t in tensors], max(a.shape[0], b.shape[0]))
 
-    found = ((launches.problem_of(tensors, *about), tensors) for tensors in layouts)
-    return next((problem, tensors) for problem, tensors in found if problem is not None)
+
+def _first(layouts: Sequence[Sequence[Tensor]], find: Callable[[Sequence[Tensor]], Any]) -> tuple[Any, Sequence[Tensor]]:
+    """What is found of the first memory order that a backend can walk over, and that order; the last one tried is contiguous."""
+    found = ((find(tensors), tensors) for tensors in layouts)
+    return next((one, tensors) for one, tensors in found if one is not None)
 
 
 def add_gradients(
     build: Builder, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool], version: str, backend: str
 ) -> list[Tensor]:
     """[dx] + [da, db], those that are needed, from one pass over x and dy; arguments as in `add_forward`, dy of y's shape and dtype."""
-    need_x, need_coefficients = needs
-    dx = torch.empty_like(x)
-    coefficients = [describe(c.shape, c.dtype) for c in (a, b)] if need_coefficients else []
     if not any(needs):
         return []
-    if x.numel() == 0 or backend == "torch":
-
-        def by_torch(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
-            if x.numel() == 0:
-                found = torch.empty_like(x), torch.zeros_like(a), torch.zeros_like(b)
-            else:
-                found = torch_backend.backward(dy, x, a, b, version)
-                found = torch.empty_like(x).copy_(found[0]), *found[1:]
-            return [*found[:need_x], *(found[1:] if need_coefficients else ())]
-
-        made = build.call(by_torch, (dy, x, a, b), *([dx] if need_x else []), *coefficients)
-        return [made] if isinstance(made, Tensor) else list(made)
-    from fastkron_py.rational import launches
-
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return _add_empty_gradients(build, x, a, b, needs)
     dense = describe(x.shape, x.dtype), describe(dy.shape, dy.dtype), describe(x.shape, x.dtype)
     as_dx = tuple([t if t.stride() == dx.stride() else torch.empty_like(dx, dtype=t.dtype) for t in (x, dy)])
-    problem, (like_x, like_dy, like_dx) = _first_problem([(x, dy, dx), (*as_dx, dx), dense], a, b, version, build.device, needs)
-    launchers = launches.backward_launchers(problem)
-    x = x if like_x is x else build.copy(x, like_x)
-    dy = dy if like_dy is dy else build.copy(dy, like_dy)
-    out = build.empty_like(like_dx) if need_x else x  # a gradient that is not needed is not written
-    results = [out if like_dx is dx else build.copy(out, dx)] if need_x else []
+    layouts = [(x, dy, dx), (*as_dx, dx), dense]
+
+    def copied(like_x: Tensor, like_dy: Tensor) -> tuple[Tensor, Tensor]:
+        return x if like_x is x else build.copy(x, like_x), dy if like_dy is dy else build.copy(dy, like_dy)
+
+    if backend == "torch":
+        runs, (like_x, like_dy, like_dx) = _first(layouts, lambda tensors: _runs_of(tensors, a, b))
+        x, dy = copied(like_x, like_dy)
+        results = program_torch.add_gradients(build, runs, dy, x, a, b, needs, version, like_dx)
+    else:
+        from fastkron_py.rational import launches
+
+        problem, (like_x, like_dy, like_dx) = _first(
+            layouts, lambda tensors: launches.problem_of(tensors, a, b, version, build.device, needs)
+        )
+        x, dy = copied(like_x, like_dy)
+        results = _launch_gradients(build, launches.backward_launchers(problem), dy, x, a, b, needs, like_dx)
+    return [build.copy(results[0], dx), *results[1:]] if needs[0] and like_dx is not dx else results
+
+
+def _launch_gradients(
+    build: Builder, launchers: Any, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool], like: Tensor
+) -> list[Tensor]:
+    """The gradients by kernels; like: without memory, as dx is to be."""
+    need_x, need_coefficients = needs
+    dx = build.empty_like(like) if need_x else x  # a gradient that is not needed is not written
     if not need_coefficients:
-        build.launch(launchers.first, (x, dy, a, b, out, x))
-        return results
+        build.launch(launchers.first, (x, dy, a, b, dx, x))
+        return [dx]
     partial = build.empty((launchers.size,), launchers.dtype)
     sums = [build.empty(c.shape, c.dtype) for c in (a, b)]
-    build.launch(launchers.first, (x, dy, a, b, out, partial))
+    build.launch(launchers.first, (x, dy, a, b, dx, partial))
     build.launch(launchers.second, (partial, b, *sums))
-    return results + sums
+    return [dx] * need_x + sums
+
+
+def _add_empty_gradients(build: Builder, x: Tensor, a: Tensor, b: Tensor, needs: tuple[bool, bool]) -> list[Tensor]:
+    """The gradients where x has no elements."""
+    need_x, need_coefficients = needs
+
+    def call(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        return [torch.empty_like(x)] * need_x + [torch.zeros_like(c) for c in (a, b)] * need_coefficients
+
+    results = [torch.empty_like(x)] * need_x + [describe(c.shape, c.dtype) for c in (a, b)] * need_coefficients
+    made = build.call(call, (x, a, b), *results)
+    return [made] if isinstance(made, Tensor) else list(made)

@@ -1,30 +1,135 @@
 """The group-wise rational function in torch operations: the torch backend, and what derivatives of higher order are made of.
 
-Every function here can be differentiated by autograd and transformed by torch.func, any number of times.
+`forward` and `backward` go block by block, so that intermediates stay in the cache, and write over them. `gradients` and `tangent`
+take whole tensors; autograd can differentiate and torch.func transform them, any number of times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Final
+
 import torch
 from torch import Tensor
 
-from fastkron_py.rational.denominators.host import host_polynomial, host_polynomial_slope, host_powers
+from fastkron_py.rational.denominators.host import host_multiples, host_polynomial, host_polynomial_slope, reused_memory
 from fastkron_py.rational.denominators.registry import find_denominator
+from fastkron_py.tiling.cpu_slices import keep_freed_memory, slice_elements, slices
+
+INTERMEDIATES: Final = 4  # tensors of a block's size that follow each other in the cache
+LEAST_ROWS: Final = 8  # for which coefficients are repeated over runs
+WIDEST_RUN: Final = 1024  # over which they are: loops over short runs take longer than to read coefficients
+Columns = Sequence[Tensor]
+"""Coefficients, each ``[G, R]`` or ``[G, 1]``."""
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: float64 where a tensor is of float64, else float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.float64 if torch.float64 in [t.dtype for t in tensors] else torch.float32
+
+
+def _width(t: Tensor) -> int:
+    """Over how many elements of a run of ``[..., G, R]`` coefficients are repeated: all, or 1 for those that broadcast."""
+    groups, run = t.shape[-2:]
+    return run if groups > 1 and run <= WIDEST_RUN and t.numel() >= LEAST_ROWS * groups * run else 1
+
+
+def _columns(c: Tensor, t: Tensor, dtype: torch.dtype) -> Columns:
+    """The columns of coefficients ``[G, count]`` for t ``[..., G, R]``."""
+    c, width = c.to(dtype), _width(t)
+    if width == 1:
+        return c.unsqueeze(-1).unbind(1)
+    return c.mT.unsqueeze(-1).expand(-1, t.shape[-2], width).contiguous().unbind()
+
+
+# ---- block by block ------------------------------------------------------------------------------
+
+
+def _blocks(tensors: Sequence[Tensor], columns: Sequence[Columns]) -> Iterator[tuple[slice, Sequence[Tensor], Sequence[Columns]]]:
+    """Parts of tensors ``[M, G, R]`` whose intermediates stay in the cache.
+
+    Yields:
+        The part's groups, the tensors, and their coefficients.
+    """
+    rows, groups, run = tensors[0].shape
+    most = slice_elements(tensors[0]) // INTERMEDIATES
+    if rows * groups * run <= most:
+        yield slice(0, groups), tensors, columns
+        return
+    for r in slices(run, most):
+        length = r.stop - r.start
+        for g in slices(groups, max(1, most // length)):
+            of_groups = [[c if c.shape[0] == 1 else c[g] for c in one] for one in columns]
+            for m in slices(rows, max(1, most // ((g.stop - g.start) * length))):
+                yield g, [t[m, g, r] for t in tensors], of_groups
+
+
+def forward(x: Tensor, a: Tensor, b: Tensor, version: str, y: Tensor) -> None:
+    """``P(x) / Q(x)`` into y.
+
+    Args:
+        x: ``[M, G, R]`` of any strides: rows of runs of one group's elements.
+        a: ``[G, m + 1]`` or ``[1, m + 1]``.
+        b: ``[G, n]`` or ``[1, n]``.
+        version: of the denominator.
+        y: ``[M, G, R]`` of any strides and dtype.
+    """
+    keep_freed_memory()
+    compute, denominator = compute_dtype(x, a, b), find_denominator(version)
+    columns = _columns(a, x, compute), _columns(b, x, compute)
+    with reused_memory():
+        for _, (t, out), (of_a, of_b) in _blocks((x, y), columns):
+            t = t.to(compute)
+            torch.div(host_polynomial(of_a, t), denominator.host_value(of_b, t), out=out)
+
+
+def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tensor | None, need_coefficients: bool) -> list[Tensor]:
+    """The gradient of x into dx, unless that is None; [da, db] if they are needed, from sums over blocks in float64.
+
+    Args:
+        dy: ``[M, G, R]`` of any strides and dtype.
+        x: ``[M, G, R]``, as for `forward`.
+        a: ``[G, m + 1]`` or ``[1, m + 1]``.
+        b: ``[G, n]`` or ``[1, n]``.
+        version: of the denominator.
+        dx: ``[M, G, R]`` of any strides and dtype.
+        need_coefficients: whether da and db are.
+    """
+    keep_freed_memory()
+    compute, denominator = compute_dtype(x, a, b), find_denominator(version)
+    columns = _columns(a, x, compute), _columns(b, x, compute)
+    width, degrees = _width(x), (a.shape[1], b.shape[1])
+    total = torch.zeros(sum(degrees), x.shape[1], width, dtype=torch.float64, device=x.device)
+    with reused_memory():
+        for groups, (u, t, *out), (of_a, of_b) in _blocks((dy, x) if dx is None else (dy, x, dx), columns):
+            t = t.to(compute)
+            p, dp = host_polynomial_slope(of_a, t)
+            q, dq, dq_db = denominator.host_derivatives(of_b, t)
+            u = u.to(compute) / q
+            v = p.div_(q).mul_(u)  # less its sign
+            if out:
+                torch.addcmul(dp.mul_(u), v, dq, value=-1, out=out[0])
+            if need_coefficients:
+                terms = chain(host_multiples(u, t, degrees[0]), (v * slope for slope in dq_db))
+                sums = torch.stack([term.sum((0, 2) if width == 1 else 0) for term in terms])
+                total[:, groups] += sums.view(len(sums), -1, width)
+    of_a, of_b = total.sum(-1).split(degrees)
+    return [_as_gradient(of_a, a), _as_gradient(-of_b, b)] if need_coefficients else []
+
+
+def _as_gradient(total: Tensor, c: Tensor) -> Tensor:
+    """``[count, G]`` as the gradient of ``[G, count]``, or of ``[1, count]``."""
+    total = total.sum(1, keepdim=True) if c.shape[0] < total.shape[1] else total
+    return total.mT.to(c.dtype).contiguous()
+
+
+# ---- of whole tensors ----------------------------------------------------------------------------
 
 
 def _grouped(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """``[..., C]`` as ``[..., G, C / G]``."""
     return t.to(dtype).reshape(*t.shape[:-1], groups, t.shape[-1] // groups)
-
-
-def _columns(c: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """``[G, count]`` as count tensors ``[G, 1]``."""
-    return list(c.to(dtype).unsqueeze(-1).unbind(-2))
 
 
 def _to_groups(t: Tensor, shared: bool) -> Tensor:
@@ -33,28 +138,26 @@ def _to_groups(t: Tensor, shared: bool) -> Tensor:
     return total.sum(0, keepdim=True) if shared else total
 
 
-def forward(x: Tensor, a: Tensor, b: Tensor, version: str, dtype: torch.dtype) -> Tensor:
-    """``P(x) / Q(x)``; arguments as in `triton_rational.forward`."""
-    compute = compute_dtype(x, a, b)
-    groups = max(a.shape[0], b.shape[0])
-    t = _grouped(x, groups, compute)
-    p = host_polynomial(_columns(a, compute), t)
-    q = find_denominator(version).host_value(_columns(b, compute), t)
-    return (p / q).flatten(-2).to(dtype)
+def gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, da, db) of ``P(x) / Q(x)``, by the formula.
 
-
-def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, da, db), by the formula."""
+    Args:
+        dy: ``[..., C]``.
+        x: ``[..., C]``.
+        a: ``[G, m + 1]`` or ``[1, m + 1]``.
+        b: ``[G, n]`` or ``[1, n]``.
+        version: of the denominator.
+    """
     compute = compute_dtype(x, a, b)
     groups = max(a.shape[0], b.shape[0])
     t, g = _grouped(x, groups, compute), _grouped(dy, groups, compute)
-    p, dp = host_polynomial_slope(_columns(a, compute), t)
-    q, dq, dq_db = find_denominator(version).host_derivatives(_columns(b, compute), t)
+    p, dp = host_polynomial_slope(_columns(a, t, compute), t)
+    q, dq, dq_db = find_denominator(version).host_derivatives(_columns(b, t, compute), t)
     u = g / q
     v = -u * p / q
-    da = [_to_groups(u * power, a.shape[0] == 1) for power in host_powers(t, a.shape[1])]
+    da = [_to_groups(term, a.shape[0] == 1) for term in host_multiples(u, t, a.shape[1])]
     db = [_to_groups(v * slope, b.shape[0] == 1) for slope in dq_db]
-    dx = (u * dp + v * dq).flatten(-2)
+    dx = torch.addcmul(u * dp, v, dq).flatten(-2)
     return dx.to(x.dtype), torch.stack(da, -1).to(a.dtype), torch.stack(db, -1).to(b.dtype)
 
 
@@ -63,15 +166,15 @@ def tangent(x: Tensor, a: Tensor, b: Tensor, tx: Tensor | None, ta: Tensor | Non
     compute = compute_dtype(x, a, b)
     groups = max(a.shape[0], b.shape[0])
     t = _grouped(x, groups, compute)
-    p, dp = host_polynomial_slope(_columns(a, compute), t)
-    q, dq, dq_db = find_denominator(version).host_derivatives(_columns(b, compute), t)
+    p, dp = host_polynomial_slope(_columns(a, t, compute), t)
+    q, dq, dq_db = find_denominator(version).host_derivatives(_columns(b, t, compute), t)
     tp = tq = torch.zeros_like(t)
     if tx is not None:
         step = _grouped(tx, groups, compute)
         tp, tq = tp + dp * step, tq + dq * step
     if ta is not None:
-        tp = tp + host_polynomial(_columns(ta, compute), t)
+        tp = tp + host_polynomial(_columns(ta, t, compute), t)
     if tb is not None:
-        for slope, step in zip(dq_db, _columns(tb, compute), strict=True):
+        for slope, step in zip(dq_db, _columns(tb, t, compute), strict=True):
             tq = tq + step * slope
     return ((tp - p / q * tq) / q).flatten(-2)

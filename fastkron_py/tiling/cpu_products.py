@@ -1,9 +1,9 @@
-"""Products of two matrices on a CPU, by oneDNN or by torch's BLAS, and slices of rows that stay in the cache."""
+"""Products of two matrices on a CPU, by oneDNN or by torch's BLAS; on other devices by torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,6 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
-
-SLICE_ELEMENTS: Final = 1 << 20  # of a slice's intermediates: 4 MB in float32; each operation on a slice waits for its slowest thread
-GPU_SLICE_ELEMENTS: Final = 1 << 24  # on other devices, where each slice costs launches
-PRODUCT_ROWS: Final = 256  # of a slice that is multiplied by a matrix, which each slice reads once
 
 
 def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -50,20 +46,6 @@ def matrix_product(a: Tensor, b: Tensor, is_last: bool) -> Tensor:
     """``[I, J] @ [J, K]`` by oneDNN or BLAS: see `by_onednn`."""
     found = by_onednn(a, b, is_last)
     return a.mm(b) if found is None else found
-
-
-def row_slices(t: Tensor, columns: int, least: int = 1) -> list[slice]:
-    """Slices of the rows of ``t [M, ...]`` whose intermediates stay in the cache, in memory that the allocator hands out again.
-
-    Args:
-        t: of these rows, on the device.
-        columns: elements of all intermediates of a row.
-        least: rows of a slice.
-    """
-    rows = t.shape[0]
-    elements = SLICE_ELEMENTS if t.device.type == "cpu" else GPU_SLICE_ELEMENTS
-    step = max(least, elements // max(1, columns))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from fastkron_py import gated_linear
 from fastkron_py.gated import program, torch_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_products
+from fastkron_py.tiling import cpu_products, cpu_slices
 
 ROWS = 3  # of a slice
 
@@ -24,8 +24,8 @@ ROWS = 3  # of a slice
 def sliced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices of three rows, sums over three rows at a time, and no layer small enough for autograd's own record."""
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
-    monkeypatch.setattr(cpu_products, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(cpu_products, "GPU_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_slices, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_slices, "GPU_SLICE_ELEMENTS", 1)
     monkeypatch.setattr(cpu_products, "ONEDNN_TERMS", ROWS)
     monkeypatch.setattr(program, "_SMALL", 0)
     CACHE.forget()
@@ -70,7 +70,7 @@ def test_every_row(
 
 def test_a_slice_that_is_left_out_is_seen(sliced: None, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
     given = problem(10, 6, 5, torch.float64, torch.device("cpu"), generator)
-    slices = cpu_products.row_slices
+    slices = cpu_slices.row_slices
     monkeypatch.setattr(torch_backend, "row_slices", lambda *given: slices(*given)[:-1])
     with pytest.raises(AssertionError):
         assert_close(gradients(*given, "stacked", backward="recompute")[0], expected_gradients(*given, "silu")[0], rms_tol=1e-6)

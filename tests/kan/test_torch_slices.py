@@ -13,7 +13,7 @@ from fastkron_py import poly_kan
 from fastkron_py.kan import program, torch_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_products
+from fastkron_py.tiling import cpu_slices
 
 ROWS = 3  # of a slice
 
@@ -22,8 +22,8 @@ ROWS = 3  # of a slice
 def sliced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices of three rows, and no layer small enough for autograd's own record."""
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
-    monkeypatch.setattr(cpu_products, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(cpu_products, "GPU_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_slices, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_slices, "GPU_SLICE_ELEMENTS", 1)
     monkeypatch.setattr(program, "_SMALL", 0)
     CACHE.forget()
     yield
@@ -52,7 +52,7 @@ def test_every_row(rows: int, basis: str, dtype: torch.dtype, sliced: None, devi
 
 def test_a_slice_that_is_left_out_is_seen(sliced: None, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
     x, c, dy = problem(10, 5, 4, 6, torch.float64, torch.device("cpu"), generator)
-    slices = cpu_products.row_slices
+    slices = cpu_slices.row_slices
     monkeypatch.setattr(torch_backend, "row_slices", lambda *given: slices(*given)[:-1])
     with fastkron_py.backend("torch"):
         y = poly_kan(x, c.requires_grad_(), basis="chebyshev")

@@ -6,13 +6,13 @@ argument, a tuple with names; torch takes its host functions, which it can diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-Derivatives = tuple[Tensor, Tensor, list[Tensor]]
+Derivatives = tuple[Tensor, Tensor, Iterable[Tensor]]
 
 
 class DeviceFunctions(NamedTuple):
@@ -51,7 +51,8 @@ class Denominator:
         name: the value of the argument ``version``.
         formula: Q(x) in a line of text, with ``S(x)`` for the sum of all ``b_j x^j``.
         host_value: ``(b, x)`` to Q; b is a list of tensors that broadcast with x.
-        host_derivatives: ``(b, x)`` to (Q, dQ/dx, list of all dQ/db_j), in operations that torch can differentiate further.
+        host_derivatives: ``(b, x)`` to (Q, dQ/dx, all dQ/db_j), in operations that torch can differentiate further. Each dQ/db_j may
+            be made when it is asked for, and is read before the next one is.
         device: the same as jit functions.
         first: the power that the first coefficient belongs to.
         constant: Q where S is zero.

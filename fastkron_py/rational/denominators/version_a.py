@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fastkron_py.rational.denominators.denominator import Denominator, Derivatives, DeviceFunctions
 from fastkron_py.rational.denominators.device import minus_signed_product, plus_one, polynomial_from_one, times_sign, with_sign
-from fastkron_py.rational.denominators.host import from_one, host_polynomial, host_polynomial_slope, host_powers, host_sign
+from fastkron_py.rational.denominators.host import host_multiples, host_polynomial, host_polynomial_slope, host_sign
 from fastkron_py.runtime.optional_triton import tl, triton
 
 
@@ -31,19 +32,23 @@ def _slopes(v, x, s):
 # Absolute values are products with a sign, so that no derivative of any order asks for that of a sign.
 
 
-def _absolutes(b: Sequence[Tensor]) -> list[Tensor]:
-    return from_one([bj * host_sign(bj) for bj in b])
+def _signed(b: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
+    """The coefficients of Q, absolute values but for the one ahead of them, and their signs."""
+    together = torch.stack(tuple(b))
+    sign = host_sign(together)
+    return [torch.ones_like(b[0]), *(together * sign).unbind()], sign.unbind()
 
 
 def _host_value(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    return 1 + host_polynomial(_absolutes(b), x * host_sign(x))
+    return host_polynomial(_signed(b)[0], x * host_sign(x))
 
 
 def _host_derivatives(b: Sequence[Tensor], x: Tensor) -> Derivatives:
-    sign = host_sign(x)
-    s, ds = host_polynomial_slope(_absolutes(b), x * sign)
-    powers = host_powers(x * sign, len(b) + 1)
-    return 1 + s, ds * sign, [p * host_sign(bj) for p, bj in zip(powers[1:], b, strict=True)]
+    (c, signs), sign = _signed(b), host_sign(x)
+    absolute = x * sign
+    q, dq = host_polynomial_slope(c, absolute)
+    slopes = (power * of_b for power, of_b in zip(host_multiples(absolute, absolute, len(b)), signs, strict=True))
+    return q, dq * sign, slopes
 
 
 DENOMINATOR: Final = Denominator(

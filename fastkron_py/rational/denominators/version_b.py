@@ -9,7 +9,14 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.denominator import Denominator, Derivatives, DeviceFunctions
 from fastkron_py.rational.denominators.device import polynomial_from_one, times_sign, unchanged, unchanged_slope
-from fastkron_py.rational.denominators.host import from_one, host_polynomial, host_polynomial_slope, host_powers, host_sign
+from fastkron_py.rational.denominators.host import (
+    host_absolute,
+    host_multiples,
+    host_polynomial_from_one,
+    host_polynomial_slope_from_one,
+    host_sign,
+    host_signed,
+)
 from fastkron_py.runtime.optional_triton import tl, triton
 
 
@@ -26,14 +33,13 @@ def slopes_of_absolute(v, x, s):
 
 
 def _host_value(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    s = host_polynomial(from_one(b), x)
-    return 1 + host_sign(s) * s
+    return host_absolute(1, host_polynomial_from_one(b, x))
 
 
 def _host_derivatives(b: Sequence[Tensor], x: Tensor) -> Derivatives:
-    s, ds = host_polynomial_slope(from_one(b), x)
+    s, ds = host_polynomial_slope_from_one(b, x)
     sign = host_sign(s)
-    return 1 + sign * s, sign * ds, [sign * p for p in host_powers(x, len(b) + 1)[1:]]
+    return host_signed(1, sign, s), sign * ds, host_multiples(sign * x, x, len(b))
 
 
 DENOMINATOR: Final = Denominator(

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.denominator import Denominator, Derivatives, DeviceFunctions
 from fastkron_py.rational.denominators.device import polynomial, unchanged, unchanged_slope
-from fastkron_py.rational.denominators.host import host_polynomial, host_polynomial_slope, host_powers, host_sign
+from fastkron_py.rational.denominators.host import (
+    host_absolute,
+    host_multiples,
+    host_polynomial,
+    host_polynomial_slope,
+    host_sign,
+    host_signed,
+)
 from fastkron_py.rational.denominators.version_b import slopes_of_absolute
 from fastkron_py.runtime.optional_triton import tl, triton
 
@@ -22,14 +29,13 @@ def _value(s):
 
 
 def _host_value(b: Sequence[Tensor], x: Tensor) -> Tensor:
-    s = host_polynomial(b, x)
-    return _CONSTANT + host_sign(s) * s
+    return host_absolute(_CONSTANT, host_polynomial(b, x))
 
 
 def _host_derivatives(b: Sequence[Tensor], x: Tensor) -> Derivatives:
     s, ds = host_polynomial_slope(b, x)
     sign = host_sign(s)
-    return _CONSTANT + sign * s, sign * ds, [sign * p for p in host_powers(x, len(b))]
+    return host_signed(_CONSTANT, sign, s), sign * ds, host_multiples(sign, x, len(b))
 
 
 DENOMINATOR: Final = Denominator(

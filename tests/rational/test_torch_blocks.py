@@ -1,0 +1,194 @@
+"""The torch backend goes block by block: each block is there, once, whatever the layout; and it needs no memory that grows with x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from rational_cases import HALF_TOLERANCES, VERSIONS, WITHOUT_NOISE, Problem, assert_right, ours, problem, step
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import rational
+from fastkron_py.nn import register_denominator
+from fastkron_py.rational import torch_backend
+from fastkron_py.rational.api_layer_norm import layer_norm_rational
+from fastkron_py.rational.api_linear import rational_linear
+from fastkron_py.rational.denominators import host
+from fastkron_py.rational.denominators.registry import find_denominator, unregister_denominator
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.tiling import cpu_slices
+
+BLOCK = 100  # elements: fewer than a row of the larger cases has
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of few elements."""
+    for constant in ("SLICE_ELEMENTS", "GPU_SLICE_ELEMENTS"):
+        monkeypatch.setattr(cpu_slices, constant, BLOCK * torch_backend.INTERMEDIATES)
+    CACHE.forget()
+    with fastkron_py.backend("torch"):
+        yield
+    CACHE.forget()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF_TOLERANCES], ids=str)
+def test_versions_and_dtypes(version: str, dtype: torch.dtype) -> None:
+    p = problem((13, 7, 24), 3, version=version, dtype=dtype)
+    assert_right(ours(p, version), p, version)
+
+
+LAYOUTS: dict[str, Callable[[Problem], Problem]] = {
+    "rows cut out": lambda p: p._replace(x=torch.cat([p.x, p.x], -1)[..., : p.x.shape[-1]]),
+    "every other channel": lambda p: p._replace(x=p.x.repeat_interleave(2, -1)[..., ::2]),
+    "channels first": lambda p: p._replace(x=p.x.movedim(-1, 1).contiguous().movedim(1, -1)),
+    "channels first, dy last": lambda p: p._replace(x=p.x.movedim(-1, 0).contiguous().movedim(0, -1)),
+    "both channels first": lambda p: p._replace(x=p.x.mT.contiguous().mT, dy=p.dy.mT.contiguous().mT),
+    "expanded dy": lambda p: p._replace(dy=p.dy[:1].expand(p.dy.shape)),
+    "one number for dy": lambda p: p._replace(dy=p.dy[0, 0, 0].expand(p.dy.shape)),
+    "expanded x": lambda p: p._replace(x=p.x[:, :1].expand(p.x.shape)),
+    "transposed coefficients": lambda p: p._replace(a=p.a.mT.contiguous().mT, b=p.b.mT.contiguous().mT),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "groups"), [((5, 3, 8), 2), ((3, 11, 42), 7), ((2, 3, 360), 3), ((3, 40, 12), 1)], ids=str)
+def test_layouts(shape: tuple[int, ...], groups: int, layout: str) -> None:
+    """Blocks of rows, of some groups, and of parts of a run."""
+    p = LAYOUTS[layout](problem(shape, groups))
+    found = ours(p)
+    assert_right(found, p)
+    assert found[1].stride() == torch.empty_like(p.x).stride()
+
+
+@pytest.mark.parametrize("groups", [(1, 6), (6, 1), (1, 1), (24, 24), (24, 1)], ids=str)
+@pytest.mark.parametrize("degrees", [(0, 1), (1, 2), (2, 3), (7, 6)], ids=str)
+def test_groups_and_degrees(groups: tuple[int, int], degrees: tuple[int, int]) -> None:
+    p = problem((37, 24), groups, degrees)
+    assert_right(ours(p), p)
+
+
+def _square(b: Sequence[Tensor], x: Tensor) -> Tensor:
+    return 1 + host.host_polynomial(host.from_one(b), x) ** 2
+
+
+def _square_derivatives(b: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    s, ds = host.host_polynomial_slope(host.from_one(b), x)
+    return 1 + s * s, 2 * s * ds, [2 * s * power for power in host.host_powers(x, len(b) + 1)[1:]]
+
+
+def _by_formula(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    x = x.unflatten(-1, (max(len(a), len(b)), -1))
+    p = sum(a[:, i, None] * x**i for i in range(a.shape[1]))
+    s = sum(b[:, j, None] * x ** (j + 1) for j in range(b.shape[1]))
+    return (p / (1 + s**2)).flatten(-2)
+
+
+@pytest.mark.parametrize("groups", [3, (1, 3)], ids=str)
+def test_own_denominator(groups: int | tuple[int, int]) -> None:
+    """Of a user's, whose derivatives are a list."""
+    register_denominator(replace(find_denominator("B"), name="own", host_value=_square, host_derivatives=_square_derivatives))
+    try:
+        p = problem((4, 17, 24), groups)
+        found = step(lambda *t: rational(*t, version="own"), *p)
+    finally:
+        unregister_denominator("own")
+    for f, w in zip(found, step(_by_formula, *(t.double() for t in p)), strict=True):
+        fastkron_py.testing.assert_close(f, w, rms_tol=3e-6, max_tol=3e-5)
+
+
+@pytest.mark.parametrize("missing", [0, -1])
+def test_a_block_that_is_left_out_is_seen(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem((13, 7, 24), 3)
+    inner = torch_backend._blocks
+
+    def some(*given: object) -> list[object]:
+        blocks = list(inner(*given))  # type: ignore[arg-type]
+        assert len(blocks) > 3
+        del blocks[missing]
+        return blocks
+
+    y, *gradients = ours(p)
+    monkeypatch.setattr(torch_backend, "_blocks", some)
+    CACHE.forget()
+    wrong = ours(p)
+    for i, name in enumerate(("y", "dx", "da", "db")):
+        found = [y, *gradients]
+        found[i] = wrong[i]
+        with pytest.raises(AssertionError, match=name):
+            assert_right(found, p)
+
+
+@pytest.mark.parametrize("version", WITHOUT_NOISE)
+def test_infinities_and_poles(version: str) -> None:
+    """They are where they were without blocks."""
+    x = torch.linspace(-3, 3, 240).view(20, 12)
+    x[3, 4], x[7, 1], x[12, 9] = torch.nan, torch.inf, -torch.inf
+    a, b = torch.randn(2, 4), torch.tensor([[1.0, 0.0], [-0.5, 0.0]])
+    x[5, 2], x[6, 8] = -1.0, 2.0  # zeros of 1 + b_1 x
+    for c in (a, torch.tensor([[0.0, 1.0, 0.0, 0.0]])):
+        t = x.view(20, 2, 6)
+        q = find_denominator(version).host_value([bj.unsqueeze(-1) for bj in b.unbind(1)], t)
+        want = host.host_polynomial([ci.unsqueeze(-1) for ci in c.expand(2, 4).unbind(1)], t) / q
+        torch.testing.assert_close(rational(x, c, b, version=version), want.view(20, 12), equal_nan=True)
+
+
+def test_fused_layers() -> None:
+    """Those that are composed on a CPU are made of the same functions."""
+    p = problem((9, 5, 24), 4)
+    scale, shift, weight, bias = torch.randn(24), torch.randn(24), torch.randn(10, 24) / 5, torch.randn(10)
+
+    def after_norm(x: Tensor, a: Tensor, b: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        kind = x.dtype
+        if run is rational:
+            return layer_norm_rational(x, scale, shift, a, b)
+        return run(torch.nn.functional.layer_norm(x, (24,), scale.to(kind), shift.to(kind)), a, b)
+
+    def before_linear(x: Tensor, a: Tensor, b: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        kind = x.dtype
+        if run is rational:
+            return rational_linear(x, a, b, weight, bias)
+        return torch.nn.functional.linear(run(x, a, b), weight.to(kind), bias.to(kind))
+
+    for function in (after_norm, before_linear):
+        dy = torch.randn_like(function(*p[:3], rational))
+        q = p._replace(dy=dy)
+        found = step(lambda *t, f=function: f(*t, rational), *q)
+        want = step(lambda *t, f=function: f(*t, fastkron_py.reference.rational), *(t.double() for t in q))
+        for f, w in zip(found, want, strict=True):
+            fastkron_py.testing.assert_close(f, w, rms_tol=6e-6, max_tol=1e-4)
+
+
+class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements of all results of operations that make memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = function(*args, **(kwargs or {}))
+        for t in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(t, Tensor) and not function.is_view:
+                self.sizes.append(t.untyped_storage().nbytes() // t.element_size())
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_does_not_grow_with_x(dtype: torch.dtype) -> None:
+    """But for results, no operation's result is larger than a block."""
+    for rows in (40, 400):
+        p = problem((rows, 24), 3, dtype=dtype)
+        x, dy, y, dx = (t.view(rows, 3, 8) for t in (p.x, p.dy, torch.empty_like(p.x), torch.empty_like(p.x)))
+        with _Largest() as forward:
+            torch_backend.forward(x, p.a, p.b, "B", y)
+        with _Largest() as backward:
+            torch_backend.backward(dy, x, p.a, p.b, "B", dx, True)
+        for seen in (forward, backward):
+            others = [size for size in seen.sizes if size != rows * 24]
+            assert max(others) <= max(BLOCK, 10 * 24)  # the sums of ten coefficients are kept for each channel
+        assert forward.sizes.count(rows * 24) == -(-rows // 4)  # a division into y, for each block
