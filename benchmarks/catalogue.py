@@ -17,6 +17,7 @@ import benchmarks.kron.quantize
 import benchmarks.kron.quantum
 import benchmarks.kron.solve
 import benchmarks.rational.activations
+import benchmarks.rational.cpu
 import benchmarks.rational.kat
 import benchmarks.rational.layers  # noqa: F401
 from benchmarks.registry import Benchmark, registered

@@ -53,11 +53,11 @@ class RationalProblem:
     @cached_property
     def expected(self) -> list[Tensor]:
         """[y], or [dx, da, db], in float64; y and dx on the checked rows."""
-        a, b = (c.double().requires_grad_() for c in (self.a, self.b))
+        a, b = (c.detach().double().requires_grad_() for c in (self.a, self.b))
         if not self.backward:
             return [reference.rational(self.rows(self.x).double(), a, b, version="A").detach()]
         with torch.enable_grad():
-            x = self.rows(self.x).double().requires_grad_()
+            x = self.rows(self.x).detach().double().requires_grad_()
             y = reference.rational(x, a, b, version="A")
             (dx,) = torch.autograd.grad(y, x, self.rows(self.dy).double())
             da, db = torch.zeros_like(a), torch.zeros_like(b)

@@ -13,6 +13,7 @@ pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an inst
 
 from benchmarks import runner
 from benchmarks.rational import activations as benchmark
+from benchmarks.rational import cpu as rational_cpu
 from benchmarks.rational import gradient_kernel as rational_gradient_kernel
 from benchmarks.rational import layers as rational_layers
 from benchmarks.rational import peers as rational_peers
@@ -78,6 +79,18 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours["status"] == gelu["status"] == "ok"
     assert ours["repeats"]
     assert kat["status"] == "unavailable"
+
+
+@pytest.mark.parametrize("dtype", list(rational_cpu.TOLERANCES))
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_on_a_cpu(which: str, dtype: str) -> None:
+    given = rational_cpu.case(which, dtype, SHAPE)
+    problem = rational_cpu.inputs(given.parameters, torch.device("cpu"))
+    for contender in (rational_cpu.OURS, rational_cpu.PLAIN):
+        result = contender.prepare(problem)()
+        assert 0 < check(problem, result) < given.tolerance, contender.name
+        wrong = result * 1.02 if which == "forward" else (*result[:2], result[2] * 1.02)
+        assert check(problem, wrong) > 1e-2
 
 
 @pytest.mark.parametrize("keep", [False, True])
