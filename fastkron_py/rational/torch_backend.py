@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.host import host_multiples, host_polynomial, host_polynomial_slope, reused_memory
 from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.tiling.cpu_slices import keep_freed_memory, slice_elements, slices
+from fastkron_py.tiling.cpu_slices import slice_elements, slices
 
 INTERMEDIATES: Final = 4  # tensors of a block's size that follow each other in the cache
 LEAST_ROWS: Final = 8  # for which coefficients are repeated over runs
@@ -75,7 +75,6 @@ def forward(x: Tensor, a: Tensor, b: Tensor, version: str, y: Tensor) -> None:
         version: of the denominator.
         y: ``[M, G, R]`` of any strides and dtype.
     """
-    keep_freed_memory()
     compute, denominator = compute_dtype(x, a, b), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     with reused_memory():
@@ -96,7 +95,6 @@ def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tens
         dx: ``[M, G, R]`` of any strides and dtype.
         need_coefficients: whether da and db are.
     """
-    keep_freed_memory()
     compute, denominator = compute_dtype(x, a, b), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     width, degrees = _width(x), (a.shape[1], b.shape[1])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final
 
-import torch
 from torch import Tensor
 
 # Of all intermediates of a slice: 4 MB in float32. Each operation on a slice waits for its slowest thread.
@@ -33,13 +31,3 @@ def row_slices(t: Tensor, columns: int, least: int = 1) -> list[slice]:
 def slices(count: int, length: int) -> list[slice]:
     """Slices of this length of as many elements; the last may be shorter."""
     return [slice(start, min(start + length, count)) for start in range(0, count, length)]
-
-
-@lru_cache(maxsize=1)
-def keep_freed_memory() -> None:
-    """Let the C library keep the memory of intermediates when it is freed: new memory is cleared page by page, which may take longest.
-
-    glibc gives back to the system what is freed beyond a limit, and raises that limit to twice the largest piece that was ever freed, of
-    up to 32 MB. This frees one, which nothing is written to.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
