@@ -35,6 +35,9 @@ COPY_RUN: Final = 1.1  # more, over the number of elements that stay side by sid
 SHORT_RUN: Final = 5.0  # an element of a product with one term, over the length of its rows
 TRANSPOSE: Final = 0.45  # an element of a transposed matrix
 TRANSPOSE_NARROW: Final = 3.0  # more, over the shorter side
+SWAP: Final = 0.28  # an element of many matrices, each transposed where it lies
+SWAP_NARROW: Final = 0.25  # more, over the shorter side
+SWAP_SHORT: Final = 2.5  # more, over the longer side
 BUILD: Final = 0.3  # an element of factors multiplied out
 SPLIT: Final = 1.0  # an element of their gradient, taken apart
 
@@ -55,9 +58,16 @@ def copy(elements: int, run: int, rates: Rates) -> float:
 
 
 def transpose(elements: int, side: int, other: int, rates: Rates) -> float:
-    """A copy of transposed matrices of these sides; of a vector there is none."""
+    """A copy of a transposed matrix of these sides, or of few; of a vector there is none."""
     shorter = min(side, other)
     return 0.0 if shorter == 1 else rates.call + elements * (TRANSPOSE * rates.scale + TRANSPOSE_NARROW / shorter)
+
+
+def swap(elements: int, side: int, other: int, rates: Rates) -> float:
+    """A copy of many transposed matrices of these sides, each in the memory of one; of vectors there is none."""
+    shorter, longer = sorted((side, other))
+    seconds = SWAP * rates.scale + SWAP_NARROW / shorter + SWAP_SHORT / longer
+    return 0.0 if shorter == 1 else rates.call + elements * seconds
 
 
 def chunked(steps: int, backward: bool) -> float:
@@ -98,7 +108,7 @@ def product_ways(mode: Mode, rates: Rates) -> dict[str, float]:
     count, p, q, tail = mode
     if tail == 1:
         return {IN_PLACE: last_time(mode, rates), MOVED: first_time(mode, rates) + transpose(mode.written, q, count, rates)}
-    copies = transpose(mode.read, p, tail, rates) + transpose(mode.written, q, tail, rates)
+    copies = swap(mode.read, p, tail, rates) + swap(mode.written, q, tail, rates)
     transposed = last_time(mode, rates) + copies
     if count == 1:
         return {IN_PLACE: first_time(mode, rates), TRANSPOSED: transposed}
