@@ -120,7 +120,7 @@ def _add_forward(build: Builder, wide: Wide, options: Options, by_triton: bool, 
         return _add_gate(build, pairs, options), pairs
     activation, layout, *_ = options
     shape = wide[0].shape[0], torch_backend.hidden_size(*wide[1:3])
-    multiply = partial(torch_backend.multiply_gated, activation=activation, layout=layout)
+    multiply = partial(torch_backend.layer_by_slices, activation=activation, layout=layout)
     return _add_by_torch(build, wide, options, shape, multiply), None
 
 
@@ -133,7 +133,7 @@ def _add_linear(build: Builder, y: Tensor, down: Tensor, bias: Tensor | None, op
 def _add_pairs(build: Builder, wide: Wide, options: Options) -> Tensor:
     """Both of every pair ``[M, 2 H]`` by torch."""
     shape = wide[0].shape[0], 2 * torch_backend.hidden_size(*wide[1:3])
-    return _add_by_torch(build, wide, options, shape, torch_backend.multiply)
+    return _add_by_torch(build, wide, options, shape, partial(torch_backend.pairs_of, multiply=linear))
 
 
 def _add_by_torch(build: Builder, wide: Wide, options: Options, shape: tuple[int, int], function: Callable[..., Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ def _add_gate(build: Builder, pairs: Tensor, options: Options) -> Tensor:
     activation, layout, *_ = options
 
     def gate(pairs: Tensor) -> Tensor:
-        return torch_backend.gated(pairs, activation, layout)
+        return torch_backend.gate_by_slices(pairs, activation, layout)
 
     y: Tensor = build.call(gate, (pairs,), describe((pairs.shape[0], pairs.shape[1] // 2), pairs.dtype))
     return y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,13 +33,14 @@ def split(pairs: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return up, gate
 
 
-def pairs_of(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``[M, 2 H]``, both of every pair before the gate."""
-    linear = torch.nn.functional.linear
+def pairs_of(
+    x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, multiply: Callable[..., Tensor] = torch.nn.functional.linear
+) -> Tensor:
+    """``[M, 2 H]``, both of every pair before the gate, by a function of x, weight and bias."""
     if gate is None:
-        return linear(x, flat_weight(weight), None if bias is None else bias.flatten())
+        return multiply(x, flat_weight(weight), None if bias is None else bias.flatten())
     up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
-    return torch.cat([linear(x, weight, up_bias), linear(x, gate, gate_bias)], -1)
+    return torch.cat([multiply(x, weight, up_bias), multiply(x, gate, gate_bias)], -1)
 
 
 def gate(pairs: Tensor, activation: str, layout: str) -> Tensor:
@@ -63,25 +66,17 @@ def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
 # ---- slice by slice, without gradients -------------------------------------------------------------
 
 
-def multiply(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None) -> Tensor:
-    """`pairs_of`."""
-    if gate is None:
-        return linear(x, flat_weight(weight), None if bias is None else bias.flatten())
-    up_bias, gate_bias = (None, None) if bias is None else bias.unbind()
-    return torch.cat([linear(x, weight, up_bias), linear(x, gate, gate_bias)], -1)
-
-
-def multiply_gated(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str, layout: str) -> Tensor:
+def layer_by_slices(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str, layout: str) -> Tensor:
     """``y [M, H]``, with the pairs of one slice in memory."""
     hidden = hidden_size(weight, gate)
     y = x.new_empty(x.shape[0], hidden)
     for rows in row_slices(x, 2 * hidden, PRODUCT_ROWS):
-        _put_gated(multiply(x[rows], weight, gate, bias), y[rows], activation, layout)
+        _put_gated(pairs_of(x[rows], weight, gate, bias, linear), y[rows], activation, layout)
     return y
 
 
-def gated(pairs: Tensor, activation: str, layout: str) -> Tensor:
-    """`gate`."""
+def gate_by_slices(pairs: Tensor, activation: str, layout: str) -> Tensor:
+    """`gate` of pairs ``[M, 2 H]``."""
     y = pairs.new_empty(pairs.shape[0], pairs.shape[1] // 2)
     for rows in row_slices(pairs, pairs.shape[1]):
         _put_gated(pairs[rows], y[rows], activation, layout)

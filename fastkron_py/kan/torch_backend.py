@@ -85,7 +85,7 @@ def _addend(coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Te
 
 
 def _slice_dx(products: Tensor, x: Tensor, layer: LayerConfig) -> Tensor:
-    """Dx of a slice, from ``dy @ matrix``."""
+    """The gradient of a slice of x, from ``dy @ matrix``."""
     wide_x = wide(x)
     derivatives = list(layer.derivatives(layer.normalizer.host(wide_x)))[layer.first :]
     total = torch.zeros_like(wide_x)
@@ -95,7 +95,7 @@ def _slice_dx(products: Tensor, x: Tensor, layer: LayerConfig) -> Tensor:
 
 
 def _coefficients_of(total: Tensor, dy: Tensor, coefficients: Tensor, layer: LayerConfig) -> Tensor:
-    """DC from the sum of ``dy^T @ values``; of a constant value, sums of dy."""
+    """The gradient of the coefficients from the sum of ``dy^T @ values``; of a constant value it is sums of dy."""
     terms, num_out, num_in = coefficients.shape
     found = torch.empty_like(coefficients, memory_format=torch.contiguous_format)
     found[layer.first :] = total.view(num_out, terms - layer.first, num_in).transpose(0, 1)
