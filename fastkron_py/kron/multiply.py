@@ -62,7 +62,7 @@ class Multiply(NamedTuple):
             return False
         from fastkron_py.kron.saved_intermediate import halves_of
 
-        return halves_of(canonical(x, self.factors, self.left), resolved(self.precision), device) is not None
+        return halves_of(canonical(x, self.factors, self.left), device) is not None
 
     def add(self, build: Builder, x: Tensor, z: Tensor | None, saves: bool = False) -> tuple[Tensor, Tensor | None]:
         """Add it to a program.
@@ -86,7 +86,7 @@ class Multiply(NamedTuple):
         precision = resolved(self.precision)
         problem = canonical(x, self.factors, self.left, build.reshape)
         z4 = None if z is None else problem.pack(z.expand(self.result_shape(x)))
-        halves = halves_of(problem, precision, build.device) if saves else None
+        halves = halves_of(problem, build.device) if saves else None
         if halves is not None:
             return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
         return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4), None
@@ -152,7 +152,7 @@ class Multiply(NamedTuple):
         problem = canonical(x, self.factors, self.left, build.reshape)
         dy4 = problem.pack(dy)
         # Without factor gradients, dx is a multiply as any other.
-        halves = None if between is None or not any(needs[1:]) else halves_of(problem, precision, build.device)
+        halves = None if between is None or not any(needs[1:]) else halves_of(problem, build.device)
         if halves is None or between is None:
             dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, self.scale, dtype)
         else:

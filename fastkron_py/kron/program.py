@@ -31,7 +31,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     is_plain = backend == "torch" and precision is None and (z is not None or tensors[-1] is None)
     may_differentiate = is_plain and x.numel() and y.numel() and all([f.dtype == x.dtype for f in factors])
     differentiable = small_product(build, x, factors, precision, left, backward=True) if may_differentiate else None
-    saving = forward(tensors, options, saves=True) if call.saves(x, build.device) else None
+    saving = forward(tensors, options, saves=True) if not saves and call.saves(x, build.device) else None
     return build.program([y], [shape], differentiable=differentiable, saving=saving)
 
 

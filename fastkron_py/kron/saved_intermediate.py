@@ -42,12 +42,13 @@ class Halves(NamedTuple):
     result: Shape
 
 
-def halves_of(problem: Canonical, precision: str, device: torch.device) -> Halves | None:
+def halves_of(problem: Canonical, device: torch.device) -> Halves | None:
     """How a multiply is cut if a gradient is wanted; None if it is not, or if cutting would copy x.
+
+    The precision of float32 products makes no difference: torch's setting may be another one when the backward pass runs.
 
     Args:
         problem: of Triton's backend.
-        precision: of float32 products.
         device: of all tensors.
     """
     x, factors = problem.x, problem.factors
@@ -55,7 +56,7 @@ def halves_of(problem: Canonical, precision: str, device: torch.device) -> Halve
     if groups != 1 or len(factors) == 1 or not x.is_contiguous():
         return None
     shapes = tuple([(f.shape[1], f.shape[2]) for f in factors])
-    whole = Whole(shapes, rows, columns, numbers_of(x.dtype), passes_of(x.dtype, precision))
+    whole = Whole(shapes, rows, columns, numbers_of(x.dtype), passes_of(x.dtype, "highest"))
     cut = find_cut(whole, devices.gpu_of(device))
     if cut is None:
         return None

@@ -60,6 +60,23 @@ def problem(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, devic
     return tensors, kron_matmul_left if left else kron_matmul
 
 
+def test_the_setting_of_precision_changes_before_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The intermediate is that of one cut, whatever products cost then; of square factors all cuts have intermediates of one size."""
+    monkeypatch.setattr(saved_intermediate, "find_cut", lambda whole, gpu: Cut(2 if whole.passes == 3 else 1, False))
+    (x, *factors, _), verb = problem([(6, 6), (5, 5), (4, 4)], False, torch.float32, device)
+    y = verb(x, factors)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        got = torch.autograd.grad(y, [x, *factors], torch.ones_like(y))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    wide = [t.detach().double().requires_grad_() for t in (x, *factors)]
+    wanted = reference.kron_matmul(wide[0], wide[1:])
+    for g, w in zip(got, torch.autograd.grad(wanted, wide, torch.ones_like(wanted)), strict=True):
+        assert_close(g, w, rms_tol=5e-3, max_tol=5e-2)  # those of TF32
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
