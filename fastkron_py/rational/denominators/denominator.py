@@ -51,8 +51,8 @@ class Denominator:
         name: the value of the argument ``version``.
         formula: Q(x) in a line of text, with ``S(x)`` for the sum of all ``b_j x^j``.
         host_value: ``(b, x)`` to Q; b is a list of tensors that broadcast with x.
-        host_derivatives: ``(b, x)`` to (Q, dQ/dx, all dQ/db_j), in operations that torch can differentiate further. Each dQ/db_j may
-            be made when it is asked for, and is read before the next one is.
+        host_derivatives: ``(b, x)`` to (Q, dQ/dx, all dQ/db_j), in operations that torch can differentiate further; each dQ/db_j may be
+            made when it is asked for.
         device: the same as jit functions.
         first: the power that the first coefficient belongs to.
         constant: Q where S is zero.

@@ -102,13 +102,9 @@ def host_powers(x: Tensor, count: int) -> list[Tensor]:
 
 
 def host_multiples(t: Tensor, x: Tensor, count: int) -> Iterator[Tensor]:
-    """t, t x, t x^2, ...: count of them. Each may lie in the memory of the one before it, but for t itself."""
-    yield t
-    if count > 1:
-        t = t * x
-        yield t
-    for _ in range(count - 2):
-        t = _multiply(t, x)
+    """t, t x, t x^2, ...: count of them."""
+    for i in range(count):
+        t = t * x if i else t
         yield t
 
 
