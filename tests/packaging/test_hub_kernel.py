@@ -122,7 +122,7 @@ def test_its_triton_kernels_compute(folder: Path) -> None:
 
 def test_a_wrong_result_is_seen(folder: Path) -> None:
     wrong = "right = kernel.rational\nkernel.rational = lambda *t, **options: right(*t, **options) * (1 + 1e-5)\n"
-    with pytest.raises(AssertionError, match=r"AssertionError: 9\.9\d*e-06"):
+    with pytest.raises(AssertionError, match=r"AssertionError: (9\.9\d*e-06|1\.00\d*e-05)"):
         run(folder, ALONE + LOADERS["importlib"] + wrong + RESULTS)
 
 
