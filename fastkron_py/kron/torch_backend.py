@@ -21,13 +21,7 @@ from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multip
 from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_products import by_onednn, has_onednn
-
-
-def _sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of sums over chunks, which may be thousands; not every device has it."""
-    if device.type not in ("cpu", "cuda"):
-        return torch.float32 if dtype in HALF_DTYPES else dtype
-    return torch.complex128 if dtype.is_complex else torch.float64
+from fastkron_py.tiling.cpu_slices import sum_dtype
 
 
 def _matrices(factors: Sequence[Tensor], steps: Sequence[Step], dtype: torch.dtype) -> list[Tensor]:
@@ -221,7 +215,7 @@ def backward(
                 if part is not None:
                     total = totals[i]
                     if total is None:
-                        total = totals[i] = torch.zeros_like(matrices[i], dtype=_sum_dtype(dtype, x.device))
+                        total = totals[i] = torch.zeros_like(matrices[i], dtype=sum_dtype(dtype, x.device))
                     _select(total, chunk).add_(part)
         gradients: list[Tensor | None] = [None] * len(factors)
         for total, step in zip(totals, steps, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastkron_py.rational.denominators.host import host_multiples, host_polynomial, host_polynomial_slope, reused_memory
 from fastkron_py.rational.denominators.registry import find_denominator
-from fastkron_py.tiling.cpu_slices import slice_elements, slices
+from fastkron_py.tiling.cpu_slices import slice_elements, slices, sum_dtype
 
 INTERMEDIATES: Final = 4  # tensors of a block's size that follow each other in the cache
 LEAST_ROWS: Final = 8  # for which coefficients are repeated over runs
@@ -84,7 +84,7 @@ def forward(x: Tensor, a: Tensor, b: Tensor, version: str, y: Tensor) -> None:
 
 
 def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tensor | None, need_coefficients: bool) -> list[Tensor]:
-    """The gradient of x into dx, unless that is None; [da, db] if they are needed, from sums over blocks in float64.
+    """The gradient of x into dx, unless that is None; [da, db] if they are needed, from sums over blocks in float64, where the device has it.
 
     Args:
         dy: ``[M, G, R]`` of any strides and dtype.
@@ -98,7 +98,7 @@ def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tens
     compute, denominator = compute_dtype(x, a, b), find_denominator(version)
     columns = _columns(a, x, compute), _columns(b, x, compute)
     width, degrees = _width(x), (a.shape[1], b.shape[1])
-    total = torch.zeros(sum(degrees), x.shape[1], width, dtype=torch.float64, device=x.device)
+    total = torch.zeros(sum(degrees), x.shape[1], width, dtype=sum_dtype(compute, x.device), device=x.device)
     with reused_memory():
         for groups, (u, t, *out), (of_a, of_b) in _blocks((dy, x) if dx is None else (dy, x, dx), columns):
             t = t.to(compute)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 from torch import Tensor
+
+from fastkron_py.runtime.checks import HALF_DTYPES
 
 # Of all intermediates of a slice: 4 MB in float32. Each operation on a slice waits for its slowest thread.
 SLICE_ELEMENTS: Final = 1 << 20
@@ -31,3 +34,10 @@ def row_slices(t: Tensor, columns: int, least: int = 1) -> list[slice]:
 def slices(count: int, length: int) -> list[slice]:
     """Slices of this length of as many elements; the last may be shorter."""
     return [slice(start, min(start + length, count)) for start in range(0, count, length)]
+
+
+def sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of sums over slices, which may be thousands; not every device has it."""
+    if device.type not in ("cpu", "cuda"):
+        return torch.float32 if dtype in HALF_DTYPES else dtype
+    return torch.complex128 if dtype.is_complex else torch.float64
