@@ -84,7 +84,7 @@ def forward(x: Tensor, a: Tensor, b: Tensor, version: str, y: Tensor) -> None:
 
 
 def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, version: str, dx: Tensor | None, need_coefficients: bool) -> list[Tensor]:
-    """The gradient of x into dx, unless that is None; [da, db] if they are needed, from sums over blocks in float64, where the device has it.
+    """The gradient of x into dx, unless that is None; [da, db] if they are needed, from sums over blocks in `sum_dtype`.
 
     Args:
         dy: ``[M, G, R]`` of any strides and dtype.
