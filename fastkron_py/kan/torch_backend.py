@@ -7,7 +7,7 @@ call goes slice by slice, so that no more than a slice's values are alive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from fastkron_py.tiling.cpu_slices import PRODUCT_ROWS, row_slices
 
 if TYPE_CHECKING:  # bases import Triton
     from fastkron_py.kan.layer_config import LayerConfig
+
+FEW_ROWS: Final = 8  # for which copying the coefficients takes longer than a product for each degree
 
 
 def evaluate(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig, precision: str | None) -> Tensor:
@@ -36,8 +38,10 @@ def forward(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerCo
 
 def multiply(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor:
     """The same slice by slice, without gradients."""
-    dtype = product_dtype(x)
-    matrix, addend = _matrix(coefficients, layer, dtype), _addend(coefficients, bias, layer)
+    dtype, addend = product_dtype(x), _addend(coefficients, bias, layer)
+    if x.shape[0] <= FEW_ROWS:
+        return _of_few_rows(x, coefficients, addend, layer, dtype)
+    matrix = _matrix(coefficients, layer, dtype)
     slices = row_slices(x, matrix.shape[1], PRODUCT_ROWS)
     if len(slices) == 1:
         return linear(_values(x, layer, dtype), matrix, addend).to(x.dtype)
@@ -64,15 +68,26 @@ def gradients(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequence[bool]
     return [*found, _coefficients_of(total, dy, coefficients, layer)] if need_coefficients else found
 
 
+def _of_few_rows(x: Tensor, coefficients: Tensor, addend: Tensor | None, layer: LayerConfig, dtype: torch.dtype) -> Tensor:
+    """A product for each degree, which reads the coefficients where they lie."""
+    for value, c in zip(_degrees(x, layer), coefficients[layer.first :], strict=True):
+        product = wide(value.to(dtype) @ c.to(dtype).mT)
+        addend = product if addend is None else addend + product
+    return addend.to(x.dtype)  # type: ignore[union-attr]
+
+
+def _degrees(x: Tensor, layer: LayerConfig) -> list[Tensor]:
+    """The values of the basis without a constant one, each ``[..., I]``; recurrences in half types would lose all their digits."""
+    return list(layer.values(layer.normalizer.host(wide(x))))[layer.first :]
+
+
 def _values(x: Tensor, layer: LayerConfig, dtype: torch.dtype) -> Tensor:
-    """The values of the basis without a constant one ``[..., degrees * I]``, in this dtype."""
-    t = layer.normalizer.host(wide(x))  # recurrences in half types would lose all their digits
-    values = list(layer.values(t))[layer.first :]
-    return torch.cat(values, -1).to(dtype)
+    """The same side by side ``[..., degrees * I]``, in this dtype."""
+    return torch.cat(_degrees(x, layer), -1).to(dtype)
 
 
 def _matrix(coefficients: Tensor, layer: LayerConfig, dtype: torch.dtype) -> Tensor:
-    """The coefficients of these values ``[O, degrees * I]``."""
+    """The coefficients of these values ``[O, degrees * I]``, copied."""
     return coefficients[layer.first :].transpose(0, 1).flatten(1).to(dtype)
 
 

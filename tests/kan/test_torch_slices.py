@@ -22,6 +22,7 @@ ROWS = 3  # of a slice
 def sliced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices of three rows, and no layer small enough for autograd's own record."""
     monkeypatch.setattr(torch_backend, "PRODUCT_ROWS", ROWS)
+    monkeypatch.setattr(torch_backend, "FEW_ROWS", 1)
     monkeypatch.setattr(cpu_slices, "SLICE_ELEMENTS", 1)
     monkeypatch.setattr(cpu_slices, "GPU_SLICE_ELEMENTS", 1)
     monkeypatch.setattr(program, "_SMALL", 0)
