@@ -89,7 +89,8 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saving: bool = Fal
     if down is not None:
         y = _add_linear(build, y, down, down_bias, chosen)
     results, shapes = ([y, pairs], [shape, (rows, 2 * hidden)]) if saving else ([y], [shape])
-    is_small = not by_triton and chosen.precision is None and x.dtype not in HALF_DTYPES and 0 < rows * hidden <= _SMALL
+    # Autograd saves the pairs, and more.
+    is_small = saving and not by_triton and chosen.precision is None and x.dtype not in HALF_DTYPES and 0 < rows * hidden <= _SMALL
     return build.program(results, shapes, differentiable=_recorded(tensors, chosen) if is_small else None)
 
 

@@ -117,8 +117,8 @@ def common_arguments(problem: Problem, chosen: Walk, registers: int | None) -> d
     """The arguments that the forward and the backward kernel share, by name; narrow vectors need all registers."""
     step = chosen.phases * chosen.block
     is_wide = chosen.vector * problem.itemsize == VECTOR_BYTES
-    # Triton's compilers for other vendors' GPUs refuse a limit's name, whatever its value.
-    is_limited = registers is not None and is_wide and devices.gpu_of(problem.function.device).capability is not None
+    # Elsewhere it has not been timed, and spills more; Triton's compilers for other vendors' GPUs refuse its name, whatever its value.
+    is_limited = registers is not None and is_wide and devices.gpu_of(problem.function.device).capability == (9, 0)
     return {
         **problem.function.arguments(),
         **({"maxnreg": registers} if is_limited else {}),
