@@ -30,18 +30,19 @@ def evaluate(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerC
 
 def forward(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor:
     """``y [..., O]`` of ``x [..., I]`` and coefficients ``[terms, O, I]``; differentiable to any order."""
-    dtype = product_dtype(x)
+    dtype, addend = product_dtype(x), _addend(coefficients, bias, layer)
+    if x.numel() <= FEW_ROWS * x.shape[-1]:
+        return _of_few_rows(x, coefficients, addend, layer, dtype)
     y = wide(_values(x, layer, dtype) @ _matrix(coefficients, layer, dtype).mT)
-    addend = _addend(coefficients, bias, layer)
     return (y if addend is None else y + addend).to(x.dtype)
 
 
 def multiply(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor:
     """The same slice by slice, without gradients."""
-    dtype, addend = product_dtype(x), _addend(coefficients, bias, layer)
     if x.shape[0] <= FEW_ROWS:
-        return _of_few_rows(x, coefficients, addend, layer, dtype)
-    matrix = _matrix(coefficients, layer, dtype)
+        return forward(x, coefficients, bias, layer)
+    dtype = product_dtype(x)
+    matrix, addend = _matrix(coefficients, layer, dtype), _addend(coefficients, bias, layer)
     slices = row_slices(x, matrix.shape[1], PRODUCT_ROWS)
     if len(slices) == 1:
         return linear(_values(x, layer, dtype), matrix, addend).to(x.dtype)
