@@ -66,12 +66,12 @@ def forward(tensors: Tensors, activation: str, layout: str) -> Tensor:
 # ---- slice by slice, without gradients -------------------------------------------------------------
 
 
-def layer_by_slices(x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, activation: str, layout: str) -> Tensor:
+def layer_by_slices(x: Tensor, weight: Tensor, gate_weight: Tensor | None, bias: Tensor | None, activation: str, layout: str) -> Tensor:
     """``y [M, H]``, with the pairs of one slice in memory."""
-    hidden = hidden_size(weight, gate)
+    hidden = hidden_size(weight, gate_weight)
     y = x.new_empty(x.shape[0], hidden)
     for rows in row_slices(x, 2 * hidden, PRODUCT_ROWS):
-        _put_gated(pairs_of(x[rows], weight, gate, bias, linear), y[rows], activation, layout)
+        y[rows] = gate(pairs_of(x[rows], weight, gate_weight, bias, linear), activation, layout)
     return y
 
 
@@ -79,18 +79,8 @@ def gate_by_slices(pairs: Tensor, activation: str, layout: str) -> Tensor:
     """`gate` of pairs ``[M, 2 H]``."""
     y = pairs.new_empty(pairs.shape[0], pairs.shape[1] // 2)
     for rows in row_slices(pairs, pairs.shape[1]):
-        _put_gated(pairs[rows], y[rows], activation, layout)
+        y[rows] = gate(pairs[rows], activation, layout)
     return y
-
-
-def _put_gated(pairs: Tensor, y: Tensor, activation: str, layout: str) -> None:
-    """Write `gate` of a slice."""
-    up, gated = split(pairs, layout)
-    values = find_activation(activation).host(wide(gated))
-    if y.dtype == values.dtype:
-        torch.mul(up, values, out=y)
-    else:
-        y.copy_(wide(up) * values)
 
 
 def pair_gradients(dy: Tensor, pairs: Tensor, activation: str, layout: str) -> Tensor:
