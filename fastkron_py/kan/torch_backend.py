@@ -55,18 +55,19 @@ def multiply(x: Tensor, coefficients: Tensor, bias: Tensor | None, layer: LayerC
 def gradients(dy: Tensor, x: Tensor, coefficients: Tensor, needs: Sequence[bool], layer: LayerConfig) -> list[Tensor]:
     """[dx ``[M, I]``] + [dC ``[terms, O, I]``], those needed, slice by slice."""
     need_x, need_coefficients = needs
-    dtype = product_dtype(x)
-    matrix = _matrix(coefficients, layer, dtype)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.zeros_like(matrix, dtype=wide(x[:0]).dtype)
-    for rows in row_slices(x, matrix.shape[1], PRODUCT_ROWS):
+    dtype, (terms, num_out, num_in) = product_dtype(x), coefficients.shape
+    columns = (terms - layer.first) * num_in
+    matrix = _matrix(coefficients, layer, dtype) if need_x else None
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    total = x.new_zeros(num_out, columns, dtype=wide(x[:0]).dtype) if need_coefficients else None
+    for rows in row_slices(x, columns, PRODUCT_ROWS):
         part, dy_part = x[rows], dy[rows].to(dtype)
-        if need_coefficients:
+        if total is not None:
             add_product(total, dy_part.mT, _values(part, layer, dtype))
-        if need_x:
+        if matrix is not None and dx is not None:
             dx[rows] = _slice_dx(matrix_product(dy_part, matrix, True), part, layer)
-    found = [dx] if need_x else []
-    return [*found, _coefficients_of(total, dy, coefficients, layer)] if need_coefficients else found
+    found = [] if dx is None else [dx]
+    return found if total is None else [*found, _coefficients_of(total, dy, coefficients, layer)]
 
 
 def _of_few_rows(x: Tensor, coefficients: Tensor, addend: Tensor | None, layer: LayerConfig, dtype: torch.dtype) -> Tensor:
