@@ -50,7 +50,6 @@ class Pipeline:
     precision: str | None
     name: str
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
-    _recorded: bool = False  # by autograd, which shall see one result, and may keep operands
     _inner: int = field(init=False)  # columns of x
     _outer: int = field(init=False)  # and of the result
 
@@ -69,7 +68,6 @@ class Pipeline:
         recorded = self.is_recorded(x)
         parts = x.split(sizes) if len(sizes) > 1 else (x,)
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
-        self._recorded = recorded
         channel = self.row_group.channel
         if channel is not None and not recorded and self._is_taken_over(x):
             return self._take_over(channel, parts, names, x.new_empty(m, width))
@@ -78,9 +76,9 @@ class Pipeline:
         self._last = []
         work = self._by_rows if self.plan.by_rows else self._by_stages
         wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
-        if out is not None and not recorded:  # each chunk was written to its place on arrival
+        if out is not None and not recorded:
             return out.view(m, width)
-        transfers, tokens = zip(*self._last, strict=True)
+        transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
         self._last = []
         return finish(transfers, tokens, out).view(m, width)
 
@@ -151,9 +149,8 @@ class Pipeline:
         return out
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
-        if out is None or self._recorded:
-            self._last.append((transfer, token))
-        else:
+        self._last.append((transfer, token))
+        if out is not None:  # each chunk is written to its place on arrival
             yield
             transfer.receive(out)
 

@@ -138,16 +138,12 @@ class Schedule:
             self._receive(len(plan.steps) - 1, number)
 
     def _exchanged(self, c: int, ends: list[int]) -> Work:
-        """As `Pipeline._by_stages` and `_by_rows`; autograd, where it follows, has all results received in the end."""
-        last = len(self.plan.steps) - 1
+        """As `Pipeline._by_stages` and `_by_rows`."""
         for i, step in enumerate(self.plan.steps):
             if step.factors is not None:
                 self._multiply(i, c, ())
             self._compute("copy", c, self._move(i, c).before, ())
             number = self._exchange(EXCHANGE, i, c, self._last)
-            if i == last and self.plan.problem.gradients:
-                ends.append(number)
-                return
             yield
             self._receive(i, number)
 
@@ -220,7 +216,7 @@ class Schedule:
         # Bytes for other hosts go slowly, and take as much from multiplies as if they stayed in this one.
         inside = max([paid.exchange_seconds(each.near + each.far, 0, each.near_messages + each.far_messages, 0) for each in loads])
         taken = (1 - paid.beside) * min(1.0, (inside + rounds * paid.round) / seconds) if seconds else 0.0
-        runs, transposes = transport.copies(leg.exchange.transposed)
+        runs, transposes = transport.copies(leg.exchange.transposed, plan.problem.gradients)
         blocks = list(zip([each.block for each in loads], self.slowdowns, strict=True))
         before = tuple([slow * copies_seconds((runs * leg.back, transposes), size, unit, plan.links) for size, slow in blocks])
         after = tuple([slow * copies_seconds((runs * (not leg.back), 0), size, unit, plan.links) for size, slow in blocks])

@@ -44,11 +44,10 @@ class PeerMemory(Transport):
     slots = SLOTS
 
     def suits(self, problem: Problem, site: Site, whole_rows: bool, chunks: int, links: Links) -> bool:
-        """By rows, in row groups that have a row for each rank and lie on one host, without gradients and identities."""
+        """By rows, in row groups that have a row for each rank and lie on one host, without identities."""
         reach, host = site.size * site.stride, links.ranks_per_host
         together = reach <= host and (host % reach == 0 or site.groups * site.size <= host)
-        plain = not (problem.gradients or problem.identities)
-        return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and plain
+        return whole_rows and chunks >= FEWEST_CHUNKS and 1 < site.size <= site.rows and together and not problem.identities
 
     def links(self, links: Links, size: int) -> Links:
         """Copies follow each other at once, between barriers."""
@@ -62,9 +61,9 @@ class PeerMemory(Transport):
             cpu_exchange=links.cpu_direct_exchange,
         )
 
-    def copies(self, transposed: bool) -> tuple[int, int]:
-        """Passes that pack and unpack parts: none for whole rows."""
-        return int(transposed), int(transposed)
+    def copies(self, transposed: bool, gradients: bool) -> tuple[int, int]:
+        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie, unless autograd keeps them."""
+        return int(transposed or gradients), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
         """Slots, made when they are first asked for; none in a graph."""

@@ -23,6 +23,7 @@ from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import IN_WHOLE, InBlocks
 from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
 from fastkron_py.distributed.plan.layout import Exchange, Rectangle
+from fastkron_py.distributed.plan.schedule import LAG
 
 
 class Arrival(Protocol):
@@ -173,6 +174,7 @@ class Transfer:
     into: Tensor | None = None
     arrival: Arrival | None = None  # pending data
     derivative: Transfer | None = None  # the latest one
+    after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
     text: str = ""  # the stage in errors, once it is known
 
     def reverse(self) -> Transfer:
@@ -212,6 +214,9 @@ class Transfer:
             raise RuntimeError("a transfer is received once, after it was sent")
         found = self.arrival.receive(self, out)
         self.arrival = self.into = None
+        if self.after is not None:
+            (later, block), self.after = self.after, None
+            later.send(block)
         return found
 
     def stage(self, like: Tensor) -> stage:
@@ -278,8 +283,22 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         blocks = gradient.split([t.size for t in ctx.transfers])
         # The last first: the backward pass waits for the chunks in that order.
-        tokens = [start(block, t.reverse()) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
-        return None, *reversed(tokens)
+        backwards = [(t.reverse(), block) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
+        if torch.is_grad_enabled():
+            return None, *[start(block, back) for back, block in backwards][::-1]
+        _send_in_turn(backwards)
+        return None, *[gradient.new_empty(0) for _ in backwards]
+
+
+def _send_in_turn(transfers: Sequence[tuple[Transfer, Tensor]]) -> None:
+    """Begin the first `LAG` transfers of blocks; the others begin one by one, each when the one `LAG` places before it is received.
+
+    So a backward pass has as few under way as a forward pass: they find slots, and need memory for a few chunks.
+    """
+    for (earlier, _), later in zip(transfers, transfers[LAG:], strict=False):
+        earlier.after = later
+    for transfer, block in transfers[:LAG]:
+        transfer.send(block)
 
 
 def _receive(transfers: Sequence[Transfer], like: Tensor, out: Tensor | None) -> Tensor:
@@ -288,7 +307,8 @@ def _receive(transfers: Sequence[Transfer], like: Tensor, out: Tensor | None) ->
     sizes = [t.size for t in transfers]
     out = like.new_empty(sum(sizes)) if out is None else out
     for transfer, part in zip(transfers, out.split(sizes), strict=True):
-        transfer.receive(part)
+        if transfer.arrival is not None:  # else it is there already
+            transfer.receive(part)
     return out
 
 
@@ -318,7 +338,8 @@ def finish(transfers: Sequence[Transfer], tokens: Sequence[Tensor], out: Tensor 
     Args:
         transfers: as given to `start`.
         tokens: the results of `start` for each.
-        out: where the blocks shall be, a new tensor; transfers may know their parts of it as `Transfer.into`.
+        out: where the blocks shall be, a new tensor; transfers may know their parts of it as `Transfer.into`. Those that have been
+            received are there already.
 
     Returns:
         This rank's blocks after the transfers, flat, one after the other.

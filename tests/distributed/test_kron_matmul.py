@@ -279,18 +279,18 @@ def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], 
 # ---- direct stores -----------------------------------------------------------------------------
 
 
-def direct_stores(shape, left, folder):
+def direct_stores(shape, left, folder, smaller):
     if (grid := grid_for(shape)) is None:
         return None
     made = []
 
     def files(grid, group, row_groups, slot_bytes):
         assert dist.get_process_group_ranks(group) in [[grid.ranks[r] for r in ranks] for ranks in row_groups]
-        made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
+        made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes // smaller)))
         return made[-1]
 
     for m, sizes, stages in list(PROBLEMS.values())[::3]:
-        for kind, chunks in ((stages, 6), ("rows", 5)):
+        for kind, chunks in ((stages, 6), ("rows", 5), ("rows", 13)):
             how = plan(problem(m, sizes, left=left), shape, stages=kind, chunks=chunks, direct=True)
             x, factors, _ = make(m, sizes, left=left)
             tensors = [t.requires_grad_() for t in (block(x, grid).clone(), *[f.clone() for f in matrices(factors)])]
@@ -311,12 +311,13 @@ def direct_stores(shape, left, folder):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+@pytest.mark.parametrize("smaller", [1, 2])
 @pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
-def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, tmp_path: Path) -> None:
-    """The same results where slots are taken, and where there are none left and the all-to-all steps in."""
-    for stored, refused in own_ranks.run(direct_stores, shape, left, str(tmp_path)):
+def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, smaller: int, tmp_path: Path) -> None:
+    """The same results where slots are taken, also by backward passes, and where they are too small and the all-to-all steps in."""
+    for stored, refused in own_ranks.run(direct_stores, shape, left, str(tmp_path), smaller):
         assert stored > 50
-        assert refused > 0
+        assert (refused > 0) == (smaller > 1)
 
 
 def direct_in_blocks(shape, left, folder):
