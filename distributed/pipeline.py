@@ -22,7 +22,7 @@ from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_
 from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.plan.schedule import Work, wave
 from fastkron_py.distributed.tied import tied
-from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, finish, start
+from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, finish, ready_now, start
 
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
@@ -50,6 +50,7 @@ class Pipeline:
     precision: str | None
     name: str
     _last: list[tuple[Transfer, Tensor]] = field(default_factory=list)
+    _ready: torch.cuda.Event | None = None  # after which x can be read
     _inner: int = field(init=False)  # columns of x
     _outer: int = field(init=False)  # and of the result
 
@@ -73,7 +74,7 @@ class Pipeline:
             return self._take_over(channel, parts, names, x.new_empty(m, width))
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
-        self._last = []
+        self._last, self._ready = [], ready_now(x)
         work = self._by_rows if self.plan.by_rows else self._by_stages
         wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
         if out is not None and not recorded:
@@ -91,6 +92,7 @@ class Pipeline:
         way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
         if way.first is not None:
             transfer = self._transfer(way.first, rows, "blocks to whole slices" + chunk)
+            transfer.ready = self._ready if x.is_contiguous() else None
             block = start(block, transfer)
             yield
             block = finish([transfer], [block])
@@ -113,6 +115,7 @@ class Pipeline:
         """The same by whole rows, a share of them on each rank."""
         there, back = by_rows(x.shape[0], self._inner, self._outer, self.row_group.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
+        arriving.ready = self._ready if x.is_contiguous() else None
         block = start(x.reshape(-1), arriving)
         yield
         block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
@@ -128,7 +131,7 @@ class Pipeline:
 
     def _take_over(self, channel: Channel, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
         """By whole rows, which the transport takes over; chunks that it leaves are exchanged as others are."""
-        ready = torch.cuda.current_stream(out.device).record_event() if out.is_cuda else None
+        ready = ready_now(out)
         done: list[torch.cuda.Event] = []
         own = matrices(self.factors)  # all of them, by `_is_taken_over`
 

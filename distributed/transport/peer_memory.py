@@ -28,7 +28,7 @@ from fastkron_py.distributed.plan.layout import Offsets, chunk_offsets, even_off
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import copy_runs
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
-from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, at_source, at_target
+from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, landed
 
 FEWEST_CHUNKS: Final = 4
 """From which on plans choose peer memory unasked: slots are as large as chunks."""
@@ -81,21 +81,25 @@ class PeerChannel(Channel):
         self._slots = slots
 
     def send(self, transfer: Transfer, local: Tensor) -> Pushed | None:
-        """Begin to push a block's parts into a slot of each rank; None where slots are too small, or taken."""
-        slots, ranks = self._slots, range(transfer.row_group.size)
-        taken = slots.take(max([transfer.size_of(rank) for rank in ranks]) * local.element_size())
+        """Begin to push a block's parts into a slot of each peer; None where slots are too small, or taken."""
+        slots, row_group, ready = self._slots, transfer.row_group, transfer.ready
+        taken = slots.take(max([transfer.size_of(rank) for rank in range(row_group.size)]) * local.element_size())
         if taken is None:
             return None
         (slot,) = taken
+        me, block = row_group.position, transfer.into
+        if ready is None and block is None:
+            block = local.new_empty(transfer.size)
 
         def copies() -> None:
-            blocks = [slots.block(slot, peer, transfer.size_of(peer), local.dtype) for peer in ranks]
-            for to, of in pushes(transfer, local, blocks):
-                copy_runs(to, of)
+            for peer in row_group.others:
+                copy_parts(transfer, peer, local, slots.block(slot, peer, transfer.size_of(peer), local.dtype))
+            if ready is None and block is not None:
+                copy_parts(transfer, me, local, block)
 
         with transfer.stage(local):
-            done = slots.exchange(slot, local, copies)
-        return Pushed(slots, slot, done, local.dtype)
+            done = slots.exchange(slot, (local,) if block is None else (local, block), copies, ready=ready)
+        return Pushed(slots, slot, done, local.dtype, block, None if ready is None else local)
 
     def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
         """A chunk, ready to be sent; None where slots are too small, or taken."""
@@ -109,39 +113,50 @@ class PeerChannel(Channel):
 
 
 class Pushed(NamedTuple):
-    """Parts under way into a slot of this rank, complete after an event."""
+    """Parts under way into a slot of this rank, complete after an event.
+
+    Attributes:
+        slots: of this rank.
+        slot: the one.
+        done: the event.
+        dtype: of the elements.
+        block: where they belong, if that is known; with this rank's own part after the event, if that is not left.
+        own: what has this rank's own part, where that is left: copies that do not wait for earlier work of the current stream must not
+            write to memory that this work may use.
+    """
 
     slots: Slots
     slot: int
     done: torch.cuda.Event
     dtype: torch.dtype
+    block: Tensor | None
+    own: Tensor | None
 
     def receive(self, transfer: Transfer, out: Tensor | None) -> Tensor:
-        """The block, copied from its slot."""
+        """The block, with the peers' parts copied from the slot."""
         row_group = transfer.row_group
-        block = self.slots.block(self.slot, row_group.position, transfer.size, self.dtype)
+        me = row_group.position
+        arrived = self.slots.block(self.slot, me, transfer.size, self.dtype)
         self.done.wait()  # the current stream, not the host
-        note(transfer.stage_text(block), block.device, row_group.ranks)
-        out = transfer.into if out is None else out
-        out = torch.empty_like(block) if out is None else out
-        out.copy_(block)
+        note(transfer.stage_text(arrived), arrived.device, row_group.ranks)
+        block = out if self.block is None else self.block
+        block = torch.empty_like(arrived) if block is None else block
+        for peer in row_group.others:
+            there, here = (transfer.parts(peer, me, b, arrived=True) for b in (block, arrived))
+            for to, of in zip(there, here, strict=True):
+                copy_runs(to, of)
+        if self.own is not None:
+            copy_parts(transfer, me, self.own, block)
         self.slots.release(self.slot)
-        return out
+        return landed(block, out)
 
 
-def pushes(transfer: Transfer, local: Tensor, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Views of this rank's block, and of the ranks' blocks afterwards, where each part belongs: ``(to, of)``."""
-    exchange, me, rows = transfer.exchange, transfer.row_group.position, transfer.rows
-    found = []
-    for peer in (*transfer.row_group.others, me):
-        block = blocks[peer]
-        if transfer.back:
-            pairs = [(r, at_source(exchange, block, rows, peer, r)) for r in exchange.rectangles(peer, me)]
-            found += [(to, at_target(exchange, local, rows, me, r)) for r, to in pairs]
-        else:
-            pairs = [(r, at_target(exchange, block, rows, peer, r)) for r in exchange.rectangles(me, peer)]
-            found += [(to, at_source(exchange, local, rows, me, r)) for r, to in pairs]
-    return found
+def copy_parts(transfer: Transfer, receiver: int, local: Tensor, block: Tensor) -> None:
+    """Copy all that this rank has for a receiver from its own block to the receiver's."""
+    me = transfer.row_group.position
+    there, here = transfer.parts(me, receiver, block, arrived=True), transfer.parts(me, receiver, local, arrived=False)
+    for to, of in zip(there, here, strict=True):
+        copy_runs(to, of)
 
 
 class Layout(NamedTuple):
@@ -271,7 +286,7 @@ class Chunk:
                 copy(peer)
 
         with stage(text, self._row_group.group):
-            return self._slots.exchange(slot, local, copies, pulls=pulls, first=own, ready=ready)
+            return self._slots.exchange(slot, (local,), copies, pulls=pulls, first=own, ready=ready)
 
     def _stage(self, label: str, columns: Tensor) -> str:
         size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()

@@ -76,7 +76,7 @@ class Slots:
     def exchange(
         self,
         slot: int,
-        local: Tensor,
+        local: Sequence[Tensor],
         copies: Callable[[], None],
         *,
         pulls: bool = False,
@@ -87,7 +87,7 @@ class Slots:
 
         Args:
             slot: a taken one.
-            local: what this rank gives or gets besides slots.
+            local: tensors that this rank gives or gets besides slots.
             copies: the function; it begins when all ranks have come so far, and those before it of its kind have been made: a GPU's
                 copy engines would else take them in any order, and a multiply wait for what came last.
             pulls: it reads.
@@ -99,7 +99,7 @@ class Slots:
         """
         stream = self._streams[slot]
         if ready is None:
-            stream.wait_stream(torch.cuda.current_stream(local.device))
+            stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
         else:
             stream.wait_event(ready)
             stream.wait_event(self._free[slot])
@@ -112,7 +112,8 @@ class Slots:
             self._before[pulls] = stream.record_event()
             self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
             done: torch.cuda.Event = stream.record_event()
-        local.record_stream(stream)
+        for t in local:
+            t.record_stream(stream)
         return done
 
     def lend(self, slot: int) -> None:

@@ -164,6 +164,7 @@ class Transfer:
         label: how errors call it.
         back: it goes from the exchange's target to its source.
         into: where the block shall be afterwards, if that is known when it is sent.
+        ready: an event after which a contiguous block can be read; None for all that the current stream has been given.
     """
 
     exchange: Exchange
@@ -172,6 +173,7 @@ class Transfer:
     label: str
     back: bool = False
     into: Tensor | None = None
+    ready: torch.cuda.Event | None = None
     arrival: Arrival | None = None  # pending data
     derivative: Transfer | None = None  # the latest one
     after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
@@ -202,7 +204,8 @@ class Transfer:
 
     def send(self, local: Tensor) -> None:
         """Begin to send a block: by the row group's channel, or packed where it cannot."""
-        local = local.contiguous()
+        if not local.is_contiguous():
+            local, self.ready = local.contiguous(), None
         channel = self.row_group.channel
         self.arrival = channel.send(self, local) if channel is not None and self.moves else None
         if self.arrival is None:
@@ -213,11 +216,18 @@ class Transfer:
         if self.arrival is None:
             raise RuntimeError("a transfer is received once, after it was sent")
         found = self.arrival.receive(self, out)
-        self.arrival = self.into = None
+        self.arrival = self.into = self.ready = None
         if self.after is not None:
             (later, block), self.after = self.after, None
             later.send(block)
         return found
+
+    def parts(self, sender: int, receiver: int, block: Tensor, arrived: bool) -> list[Tensor]:
+        """Views of all that one rank sends another: in the sender's block, or in the receiver's once it has arrived."""
+        exchange, rows = self.exchange, self.rows
+        rectangles = exchange.rectangles(receiver, sender) if self.back else exchange.rectangles(sender, receiver)
+        place = at_source if arrived == self.back else at_target
+        return [place(exchange, block, rows, receiver if arrived else sender, r) for r in rectangles]
 
     def stage(self, like: Tensor) -> stage:
         """Errors raised inside name this transfer; its elements are like the tensor's."""
@@ -236,6 +246,11 @@ class Transfer:
         with self.stage(arrived):
             work.wait()
         note(self.stage_text(arrived), arrived.device, self.row_group.ranks)
+
+
+def ready_now(t: Tensor) -> torch.cuda.Event | None:
+    """An event after which what is known of a tensor by now can be read, whatever the current stream is given later; None on CPUs."""
+    return torch.cuda.current_stream(t.device).record_event() if t.is_cuda else None
 
 
 def landed(arrived: Tensor, out: Tensor | None) -> Tensor:
@@ -295,6 +310,9 @@ def _send_in_turn(transfers: Sequence[tuple[Transfer, Tensor]]) -> None:
 
     So a backward pass has as few under way as a forward pass: they find slots, and need memory for a few chunks.
     """
+    ready = ready_now(transfers[0][1])
+    for transfer, _ in transfers:
+        transfer.ready = ready
     for (earlier, _), later in zip(transfers, transfers[LAG:], strict=False):
         earlier.after = later
     for transfer, block in transfers[:LAG]:
