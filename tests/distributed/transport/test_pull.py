@@ -19,13 +19,13 @@ import torch
 import torch.distributed._symmetric_memory  # torch 2.11 does not import it by itself
 from torch import Tensor
 
-from fastkron_py.distributed.plan.layout import chunk_offsets
+from fastkron_py.distributed.plan.layout import by_rows, chunk_offsets
 from fastkron_py.distributed.plan.schedule import wave
-from fastkron_py.distributed.transport import peer_memory
+from fastkron_py.distributed.transport import peer_memory, transfer
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Rows
-from fastkron_py.kron.plan.plan import InBlocks
+from fastkron_py.distributed.transport.transfer import RowGroup, Rows, Transfer
+from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 
 
 class Stream:
@@ -157,7 +157,8 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch("torch.distributed._symmetric_memory", symmetric),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy),
+        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, copy_runs=world.copy),
+        mock.patch.object(transfer, "ready_now", side_effect=lambda _: world.current.record_event()),
     ):
         for world.rank in range(size):
             world.mains.append(Stream(world))
@@ -166,14 +167,19 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         yield world
 
 
+def row_group_of(world: World, size: int, blocks: InBlocks = IN_WHOLE) -> RowGroup:
+    """Of the rank that is current."""
+    world.current = world.mains[world.rank]
+    row_group = RowGroup(mock.Mock(), size, world.rank, PeerChannel(world.slots[world.rank]), blocks)
+    row_group.__dict__["ranks"] = tuple(range(size))  # which torch would be asked for
+    return row_group
+
+
 def products(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], blocks: InBlocks, columns: int) -> None:
     """Two products one after the other on every rank, as a pipeline begins them."""
     for world.rank, of_rank in enumerate(xs):
-        world.current = world.mains[world.rank]
+        row_group = row_group_of(world, len(xs), blocks)
         me, own = world.rank, world.slots[world.rank]
-        channel = PeerChannel(own)
-        row_group = RowGroup(mock.Mock(), len(xs), me, channel, blocks)
-        row_group.__dict__["ranks"] = tuple(range(len(xs)))  # which torch would be asked for
         for x, out in zip(of_rank, outs[me], strict=True):
             ready, done = world.current.record_event(), []
 
@@ -195,10 +201,53 @@ def products(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], siz
         assert not any(own._taken)
 
 
-def results(size: int, chunks: int, blocks: InBlocks, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """(found, expected) of all ranks' columns."""
+def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], columns: int) -> None:
+    """A forward and a backward pass on every rank, as autograd begins them: of x, and of the result's gradient."""
+    for world.rank, ((x, dy), (y, dx)) in enumerate(zip(xs, outs, strict=True)):
+        row_group = row_group_of(world, len(xs))
+        me = world.rank
+        ready, chunks = world.current.record_event(), list[tuple[Transfer, Transfer, Tensor]]()
+
+        def multiply(rows: Tensor) -> None:
+            world.current.add(lambda: rows.mul_(3).add_(1))
+
+        def forward(x: Tensor, y: Tensor, row_group: RowGroup = row_group, ready: Event = ready, chunks: Any = chunks) -> Iterator[None]:
+            there, back = by_rows(len(x), columns, columns, row_group.size)
+            arriving = Transfer(there, row_group, 1, "there", ready=ready)  # type: ignore[arg-type]
+            returning = Transfer(back, row_group, 1, "back", back=True, into=y.view(-1))
+            arriving.send(x.reshape(-1))
+            yield
+            rows = x.new_full((arriving.size,), torch.nan)
+            arriving.receive(rows)
+            multiply(rows)
+            returning.send(rows)
+            yield
+            returning.receive(y.view(-1))
+            chunks.append((arriving, returning, rows))
+
+        wave([forward(*chunk) for chunk in zip(x.split(sizes), y.split(sizes), strict=True)])
+        world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
+        backward = list(zip(chunks, dy.split(sizes), dx.split(sizes), strict=True))[::-1]
+        transfer._send_in_turn([(returning.reverse(), part.reshape(-1)) for (_, returning, _), part, _ in backward])
+        last: list[Transfer] = []
+        for (arriving, returning, rows), _, into in backward:
+            assert returning.derivative is not None
+            returning.derivative.receive(rows)
+            multiply(rows)
+            leaving = arriving.reverse()
+            leaving.into = into.view(-1)
+            leaving.send(rows)
+            for earlier in last:
+                earlier.receive()
+            last = [leaving]
+        last[0].receive()
+        assert not any(world.slots[me]._taken)
+
+
+def results(size: int, chunks: int, blocks: InBlocks | None, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of all ranks' columns; without blocks of a product that autograd follows, and its gradient."""
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    rows, columns = chunks * (2 * size + 1), 2 * size + (0 if blocks.reads or blocks.writes else 1)
+    rows, columns = chunks * (2 * size + 1), 2 * size + (0 if blocks is not None and (blocks.reads or blocks.writes) else 1)
     sizes = [2 * size + 1] * chunks
     wholes = [torch.randn(rows, columns, generator=g, dtype=torch.float64) for _ in range(2)]
     with world_of(size, 3 * columns) as world:
@@ -206,20 +255,23 @@ def results(size: int, chunks: int, blocks: InBlocks, seed: int) -> list[tuple[T
         own = [slice(*pair) for pair in pairwise(offsets)]
         xs = [[whole[:, columns_of].clone() for whole in wholes] for columns_of in own]
         outs = [[torch.full_like(x, torch.nan) for x in of_rank] for of_rank in xs]
-        products(world, xs, outs, sizes, blocks, columns)
+        if blocks is None:
+            recorded(world, xs, outs, sizes, columns)
+        else:
+            products(world, xs, outs, sizes, blocks, columns)
         world.run(draw)
     return [
         (found, 3 * whole[:, c] + 1) for c, of_rank in zip(own, outs, strict=True) for whole, found in zip(wholes, of_rank, strict=True)
     ]
 
 
-WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False)]
+WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False), None]
 
 
 @pytest.mark.parametrize("blocks", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_in_any_order(size: int, blocks: InBlocks) -> None:
-    """More chunks than slots, and a second product behind the first."""
+def test_in_any_order(size: int, blocks: InBlocks | None) -> None:
+    """More chunks than slots, and a second product, or the backward pass, behind the first."""
     for seed in range(40):
         for found, expected in results(size, SLOTS + 1, blocks, seed):
             assert torch.equal(found, expected)
@@ -237,6 +289,18 @@ def test_what_would_be_wrong_is_found(name: str, instead: Callable[..., Any], mo
     assert any(not torch.equal(a, b) for seed in range(40) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed))
 
 
-def test_without_barriers_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [WAYS[0], None])
+def test_without_barriers_it_would_be_wrong(blocks: InBlocks | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handle, "barrier", nothing)
-    assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed))
+    assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, blocks, seed))
+
+
+def test_a_block_that_is_not_ready_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products do not wait for the current stream: they would be sent before they are made."""
+    exchange = Slots.exchange
+
+    def too_early(own: Slots, *given: Any, ready: Any = None, **options: Any) -> Any:
+        return exchange(own, *given, ready=ready or torch.cuda.Event(), **options)
+
+    monkeypatch.setattr(Slots, "exchange", too_early)
+    assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, None, seed))
