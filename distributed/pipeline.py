@@ -21,8 +21,9 @@ from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.plan.schedule import Work, wave
+from fastkron_py.distributed.split import split
 from fastkron_py.distributed.tied import tied
-from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, finish, ready_now, start
+from fastkron_py.distributed.transport.transfer import Channel, Place, RowGroup, Rows, Transfer, finish, ready_now, start
 
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
@@ -67,7 +68,7 @@ class Pipeline:
         sizes = self.plan.chunk_rows(m)
         width = widths(chunk_offsets(self._outer, self.row_group.size))[me]
         recorded = self.is_recorded(x)
-        parts = x.split(sizes) if len(sizes) > 1 else (x,)
+        parts, places = split(x, sizes) if recorded and len(sizes) > 1 else (x.split(sizes), [None] * len(sizes))
         names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         channel = self.row_group.channel
         if channel is not None and not recorded and self._is_taken_over(x):
@@ -76,7 +77,7 @@ class Pipeline:
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         self._last, self._ready = [], ready_now(x)
         work = self._by_rows if self.plan.by_rows else self._by_stages
-        wave([work(*chunk) for chunk in zip(parts, names, outs, strict=True)])
+        wave([work(*chunk) for chunk in zip(parts, names, outs, places, strict=True)])
         if out is not None and not recorded:
             return out.view(m, width)
         transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
@@ -87,13 +88,19 @@ class Pipeline:
         """Whether autograd follows the product of this block."""
         return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
 
-    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
-        """All that happens to some rows; pauses while an exchange is under way."""
+    def _by_stages(self, x: Tensor, chunk: str, out: Tensor | None, dx: Place | None) -> Work:
+        """All that happens to some rows; pauses while an exchange is under way.
+
+        Args:
+            x: the rows.
+            chunk: how errors call them.
+            out: where their result shall be, flat.
+            dx: the place of their gradient.
+        """
         way, rows, block = self.plan.way, x.shape[0], x.reshape(-1)
         if way.first is not None:
             transfer = self._transfer(way.first, rows, "blocks to whole slices" + chunk)
-            transfer.ready = self._ready if x.is_contiguous() else None
-            block = start(block, transfer)
+            block = self._start(x, transfer, dx)
             yield
             block = finish([transfer], [block])
         last = len(way.stages) - 1
@@ -111,12 +118,11 @@ class Pipeline:
                 block = finish([transfer], [block])
         yield from self._end(transfer, block, out)
 
-    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None) -> Work:
+    def _by_rows(self, x: Tensor, chunk: str, out: Tensor | None, dx: Place | None) -> Work:
         """The same by whole rows, a share of them on each rank."""
         there, back = by_rows(x.shape[0], self._inner, self._outer, self.row_group.size)
         arriving = self._transfer(there, 1, "columns to rows" + chunk)
-        arriving.ready = self._ready if x.is_contiguous() else None
-        block = start(x.reshape(-1), arriving)
+        block = self._start(x, arriving, dx)
         yield
         block = self._multiply(finish([arriving], [block]).view(-1, self._inner), self.factors, self.alpha).view(-1)
         transfer = self._transfer(back, 1, "rows to columns" + chunk, back=True)
@@ -138,7 +144,7 @@ class Pipeline:
         def work(x: Tensor, chunk: str, part: Tensor) -> Work:
             rows = channel.rows(self.row_group, Rows(x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk))
             if rows is None:
-                yield from self._by_rows(x, chunk, part.view(-1))
+                yield from self._by_rows(x, chunk, part.view(-1), None)
                 return
             # The first arrival need not wait for multiplies queued after x was ready.
             rows.send(x.contiguous(), ready if x.is_contiguous() else None)
@@ -159,6 +165,12 @@ class Pipeline:
 
     def _transfer(self, exchange: Exchange, rows: int, label: str, back: bool = False) -> Transfer:
         return Transfer(exchange, self.row_group, rows, f"{self.name}: {label}", back)
+
+    def _start(self, x: Tensor, transfer: Transfer, dx: Place | None) -> Tensor:
+        """Begin the exchange of a chunk of x, which is there from the beginning on, unless it is copied first."""
+        transfer.ready = self._ready if x.is_contiguous() else None
+        transfer.place_of_gradient = dx
+        return start(x.reshape(-1), transfer)
 
     def _has_matrices(self, stage: Stage) -> bool:
         return any([isinstance(f, Tensor) for f in self.factors[stage.start : stage.stop]])

@@ -8,7 +8,7 @@ that ties the two together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, cast
@@ -24,6 +24,8 @@ from fastkron_py.distributed.local import IN_WHOLE, InBlocks
 from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
 from fastkron_py.distributed.plan.layout import Exchange, Rectangle
 from fastkron_py.distributed.plan.schedule import LAG
+
+Place = Callable[[Tensor], Tensor]
 
 
 class Arrival(Protocol):
@@ -164,6 +166,7 @@ class Transfer:
         label: how errors call it.
         back: it goes from the exchange's target to its source.
         into: where the block shall be afterwards, if that is known when it is sent.
+        place_of_gradient: where the derivative shall bring the block's gradient, as a function of a tensor like it; None for new memory.
         ready: an event after which a contiguous block can be read; None for all that the current stream has been given.
     """
 
@@ -173,15 +176,17 @@ class Transfer:
     label: str
     back: bool = False
     into: Tensor | None = None
+    place_of_gradient: Place | None = None
     ready: torch.cuda.Event | None = None
     arrival: Arrival | None = None  # pending data
     derivative: Transfer | None = None  # the latest one
     after: tuple[Transfer, Tensor] | None = None  # a transfer to begin, with its block, once this one is received
     text: str = ""  # the stage in errors, once it is known
 
-    def reverse(self) -> Transfer:
-        """The same elements on their way back."""
-        self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back)
+    def reverse(self, like: Tensor) -> Transfer:
+        """The same elements on their way back, of a tensor's dtype and device."""
+        into = self.place_of_gradient(like) if self.place_of_gradient is not None and not torch.is_grad_enabled() else None
+        self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back, into)
         return self.derivative
 
     @property
@@ -298,7 +303,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         blocks = gradient.split([t.size for t in ctx.transfers])
         # The last first: the backward pass waits for the chunks in that order.
-        backwards = [(t.reverse(), block) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
+        backwards = [(t.reverse(block), block) for block, t in reversed(list(zip(blocks, ctx.transfers, strict=True)))]
         if torch.is_grad_enabled():
             return None, *[start(block, back) for back, block in backwards][::-1]
         _send_in_turn(backwards)

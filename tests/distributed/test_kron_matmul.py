@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed.split import Gradients
 from fastkron_py.distributed.transport import peer_memory
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.steps import Step
@@ -274,6 +275,32 @@ def sent(shape, left):
 @pytest.mark.parametrize("left", [False, True])
 def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
     ranks.run(sent, grid_shape, left)
+
+
+def twice_through_one_graph():
+    """Chunks' gradients arrive in one tensor, which is a new one in each backward pass, and the factors alone need none."""
+    grid = ProcessGrid((1, dist.get_world_size()))
+    m, sizes = 12, ((4, 4),) * 3
+    x, factors, _ = make(m, sizes)
+    how = plan(problem(m, sizes), grid.shape, stages="rows", chunks=3)
+    leaf, own = block(x, grid).clone().requires_grad_(), [f.to(grid.device).requires_grad_() for f in factors]
+    whole = x.clone().requires_grad_()
+    expected = single(whole, factors)
+    y = kron_matmul(leaf, own, grid=grid, plan=how)
+    taken, take = [], Gradients.take
+    with mock.patch.object(Gradients, "take", lambda own, parts: taken.append(take(own, parts)) or taken[-1]):
+        (first,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+        torch.autograd.grad(y.sum(), own, retain_graph=True)
+        (second,) = torch.autograd.grad((2 * y).sum(), leaf)
+    assert len(taken) == 2
+    assert all(t is not None for t in taken)  # no copy
+    (wanted,) = torch.autograd.grad(expected.sum(), whole)
+    assert torch.equal(first, block(wanted, grid))
+    assert torch.equal(second, 2 * block(wanted, grid))
+
+
+def test_gradients_of_chunks_are_one_tensor(ranks: RankPool) -> None:
+    ranks.run(twice_through_one_graph)
 
 
 # ---- direct stores -----------------------------------------------------------------------------

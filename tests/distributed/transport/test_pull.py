@@ -228,13 +228,13 @@ def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], siz
         wave([forward(*chunk) for chunk in zip(x.split(sizes), y.split(sizes), strict=True)])
         world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
         backward = list(zip(chunks, dy.split(sizes), dx.split(sizes), strict=True))[::-1]
-        transfer._send_in_turn([(returning.reverse(), part.reshape(-1)) for (_, returning, _), part, _ in backward])
+        transfer._send_in_turn([(returning.reverse(part), part.reshape(-1)) for (_, returning, _), part, _ in backward])
         last: list[Transfer] = []
         for (arriving, returning, rows), _, into in backward:
             assert returning.derivative is not None
             returning.derivative.receive(rows)
             multiply(rows)
-            leaving = arriving.reverse()
+            leaving = arriving.reverse(into)
             leaving.into = into.view(-1)
             leaving.send(rows)
             for earlier in last:
