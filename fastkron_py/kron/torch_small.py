@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.plan.torch_costs import IN_PLACE, TRANSPOSED, converting
+from fastkron_py.kron.plan.torch_costs import IN_PLACE, TO_BACK, TO_FRONT, TRANSPOSED, converting
 from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
@@ -83,7 +83,10 @@ def multiply_small(
         operands[least] = operands[least] * _product([f for i, f in enumerate(factors) if i not in kept])
     y, *matrices = operands
     for step, f in zip(steps, matrices, strict=True):
-        y = _multiplied(y, f, rows * step.before, step.after * columns, step.way)
+        if step.way in (TO_BACK, TO_FRONT):
+            y = _rotated(y, f, sides, step.way)
+        else:
+            y = _multiplied(y, f, rows * step.before, step.after * columns, step.way)
     return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
 
 
@@ -114,6 +117,14 @@ def _multiplied(x: Tensor, f: Tensor, count: int, tail: int, way: str) -> Tensor
     if way == TRANSPOSED:
         return matrix_product(matrices.mT.reshape(count * tail, p), f, True).view(count, tail, q).mT
     return matrix_product(f.mT, matrices.transpose(0, 1).reshape(p, count * tail), False).view(q, count, tail).transpose(0, 1)
+
+
+def _rotated(x: Tensor, f: Tensor, sides: tuple[int, int], way: str) -> Tensor:
+    """The first mode ``[P, others, R]`` multiplied, as ``[others, Q, R]``; or the last one, ``[L, others, P]``, as ``[L, Q, others]``."""
+    p, q = f.shape
+    if way == TO_BACK:
+        return matrix_product(f.mT, x.reshape(p, -1), False).view(q, -1, sides[1]).transpose(0, 1)
+    return matrix_product(x.reshape(-1, p), f, True).view(sides[0], -1, q).mT
 
 
 def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:

@@ -408,7 +408,11 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     found = [
         torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), rows // columns, columns, backward=b)).steps for b in (False, True)
     ]
-    for steps in (*found, *([s._replace(way=way) for s in found[0]] for way in WAYS)):
+    still = torch_plan.differentiable_plan(torch_plan.Problem(tuple(shapes), 2, 2)).steps  # none that rotates
+    runs = [torch_plan._Run(s.first, s.last, s.p, s.q) for s in sorted(still)]
+    problem, way = torch_plan.Problem(tuple(shapes), rows // columns, columns), torch_costs.TO_BACK if left else torch_costs.TO_FRONT
+    rotated, _ = torch_plan._rotated(problem, runs, way, torch_costs.Rates(8))
+    for steps in (*found, rotated, *([s._replace(way=way) for s in still] for way in WAYS)):
         y = torch_small.multiply_small(
             x, [f.mT for f in factors] if left else factors, steps, dy.shape, (rows // columns, columns), dy, 0.5, 2.0
         )

@@ -23,6 +23,8 @@ from fastkron_py.tiling.cpu_costs import (
 IN_PLACE: Final = "in place"  # products of the mode where it stands
 MOVED: Final = "moved"  # the operand is copied so that the mode is the first: one product, copied back
 TRANSPOSED: Final = "transposed"  # the operand is copied so that the mode is the last: one product, copied back
+TO_BACK: Final = "to the back"  # the mode is the first: one product, copied so that it is the last; where there is one row
+TO_FRONT: Final = "to the front"  # the mode is the last: one product, copied so that it is the first; where there is one column
 
 TINY: Final = 400  # multiply-adds of a matrix, below which torch has a loop of its own
 TINY_MULTIPLY_ADD: Final = 1.0
@@ -168,6 +170,32 @@ def differentiable_ways(mode: Mode, backward: bool, rates: Rates) -> Ways:
         total = {way: seconds + back[way] + gradient[way] for way, seconds in total.items()}
     seconds, way = _least(total)
     return Ways(seconds, way, way, way)
+
+
+def rotated(mode: Mode, way: str, side: int, backward: bool, rates: Rates) -> float:
+    """The time of a step that autograd records and that leaves its mode at the other end.
+
+    Args:
+        mode: its matrices and their tail lie side by side.
+        way: `TO_BACK` or `TO_FRONT`.
+        side: the columns that stay behind all modes, or the rows that stay before them.
+        backward: with its backward pass.
+        rates: of the machine.
+    """
+    others = mode.matrices * mode.tail
+    if way == TO_BACK:
+        whole, product = Mode(1, mode.p, mode.q, others), first_time
+        moved = swap(mode.written, mode.q, others, rates) if side == 1 else rates.call + copy(mode.written, side, rates)
+    else:
+        whole, product = Mode(others, mode.p, mode.q, 1), last_time
+        moved = swap(mode.written, mode.q, others // side, rates)
+    moved += fresh_time(mode.written, rates)
+    seconds = product(whole, rates) + fresh_time(mode.written, rates) + (moved if others > side else 0.0)
+    if backward:
+        swapped = whole._replace(p=mode.q, q=mode.p)
+        seconds += product(swapped, rates) + fresh_time(mode.read, rates) + gradient_ways(whole, rates)[IN_PLACE]
+        seconds += moved if others > side else 0.0
+    return seconds
 
 
 def scaling(count: int, elements: int, backward: bool, rates: Rates) -> float:

@@ -132,6 +132,10 @@ def differentiable_plan(problem: Problem) -> Plan:
     alone = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
     runs = [run for run in alone if (run.p, run.q) != (1, 1)] or alone[:1]
     made = [_steps(problem, runs, order, rates, differentiable=True) for order in _orders(runs)]
+    if problem.rows == 1:
+        made.append(_rotated(problem, runs, costs.TO_BACK, rates))
+    if problem.columns == 1:
+        made.append(_rotated(problem, runs, costs.TO_FRONT, rates))
     steps, seconds = min(made, key=lambda m: m[1])
     width = math.prod([p for p, _ in problem.shapes])
     least = min([problem.rows * problem.columns * width, *[run.p * run.q for run in runs]])
@@ -188,6 +192,20 @@ def _steps(
         seconds += took
         steps.append(Step(first, last, p, q, before, after, *ways))
         sizes[i] = q
+    return tuple(steps), seconds
+
+
+def _rotated(problem: Problem, runs: Sequence[_Run], way: str, rates: Rates) -> tuple[tuple[Step, ...], float]:
+    """The runs as steps that autograd records, each of which leaves its mode at the other end, and their time."""
+    to_back = way == costs.TO_BACK
+    others = problem.rows * problem.columns * math.prod([r.p for r in runs])
+    steps, seconds = [], 0.0
+    for first, last, p, q in runs if to_back else reversed(runs):
+        others //= p
+        mode, side = Mode(1, p, q, others), problem.columns if to_back else problem.rows
+        seconds += costs.rotated(mode, way, side, problem.backward, rates)
+        steps.append(Step(first, last, p, q, 1, others // side, way, way, way))
+        others *= q
     return tuple(steps), seconds
 
 
