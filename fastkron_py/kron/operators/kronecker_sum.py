@@ -25,7 +25,8 @@ class KroneckerSum(LazyOperator):
     Laplacians on tensor grids are such sums, and generators of independent Markov chains. With mass matrices, as finite and spectral
     elements have them, ``S = A (x) Mb (x) Mc + Ma (x) B (x) Mc + Ma (x) Mb (x) C``.
 
-    ``S @ x`` and ``x @ S`` multiply one mode after the other into one accumulator. `solve` takes the eigenvectors of each factor, or of
+    ``S @ x`` and ``x @ S`` multiply one mode after the other into one accumulator. For large x, neighbouring small factors are summed up to
+    one matrix first (up to 64 x 64 on a GPU, 16 x 16 on a CPU), so that 8^6 takes three passes and not six. `solve` takes the eigenvectors of each factor, or of
     each pair of factor and mass: fast diagonalisation (Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor
     product methods", 1964), in as much work as two products. Gradients reach factors and masses through everything here. Where the factors
     are NumPy or CuPy arrays, so are operands and results.

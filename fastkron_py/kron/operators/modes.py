@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import Factor, shape_of
+from fastkron_py.kron.operators.algebra import dense
 from fastkron_py.kron.shapes import Shape, broadcast_batch
+
+LARGE: Final = 1 << 16  # elements of x, from which on a pass over it takes longer than making a small matrix
+# Widths of neighbours that are summed up to one matrix, on GPUs, and on CPUs and of complex numbers: products with wider ones take longer
+# than the passes that they spare.
+WIDEST: Final = 64
+NARROWER: Final = 16
 
 
 def terms(factors: Sequence[Factor], masses: Sequence[Factor]) -> list[list[Factor]]:
     """The factors of each term of a Kronecker sum: its own, and masses or identities for the other modes."""
     units = masses or [shape_of(f)[-1] for f in factors]
     return [[*units[:i], f, *units[i + 1 :]] for i, f in enumerate(factors)]
+
+
+def merged(factors: Sequence[Factor], masses: Sequence[Factor], widest: int) -> tuple[list[Factor], list[Factor]]:
+    """The same sum of fewer terms: neighbours whose sizes multiply to at most `widest` become one matrix, their own Kronecker sum."""
+    groups: list[list[int]] = []
+    for i, f in enumerate(factors):
+        last = groups[-1] if groups else []
+        sizes = [shape_of(factors[j])[-1] for j in (*last, i)]
+        if last and math.prod(sizes) <= widest and isinstance(f, Tensor) and isinstance(factors[last[-1]], Tensor):
+            last.append(i)
+        else:
+            groups.append([i])
+    found, weights = list[Factor](), list[Factor]()
+    for first, *others in groups:
+        span = slice(first, first + 1 + len(others))
+        own, units = factors[span], masses[span]
+        found.append(reduce(torch.add, map(dense, terms(own, units))) if others else own[0])
+        if masses:
+            is_unit = not any(isinstance(u, Tensor) for u in units)
+            weights.append(math.prod([shape_of(u)[-1] for u in units]) if is_unit else dense(units))
+    return found, weights
 
 
 def mode_product(x: Tensor, f: Tensor, z: Tensor | None) -> Tensor:
@@ -40,6 +71,8 @@ def sum_matmul(factors: Sequence[Factor], masses: Sequence[Factor], x: Tensor, l
     """
     batch = broadcast_batch([tuple(x.shape[:-2]), *[shape_of(f)[:-2] for f in (*factors, *masses)]], "x, factors")
     x = x.expand(*batch, *x.shape[-2:])
+    if x.numel() >= LARGE:
+        factors, masses = merged(factors, masses, WIDEST if x.is_cuda and not x.is_complex() else NARROWER)
     sizes = [shape_of(f)[-1] for f in factors]
     rows, columns = (1, x.shape[-1]) if left else (x.shape[-2], 1)
 

@@ -16,6 +16,7 @@ from kronecker_cases import SQUARE, hermitian, ids, near, near_by_elements, rand
 from refusals import assert_refused
 
 from fastkron_py import KroneckerProduct, KroneckerSum
+from fastkron_py.kron.operators import modes
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
@@ -65,6 +66,61 @@ def test_against_the_dense_sum(shapes, kind, dtype, device):
     near(s @ x, dense @ x)
     near(torch.matmul(x, s), x @ dense)
     near(torch.linalg.solve(s, x), torch.linalg.solve(dense, x.expand(*batch, n)[..., None])[..., 0])
+
+
+@pytest.fixture
+def merging(monkeypatch):
+    """Neighbours of small operands are summed up too; the number of products is kept."""
+    products = []
+    monkeypatch.setattr(modes, "LARGE", 0)
+    for name in ("kron_matmul", "kron_matmul_left"):
+        original = getattr(modes, name)
+        monkeypatch.setattr(modes, name, lambda *a, original=original, **k: products.append(1) or original(*a, **k))
+    return products
+
+
+@pytest.mark.parametrize("masses", [(), (0, 1, 2, 3), (2,)], ids=["no masses", "masses", "one mass"])
+@pytest.mark.parametrize(
+    ("factors", "products"),
+    [((2, 4, 2, 5), 2), ((2, -2, 3, 2), 3), ((2, 2, 2, 2), 1), ((5, 7, 3, 3), 3), ((-2, -3, 2, 2), 3)],
+    ids=str,
+)
+def test_neighbours_are_summed_up(factors, products, masses, dtype, device, merging):
+    """Fewer products, the same numbers, derivatives to every factor and mass; integers (negative here) keep terms of their own."""
+    sizes = [abs(f) for f in factors]
+    whole, _ = drawn([(2, p, p) if i == 3 else (p, p) for i, p in enumerate(sizes)], dtype, device, "general")
+    units = random_factors([(p, p) for p in sizes], dtype, device, dominant=False)
+    given = [p if f < 0 else w for f, p, w in zip(factors, sizes, whole, strict=True)]
+    eyes = [torch.eye(p, dtype=dtype, device=device) for p in sizes]
+    weights = [units[i] if i in masses else p for i, p in enumerate(sizes)] if masses else None
+    dense = dense_sum(
+        [e if isinstance(g, int) else g for g, e in zip(given, eyes, strict=True)],
+        [e if isinstance(w, int) else w for w, e in zip(weights or sizes, eyes, strict=True)],
+    )
+    x = torch.randn(dense.shape[-1], 3, dtype=dtype, device=device)
+    s = KroneckerSum(given, masses=weights)
+    near(s @ x, dense @ x)
+    assert len(merging) <= products
+    near(x.mT @ s, x.mT @ dense)
+    tensors = [t.requires_grad_() for t in (x, *given, *(weights or [])) if isinstance(t, torch.Tensor)]
+
+    def product(x, *own):
+        own = iter(own)
+        filled = [next(own) if isinstance(g, torch.Tensor) else g for g in given]
+        loads = None if weights is None else [next(own) if isinstance(w, torch.Tensor) else w for w in weights]
+        return KroneckerSum(filled, masses=loads) @ x
+
+    torch.autograd.gradcheck(product, tensors, fast_mode=True)
+    torch.autograd.gradgradcheck(product, tensors, fast_mode=True)
+
+
+def test_large_operands_take_fewer_products(device):
+    """From some size on, and in float32 with its usual error."""
+    factors = random_factors([(4, 4)] * 6, torch.float32, device, dominant=False)
+    x = torch.randn(4096, 32, device=device)
+    s = KroneckerSum(factors)
+    near = torch.stack([KroneckerProduct([4**i, f, 4 ** (5 - i)]).double() @ x.double() for i, f in enumerate(factors)]).sum(0)
+    assert_close(s @ x, near, magnitude=near.abs().max().expand_as(near))
 
 
 def test_drawn_sizes(seed, device):
