@@ -110,10 +110,28 @@ def test_blocks_of_any_layout(ranks: RankPool) -> None:
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def gradients(shape, left, recompute):
-    """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves."""
+def gradients(shape, left, recompute, folder=None):
+    """First and second order of x, factors, z, alpha and beta, bit for bit: all are whole numbers or halves.
+
+    With a folder by way of slots, in more chunks than there are slots.
+    """
     if (grid := grid_for(shape)) is None:
         return
+    if folder is not None:
+        made = []
+
+        def files(grid, group, row_groups, slot_bytes):
+            made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
+            return made[-1]
+
+        with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+            _gradients(grid, left, recompute, {"direct": True, "chunks": 9})
+        assert sum(d.stored for d in made) > 0
+    else:
+        _gradients(grid, left, recompute, {"chunks": 2})
+
+
+def _gradients(grid, left, recompute, options):
     for m, sizes, stages in (
         (6, ((4, 4), (3, 3), (2, 4)), (1, 1, 1)),
         (3, ((5, 2), (3, 4)), (1, 1)),
@@ -122,7 +140,9 @@ def gradients(shape, left, recompute):
         (6, ((4, 4), (3, 3), (2, 4)), "rows"),
         (9, ((5, 2), (3, 4)), "rows"),
     ):
-        how = planned(m, sizes, shape, stages, 2, left)
+        if len(sizes) == 1 and options.get("direct"):
+            continue
+        how = plan(problem(m, sizes, left=left), grid.shape, stages=stages, **options)
         x, factors, z = make(m, sizes, left=left)
         scalars = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)]
         whole = [t.clone().requires_grad_() for t in (x, z, *factors, *scalars)]
@@ -140,8 +160,11 @@ def gradients(shape, left, recompute):
         g = torch.Generator().manual_seed(1)
         y, expected_y = product(mine, multiply, grid=grid, plan=how, recompute=recompute), product(whole, single)
         weights = whole_numbers(g, *expected_y.shape)
-        found = torch.autograd.grad((y * block(weights, grid)).sum(), mine, create_graph=True)
         expected = torch.autograd.grad((expected_y * weights).sum(), whole, create_graph=True)
+        once = torch.autograd.grad((y * block(weights, grid)).sum(), mine, retain_graph=True)
+        for a, b in zip(once, own(expected), strict=True):
+            assert torch.equal(a, b)
+        found = torch.autograd.grad((y * block(weights, grid)).sum(), mine, create_graph=True)
         for a, b in zip(found, own(expected), strict=True):
             assert torch.equal(a, b)
         directions = [whole_numbers(g, *t.shape) for t in expected]
@@ -158,6 +181,13 @@ def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[
 
 def test_gradients_with_operands_computed_again(ranks: RankPool) -> None:
     ranks.run(gradients, (1, ranks.world_size), False, recompute=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
+def test_gradients_by_way_of_slots(own_ranks: RankPool, shape: tuple[int, int], left: bool, recompute: bool, tmp_path: Path) -> None:
+    own_ranks.run(gradients, shape, left, recompute, str(tmp_path))
 
 
 def learn():
