@@ -316,7 +316,7 @@ def _send_in_turn(transfers: Sequence[tuple[Transfer, Tensor]]) -> None:
     So a backward pass has as few under way as a forward pass: they find slots, and need memory for a few chunks.
     """
     ready = ready_now(transfers[0][1])
-    for transfer, _ in transfers:
+    for transfer, _ in transfers[LAG:]:
         transfer.ready = ready
     for (earlier, _), later in zip(transfers, transfers[LAG:], strict=False):
         earlier.after = later

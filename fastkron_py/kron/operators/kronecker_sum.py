@@ -26,10 +26,10 @@ class KroneckerSum(LazyOperator):
     elements have them, ``S = A (x) Mb (x) Mc + Ma (x) B (x) Mc + Ma (x) Mb (x) C``.
 
     ``S @ x`` and ``x @ S`` multiply one mode after the other into one accumulator. For large x, neighbouring small factors are summed up to
-    one matrix first (up to 64 x 64 on a GPU, 16 x 16 on a CPU), so that 8^6 takes three passes and not six. `solve` takes the eigenvectors of each factor, or of
-    each pair of factor and mass: fast diagonalisation (Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor
-    product methods", 1964), in as much work as two products. Gradients reach factors and masses through everything here. Where the factors
-    are NumPy or CuPy arrays, so are operands and results.
+    one matrix first (up to 64 x 64 on a GPU, 16 x 16 on a CPU), so that 8^6 takes three passes and not six. `solve` takes the eigenvectors
+    of each factor, or of each pair of factor and mass: fast diagonalisation (Lynch, Rice and Thomas, "Direct solution of partial difference
+    equations by tensor product methods", 1964), in as much work as two products. Gradients reach factors and masses through everything
+    here. Where the factors are NumPy or CuPy arrays, so are operands and results.
 
     Args:
         factors: sequence of square ``[*batch_i, P_i, P_i]`` of one array type, dtype and device; batches broadcast. Kept as they are. An

@@ -125,6 +125,11 @@ class World:
     def copy(self, to: Tensor, of: Tensor) -> None:
         self.current.add(lambda: to.copy_(of))
 
+    def landed(self, block: Tensor, out: Tensor) -> Tensor:
+        if out is not block:
+            self.copy(out, block)
+        return out
+
 
 class Handle:
     """Of symmetric memory."""
@@ -157,7 +162,7 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch("torch.distributed._symmetric_memory", symmetric),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, copy_runs=world.copy),
+        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, copy_runs=world.copy, landed=world.landed),
         mock.patch.object(transfer, "ready_now", side_effect=lambda _: world.current.record_event()),
     ):
         for world.rank in range(size):
@@ -238,9 +243,9 @@ def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], siz
             leaving.into = into.view(-1)
             leaving.send(rows)
             for earlier in last:
-                earlier.receive()
+                earlier.receive(earlier.into)
             last = [leaving]
-        last[0].receive()
+        last[0].receive(last[0].into)
         assert not any(world.slots[me]._taken)
 
 
