@@ -78,8 +78,6 @@ class Pipeline:
         self._last, self._ready = [], ready_now(x)
         work = self._by_rows if self.plan.by_rows else self._by_stages
         wave([work(*chunk) for chunk in zip(parts, names, outs, places, strict=True)])
-        if out is not None and not recorded:
-            return out.view(m, width)
         transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
         self._last = []
         return finish(transfers, tokens, out).view(m, width)

@@ -155,12 +155,7 @@ class TransportModel:
         return 0
 
     def copies(self, transposed: bool, gradients: bool) -> tuple[int, int]:
-        """Numbers of copies beside the exchange: in long runs, and transposing.
-
-        Args:
-            transposed: a multiply has left blocks transposed.
-            gradients: autograd follows the product.
-        """
+        """Copies beside the exchange, in long runs and transposing: of blocks left transposed, and of products that autograd follows."""
         return 0, 0
 
 

@@ -133,11 +133,11 @@ class Schedule:
         if plan.by_rows and plan.transport_model.multiplies and plain:
             wave([self._taken_over(c, ready, ends) for c in chunks])
         else:
-            wave([self._exchanged(c, ends) for c in chunks])
+            wave([self._exchanged(c) for c in chunks])
         for number in ends:
             self._receive(len(plan.steps) - 1, number)
 
-    def _exchanged(self, c: int, ends: list[int]) -> Work:
+    def _exchanged(self, c: int) -> Work:
         """As `Pipeline._by_stages` and `_by_rows`."""
         for i, step in enumerate(self.plan.steps):
             if step.factors is not None:

@@ -42,7 +42,11 @@ def merged(factors: Sequence[Factor], masses: Sequence[Factor], widest: int) -> 
     for first, *others in groups:
         span = slice(first, first + 1 + len(others))
         own, units = factors[span], masses[span]
-        found.append(reduce(torch.add, map(dense, terms(own, units))) if others else own[0])
+        if not others:
+            found.extend(own)
+            weights.extend(units)
+            continue
+        found.append(reduce(torch.add, map(dense, terms(own, units))))
         if masses:
             is_unit = not any(isinstance(u, Tensor) for u in units)
             weights.append(math.prod([shape_of(u)[-1] for u in units]) if is_unit else dense(units))
