@@ -10,6 +10,7 @@ import benchmarks.gaussian_processes.steps
 import benchmarks.kan.layers
 import benchmarks.kron.drawn
 import benchmarks.kron.first_call
+import benchmarks.kron.function
 import benchmarks.kron.hadamard
 import benchmarks.kron.identity
 import benchmarks.kron.products

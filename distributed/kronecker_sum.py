@@ -253,9 +253,10 @@ class _System(NamedTuple):
     grid: ProcessGrid
     reduction: Reduction
 
-    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """``(F1 (x) ... (x) FN) x``."""
-        return kron_matmul_left(factors, x, grid=self.grid, reduction=self.reduction)
+    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor, if there is one."""
+        y: Tensor = kron_matmul_left(factors, x, grid=self.grid, reduction=self.reduction)
+        return y if divisor is None else y.div_(divisor.unsqueeze(-1))
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``S x``."""

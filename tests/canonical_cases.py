@@ -44,7 +44,7 @@ def dense(x, factors):
     return torch.einsum("blkr,bkn->blnr", in_double(x), product)
 
 
-def multiply_program(x, factors, z=None, scaled=False, precision=None) -> Program:
+def multiply_program(x, factors, z=None, scaled=False, precision=None, epilogue="axpby") -> Program:
     """Of x, the factors, and z if there is one; it is run with alpha, if it scales, and beta, if there is a z."""
     from fastkron_py.kron.forward import add_multiply  # imports Triton, which reads TRITON_INTERPRET
     from fastkron_py.kron.scale import Scale
@@ -52,12 +52,12 @@ def multiply_program(x, factors, z=None, scaled=False, precision=None) -> Progra
     build = Builder([x, *factors, z])
     x, *factors, z = build.inputs
     scale = Scale(Scalar(0) if scaled else bits(1.0), bits(0.0) if z is None else Scalar(1))
-    return build.program([add_multiply(build, x, factors, resolved(precision), scale, z)])
+    return build.program([add_multiply(build, x, factors, resolved(precision), scale, z, epilogue=epilogue)])
 
 
-def multiply(x, factors, z=None, alpha=1.0, beta=0.0, precision=None):
+def multiply(x, factors, z=None, alpha=1.0, beta=0.0, precision=None, epilogue="axpby"):
     """Build that program, and run it."""
-    program = multiply_program(x, factors, z, alpha != 1, precision)
+    program = multiply_program(x, factors, z, alpha != 1, precision, epilogue)
     (y,) = program([x, *factors] if z is None else [x, *factors, z], (alpha, beta))
     return y
 

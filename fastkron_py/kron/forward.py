@@ -41,13 +41,15 @@ def rows_of(t: Tensor) -> Rows:
     return Rows(t.stride(0), t.stride(1), 1)
 
 
-def _addend(build: Builder, z: Tensor) -> tuple[Tensor, Rows]:
-    """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride."""
+def _addend(build: Builder, z: Tensor, epilogue: str) -> tuple[Tensor, Rows]:
+    """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride, or z scales."""
     _, _, n, columns = z.shape
     if columns == 1:
         return z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0)
     if n == 1 or z.stride(2) == columns * z.stride(3):
         return z, Rows(z.stride(0), z.stride(1), z.stride(3))
+    if epilogue != "axpby":
+        return z, Rows(z.stride(0), z.stride(1), z.stride(2), z.stride(3))
     z = build.contiguous(z)
     return z, rows_of(z)
 
@@ -115,7 +117,7 @@ def launch_problem(
         launch,
         problem.dtype,
         problem.precision,
-        "axpby" if z is not None else "scale" if final and problem.scaled else "plain",
+        problem.epilogue if z is not None else "scale" if final and problem.scaled else "plain",
         shape,
         transposed and mode_stride > 1,
         mode_stride,
@@ -140,6 +142,8 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     if not has_choice(mode, problem.stop - problem.start == 1, launch.kernel == "chained"):
         return "kernels"
     found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
+    if found == "gemm" and problem.epilogue != "axpby":  # which that main loop has no epilogue for
+        found = best_algorithm(mode._replace(adds=False), kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
     return found if found == "gemm" or found in BY_TORCH else "kernels"
 
 
@@ -159,6 +163,9 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
+    if problem.z is not None and problem.z.column is not None:  # the last modes last: see `Rows`
+        pairs = sorted(zip(launches, configs, strict=True), key=lambda pair: pair[0].start)
+        launches, configs = [launch for launch, _ in pairs], [config for _, config in pairs]
     in_place = places(launches, problem.sizes, columns, False)
     algorithms = ["kernels"] * len(launches)
     if choice is None:
@@ -177,7 +184,8 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
         elif algorithms[i] == "kernels":
             found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, configs[i]))))
         else:
-            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i], problem.precision, final))
+            epilogue = problem.epilogue if final else "plain"
+            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i], problem.precision, epilogue))
         x = y
     return found
 
@@ -190,12 +198,13 @@ def multiply_problem(
     scaled: bool = False,
     z: Rows | None = None,
     part: Part | None = None,
+    epilogue: str = "axpby",
 ) -> MultiplyProblem:
     """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors, which may all be conjugate views."""
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
     conj = factors[0].is_conj()
     start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
-    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device, conj)
+    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device, conj, epilogue)
 
 
 class Part(NamedTuple):
@@ -215,8 +224,9 @@ def add_multiply(
     z: Tensor | None = None,
     out: Tensor | None = None,
     part: Part | None = None,
+    epilogue: str = "axpby",
 ) -> Tensor:
-    """``alpha * x (F1 (x) ... (x) FN) + beta * z`` by Triton.
+    """``alpha * x (F1 (x) ... (x) FN) + beta * z`` by Triton, or, element by element, ``x (F1 (x) ... (x) FN)`` times or over z.
 
     Args:
         build: of the program.
@@ -227,6 +237,7 @@ def add_multiply(
         z: ``[B, L, N, R]``, any strides, or None.
         out: where the result shall be, ``[B, L, N, R]``, contiguous; a new buffer if None.
         part: the factors to multiply with; all if None.
+        epilogue: "axpby", "times" or "over"; z scales in the last launch.
 
     Returns:
         ``[B, L, N, R]``, contiguous.
@@ -234,8 +245,8 @@ def add_multiply(
     x = mergeable(build, x)
     rows = None
     if z is not None:
-        z, rows = _addend(build, z)
-    problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part)
+        z, rows = _addend(build, z, epilogue)
+    problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
     launches = launches_of(problem, tuned(problem))
     for launch in launches:
         is_last = launch is launches[-1]

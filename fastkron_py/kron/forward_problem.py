@@ -25,3 +25,4 @@ class MultiplyProblem(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     conj: bool = False  # the factors are conjugated
+    epilogue: str = "axpby"  # where there is a z: that of the last launch, or "times" or "over"

@@ -18,8 +18,12 @@ from fastkron_py.kron.kernels.sliced_multiply import (
     _sliced_multiply_fwd_kernel,
     epilogue_axpby,
     epilogue_axpby_complex,
+    epilogue_over,
+    epilogue_over_complex,
     epilogue_plain,
     epilogue_scale,
+    epilogue_times,
+    epilogue_times_complex,
 )
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
@@ -36,16 +40,25 @@ _Strides = tuple[int, int, int, int, int]
 
 
 class Rows(NamedTuple):
-    """Strides of an operand ``[B, L, n, R]`` whose last two dimensions are one run with a constant stride."""
+    """Strides of an operand ``[B, L, n, R]`` whose last two dimensions are one run with a constant stride.
+
+    Where R has a stride of its own, column, a launch can address the last modes only, which R alone comes after.
+    """
 
     batch: int
     row: int
     unit: int
+    column: int | None = None
 
     def in_place(self, mode: int, after: int, merged: bool) -> _Strides:
         """Strides of (batch, l, j, mode, a) in ``[B, L, before, mode, after]``; merged: l counts rows and modes before."""
-        step = mode * after * self.unit
-        return (self.batch, step if merged else self.row, 0 if merged else step, after * self.unit, self.unit)
+        inner, along = (self.unit, after * self.unit) if self.column is None else (self.column, self.unit)
+        step = mode * along
+        return (self.batch, step if merged else self.row, 0 if merged else step, along, inner)
+
+    def is_merged(self, before: int, mode: int, after: int) -> bool:
+        """Whether rows and modes before are one dimension."""
+        return self.row == before * self.in_place(mode, after, False)[2]
 
     def transposed(self, others: int) -> _Strides:
         """Strides of (batch, l, j, mode, a) in ``[B, L, mode, others]``, where j counts the others."""
@@ -78,12 +91,19 @@ def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype
     return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
 
 
-_EPILOGUES: Final = {"plain": epilogue_plain, "scale": epilogue_scale, "axpby": epilogue_axpby, "quantize": epilogue_plain}
+_EPILOGUES: Final = {
+    "plain": (epilogue_plain, epilogue_plain),
+    "scale": (epilogue_scale, epilogue_scale),
+    "axpby": (epilogue_axpby, epilogue_axpby_complex),
+    "times": (epilogue_times, epilogue_times_complex),
+    "over": (epilogue_over, epilogue_over_complex),
+    "quantize": (epilogue_plain, epilogue_plain),
+}
 
 
 def epilogue_of(name: str, dtype: torch.dtype) -> Any:
-    """The device function of an epilogue: "plain", "scale", "axpby", or "quantize", whose product is as it is."""
-    return epilogue_axpby_complex if name == "axpby" and dtype.is_complex else _EPILOGUES[name]
+    """The device function of an epilogue: "plain", "scale", "axpby", "times", "over", or "quantize", whose product is as it is."""
+    return _EPILOGUES[name][dtype.is_complex]
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,8 @@ class LaunchProblem:
         launch: its steps.
         dtype: of all tensors.
         precision: of float32 products.
-        epilogue: "plain", "scale", "axpby", or "quantize", which stores small numbers and each slice's scale in z's place.
+        epilogue: "plain", "scale", "axpby", "times" or "over" z, or "quantize", which stores small numbers and each slice's scale in z's
+            place.
         shape: (B, L, before, after) around the launch's modes.
         transposed: the modes, which are the last ones of x, are the first ones of y.
         mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
@@ -137,7 +158,7 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
         x, y, z = problem.x.in_place(launch.p, 1, False), *[r.transposed(problem.mode_stride) for r in (problem.y, problem.z)]
     else:
         pairs = ((problem.x, launch.p), (problem.y, launch.q), (problem.z, launch.q))
-        merged = before > 1 and all(r.row == before * size * after * r.unit for r, size in pairs)
+        merged = before > 1 and (rows == 1 or all(r.is_merged(before, size, after) for r, size in pairs))
         x, y, z = (r.in_place(size, after, merged) for r, size in pairs)
     return {
         "x_strides": in_words(x, problem.dtype),

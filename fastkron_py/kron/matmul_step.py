@@ -18,7 +18,7 @@ from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
 from fastkron_py.kron.launches import epilogue_of, in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, factor_gradient, multiply_mode
 from fastkron_py.kron.plan.wide import copied_width
-from fastkron_py.kron.scale import PLAIN, Scale
+from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.precision import torch_products
@@ -42,7 +42,7 @@ class MatmulStep(NamedTuple):
         after: elements after the mode.
         algorithm: one of `BY_TORCH`.
         precision: of float32 products.
-        final: whether it is the last one, which scales.
+        epilogue: of the last one, as in `LaunchProblem`; "plain" for others. One by which z scales is an operation of its own, in place.
         fell_back: as of a `MultiplyLaunch`.
     """
 
@@ -52,16 +52,20 @@ class MatmulStep(NamedTuple):
     after: int
     algorithm: str
     precision: str
-    final: bool
+    epilogue: str
     fell_back: bool = False
 
     def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
         """Add it to a program, from x to y."""
+        if self.epilogue in ("times", "over") and z is not None:
+            self._replace(epilogue="plain").add(build, x, factors, None, y, scale)
+            add_scaling(build, y, z, self.epilogue == "over")
+            return
         factor = factors[self.start]
         groups, p, q = factor.shape
         x, out = build.reshape(x, (groups, -1, p, self.after)), y.view(groups, -1, q, self.after)
         z = None if z is None else build.reshape(z, out.shape)
-        scale = scale if self.final else PLAIN
+        scale = PLAIN if self.epilogue == "plain" else scale
         is_conj = factor.is_conj()  # which a copy's memory does not tell
         if self.algorithm == "matmul":
             self._add_product(build, x, _aligned_factor(build, factor, self.after), out, z, scale, is_conj)

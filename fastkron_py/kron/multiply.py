@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.kron import torch_backend, torch_small
 from fastkron_py.kron.canonical import Canonical, canonical
 from fastkron_py.kron.plan.torch_plan import Problem, differentiable_plan
-from fastkron_py.kron.scale import PLAIN, Scale
+from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
@@ -90,6 +90,38 @@ class Multiply(NamedTuple):
         if halves is not None:
             return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
         return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4), None
+
+    def add_scaled(self, build: Builder, x: Tensor, z: Tensor, divides: bool) -> Tensor:
+        """Add the product, times or over z, to a program.
+
+        Args:
+            build: of the program.
+            x: as in `add`.
+            z: that broadcasts to the result.
+            divides: whether z divides.
+
+        Returns:
+            The result's elements in order.
+        """
+        shape = self.result_shape(x)
+        z4 = None if self.backend == "torch" or self._is_of_nothing(x) else self._packed(x, cast(build, z, x.dtype))
+        if z4 is None:
+            y, _ = self.add(build, x, None)
+            add_scaling(build, y.view(shape), z, divides)
+            return y
+        from fastkron_py.kron.forward import add_multiply
+
+        problem = canonical(x, self.factors, self.left, build.reshape)
+        epilogue = "over" if divides else "times"
+        return add_multiply(build, problem.x, problem.factors, resolved(self.precision), z=z4, epilogue=epilogue)
+
+    def _packed(self, x: Tensor, z: Tensor) -> Tensor | None:
+        """A view of z in canonical form, or None where there is none."""
+        shape = self.result_shape(x)
+        try:
+            return canonical(x.new_empty(x.shape), self.factors, self.left)._replace(reshape=Tensor.view).pack(z.expand(shape))
+        except RuntimeError:
+            return None
 
     @property
     def _scalars(self) -> tuple[Scalar | float, Scalar | float]:

@@ -1,9 +1,12 @@
-"""The scalars of a multiply."""
+"""What scales the result of a multiply: scalars, and a tensor."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from torch import Tensor
+
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.program import Scalar, bits
 
 
@@ -20,3 +23,12 @@ class Scale(NamedTuple):
 
 
 PLAIN: Final = Scale()
+
+
+def add_scaling(build: Builder, y: Tensor, z: Tensor, divides: bool) -> None:
+    """Add ``y *= z``, or ``y /= z``, to a program; z broadcasts to y."""
+
+    def scale(y: Tensor, z: Tensor) -> None:
+        y.div_(z) if divides else y.mul_(z)
+
+    build.call(scale, (y, z))

@@ -183,6 +183,8 @@ def main() -> None:
         if problem in sys.argv[1:]:
             what = "with z"
             multiply(x, factors, y, 0.5, 2.0)
+            what = "times z"
+            multiply(x, factors, torch.empty(n, 1, dtype=dtype).expand(y.shape), epilogue="times")
             what = "in TF32"
             multiply(x, factors, precision="high")
         if problem in sys.argv[1:] and dtype.itemsize == 2:

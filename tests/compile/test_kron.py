@@ -47,7 +47,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_split_gradient_kernel",
     }
     formats = {"as int8", "as float8_e4m3fn", "as int4"}
-    assert {k["what"] for k in kernels} == {"multiply", "with z", "in TF32", "backward", "points", *formats}
+    assert {k["what"] for k in kernels} == {"multiply", "with z", "times z", "in TF32", "backward", "points", *formats}
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from fastkron_py.kron.operators.algebra import kron_vectors
 from fastkron_py.kron.operators.implicit import System, linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
 from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined
+from fastkron_py.kron.scaled import multiply_scaled
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
 
 Slogdet = tuple[Tensor, Tensor]
@@ -29,8 +30,8 @@ def scaled(x: Tensor, diagonal: Tensor) -> Tensor:
 
 
 def by_basis(left: Sequence[Tensor], diagonal: Tensor, right: Sequence[Tensor], x: Tensor) -> Tensor:
-    """``right diag(d) left x``: two products and a scaling."""
-    return kron_matmul_left(right, scaled(kron_matmul_left(left, x), diagonal))
+    """``right diag(d) left x``: two products, of which the first one scales."""
+    return kron_matmul_left(right, multiply_scaled(left, x, diagonal))
 
 
 class DiagonalSystem(System, Protocol):
@@ -40,8 +41,13 @@ class DiagonalSystem(System, Protocol):
     def size(self) -> int:
         """The number of factors."""
 
-    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """``(F1 (x) ... (x) FN) x``."""
+    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor ``[*batch, n]``, if there is one."""
+
+
+def multiply_divided(factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None) -> Tensor:
+    """`DiagonalSystem.multiply` on one device."""
+    return kron_matmul_left(factors, x) if divisor is None else multiply_scaled(factors, x, divisor, divides=True)
 
 
 class ProductSystem(NamedTuple):
@@ -49,9 +55,9 @@ class ProductSystem(NamedTuple):
 
     size: int  # the number of factors
 
-    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """``(F1 (x) ... (x) FN) x``."""
-        return kron_matmul_left(factors, x)
+    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """As `DiagonalSystem.multiply`."""
+        return multiply_divided(factors, x, divisor)
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
@@ -70,9 +76,9 @@ class SumSystem(NamedTuple):
 
     size: int
 
-    def multiply(self, factors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """``(F1 (x) ... (x) FN) x``."""
-        return kron_matmul_left(factors, x)
+    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """As `DiagonalSystem.multiply`."""
+        return multiply_divided(factors, x, divisor)
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
@@ -96,8 +102,7 @@ def invert_by_basis(system: DiagonalSystem, b: Tensor, parameters: Sequence[Tens
         right, left, diagonal = [y.mH for y in left], [x.mH for x in right], diagonal.conj()
 
     def invert(r: Tensor) -> Tensor:
-        rotated = system.multiply(left, r.to(left[0].dtype))
-        x = system.multiply(right, rotated.div_(diagonal.unsqueeze(-1)))
+        x = system.multiply(right, system.multiply(left, r.to(left[0].dtype), diagonal))
         return x if r.is_complex() else x.real if x.is_complex() else x
 
     x = invert(b)

@@ -157,11 +157,11 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
 
     Args:
         steps: as in `shared_memory`.
-        epilogue: as in `LaunchProblem`; "axpby" adds z.
+        epilogue: as in `LaunchProblem`; "axpby", "times" and "over" read z.
         gpu: where it runs.
     """
     pa, qa, pb, qb = sides(steps)
-    adds = epilogue == "axpby"
+    adds = epilogue in ("axpby", "times", "over")
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
     is_large = len(steps) == 2 and qa * qb > SMALL_TILE
