@@ -89,16 +89,16 @@ def test_products_by_torch_are_scaled_in_place(algorithm: str, device: torch.dev
 
 @pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_gradients(dtype: torch.dtype, divides: bool, backend_name: str) -> None:
-    x = torch.randn(2, 6, 2, dtype=dtype, requires_grad=True)
-    factors = [torch.randn(2, 2, dtype=dtype, requires_grad=True), torch.randn(2, 3, 3, dtype=dtype, requires_grad=True)]
+def test_gradients(dtype: torch.dtype, divides: bool, backend_name: str, device: torch.device) -> None:
+    x = torch.randn(2, 6, 2, dtype=dtype, device=device, requires_grad=True)
+    factors = [torch.randn(*shape, dtype=dtype, device=device, requires_grad=True) for shape in ((2, 2), (2, 3, 3))]
 
     def function(x: Tensor, z: Tensor, *fs: Tensor) -> Tensor:
         with fastkron_py.backend(backend_name):
             return multiply_scaled(fs, x, z, divides=divides)
 
     for z in (_divisor(6, dtype=dtype), _divisor(2, 6, dtype=torch.float64)):
-        given = (x, z.requires_grad_(), *factors)
+        given = (x, z.to(device).requires_grad_(), *factors)
         assert torch.autograd.gradcheck(function, given, fast_mode=True, check_forward_ad=True, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
 

@@ -73,6 +73,7 @@ def merging(monkeypatch):
     """Neighbours of small operands are summed up too; the number of products is kept."""
     products = []
     monkeypatch.setattr(modes, "LARGE", 0)
+    monkeypatch.setattr(modes, "LARGE_ON_GPU", 0)
     for name in ("kron_matmul", "kron_matmul_left"):
         original = getattr(modes, name)
         monkeypatch.setattr(modes, name, lambda *a, original=original, **k: products.append(1) or original(*a, **k))
