@@ -14,7 +14,8 @@ from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
 from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
-from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
+from fastkron_py.kron.plan.plan import VECTOR, Launch, Place, PlanProblem, places, plan, transposes
+from fastkron_py.kron.plan.whole_row import takes_whole_rows
 from fastkron_py.kron.plan.wide import best_algorithm, has_choice
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
@@ -94,6 +95,7 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
         before,
         kernels.half_of(problem.device, problem.dtype),
         parts_of(problem.dtype),
+        problem.whole_rows,
     )
 
 
@@ -204,7 +206,17 @@ def multiply_problem(
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
     conj = factors[0].is_conj()
     start, stop, sizes = part or Part(0, len(factors), tuple([f.shape[1] for f in factors]))
-    return MultiplyProblem(x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device, conj, epilogue)
+    return MultiplyProblem(
+        x.shape, rows_of(x), z, shapes, strides, start, stop, sizes, scaled, precision, x.dtype, device, conj, epilogue=epilogue
+    )
+
+
+def _has_whole_rows(build: Builder, x: Tensor, problem: MultiplyProblem) -> bool:
+    """Whether a kernel can copy whole rows, which asks for aligned vectors where such rows may be planned alone."""
+    if not kernels.has_whole_row(problem.device, problem.dtype) or problem.shape[3] > 1:
+        return False
+    ps, qs = ([s[i] for s in problem.factor_shapes[problem.start :]] for i in (-2, -1))
+    return takes_whole_rows(ps, qs) and problem.x.batch % VECTOR == problem.x.row % VECTOR == 0 and build.is_aligned(x)
 
 
 class Part(NamedTuple):
@@ -247,6 +259,7 @@ def add_multiply(
     if z is not None:
         z, rows = _addend(build, z, epilogue)
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
+    problem = problem._replace(whole_rows=_has_whole_rows(build, x, problem))
     launches = launches_of(problem, tuned(problem))
     for launch in launches:
         is_last = launch is launches[-1]

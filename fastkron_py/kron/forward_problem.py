@@ -25,4 +25,5 @@ class MultiplyProblem(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     conj: bool = False  # the factors are conjugated
+    whole_rows: bool = False  # vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them
     epilogue: str = "axpby"  # where there is a z: that of the last launch, or "times" or "over"

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.hopper.whole_row_launch import whole_row_launch
 from fastkron_py.kron.hopper.wide_config import multiply_launch
 from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
 from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
@@ -208,6 +209,8 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
     gpu, chain = devices.gpu_of(problem.device), len(launch.steps) > 1
     if launch.kernel == "row_pair":
         return (_row_pair(problem, common, gpu),)
+    if launch.kernel == "whole_row":
+        return (whole_row_launch(launch.steps, common, batches, gpu),)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
     parts = parts_of(problem.dtype)
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}

@@ -16,7 +16,11 @@ ROW_PAIRS = (
     *("bfloat16 32, 64", "float16 100, 12"),
 )
 ROW_TRIPLES = ("bfloat16 128, 2, 128", "float16 128, 4, 64", "bfloat16 64, 4, 64", "float16 100, 2, 100", "bfloat16 64, 8, 64")
-IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", "bfloat16 16^4", *ROW_PAIRS, *ROW_TRIPLES)
+WHOLE_ROWS = (
+    *("bfloat16 16^4", "float16 16^4", "bfloat16 32^3", "float16 32, 16, 16 to 16, 32, 16"),
+    "bfloat16 16, 16, 16 to 32, 32, 32",
+)
+IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", *WHOLE_ROWS, *ROW_PAIRS, *ROW_TRIPLES)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert names == {
         "_narrow_multiply_fwd_kernel",
         "_row_pair_fwd_kernel",
+        "_whole_row_fwd_kernel",
         "_quantize_rows_kernel",
         "_take_points_kernel",
         "_take_runs_kernel",
@@ -76,6 +81,13 @@ def test_row_triples_hardly_spill(kernels: list[dict[str, Any]]) -> None:
     found = [k for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["problem"] in ROW_TRIPLES and k["what"] == "multiply"]
     assert len(found) == len(ROW_TRIPLES)
     assert [k for k in found if k["stack"] > 64] == []
+
+
+def test_whole_rows_do_not_spill(kernels: list[dict[str, Any]]) -> None:
+    """Plain, with z, and times z; also where a multiprocessor holds two programs."""
+    found = [k for k in kernels if k["kernel"] == "_whole_row_fwd_kernel" and k["problem"] in WHOLE_ROWS]
+    assert {(k["problem"], k["what"]) for k in found} >= {(p, what) for p in WHOLE_ROWS for what in ("multiply", "with z", "times z")}
+    assert [k for k in found if k["stack"] > 0] == []
 
 
 def test_copies_do_not_spill(kernels: list[dict[str, Any]]) -> None:

@@ -44,6 +44,8 @@ CASES = [
 ]
 # What float32 alone has: tiles of half the registers, and tiles fetched ahead, more of them than programs.
 FLOAT32 = [power(1, 16, 16, 5), power(140, 128, 128, 2)]
+# What half types alone have: rows that are copied whole, more of them than programs.
+HALVES = [power(300, 32, 32, 3), power(140, 16, 16, 4)]
 
 
 def main(first: int = 0) -> None:
@@ -56,6 +58,7 @@ def main(first: int = 0) -> None:
         turns.append((case, (next(dtypes), next(dtypes))))
         next(dtypes)  # four dtypes, two forms: another pair for the next case
     turns += [(case, (torch.float32, torch.float32)) for case in FLOAT32]
+    turns += [(case, (torch.bfloat16, torch.bfloat16)) for case in HALVES]
     with fastkron_py.backend("triton"):
         for i, (case, pair) in enumerate(turns[first:], start=first):
             for left, dtype in zip((False, True), pair, strict=True):

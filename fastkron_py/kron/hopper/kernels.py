@@ -28,6 +28,11 @@ def wide_kernel() -> Any:
     return devices.gluon_kernel("kron.hopper.wide", "_wide_product_kernel")
 
 
+def whole_row_kernel() -> Any:
+    """The kernel for whole rows in half types, or None where this Triton cannot compile it."""
+    return devices.gluon_kernel("kron.hopper.whole_row", "_whole_row_fwd_kernel")
+
+
 def has_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel for wide factors can run here."""
     return dtype in _DTYPES and devices.gpu_of(device).has_wgmma and wide_kernel() is not None
@@ -44,6 +49,11 @@ _HALVES: Final = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 def half_of(device: torch.device, dtype: torch.dtype) -> str:
     """The name of a half type that this device's tensor cores take from shared memory, or ""."""
     return _HALVES.get(dtype, "") if devices.gpu_of(device).has_wgmma else ""
+
+
+def has_whole_row(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel for whole rows can multiply here."""
+    return bool(half_of(device, dtype)) and whole_row_kernel() is not None
 
 
 def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:

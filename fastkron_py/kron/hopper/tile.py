@@ -54,6 +54,13 @@ def in_order(t, order, _semantic=None):
     return gl.permute(t, [getattr(i, "value", i) for i in order], _semantic=_semantic)
 
 
+@builtin
+def seen_as(memory, shape, layout, _semantic=None):
+    """The same shared memory by another shape and layout, which Triton 3.6 and 3.9 call differently."""
+    reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return reinterpret(memory.dtype, shape, layout, _semantic=_semantic)
+
+
 @gluon.constexpr_function
 def _layout(tile):
     registers, lanes, warps, shape = tile

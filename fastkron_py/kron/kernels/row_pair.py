@@ -15,18 +15,20 @@ from fastkron_py.tiling.addresses import dot, factor_tile, load_factor
 
 
 @triton.jit
-def _in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
+def in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
     """(t / scale in a half type, scale), scale a power of two: 1 in bfloat16, which has float32's range.
 
     In float16 it is that of t's largest finite element, so that nothing between two steps overflows, and what matters has all its bits.
-    By row it is that of each row's: a row lies within a warp, so no warp waits for another.
+    By row it is that of each row's: a row lies within a warp, so no warp waits for another. An infinity may then stand for the largest
+    element, which takes fewer instructions: its row of the product is infinite or NaN whatever the other elements are.
     """
     if tl.bfloat16 == HALF:
         return t.to(HALF), 1.0
     else:
-        largest = tl.max(tl.where(tl.abs(t) < float("inf"), tl.abs(t), 0.0), 1, keep_dims=True)
-        if not BY_ROW:
-            largest = tl.max(largest)
+        if BY_ROW:
+            largest = tl.max(tl.abs(t), 1, keep_dims=True)
+        else:
+            largest = tl.max(tl.max(tl.where(tl.abs(t) < float("inf"), tl.abs(t), 0.0), 1))
         exponent = tl.maximum(tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253), 1)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         return (t * inverse).to(HALF), (exponent << 23).to(tl.float32, bitcast=True)
@@ -123,10 +125,10 @@ def _row_pair_fwd_kernel(
     HALF: tl.constexpr = x_ptr.dtype.element_ty
     batch = (tl.program_id(0) // programs).to(tl.int64)
     fb = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, SPLIT + (MIDDLE > 1), len(SHAPES), PB, QB, tl.float32)
-    fb, scale_b = _in_half(fb, HALF, False)
+    fb, scale_b = in_half(fb, HALF, False)
     ap, aq = tl.arange(0, PA)[None, :], tl.arange(0, QA)[:, None]
     fa = factor_tile(factor_ptrs, factor_strides, batch, ap, aq, SHAPES, 0, SPLIT, tl.float32)
-    fa, scale_a = _in_half(fa, HALF, False)
+    fa, scale_a = in_half(fa, HALF, False)
     p, b = tl.arange(0, PA)[:, None], tl.arange(0, PB)[None, :]
     q, c = tl.arange(0, QA)[:, None], tl.arange(0, QB)[None, :]
     first = tl.program_id(0) % programs
@@ -152,7 +154,7 @@ def _row_pair_fwd_kernel(
                 u = mixed[k]
                 if SIZES[2] != PB:  # an infinity of a factor makes NaN of padding, which 0 does not cancel
                     u = tl.where(b < SIZES[2], u, 0.0)
-                u, scale = _in_half(u, HALF, True)
+                u, scale = in_half(u, HALF, True)
                 y = dot(u, fb, tl.zeros((QA, QB), tl.float32), PRECISION)
                 if tl.bfloat16 != HALF:
                     y = y * (scale * (scale_a * scale_b))

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
 from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs, row_triples
 from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.whole_row import whole_row_cost, whole_rows
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 # Neighbours are multiplied out up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
@@ -31,10 +32,16 @@ CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
 
 @dataclass(frozen=True)
 class Launch:
-    """Steps that share one kernel launch, first factors first; one step, or a chain."""
+    """Steps that share one kernel launch, first factors first; one step, or a chain.
+
+    Attributes:
+        steps: see above.
+        kernel: "plain"; "chained", Hopper's, whose tile stays in registers; in half types also "row_pair", of two or three steps on one
+            slice at a time, and "whole_row", of three or four steps on one row at a time.
+    """
 
     steps: tuple[Step, ...]
-    kernel: str = "plain"  # or "chained", Hopper's, whose tile stays in registers, or "row_pair", of two or three on one slice at a time
+    kernel: str = "plain"
 
     @cached_property
     def start(self) -> int:
@@ -203,6 +210,7 @@ class PlanProblem(NamedTuple):
     before: int = 1  # product of the modes that stand before the factors'
     half: str = ""  # "float16" or "bfloat16" where tensor cores take it from shared memory
     parts: int = 1  # real numbers of an element
+    whole_rows: bool = False  # rows may be copied whole, in half types
 
 
 def _candidates(
@@ -227,6 +235,8 @@ def _candidates(
     if pairs and last:
         for steps in (*row_pairs(ps, qs, start, stop), *row_triples(ps, qs, start, stop)):
             found.append((HALF * row_pair_cost(steps, float(moved)), Launch(steps, "row_pair")))
+        for rows in whole_rows(ps, qs, start, stop) if problem.whole_rows else ():
+            found.append((HALF * whole_row_cost(float(moved)), Launch(rows, "whole_row")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)
@@ -320,10 +330,10 @@ class Place(NamedTuple):
 def transposes(launches: Sequence[Launch], count: int, columns: int) -> bool:
     """Whether launches move their modes to the front: they do if they run through all of count factors from the last to the first.
 
-    The kernel for two steps on one slice at a time leaves modes in place.
+    The kernels for two steps on one slice at a time, and for whole rows, leave modes in place.
     """
     for launch in launches:
-        if launch.stop != count or launch.kernel == "row_pair":
+        if launch.stop != count or launch.kernel in ("row_pair", "whole_row"):
             return False
         count = launch.start
     return count == 0 and columns == 1

@@ -1,0 +1,270 @@
+"""Whole rows in one launch, in half types: the sizes that the kernel takes, its time, its launch, and which bit of an index lies where.
+
+Closed-form: no timing, no device, no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any, Final, NamedTuple
+
+from fastkron_py.kron.plan.steps import Step
+from fastkron_py.runtime.gpu import HOPPER
+
+MOST_ELEMENTS: Final = 65536  # of a row; a result may have twice as many
+SIDES: Final = (16, 32)  # rows and columns of a step
+LOW: Final = 8  # indices of a mode that swap vectors (see `hopper.whole_row`)
+VECTOR_BITS: Final = 3  # of eight elements
+LINE_BITS: Final = 6  # of the 64 elements that reach all banks
+PART_BYTES: Final = 16384  # of a row, at least, copied at once
+RING: Final = 3  # parts in shared memory
+TRAFFIC: Final = 1.2  # times that a launch takes of a reading and a writing
+HALF_BYTES: Final = 2
+
+Bases = list[list[int]]
+Bit = tuple[str, int]  # a mode and the number of its bit
+
+
+@dataclass(frozen=True)
+class WholeRowConfig:
+    """A program of this number of warps multiplies one row at a time.
+
+    Attributes:
+        num_warps: of a program.
+        matrices: in a part of a row, which are copied and multiplied at once.
+        ring: parts in shared memory.
+        programs_per_sm: at a time on a multiprocessor.
+    """
+
+    num_warps: int
+    matrices: int
+    ring: int
+    programs_per_sm: int
+
+
+def sizes_of(steps: Sequence[Step]) -> tuple[int, int, int, int, int, int, int]:
+    """(PA, QA, B, PM, QM, PC, QC) of three steps, where B is 1, or of four."""
+    a, *middle, m, c = steps
+    return a.p, a.q, middle[0].p if middle else 1, m.p, m.q, c.p, c.q
+
+
+def whole_rows(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, ...]]:
+    """The steps, three or four, by which the kernel multiplies factors start to stop.
+
+    Args:
+        ps: rows of the factors.
+        qs: columns of the factors.
+        start: first factor.
+        stop: one past the last factor.
+    """
+    if math.prod(ps[start:stop]) > MOST_ELEMENTS or math.prod(qs[start:stop]) > 2 * MOST_ELEMENTS:
+        return
+    for count in (2, 3):
+        for cuts in combinations(range(start + 1, stop), count):
+            ends = (start, *cuts, stop)
+            steps = tuple([Step.of(ps, qs, i, j) for i, j in pairwise(ends)])
+            if all(s.p in SIDES and s.q in SIDES for s in steps) and (count == 2 or _takes_four(steps)):
+                yield steps
+
+
+def takes_whole_rows(ps: Sequence[int], qs: Sequence[int]) -> bool:
+    """Whether the kernel multiplies the last factors, from some factor on."""
+    return any(steps for start in range(len(ps)) for steps in whole_rows(ps, qs, start, len(ps)))
+
+
+def _takes_four(steps: Sequence[Step]) -> bool:
+    """Whether shared memory holds a row of four steps: the second one multiplies in place."""
+    return steps[1].p == steps[1].q and shared_memory(steps, whole_row_config(steps)) <= HOPPER.shared_memory
+
+
+def shared_memory(steps: Sequence[Step], config: WholeRowConfig) -> int:
+    """Bytes of a program."""
+    pa, _, pb, pm, qm, pc, qc = sizes_of(steps)
+    return HALF_BYTES * (pa * pb * qm * qc + config.ring * config.matrices * pm * pc)
+
+
+def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
+    """The launch of the steps."""
+    pa, _, pb, pm, _, pc, _ = sizes_of(steps)
+    if pb > 1:
+        return WholeRowConfig(8, LOW * LOW, RING, 1)
+    matrices = max(LOW, min(pa, PART_BYTES // (HALF_BYTES * pm * pc)))
+    return WholeRowConfig(4, matrices, RING, 2)
+
+
+def whole_row_cost(moved: float) -> float:
+    """Modelled time, in units of moving one element once.
+
+    Args:
+        moved: elements that are read and written, of all rows.
+    """
+    return TRAFFIC * moved
+
+
+class Layouts(NamedTuple):
+    """Where the bits of indices lie; bases are pairs (row, column).
+
+    Attributes:
+        x: of a part of a row in shared memory, as a right operand.
+        t_by_rows: of t in shared memory, as its rows are made.
+        t_for_b: the same as a right operand of B's.
+        t_for_a: the same of A's.
+        slices_b: of t, which B multiplies one after the other.
+        slices: the same of A.
+        order: in which bits of a column of a slice are those of y, behind the rows.
+        result: (registers, lanes, warps) of a slice of y.
+    """
+
+    x: tuple[Any, ...]
+    t_by_rows: tuple[Any, ...]
+    t_for_b: tuple[Any, ...]
+    t_for_a: tuple[Any, ...]
+    slices_b: int
+    slices: int
+    order: tuple[int, ...]
+    result: tuple[Any, ...]
+
+
+def layouts(sizes: Sequence[int], config: WholeRowConfig) -> Layouts:
+    """The layouts of a launch; sizes as `sizes_of` gives them."""
+    _, _, pb, pm, _, pc, _ = sizes
+    warps = config.num_warps
+
+    def frozen(bases: Any) -> tuple[Any, ...]:
+        return tuple([tuple(b) if isinstance(b[0], int) else frozen(b) for b in bases])
+
+    t_for_b, slices_b = (frozen(_t_bases("b", sizes, warps)), _slices("b", sizes, warps)) if pb > 1 else ((), 1)
+    return Layouts(
+        frozen(_x_bases(config.matrices, pm, pc, warps)),
+        frozen(_t_bases("rows", sizes, warps)),
+        t_for_b,
+        frozen(_t_bases("a", sizes, warps)),
+        slices_b,
+        _slices("a", sizes, warps),
+        _result_order(sizes, warps),
+        frozen(_result_bases(sizes, warps)),
+    )
+
+
+# ---- which bit of an index lies where ------------------------------------------------------------------------------------
+
+
+def _digits(n: int) -> int:
+    return n.bit_length() - 1
+
+
+def _bits(mode: str, size: int, first: int = 0, stop: int = 32) -> list[Bit]:
+    """The bits of a mode of this size, from the lowest, from first to stop."""
+    return [(mode, i) for i in range(first, min(_digits(size), stop))]
+
+
+def _bases(memory: Sequence[Bit], rows: Sequence[Bit], columns: Sequence[Bit], swaps: dict[Bit, int]) -> Bases:
+    """Where each bit of an offset in shared memory points to in a matrix of these rows and columns.
+
+    Args:
+        memory: bits from the lowest of an offset on.
+        rows: bits of the row's number.
+        columns: bits of the column's number.
+        swaps: the bit of a vector's number that a bit swaps.
+    """
+
+    def place(bit: Bit) -> list[int]:
+        return [1 << rows.index(bit), 0] if bit in rows else [0, 1 << columns.index(bit)]
+
+    found = []
+    for bit in memory:
+        row, column = place(bit)
+        if bit in swaps:
+            other = place(memory[VECTOR_BITS + swaps[bit]])
+            row, column = row ^ other[0], column ^ other[1]
+        found.append([row, column])
+    return found
+
+
+def _x_bases(matrices: int, pm: int, pc: int, warps: int) -> Bases:
+    """A part of a row as the matrix ``[PM, n]``; n counts eight elements of a row, warps, and the rest."""
+    c, m, i = _bits("c", pc), _bits("m", pm), _bits("i", matrices)
+    memory = [*c, *m, *i]
+    w = _digits(warps)
+    swaps = {bit: at for at, bit in enumerate(memory[LINE_BITS : LINE_BITS + VECTOR_BITS])}
+    return _bases(memory, m, [*c[:VECTOR_BITS], *i[:w], *c[VECTOR_BITS:], *i[w:]], swaps)
+
+
+def _t_memory(pa: int, pb: int, qm: int, qc: int) -> tuple[list[Bit], dict[Bit, int]]:
+    """(bits of t from the lowest of an offset on, the bits of a vector's number that they swap)."""
+    c, m, b, a = _bits("c", qc), _bits("m", qm), _bits("b", pb), _bits("a", pa)
+    memory = [*c, *m, *b, *a]
+    swaps = {bit: memory.index(bit) - LINE_BITS for bit in m[:VECTOR_BITS] if memory.index(bit) >= LINE_BITS}
+    swaps |= {bit: bit[1] for bit in (*b[:VECTOR_BITS], *a[:VECTOR_BITS])}
+    return memory, swaps
+
+
+def _columns_of_b(pa: int, qm: int, qc: int) -> tuple[list[Bit], list[Bit]]:
+    """(bits of a column of t, as B multiplies it, that lie in one slice of t; those that tell slices apart)."""
+    low = [*_bits("c", qc), *_bits("m", qm, 0, VECTOR_BITS), *_bits("a", pa, 0, VECTOR_BITS)]
+    return low, [*_bits("m", qm, VECTOR_BITS), *_bits("a", pa, VECTOR_BITS)]
+
+
+def _columns_of_a(pb: int, qm: int, qc: int, warps: int) -> tuple[list[Bit], list[Bit]]:
+    """The same as A multiplies it: eight neighbours in memory, warps, and the rest."""
+    c, others = _bits("c", qc), [*_bits("m", qm, 0, VECTOR_BITS), *_bits("b", pb, 0, VECTOR_BITS)]
+    w = _digits(warps)
+    low = [*c[:VECTOR_BITS], *others[:w], *c[VECTOR_BITS:], *others[w:]]
+    return low, [*_bits("m", qm, VECTOR_BITS), *_bits("b", pb, VECTOR_BITS)]
+
+
+def _t_bases(view: str, sizes: Sequence[int], warps: int) -> Bases:
+    """The bases of t in shared memory as a matrix: "rows" ``[matrix, n]``, or a right operand ``[mode, n]``, "b" or "a".
+
+    Args:
+        view: see above.
+        sizes: those of `sizes_of`.
+        warps: of a program.
+    """
+    pa, _, pb, _, qm, _, qc = sizes
+    memory, swaps = _t_memory(pa, pb, qm, qc)
+    b, a = _bits("b", pb), _bits("a", pa)
+    if view == "rows":
+        rows = [*b[:VECTOR_BITS], *a[:VECTOR_BITS], *b[VECTOR_BITS:], *a[VECTOR_BITS:]]
+        return _bases(memory, rows, [*_bits("c", qc), *_bits("m", qm)], swaps)
+    low, high = _columns_of_b(pa, qm, qc) if view == "b" else _columns_of_a(pb, qm, qc, warps)
+    return _bases(memory, b if view == "b" else a, [*low, *high], swaps)
+
+
+def _slices(view: str, sizes: Sequence[int], warps: int) -> int:
+    """The number of slices of t that "b" or "a" multiplies, one after the other."""
+    pa, _, pb, _, qm, _, qc = sizes
+    _, high = _columns_of_b(pa, qm, qc) if view == "b" else _columns_of_a(pb, qm, qc, warps)
+    return 1 << len(high)
+
+
+def _in_memory(pb: int, qm: int, qc: int) -> list[Bit]:
+    """The bits of a slice's columns from the lowest in y's memory on: four lanes have QC / 4 neighbours each."""
+    c = _bits("c", qc)
+    own = [c[0], *c[VECTOR_BITS:], *c[1:VECTOR_BITS]]
+    return [*own, *_bits("m", qm, 0, VECTOR_BITS), *_bits("b", pb, 0, VECTOR_BITS)]
+
+
+def _result_order(sizes: Sequence[int], warps: int) -> tuple[int, ...]:
+    """The permutation of a slice's columns, seen bit by bit from the highest, that puts them as they are in memory; behind the rows."""
+    _, _, pb, _, qm, _, qc = sizes
+    low, _ = _columns_of_a(pb, qm, qc, warps)
+    return (0, *[len(low) - low.index(bit) for bit in reversed(_in_memory(pb, qm, qc))])
+
+
+def _result_bases(sizes: Sequence[int], warps: int) -> tuple[Bases, Bases, Bases]:
+    """(registers, lanes, warps) of a slice of the result ``[QA, n]`` in memory's order: a thread's neighbours one after the other."""
+    _, qa, pb, _, qm, _, qc = sizes
+    low, _ = _columns_of_a(pb, qm, qc, warps)
+    order, w = _in_memory(pb, qm, qc), _digits(warps)
+
+    def column(bit: Bit) -> list[int]:
+        return [0, 1 << order.index(bit)]
+
+    lanes = [column(low[1]), column(low[2]), [1, 0], [2, 0], [4, 0]]
+    wide = [column(bit) for bit in low[VECTOR_BITS : VECTOR_BITS + w]]
+    own = sorted([column(bit) for bit in (low[0], *low[VECTOR_BITS + w :])])
+    return own + [[8 << i, 0] for i in range(_digits(qa) - VECTOR_BITS)], lanes, wide
