@@ -25,10 +25,10 @@ def in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
     if tl.bfloat16 == HALF:
         return t.to(HALF), 1.0
     else:
-        if BY_ROW:
-            largest = tl.max(tl.abs(t), 1, keep_dims=True)
-        else:
-            largest = tl.max(tl.max(tl.where(tl.abs(t) < float("inf"), tl.abs(t), 0.0), 1))
+        counted = t if BY_ROW else tl.where(tl.abs(t) < float("inf"), t, 0.0)
+        largest = tl.max(tl.abs(counted), 1, keep_dims=True)
+        if not BY_ROW:
+            largest = tl.max(largest)
         exponent = tl.maximum(tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253), 1)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         return (t * inverse).to(HALF), (exponent << 23).to(tl.float32, bitcast=True)
