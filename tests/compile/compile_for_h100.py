@@ -59,6 +59,8 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "bfloat16 64, 4, 64": (torch.bfloat16, 1, 1024, [(64, 64), (4, 4), (64, 64)], 1),
     "float16 100, 2, 100": (torch.float16, 1, 1024, [(100, 100), (2, 2), (100, 100)], 1),
     "bfloat16 64, 8, 64": (torch.bfloat16, 1, 1024, [(64, 64), (8, 8), (64, 64)], 1),
+    "bfloat16 60, 8, 60": (torch.bfloat16, 1, 1024, [(60, 60), (8, 8), (60, 60)], 1),
+    "bfloat16 64, 32, 32": (torch.bfloat16, 1, 1024, [(64, 64), (32, 32), (32, 32)], 1),
     "bfloat16 32, 64": (torch.bfloat16, 1, 1024, [(32, 32), (64, 64)], 1),
     "float16 100, 12": (torch.float16, 1, 1024, [(100, 100), (12, 12)], 1),
     "bfloat16 70 to 140, 100": (torch.bfloat16, 1, 1024, [(70, 140), (100, 100)], 1),

@@ -49,6 +49,7 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; half types take this kernel on any device."""
     monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch."))
     monkeypatch.setattr(kernels, "has_chained", lambda device, dtype: False)
+    monkeypatch.setattr(kernels, "has_whole_row", lambda device, dtype: False)
     return watch_kernels(monkeypatch)
 
 

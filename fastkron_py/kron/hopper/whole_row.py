@@ -24,6 +24,7 @@ LINE: gl.constexpr = gl.constexpr(64)  # elements of 128 bytes
 VECTOR: gl.constexpr = gl.constexpr(8)  # of 16 bytes
 # Fields of LAYOUTS.
 X, T_BY_ROWS, T_FOR_B, T_FOR_A, SLICES_B, SLICES_A, RESULT_ORDER, RESULT = (gl.constexpr(i) for i in range(8))
+TILE: gl.constexpr = gl.constexpr(16)  # rows of a product
 LOW: gl.constexpr = gl.constexpr(8)  # indices of a mode that its lowest three bits tell apart
 
 
@@ -75,7 +76,7 @@ def _begin(
 ):
     """Begin to copy a part of row number ``at``, in which vectors begin at multiples of 16 bytes."""
     LAYOUT: gl.constexpr = _copied(WARPS)
-    MATRIX: gl.constexpr = SIZES[3] * SIZES[5]
+    MATRIX: gl.constexpr = max(TILE, SIZES[3]) * SIZES[5]
     B: gl.constexpr = SIZES[2]
     line = gl.arange(0, MATRICES * MATRIX // LINE, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, LINE, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -110,6 +111,21 @@ def _left_factor(
 
 
 @gluon.jit
+def _paired_factor(factors, batch, SHAPES: gl.constexpr, START: gl.constexpr, STOP: gl.constexpr, WARPS: gl.constexpr):
+    """(a left operand ``[16, 16]``, its scale) of an 8 x 8 factor that multiplies two matrices at once, as a block-diagonal one.
+
+    Rows of the product are those of both matrices in turns of four: see `plan.whole_row`.
+    """
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, _products(WARPS, True), 2)
+    ptrs, strides = factors
+    row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    p = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    f = factor_tile(ptrs, strides, batch, p & 7, (row & 3) + ((row >> 3) << 2), SHAPES, START, STOP, gl.float32)
+    f = gl.where((p >> 3) == ((row >> 2) & 1), f, 0.0)
+    return in_half(f, ptrs[0].dtype.element_ty, False)
+
+
+@gluon.jit
 def _right_factor(
     factors, batch, P: gl.constexpr, Q: gl.constexpr, SHAPES: gl.constexpr, START: gl.constexpr, STOP: gl.constexpr, WARPS: gl.constexpr
 ):
@@ -124,9 +140,9 @@ def _right_factor(
 
 @gluon.jit
 def _multiply_matrices(x, m, c, scale, LAYOUTS: gl.constexpr, SIZES: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr):
-    """``(M^T X) C`` of each matrix of a part of a row, ``[MATRICES, QM * QC]``."""
-    PM: gl.constexpr = SIZES[3]
-    QM: gl.constexpr = SIZES[4]
+    """``(M^T X) C`` of each matrix of a part of a row, ``[MATRICES, QM * QC]``; two narrow matrices are one."""
+    PM: gl.constexpr = max(TILE, SIZES[3])
+    QM: gl.constexpr = max(TILE, SIZES[4])
     PC: gl.constexpr = SIZES[5]
     QC: gl.constexpr = SIZES[6]
     HALF: gl.constexpr = m.dtype
@@ -175,12 +191,13 @@ def _store(
     QC: gl.constexpr = SIZES[6]
     LAYOUT: gl.constexpr = _distributed(LAYOUTS, RESULT, [QA, COLUMNS])
     ORDER: gl.constexpr = _of(LAYOUTS, RESULT_ORDER)
-    RUN: gl.constexpr = LOW * QC
+    LOW_M: gl.constexpr = LOW if QM > LOW else LOW // 2
+    RUN: gl.constexpr = LOW_M * QC
     y = gl.reshape(in_order(gl.reshape(y, _by_bits(QA, ORDER)), ORDER), [QA, COLUMNS])
     y = gl.convert_layout(y, LAYOUT)  # the same registers under their last names
     i = gl.arange(0, QA, gl.SliceLayout(1, LAYOUT))[:, None]
     k = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    FIRST: gl.constexpr = SLICE % (QM // LOW) * RUN + SLICE // (QM // LOW) * (LOW * QM * QC)
+    FIRST: gl.constexpr = SLICE % (QM // LOW_M) * RUN + SLICE // (QM // LOW_M) * (LOW * QM * QC)
     n = i * (B * QM * QC) + (k // RUN * (QM * QC) + k % RUN + FIRST)
     y = EPILOGUE(y, alpha, beta, z_row, n * z_stride, n >= 0).to(y_row.dtype.element_ty)
     gl.store(y_row + n, y)
@@ -217,7 +234,8 @@ def _whole_row_fwd_kernel(
     QA: gl.constexpr = SIZES[1]
     B: gl.constexpr = SIZES[2]
     HALF: gl.constexpr = x_ptr.dtype.element_ty
-    PARTS: gl.constexpr = PA * B // MATRICES
+    ROWS: gl.constexpr = max(TILE, SIZES[3])
+    PARTS: gl.constexpr = PA * B * SIZES[3] // (MATRICES * ROWS)
     batch = (gl.program_id(0) // programs).to(gl.int64)
     first = gl.program_id(0) % programs
     count = gl.cdiv(num_slices - first, programs) * PARTS
@@ -225,7 +243,7 @@ def _whole_row_fwd_kernel(
     y_ptr += batch * y_strides[0]
     z_ptr += batch * z_strides[0]
 
-    ring = gl.allocate_shared_memory(HALF, [RING, MATRICES * SIZES[3] * SIZES[5] // LINE, LINE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    ring = gl.allocate_shared_memory(HALF, [RING, MATRICES * ROWS * SIZES[5] // LINE, LINE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     for part in gl.static_range(RING - 1):
         if part < count:
             _begin(ring.index(part), x_ptr, first + part // PARTS * programs, part % PARTS, x_strides, before, SIZES, MATRICES, HEAD, WARPS)
@@ -233,11 +251,14 @@ def _whole_row_fwd_kernel(
     factors = (factor_ptrs, factor_strides)
     a, scale_a = _left_factor(factors, batch, PA, QA, SHAPES, 0, STOPS[0], WARPS)
     b, scale_b = _left_factor(factors, batch, B, B, SHAPES, STOPS[0], STOPS[1], WARPS) if B > 1 else (a, scale_a)
-    m, scale_m = _left_factor(factors, batch, SIZES[3], SIZES[4], SHAPES, STOPS[1], STOPS[2], WARPS)
+    if SIZES[3] < TILE:
+        m, scale_m = _paired_factor(factors, batch, SHAPES, STOPS[1], STOPS[2], WARPS)
+    else:
+        m, scale_m = _left_factor(factors, batch, SIZES[3], SIZES[4], SHAPES, STOPS[1], STOPS[2], WARPS)
     c, scale_c = _right_factor(factors, batch, SIZES[5], SIZES[6], SHAPES, STOPS[2], len(SHAPES), WARPS)
 
     WIDTH: gl.constexpr = SIZES[4] * SIZES[6]
-    t = gl.allocate_shared_memory(HALF, [PA * B, WIDTH], _shared(LAYOUTS, T_BY_ROWS))
+    t = gl.allocate_shared_memory(HALF, [PARTS * MATRICES, max(TILE, SIZES[4]) * SIZES[6]], _shared(LAYOUTS, T_BY_ROWS))
     SLICES: gl.constexpr = _of(LAYOUTS, SLICES_A)
     COLUMNS: gl.constexpr = B * WIDTH // SLICES
     slot = first * 0

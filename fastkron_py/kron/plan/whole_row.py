@@ -15,12 +15,16 @@ from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.gpu import HOPPER
 
 MOST_ELEMENTS: Final = 65536  # of a row; a result may have twice as many
-SIDES: Final = (16, 32)  # rows and columns of a step
+SIDES: Final = (16, 32)  # rows and columns of a step; of square ones also the widths in SQUARES, which are of A, M and C
+SQUARES: Final = ((16, 32, 64), (8, 16, 32), (16, 32, 64))
+TILE: Final = 16  # rows of a product; a narrower M multiplies two matrices at once
+WIDEST: Final = 64
 LOW: Final = 8  # indices of a mode that swap vectors (see `hopper.whole_row`)
 VECTOR_BITS: Final = 3  # of eight elements
 LINE_BITS: Final = 6  # of the 64 elements that reach all banks
 PART_BYTES: Final = 16384  # of a row, at least, copied at once
-RING: Final = 3  # parts in shared memory
+RING: Final = 3  # parts in shared memory, and
+LONG_RING: Final = 6  # where a multiprocessor has one program of three steps
 TRAFFIC: Final = 1.2  # times that a launch takes of a reading and a writing
 HALF_BYTES: Final = 2
 
@@ -34,7 +38,7 @@ class WholeRowConfig:
 
     Attributes:
         num_warps: of a program.
-        matrices: in a part of a row, which are copied and multiplied at once.
+        matrices: in a part of a row, which are copied and multiplied at once; two narrow ones count as one.
         ring: parts in shared memory.
         programs_per_sm: at a time on a multiprocessor.
     """
@@ -66,7 +70,7 @@ def whole_rows(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> I
         for cuts in combinations(range(start + 1, stop), count):
             ends = (start, *cuts, stop)
             steps = tuple([Step.of(ps, qs, i, j) for i, j in pairwise(ends)])
-            if all(s.p in SIDES and s.q in SIDES for s in steps) and (count == 2 or _takes_four(steps)):
+            if _takes(steps):
                 yield steps
 
 
@@ -75,15 +79,23 @@ def takes_whole_rows(ps: Sequence[int], qs: Sequence[int]) -> bool:
     return any(steps for start in range(len(ps)) for steps in whole_rows(ps, qs, start, len(ps)))
 
 
-def _takes_four(steps: Sequence[Step]) -> bool:
-    """Whether shared memory holds a row of four steps: the second one multiplies in place."""
-    return steps[1].p == steps[1].q and shared_memory(steps, whole_row_config(steps)) <= HOPPER.shared_memory
+def _takes(steps: Sequence[Step]) -> bool:
+    """Whether registers hold the factors and the sums, and shared memory a row; with four steps, the second one multiplies in place."""
+    if not all(s.p in SIDES and s.q in SIDES for s in steps):
+        if len(steps) == 4 or any(s.p != s.q for s in steps) or not all(s.p in sides for s, sides in zip(steps, SQUARES, strict=True)):
+            return False
+        a, m, c = steps
+        if c.p == WIDEST and (m.p > TILE or (m.p == TILE and a.p == WIDEST)):
+            return False
+    elif len(steps) == 4 and steps[1].p != steps[1].q:
+        return False
+    return shared_memory(steps, whole_row_config(steps)) <= HOPPER.shared_memory
 
 
 def shared_memory(steps: Sequence[Step], config: WholeRowConfig) -> int:
     """Bytes of a program."""
     pa, _, pb, pm, qm, pc, qc = sizes_of(steps)
-    return HALF_BYTES * (pa * pb * qm * qc + config.ring * config.matrices * pm * pc)
+    return HALF_BYTES * (pa * pb * qm * qc + config.ring * config.matrices * max(TILE, pm) * pc)
 
 
 def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
@@ -91,7 +103,10 @@ def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
     pa, _, pb, pm, _, pc, _ = sizes_of(steps)
     if pb > 1:
         return WholeRowConfig(8, LOW * LOW, RING, 1)
-    matrices = max(LOW, min(pa, PART_BYTES // (HALF_BYTES * pm * pc)))
+    rows = max(TILE, pm)
+    matrices = max(LOW, min(pa * pm // rows, PART_BYTES // (HALF_BYTES * rows * pc)))
+    if pc == WIDEST or (pa == WIDEST and pm > LOW and pc > TILE):  # whose factors and sums fill the registers of eight warps
+        return WholeRowConfig(8, matrices, LONG_RING, 1)
     return WholeRowConfig(4, matrices, RING, 2)
 
 
@@ -138,7 +153,7 @@ def layouts(sizes: Sequence[int], config: WholeRowConfig) -> Layouts:
 
     t_for_b, slices_b = (frozen(_t_bases("b", sizes, warps)), _slices("b", sizes, warps)) if pb > 1 else ((), 1)
     return Layouts(
-        frozen(_x_bases(config.matrices, pm, pc, warps)),
+        frozen(_x_bases(config.matrices, max(TILE, pm), pc, warps)),
         frozen(_t_bases("rows", sizes, warps)),
         t_for_b,
         frozen(_t_bases("a", sizes, warps)),
@@ -197,23 +212,43 @@ def _t_memory(pa: int, pb: int, qm: int, qc: int) -> tuple[list[Bit], dict[Bit, 
     """(bits of t from the lowest of an offset on, the bits of a vector's number that they swap)."""
     c, m, b, a = _bits("c", qc), _bits("m", qm), _bits("b", pb), _bits("a", pa)
     memory = [*c, *m, *b, *a]
-    swaps = {bit: memory.index(bit) - LINE_BITS for bit in m[:VECTOR_BITS] if memory.index(bit) >= LINE_BITS}
-    swaps |= {bit: bit[1] for bit in (*b[:VECTOR_BITS], *a[:VECTOR_BITS])}
+    swaps: dict[Bit, int] = {}
+    for rows in (_stored_rows(qm), b[:VECTOR_BITS], a[:VECTOR_BITS]):
+        # A bit of a vector's number tells rows apart by itself.
+        taken = [swaps.get(bit, memory.index(bit) - VECTOR_BITS) for bit in rows]
+        left = [i for i in range(VECTOR_BITS) if i not in taken]
+        for bit in rows:
+            if memory.index(bit) >= LINE_BITS and bit not in swaps:
+                swaps[bit] = left.pop(0)
     return memory, swaps
+
+
+def _stored_rows(qm: int) -> list[Bit]:
+    """The bits of eight rows of a product with M that are stored at once.
+
+    With two matrices at once the second one's bit is among them, so that a bit of m is left which swaps nothing.
+    """
+    return _bits("m", qm)[:VECTOR_BITS] if qm >= TILE else [("m", 0), ("m", 1), ("a", 0)]
+
+
+def _low(qm: int) -> list[Bit]:
+    """The bits of m that swap vectors."""
+    return [bit for bit in _stored_rows(qm) if bit[0] == "m"]
 
 
 def _columns_of_b(pa: int, qm: int, qc: int) -> tuple[list[Bit], list[Bit]]:
     """(bits of a column of t, as B multiplies it, that lie in one slice of t; those that tell slices apart)."""
-    low = [*_bits("c", qc), *_bits("m", qm, 0, VECTOR_BITS), *_bits("a", pa, 0, VECTOR_BITS)]
-    return low, [*_bits("m", qm, VECTOR_BITS), *_bits("a", pa, VECTOR_BITS)]
+    low = _low(qm)
+    return [*_bits("c", qc), *low, *_bits("a", pa, 0, VECTOR_BITS)], [*_bits("m", qm, len(low)), *_bits("a", pa, VECTOR_BITS)]
 
 
 def _columns_of_a(pb: int, qm: int, qc: int, warps: int) -> tuple[list[Bit], list[Bit]]:
     """The same as A multiplies it: eight neighbours in memory, warps, and the rest."""
-    c, others = _bits("c", qc), [*_bits("m", qm, 0, VECTOR_BITS), *_bits("b", pb, 0, VECTOR_BITS)]
-    w = _digits(warps)
-    low = [*c[:VECTOR_BITS], *others[:w], *c[VECTOR_BITS:], *others[w:]]
-    return low, [*_bits("m", qm, VECTOR_BITS), *_bits("b", pb, VECTOR_BITS)]
+    c, m = _bits("c", qc), _low(qm)
+    others, w = [*m, *_bits("b", pb, 0, VECTOR_BITS)], _digits(warps)
+    own = len(c) - max(0, w - len(others))  # bits of c; further ones tell warps apart
+    low = [*c[:VECTOR_BITS], *others[:w], *c[own:], *c[VECTOR_BITS:own], *others[w:]]
+    return low, [*_bits("m", qm, len(m)), *_bits("b", pb, VECTOR_BITS)]
 
 
 def _t_bases(view: str, sizes: Sequence[int], warps: int) -> Bases:
@@ -227,6 +262,8 @@ def _t_bases(view: str, sizes: Sequence[int], warps: int) -> Bases:
     pa, _, pb, _, qm, _, qc = sizes
     memory, swaps = _t_memory(pa, pb, qm, qc)
     b, a = _bits("b", pb), _bits("a", pa)
+    if view == "rows" and qm < TILE:
+        return _bases(memory, a[1:], [*_bits("c", qc), *_stored_rows(qm), ("m", 2)], swaps)
     if view == "rows":
         rows = [*b[:VECTOR_BITS], *a[:VECTOR_BITS], *b[VECTOR_BITS:], *a[VECTOR_BITS:]]
         return _bases(memory, rows, [*_bits("c", qc), *_bits("m", qm)], swaps)
@@ -245,7 +282,7 @@ def _in_memory(pb: int, qm: int, qc: int) -> list[Bit]:
     """The bits of a slice's columns from the lowest in y's memory on: four lanes have QC / 4 neighbours each."""
     c = _bits("c", qc)
     own = [c[0], *c[VECTOR_BITS:], *c[1:VECTOR_BITS]]
-    return [*own, *_bits("m", qm, 0, VECTOR_BITS), *_bits("b", pb, 0, VECTOR_BITS)]
+    return [*own, *_low(qm), *_bits("b", pb, 0, VECTOR_BITS)]
 
 
 def _result_order(sizes: Sequence[int], warps: int) -> tuple[int, ...]:
