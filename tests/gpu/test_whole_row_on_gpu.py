@@ -28,11 +28,9 @@ SHAPES = {
     "wide to narrow": (1, 3, (32, 32, 32), (16, 16, 16), 1),
     "mixed": (1, 3, (16, 32, 16), (32, 16, 32), 1),
     "a wide first step of four": (1, 2, (16,) * 4, (32, 16, 16, 16), 1),
-    "8^5": (1, 3, (8,) * 5, (8,) * 5, 1),
-    "8^5, many rows": (1, 300, (8,) * 5, (8,) * 5, 1),
     "a narrow second step": (1, 3, (32, 8, 64), (32, 8, 64), 1),
-    "a narrow second step, narrow last": (2, 3, (64, 8, 16), (64, 8, 16), 1),
-    "a narrow second step, few": (1, 300, (16, 8, 32), (16, 8, 32), 1),
+    "a narrow second step, batches": (2, 3, (32, 8, 32), (32, 8, 32), 1),
+    "a narrow second step, many rows": (1, 300, (16, 8, 16), (16, 8, 16), 1),
     "a wide first step": (1, 3, (64, 16, 16), (64, 16, 16), 1),
     "wide, narrow and middle": (1, 3, (64, 8, 32), (64, 8, 32), 1),
     "the largest": (1, 140, (64, 32, 32), (64, 32, 32), 1),
@@ -109,7 +107,7 @@ def test_nothing_between_the_first_steps_overflows(shape: tuple[int, ...], launc
     assert KERNEL in launched
 
 
-@pytest.mark.parametrize("shape", [(32,) * 3, (16,) * 4, (8,) * 5], ids=str)
+@pytest.mark.parametrize("shape", [(32,) * 3, (16,) * 4, (32, 8, 32)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinities_stay_in_their_rows(shape: tuple[int, ...], dtype: torch.dtype, launched: list[str]) -> None:
     x, factors = problem(dtype, torch.device("cuda"), 1, 3, shape, shape, 1)
