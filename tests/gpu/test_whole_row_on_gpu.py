@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from canonical_cases import multiply, problem, watch_kernels
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.plan import plan
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
@@ -43,11 +45,16 @@ SHAPES = {
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that are launched."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that are launched; few rows take this one too."""
     if not kernels.has_whole_row(torch.device("cuda"), torch.bfloat16):
         pytest.skip("needs a Hopper GPU")
-    return watch_kernels(monkeypatch)
+    monkeypatch.setattr(plan, "whole_row_cost", lambda moved, rows: 0.0)
+    plan.plan.cache_clear()
+    CACHE.forget()
+    yield watch_kernels(monkeypatch)
+    plan.plan.cache_clear()
+    CACHE.forget()
 
 
 def by_factors(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:

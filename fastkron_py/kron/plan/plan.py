@@ -236,7 +236,7 @@ def _candidates(
         for steps in (*row_pairs(ps, qs, start, stop), *row_triples(ps, qs, start, stop)):
             found.append((HALF * row_pair_cost(steps, float(moved)), Launch(steps, "row_pair")))
         for rows in whole_rows(ps, qs, start, stop) if problem.whole_rows else ():
-            found.append((HALF * whole_row_cost(float(moved)), Launch(rows, "whole_row")))
+            found.append((HALF * whole_row_cost(float(moved), max(1, problem.rows * outside)), Launch(rows, "whole_row")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)

@@ -111,13 +111,17 @@ def whole_row_config(steps: Sequence[Step]) -> WholeRowConfig:
     return WholeRowConfig(4, matrices, RING, 2)
 
 
-def whole_row_cost(moved: float) -> float:
+def whole_row_cost(moved: float, rows: float) -> float:
     """Modelled time, in units of moving one element once.
+
+    A multiprocessor takes whole rows, so that few rows leave the others without work.
 
     Args:
         moved: elements that are read and written, of all rows.
+        rows: that there are.
     """
-    return TRAFFIC * moved
+    rounds = math.ceil(rows / HOPPER.multiprocessors)
+    return TRAFFIC * moved * rounds * HOPPER.multiprocessors / rows
 
 
 class Layouts(NamedTuple):

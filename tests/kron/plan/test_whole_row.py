@@ -203,6 +203,14 @@ def test_what_it_does_not_take(ps: tuple[int, ...]) -> None:
     assert "whole_row" not in [launch.kernel for launch in found]
 
 
+@pytest.mark.parametrize("ps", [(16,) * 4, (32,) * 3], ids=str)
+def test_few_rows_take_more_programs(ps: tuple[int, ...]) -> None:
+    """A row is one multiprocessor's: a few rows are cut into tiles that occupy all of them."""
+    few, many = [plan(ps, ps, PlanProblem(HALF, rows, 1, True, 1, "bfloat16", whole_rows=True)) for rows in (2, 200)]
+    assert "whole_row" not in [launch.kernel for launch in few]
+    assert [launch.kernel for launch in many] == ["whole_row"]
+
+
 @pytest.mark.parametrize(("columns", "whole_rows"), [(1, False), (3, True)])
 def test_rows_that_are_not_copied_whole(columns: int, whole_rows: bool) -> None:
     """Unaligned ones, and those of the left form."""
