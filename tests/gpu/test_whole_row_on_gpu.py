@@ -125,6 +125,16 @@ def test_infinities_stay_in_their_rows(shape: tuple[int, ...], dtype: torch.dtyp
     assert KERNEL in launched
 
 
+def test_an_addend_in_columns(launched: list[str]) -> None:
+    """z's columns are further apart than 32 bits reach."""
+    x, factors = problem(torch.bfloat16, torch.device("cuda"), 1, 2, (32,) * 3, (32,) * 3, 1)
+    z = torch.randn(70000, 1, device="cuda").bfloat16().expand(70000, 32768)
+    z = torch.empty_strided((1, 2, 32768, 1), (0, 1, 70000, 1), device="cuda", dtype=torch.bfloat16).copy_(z[None, :2, :, None])
+    y = multiply(x, factors, z, 0.5, 2.0)
+    assert_close(y, 0.5 * by_factors(x, factors) + 2.0 * z.double(), steps=12)
+    assert KERNEL in launched
+
+
 def test_a_wrong_factor_would_show(launched: list[str]) -> None:
     """The control: one element of one factor that is off by a thousandth of the factor's norm."""
     x, factors = problem(torch.float16, torch.device("cuda"), 1, 2, (32,) * 3, (32,) * 3, 1)

@@ -199,7 +199,7 @@ def _store(
     k = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
     FIRST: gl.constexpr = SLICE % (QM // LOW_M) * RUN + SLICE // (QM // LOW_M) * (LOW * QM * QC)
     n = i * (B * QM * QC) + (k // RUN * (QM * QC) + k % RUN + FIRST)
-    y = EPILOGUE(y, alpha, beta, z_row, n * z_stride, n >= 0).to(y_row.dtype.element_ty)
+    y = EPILOGUE(y, alpha, beta, z_row, n.to(gl.int64) * z_stride, n >= 0).to(y_row.dtype.element_ty)
     gl.store(y_row + n, y)
 
 
