@@ -138,8 +138,8 @@ def _groups(plan: Plan, slow: Mapping[int, float]) -> dict[int, int]:
 def _stand_ins(plan: Plan, group: int, slow: Mapping[int, float]) -> dict[int, int]:
     """Positions in a row group that are simulated, and how many each stands for.
 
-    Where all exchanges are uniform, one rank stands for all but the slow ones. Else all of 64 ranks are simulated, and of more some, each
-    of which stands for itself and those up to the next.
+    Where all exchanges are uniform, one rank stands for all but the slow ones. Else all of 64 ranks are simulated, and of more some: each
+    stands for itself and those up to the next.
     """
     if plan.is_local:
         found = {0} if len(set(widths(plan.way.stages[0].offsets))) == 1 else set(range(plan.parts))

@@ -144,7 +144,7 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     if not has_choice(mode, problem.stop - problem.start == 1, launch.kernel == "chained"):
         return "kernels"
     found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
-    if found == "gemm" and problem.epilogue != "axpby":  # which that main loop has no epilogue for
+    if found == "gemm" and problem.epilogue != "axpby":  # that main loop adds z, and has no other epilogue
         found = best_algorithm(mode._replace(adds=False), kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
     return found if found == "gemm" or found in BY_TORCH else "kernels"
 
@@ -211,12 +211,13 @@ def multiply_problem(
     )
 
 
-def _has_whole_rows(build: Builder, x: Tensor, problem: MultiplyProblem) -> bool:
-    """Whether a kernel can copy whole rows, which asks for aligned vectors where such rows may be planned alone."""
+def with_whole_rows(build: Builder, x: Tensor, problem: MultiplyProblem) -> MultiplyProblem:
+    """The problem of a program's x, whose rows may be copied whole; x's address is looked at only where that can matter."""
     if not kernels.has_whole_row(problem.device, problem.dtype) or problem.shape[3] > 1:
-        return False
+        return problem
     ps, qs = ([s[i] for s in problem.factor_shapes[problem.start :]] for i in (-2, -1))
-    return takes_whole_rows(ps, qs) and problem.x.batch % VECTOR == problem.x.row % VECTOR == 0 and build.is_aligned(x)
+    has_vectors = problem.x.batch % VECTOR == problem.x.row % VECTOR == 0
+    return problem._replace(whole_rows=has_vectors and takes_whole_rows(ps, qs) and build.is_aligned(x))
 
 
 class Part(NamedTuple):
@@ -259,8 +260,7 @@ def add_multiply(
     if z is not None:
         z, rows = _addend(build, z, epilogue)
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
-    problem = problem._replace(whole_rows=_has_whole_rows(build, x, problem))
-    launches = launches_of(problem, tuned(problem))
+    launches = launches_of(with_whole_rows(build, x, problem), tuned(problem))
     for launch in launches:
         is_last = launch is launches[-1]
         y = out if is_last and out is not None else build.empty(launch.shape, x.dtype)

@@ -53,7 +53,7 @@ class Points:
 
 
 def _table(places: Tensor) -> tuple[Tensor, Tensor]:
-    """(Offsets, bases) of places, of which -1 is none."""
+    """(Offsets, bases) of places; a place of -1 is none."""
     count = places.shape[0]
     spans = torch.nn.functional.pad(places, (0, -count % _SPAN), value=-1).view(-1, _SPAN)
     exists = spans >= 0

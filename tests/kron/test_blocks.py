@@ -102,8 +102,8 @@ def test_blocks(
             assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
 
 
-def test_a_16_bit_product_reads_blocks_by_launches_that_turn(device: torch.device, generator: torch.Generator) -> None:
-    """Two of which the first makes blocks of a turned operand."""
+def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.device, generator: torch.Generator) -> None:
+    """Two launches; the first one makes blocks of a transposed operand."""
     x = torch.randn(2, 16**3, generator=generator).to(device, torch.float16)
     factors = [(torch.randn(16, 16, generator=generator) / 4).to(device, torch.float16) for _ in range(3)]
     for parts in (2, 4, 8):

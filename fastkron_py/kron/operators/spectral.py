@@ -30,7 +30,7 @@ def scaled(x: Tensor, diagonal: Tensor) -> Tensor:
 
 
 def by_basis(left: Sequence[Tensor], diagonal: Tensor, right: Sequence[Tensor], x: Tensor) -> Tensor:
-    """``right diag(d) left x``: two products, of which the first one scales."""
+    """``right diag(d) left x``: two products; the first one scales."""
     return kron_matmul_left(right, multiply_scaled(left, x, diagonal))
 
 

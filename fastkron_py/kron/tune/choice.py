@@ -14,7 +14,7 @@ from fastkron_py.kron.plan.steps import DOT_SIDE, Step, padded
 
 # Raised when a kernel or the meaning of a configuration changes so that older timings say nothing any more. Not the library's
 # version: most releases leave the kernels alone, and a table shall outlive them.
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPERATIONS: Final = ("multiply",)
 FACTORS_MOST: Final = 64

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from fastkron_py.kron.forward import Planned, is_mergeable, launches_of, multiply_problem
+from fastkron_py.kron.forward import Planned, is_mergeable, launches_of, multiply_problem, with_whole_rows
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.scale import Scale
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
@@ -143,7 +143,7 @@ class Search:
         """The product by a choice, or by the closed form, and its launches."""
         build = Builder((self.x, *self.factors))
         y, *factors = build.inputs
-        launches = launches_of(self.multiply, choice)
+        launches = launches_of(with_whole_rows(build, y, self.multiply), choice)
         for launch in launches:
             x, y = y, build.empty(launch.shape, self.x.dtype)
             launch.add(build, x, factors, None, y, Scale())

@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 
+from fastkron_py.kron import forward
 from fastkron_py.kron.plan.plan import PlanProblem, plan
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.kron.plan.whole_row import Layouts, layouts, shared_memory, sizes_of, whole_row_config
 from fastkron_py.reference import kron_matmul
+from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 
@@ -216,3 +218,17 @@ def test_rows_that_are_not_copied_whole(columns: int, whole_rows: bool) -> None:
     """Unaligned ones, and those of the left form."""
     found = plan((32,) * 3, (32,) * 3, PlanProblem(HALF, 1024, columns, True, 1, "bfloat16", whole_rows=whole_rows))
     assert "whole_row" not in [launch.kernel for launch in found]
+
+
+@pytest.mark.parametrize(("offset", "columns", "whole_rows"), [(0, 1, True), (8, 1, True), (1, 1, False), (0, 2, False)])
+def test_rows_are_copied_whole_where_vectors_are_aligned(
+    offset: int, columns: int, whole_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the right form alone; a program of other addresses is another one."""
+    monkeypatch.setattr(forward.kernels, "has_whole_row", lambda device, dtype: True)
+    memory = torch.empty(3 * 32**3 * columns + 8, dtype=torch.bfloat16)
+    x = memory[offset : offset + 3 * 32**3 * columns].view(1, 3, 32**3, columns)
+    build = Builder([x, *[torch.empty(1, 32, 32, dtype=torch.bfloat16)] * 3])
+    x, *factors = build.inputs
+    problem = forward.multiply_problem(x, factors, x.device, "highest")
+    assert forward.with_whole_rows(build, x, problem).whole_rows is whole_rows

@@ -53,10 +53,10 @@ DAMAGE = {
     "null": "null",
     "a list": "[]",
     "foreign": '{"numba": {"version": 3}}',
-    "another schema": good(entry()).replace('"schema": 1', '"schema": 99'),
-    "a schema of another type": good(entry()).replace('"schema": 1', '"schema": [1]'),
-    "no entries": '{"format": "fastkron_py tuning table", "schema": 1}',
-    "entries of another type": '{"format": "fastkron_py tuning table", "schema": 1, "entries": {}}',
+    "another schema": good(entry()).replace('"schema": 2', '"schema": 99'),
+    "a schema of another type": good(entry()).replace('"schema": 2', '"schema": [1]'),
+    "no entries": '{"format": "fastkron_py tuning table", "schema": 2}',
+    "entries of another type": '{"format": "fastkron_py tuning table", "schema": 2, "entries": {}}',
     "deep": "[" * 200_000,
 }
 
