@@ -89,18 +89,35 @@ def test_products_by_torch_are_scaled_in_place(algorithm: str, device: torch.dev
 
 @pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_gradients(dtype: torch.dtype, divides: bool, backend_name: str, device: torch.device) -> None:
+def test_gradients(dtype: torch.dtype, divides: bool, device: torch.device) -> None:
     x = torch.randn(2, 6, 2, dtype=dtype, device=device, requires_grad=True)
     factors = [torch.randn(*shape, dtype=dtype, device=device, requires_grad=True) for shape in ((2, 2), (2, 3, 3))]
 
     def function(x: Tensor, z: Tensor, *fs: Tensor) -> Tensor:
-        with fastkron_py.backend(backend_name):
+        with fastkron_py.backend("torch"):
             return multiply_scaled(fs, x, z, divides=divides)
 
     for z in (_divisor(6, dtype=dtype), _divisor(2, 6, dtype=torch.float64)):
         given = (x, z.to(device).requires_grad_(), *factors)
         assert torch.autograd.gradcheck(function, given, fast_mode=True, check_forward_ad=True, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_gradients_by_triton(dtype: torch.dtype, divides: bool, device: torch.device) -> None:
+    """Of x, z and the factors: those of the dense formula."""
+    x, z = torch.randn(2, 6, 2, dtype=dtype, device=device), _divisor(2, 6, dtype=dtype).to(device)
+    leaves = [x, z, *[torch.randn(*shape, dtype=dtype, device=device) for shape in ((2, 2), (2, 3, 3))]]
+    for t in leaves:
+        t.requires_grad_()
+    dy = torch.randn_like(x)
+    with fastkron_py.backend("triton"):
+        found = torch.autograd.grad(multiply_scaled(leaves[2:], leaves[0], leaves[1], divides=divides), leaves, dy)
+    x, z, first, second = leaves
+    product = torch.einsum("ij,bkl->bikjl", first, second).reshape(2, 6, 6) @ x
+    for gradient, wanted in zip(found, torch.autograd.grad(_scaled(product, z[..., None], divides), leaves, dy), strict=True):
+        assert_close(gradient, wanted, steps=4)
 
 
 def test_transforms_and_graphs() -> None:
