@@ -17,15 +17,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fastkron_py.kron.hopper.tile import in_order, seen_as
 from fastkron_py.kron.kernels.row_pair import in_half
+from fastkron_py.kron.plan import whole_row as plan
 from fastkron_py.runtime.gluon_names import barrier, begin_copy
 from fastkron_py.tiling.addresses import factor_tile
 
 LINE: gl.constexpr = gl.constexpr(64)  # elements of 128 bytes
 VECTOR: gl.constexpr = gl.constexpr(8)  # of 16 bytes
 # Fields of LAYOUTS.
-X, T_BY_ROWS, T_FOR_B, T_FOR_A, SLICES_B, SLICES_A, RESULT_ORDER, RESULT = (gl.constexpr(i) for i in range(8))
-TILE: gl.constexpr = gl.constexpr(16)  # rows of a product
-LOW: gl.constexpr = gl.constexpr(8)  # indices of a mode that its lowest three bits tell apart
+X, T_BY_ROWS, T_FOR_B, T_FOR_A, SLICES_B, SLICES_A, RESULT_ORDER, RESULT_RUN, RESULT = (gl.constexpr(i) for i in range(9))
+TILE: gl.constexpr = gl.constexpr(plan.TILE)
+LOW: gl.constexpr = gl.constexpr(plan.LOW)
 
 
 @gluon.constexpr_function
@@ -191,13 +192,13 @@ def _store(
     QC: gl.constexpr = SIZES[6]
     LAYOUT: gl.constexpr = _distributed(LAYOUTS, RESULT, [QA, COLUMNS])
     ORDER: gl.constexpr = _of(LAYOUTS, RESULT_ORDER)
-    LOW_M: gl.constexpr = LOW if QM > LOW else LOW // 2
-    RUN: gl.constexpr = LOW_M * QC
+    RUN: gl.constexpr = _of(LAYOUTS, RESULT_RUN)
+    RUNS: gl.constexpr = QM * QC // RUN
     y = gl.reshape(in_order(gl.reshape(y, _by_bits(QA, ORDER)), ORDER), [QA, COLUMNS])
     y = gl.convert_layout(y, LAYOUT)  # the same registers under their last names
     i = gl.arange(0, QA, gl.SliceLayout(1, LAYOUT))[:, None]
     k = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    FIRST: gl.constexpr = SLICE % (QM // LOW_M) * RUN + SLICE // (QM // LOW_M) * (LOW * QM * QC)
+    FIRST: gl.constexpr = SLICE % RUNS * RUN + SLICE // RUNS * (LOW * QM * QC)
     n = i * (B * QM * QC) + (k // RUN * (QM * QC) + k % RUN + FIRST)
     y = EPILOGUE(y, alpha, beta, z_row, n.to(gl.int64) * z_stride, n >= 0).to(y_row.dtype.element_ty)
     gl.store(y_row + n, y)

@@ -135,6 +135,7 @@ class Layouts(NamedTuple):
         slices_b: of t, which B multiplies one after the other.
         slices: the same of A.
         order: in which bits of a column of a slice are those of y, behind the rows.
+        run: columns of a slice that follow each other in y, before those of the next index of B.
         result: (registers, lanes, warps) of a slice of y.
     """
 
@@ -145,6 +146,7 @@ class Layouts(NamedTuple):
     slices_b: int
     slices: int
     order: tuple[int, ...]
+    run: int
     result: tuple[Any, ...]
 
 
@@ -165,6 +167,7 @@ def layouts(sizes: Sequence[int], config: WholeRowConfig) -> Layouts:
         slices_b,
         _slices("a", sizes, warps),
         _result_order(sizes, warps),
+        sizes[6] << len(_low(sizes[4])),
         frozen(_result_bases(sizes, warps)),
     )
 

@@ -128,13 +128,12 @@ def _kernel(x: torch.Tensor, factors: list[torch.Tensor], steps: list[Step]) -> 
     for b in middle:
         t = _put(b.mT @ _matrix(t, found.t_for_b), found.t_for_b)
     y = torch.full((qa, pb * qm * qc), float("nan"), dtype=x.dtype)
-    low_m = 8 if qm > 8 else 4
-    run, columns = low_m * qc, pb * qm * qc // found.slices
+    runs, columns = qm * qc // found.run, pb * qm * qc // found.slices
     for k, part in enumerate((a.mT @ _matrix(t, found.t_for_a)).chunk(found.slices, 1)):
         part = part.reshape(qa, *[2] * (len(found.order) - 1)).permute(found.order).reshape(qa, columns)
-        first = k % (qm // low_m) * run + k // (qm // low_m) * (8 * qm * qc)
+        first = k % runs * found.run + k // runs * (8 * qm * qc)
         n = torch.arange(columns)
-        y[:, n // run * (qm * qc) + n % run + first] = part
+        y[:, n // found.run * (qm * qc) + n % found.run + first] = part
     return y.reshape(-1)
 
 
