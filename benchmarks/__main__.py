@@ -1,6 +1,7 @@
 """``python -m benchmarks [NAME ...] [--out DIR] [--quick] [--seconds S] [--device cpu|cuda] [--only LABEL ...] [--compile N]``.
 
-``python -m benchmarks drawn [--seed S] [--count N] [--dtype D ...] [--kind forward|backward]`` draws its problems.
+``python -m benchmarks drawn [--seed S] [--count N] [--dtype D ...] [--kind forward|backward]
+[--narrowest P]`` draws its problems.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     drawing.add_argument("--count", type=int, default=DRAW.count, help="of problems")
     drawing.add_argument("--dtype", action="append", default=[], help="to draw from; may be repeated")
     drawing.add_argument("--kind", action="append", default=[], help="forward or backward; both without it")
+    drawing.add_argument("--narrowest", type=int, default=DRAW.narrowest, metavar="P", help="least width of a factor")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     options = parser.parse_args(arguments)
     console = Console()
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     fitting = [b.name for b in all_benchmarks().values() if b.device != "cuda" or torch.cuda.is_available()]
     names = options.names or fitting
-    draw = Draw(options.seed, options.count, tuple(options.dtype), tuple(options.kind))
+    draw = Draw(options.seed, options.count, tuple(options.dtype), tuple(options.kind), options.narrowest)
     wrong = False
     try:
         if options.compile > 0:

@@ -100,12 +100,14 @@ class Draw(NamedTuple):
         count: of problems.
         dtypes: to draw from; empty for the benchmark's own.
         kinds: "forward", "backward"; empty for both.
+        narrowest: the least width of a factor.
     """
 
     seed: int = 0
     count: int = 100
     dtypes: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    narrowest: int = 1
 
 
 DRAW: Final = Draw()

@@ -94,9 +94,14 @@ def fits(parameters: dict[str, Any], limits: Limits) -> bool:
     return True
 
 
-def _log_uniform(generator: random.Random, most: int) -> int:
-    """1 to most."""
-    return int(math.exp(generator.uniform(0, math.log(most + 1))))
+def _log_uniform(generator: random.Random, least: int, most: int) -> int:
+    """least to most."""
+    return int(math.exp(generator.uniform(math.log(least), math.log(most + 1))))
+
+
+def _most_factors(narrowest: int, nbytes: int) -> int:
+    """Factors of the least width whose row of float64 fits, at most MOST_FACTORS."""
+    return next((n - 1 for n in range(2, MOST_FACTORS + 1) if 8 * narrowest**n > nbytes), MOST_FACTORS)
 
 
 def _parameters(generator: random.Random, draw: Draw, limits: Limits) -> dict[str, Any]:
@@ -106,11 +111,11 @@ def _parameters(generator: random.Random, draw: Draw, limits: Limits) -> dict[st
         "kind": generator.choice(draw.kinds or tuple(PASSES)),
         "left": generator.random() < 0.5,
     }
-    count, square = generator.randint(1, MOST_FACTORS), generator.random() < 0.5
+    count, square = generator.randint(1, _most_factors(draw.narrowest, limits.nbytes)), generator.random() < 0.5
     while True:
-        ps = [_log_uniform(generator, WIDEST) for _ in range(count)]
-        qs = list(ps) if square else [_log_uniform(generator, WIDEST) for _ in range(count)]
-        parameters = {"M": _log_uniform(generator, MOST_ROWS), "P": ps, "Q": qs, **fixed}
+        ps = [_log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
+        qs = list(ps) if square else [_log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
+        parameters = {"M": _log_uniform(generator, 1, MOST_ROWS), "P": ps, "Q": qs, **fixed}
         if fits(parameters, limits):
             return parameters
 
@@ -140,13 +145,15 @@ def cases(draw: Draw, device: torch.device) -> list[Case]:
     """The problems of a seed; those of a smaller count are the first of them.
 
     Raises:
-        ValueError: a dtype or a kind that is unknown.
+        ValueError: a dtype or a kind that is unknown, no problem, or widths that are out of range.
     """
     for name, given, known in (("dtype", draw.dtypes, TOLERANCES), ("kind", draw.kinds, PASSES)):
         if not set(given) <= set(known):
             raise ValueError(f"{name}: expected some of {', '.join(known)}; got {', '.join(given)}")
     if draw.count < 1:
         raise ValueError(f"count: expected a positive integer; got {draw.count}")
+    if not 1 <= draw.narrowest <= WIDEST:
+        raise ValueError(f"narrowest: expected 1 to {WIDEST}; got {draw.narrowest}")
     generator = random.Random(draw.seed)
     return [_case(_parameters(generator, draw, LIMITS[device.type]), i) for i in range(draw.count)]
 

@@ -28,6 +28,10 @@ SHAPES = {
     "batches": (3, 30, (140, 3), (133, 2), 1),
     "long": (1, 4, (3000, 4), (140, 4), 1),
     "few tiles": (1, 40, (1500,), (300,), 1),
+    "many tiles": (1, 20_000, (300,), (260,), 1),
+    "many tiles of columns": (1, 70, (145,), (70,), 290),
+    "vectors of two": (1, 200, (150,), (130,), 2),
+    "columns of vectors of two": (1, 9, (131,), (150,), 70),
 }
 ALGORITHMS = ("wgmma", "matmul", "copying", "looped")
 
@@ -81,6 +85,16 @@ def test_rows_of_a_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.randn(1, 120, 400, 1, device=device)
     wide[:, ::2, :300] = x
     assert_close(multiply(wide[:, ::2, :300], [f.mT.contiguous().mT for f in factors]), by_factors(x, factors), steps=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_of_a_transposed_tensor_with_odd_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P is one run there, but of each column at another alignment."""
+    choose(monkeypatch, "wgmma")
+    x, factors = problem(dtype, torch.device("cuda"), 1, 1, (256,), (192,), 70)
+    rows = torch.full((1, 1, 70, 257), float("nan"), device="cuda", dtype=dtype)
+    rows[..., :256] = x.mT
+    assert_close(multiply(rows[..., :256].mT, factors), by_factors(x, factors), steps=2)
 
 
 def test_infinities_and_nan_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,31 @@ Both are ``out[m, n] = sum_k left[m, k] * right[n, k]``. In a multiply m runs ov
 factor and k over its rows. In a gradient k runs over slices, and m and n over the modes of u and g. Only addresses differ, so that no
 operand is transposed or copied in memory.
 
-Warpgroups have one trade each (`tiling.hopper.ring`): one for each operand loads it, in whichever direction it is runs of memory, splits it
-for three-pass TF32 and stores it with k innermost, as tensor cores want TF32; two multiply. Sums in float32 take over every few steps.
+Warpgroups have one trade each (`tiling.hopper.ring`). One brings the right operand: it loads it, in whichever direction it is runs of
+memory, splits it for three-pass TF32 and stores it with k innermost, as tensor cores want TF32. One brings the left operand in the same
+way, or in float32, where 16 bytes are one run, copies it as it lies by cp.async. Two multiply. A copied left operand they take from
+shared memory to registers, and split it there: its traffic in shared memory is a third of what two stored halves have.
 
 Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.factor_gradient` hold the same sums in plain Triton.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from fastkron_py.runtime.gluon_names import begin_copy
 from fastkron_py.tiling.addresses import slice_index, slice_offsets
-from fastkron_py.tiling.hopper.ring import ROWS, allocate_ring, store_sums, sum_steps
+from fastkron_py.tiling.hopper.ring import (
+    COPIED_ALONG_K,
+    COPIED_ALONG_ROWS,
+    MADE,
+    ROWS,
+    allocate_ring,
+    store_sums,
+    sum_copied_steps,
+    sum_steps,
+)
 from fastkron_py.tiling.hopper.tiles import made_layout, store_made
 from fastkron_py.tiling.products import tile_of
 
@@ -26,6 +39,14 @@ def _loaded_layout(block_k, dtype, along_rows):
     return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [32, 1], [4, 1], [1, 0]) if along_rows else made_layout(block_k, dtype)
 
 
+@gluon.constexpr_function
+def _copied_layout(vectors):
+    """For copies of a tile ``[128, 32]``: 16 bytes a thread, along rows or along columns."""
+    if vectors[0] > 1:
+        return gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1])
+    return gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _slice_offsets(first, i, strides, slices, BLOCK: gl.constexpr, WHERE: gl.constexpr):
     """Offsets of slices ``first + i``."""
@@ -34,9 +55,11 @@ def _slice_offsets(first, i, strides, slices, BLOCK: gl.constexpr, WHERE: gl.con
 
 
 @gluon.jit
-def _row_offsets(first, i, size, strides, slices, IS_SLICES: gl.constexpr, BLOCK: gl.constexpr, WHERE: gl.constexpr):
-    """Offsets of slices, or of indices of a mode, ``first + i``; from the last one on that of the last, which is not stored."""
-    i = gl.minimum(i, size - 1 - first)
+def _row_offsets(
+    first, i, size, strides, slices, IS_SLICES: gl.constexpr, BLOCK: gl.constexpr, WHERE: gl.constexpr, VECTOR: gl.constexpr = 1
+):
+    """Offsets of slices, or of indices of a mode, ``first + i``; beyond the last run of VECTOR those of that one, which is not stored."""
+    i = gl.minimum(i, size - VECTOR - first + (i % VECTOR if VECTOR > 1 else 0))
     if IS_SLICES:
         return _slice_offsets(first, i, strides, slices, BLOCK, WHERE)
     else:
@@ -44,8 +67,7 @@ def _row_offsets(first, i, size, strides, slices, IS_SLICES: gl.constexpr, BLOCK
 
 
 @gluon.jit
-def _load(
-    ptr,
+def _tile_offsets(
     rows,
     first,
     k,
@@ -55,14 +77,14 @@ def _load(
     slices,
     IS_SLICES: gl.constexpr,
     STRIDE: gl.constexpr,
-    VECTOR: gl.constexpr,
+    VECTORS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     WHERE: gl.constexpr,
-    EVEN: gl.constexpr,
 ):
-    """A tile of rows at these offsets and of columns ``first + k``; 0 from the last one on.
+    """Of a tile of rows at these offsets and of columns ``first + k``.
 
-    STRIDE: the stride of k where it is a constant, else -1. VECTOR: neighbours along k that are one run, at a multiple of their number.
+    STRIDE: the stride of k where it is a constant, else -1. VECTORS: neighbours along rows, and along k, that are one run, at a multiple
+    of their number.
     """
     if IS_SLICES and (WHERE[0] or WHERE[1]) and not WHERE[2]:
         columns = _slice_offsets(first, gl.minimum(k, depth - 1 - first), strides, slices, BLOCK_K, WHERE)
@@ -74,8 +96,16 @@ def _load(
             rows += first.to(gl.int64) * (stride if STRIDE < 0 else STRIDE)
         columns = k.to(gl.int64) * (stride if STRIDE < 0 else STRIDE)
     offsets = rows[:, None] + columns[None, :]
-    if VECTOR > 1:  # the compiler loses it over divisions
-        offsets = gl.max_contiguous(gl.multiple_of(offsets, (1, VECTOR)), (1, VECTOR))
+    RUN_OF_ROWS: gl.constexpr = VECTORS[0]
+    RUN: gl.constexpr = VECTORS[1]
+    if RUN_OF_ROWS * RUN > 1:  # the compiler loses it over divisions
+        offsets = gl.max_contiguous(gl.multiple_of(offsets, (RUN_OF_ROWS, RUN)), (RUN_OF_ROWS, RUN))
+    return offsets
+
+
+@gluon.jit
+def _load(ptr, offsets, first, k, depth, EVEN: gl.constexpr):
+    """A tile; 0 from the last column on."""
     if EVEN:
         return gl.load(ptr + offsets)
     else:
@@ -96,52 +126,89 @@ def _part_of(item, sizes, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _bring(
-    operand,
-    slices,
-    sizes,
-    buffers,
-    IS_SLICES: gl.constexpr,
-    ALONG_ROWS: gl.constexpr,
-    STRIDES: gl.constexpr,
-    VECTORS: gl.constexpr,
-    WHERE: gl.constexpr,
-    WHERE_K: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRECISION: gl.constexpr,
-    SIDE: gl.constexpr,  # 0: left, 1: right
-):
-    """One warpgroup: one operand of every step, loaded a step ahead."""
+def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr):
+    """One warpgroup: one operand of every step, through registers, loaded a step ahead."""
     ptr, strides, stride = operand
     buffer, low_buffer, full, empty = buffers
+    SIDE: gl.constexpr = OPTIONS[0]
+    IS_SLICES: gl.constexpr = OPTIONS[1]
+    IS_K: gl.constexpr = OPTIONS[2]
+    STRIDE: gl.constexpr = OPTIONS[4]
+    VECTORS: gl.constexpr = OPTIONS[5]
+    WHERE: gl.constexpr = OPTIONS[6]
+    WHERE_K: gl.constexpr = OPTIONS[7]
+    EVEN: gl.constexpr = OPTIONS[8]
     BLOCK: gl.constexpr = BLOCKS[SIDE]
     BLOCK_K: gl.constexpr = BLOCKS[2]
-    TILE: gl.constexpr = _loaded_layout(BLOCK_K, buffer.dtype, ALONG_ROWS[SIDE])
+    TILE: gl.constexpr = _loaded_layout(BLOCK_K, buffer.dtype, OPTIONS[3])
     i = gl.arange(0, BLOCK, gl.SliceLayout(1, TILE))
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, TILE))
-    size = sizes[SIDE]
     depth = sizes[2]
-    IS_K: gl.constexpr = IS_SLICES[2 * SIDE + 1]
-    STRIDE: gl.constexpr = STRIDES[SIDE]
-    VECTOR: gl.constexpr = VECTORS[SIDE]
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
         row, column, batch, _, begin, count = _part_of(item, sizes, BLOCKS)
         first = (column if SIDE else row) * BLOCK
-        rows = batch * strides[0] + _row_offsets(first, i, size, strides, slices, IS_SLICES[2 * SIDE], BLOCK, WHERE)
-        ahead = _load(ptr, rows, begin * BLOCK_K, k, depth, stride, strides, slices, IS_K, STRIDE, VECTOR, BLOCK_K, WHERE_K, EVEN)
-        for block in range(0, count):
+        rows = batch * strides[0] + _row_offsets(first, i, sizes[SIDE], strides, slices, IS_SLICES, BLOCK, WHERE)
+        at = begin * BLOCK_K
+        last = (begin + count - 1) * BLOCK_K
+        offsets = _tile_offsets(rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTORS, BLOCK_K, WHERE_K)
+        ahead = _load(ptr, offsets, at, k, depth, EVEN)
+        for _block in range(0, count):
             here = ahead
-            at = (begin + gl.minimum(block + 1, count - 1)) * BLOCK_K
-            ahead = _load(ptr, rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTOR, BLOCK_K, WHERE_K, EVEN)
+            at = gl.minimum(at + BLOCK_K, last)
+            offsets = _tile_offsets(rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTORS, BLOCK_K, WHERE_K)
+            ahead = _load(ptr, offsets, at, k, depth, EVEN)
             s = step % STAGES
             mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
             store_made(buffer.index(s), low_buffer.index(s), here, PRECISION)
             fence_async_shared()
             mbarrier.arrive(full.index(s), count=1)
             step += 1
+
+
+@gluon.jit
+def _copy(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """One warpgroup: the left operand of every step, copied as it lies; each thread tells the barrier of its copies."""
+    ptr, strides, stride = operand
+    buffer, full, empty = buffers
+    IS_SLICES: gl.constexpr = OPTIONS[1]
+    IS_K: gl.constexpr = OPTIONS[2]
+    STRIDE: gl.constexpr = OPTIONS[4]
+    VECTORS: gl.constexpr = OPTIONS[5]
+    WHERE: gl.constexpr = OPTIONS[6]
+    WHERE_K: gl.constexpr = OPTIONS[7]
+    EVEN: gl.constexpr = OPTIONS[8]
+    BLOCK: gl.constexpr = BLOCKS[0]
+    BLOCK_K: gl.constexpr = BLOCKS[2]
+    TILE: gl.constexpr = _copied_layout(VECTORS)
+    i = gl.arange(0, BLOCK, gl.SliceLayout(1, TILE))
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, TILE))
+    depth = sizes[2]
+    step = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
+        row, _, batch, _, begin, count = _part_of(item, sizes, BLOCKS)
+        rows = batch * strides[0] + _row_offsets(row * BLOCK, i, sizes[0], strides, slices, IS_SLICES, BLOCK, WHERE, VECTORS[0])
+        for block in range(0, count):
+            at = (begin + block) * BLOCK_K
+            offsets = _tile_offsets(rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTORS, BLOCK_K, WHERE_K)
+            s = step % STAGES
+            mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
+            if EVEN:
+                begin_copy(buffer.index(s), ptr + offsets)
+            else:
+                begin_copy(buffer.index(s), ptr + offsets, mask=gl.expand_dims(at + k < depth, 0))
+            async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _sum(ring, step, count, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr, HALF: gl.constexpr):
+    WIDTH: gl.constexpr = BLOCKS[1]
+    FLUSH: gl.constexpr = BLOCKS[4]
+    if FLUSH == 1:
+        return sum_copied_steps(ring, step, count, WIDTH, STAGES, HALF)
+    else:
+        return sum_steps(ring, step, count, WIDTH, STAGES, FLUSH, PRECISION, True, HALF)
 
 
 @gluon.jit
@@ -155,7 +222,6 @@ def _multiply(
     EPILOGUE: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,
     PRECISION: gl.constexpr,
     HALF: gl.constexpr,
 ):
@@ -165,7 +231,7 @@ def _multiply(
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
         row, column, batch, split, _, count = _part_of(item, sizes, BLOCKS)
-        sums, step = sum_steps(ring, step, count, BLOCK_N, STAGES, FLUSH, PRECISION, True, HALF)
+        sums, step = _sum(ring, step, count, BLOCKS, STAGES, PRECISION, HALF)
         place = (row * BLOCKS[0] + HALF * ROWS, sizes[0], sizes[1], batch, split)
         store_sums(sums, column * BLOCK_N, (result, slices, place), _store, OPTIONS, BLOCK_N, ring[0].dtype)
 
@@ -220,7 +286,7 @@ def _wide_product_kernel(
     WHERE_K: gl.constexpr,  # and of k
     ALONG_ROWS: gl.constexpr,  # for each operand, whether neighbouring rows, not k, are consecutive in memory
     STRIDES: gl.constexpr,  # the same where they are constants, else -1
-    VECTORS: gl.constexpr,  # neighbours along k that are one run at a multiple of their number
+    VECTORS: gl.constexpr,  # neighbours along rows, and along k, that are one run at a multiple of their number
     EVEN: gl.constexpr,  # BLOCK_K divides the depth
     EPILOGUE: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -228,66 +294,43 @@ def _wide_product_kernel(
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all
+    FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all; 1: the left operand is copied
     PRECISION: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Tiles of a multiply of one mode, or of splits' partial sums of a factor's gradient; programs take one after the other."""
-    ring = allocate_ring(left_ptr.dtype.element_ty, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 2)
+    COPIED: gl.constexpr = COPIED_ALONG_ROWS if ALONG_ROWS[0] else COPIED_ALONG_K
+    LEFT: gl.constexpr = COPIED if FLUSH == 1 else MADE
+    ring = allocate_ring(left_ptr.dtype.element_ty, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 2, LEFT)
     left, left_low, right, right_low, full, empty = ring
     slices = (before, after)
     sizes = (height, width, depth, steps_per_split, batches, items)
-    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, FLUSH)
+    LEFTS: gl.constexpr = (0, IS_SLICES[0], IS_SLICES[1], ALONG_ROWS[0], STRIDES[0], VECTORS[0], WHERE, WHERE_K, EVEN)
+    RIGHTS: gl.constexpr = (1, IS_SLICES[2], IS_SLICES[3], ALONG_ROWS[1], STRIDES[1], VECTORS[1], WHERE, WHERE_K, EVEN)
     result = (out_ptr, z_ptr, out_strides, z_strides, alpha, beta)
     lefts = (left_ptr, left_strides, k_strides[0])
     rights = (right_ptrs[0], right_strides, k_strides[1])
-    left_buffers = (left, left_low, full, empty)
     right_buffers = (right, right_low, full, empty)
-    gl.warp_specialize(
-        [
-            (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, FLUSH, PRECISION, 0)),
-            (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, FLUSH, PRECISION, 1)),
-            (
-                _bring,
-                (
-                    lefts,
-                    slices,
-                    sizes,
-                    left_buffers,
-                    IS_SLICES,
-                    ALONG_ROWS,
-                    STRIDES,
-                    VECTORS,
-                    WHERE,
-                    WHERE_K,
-                    EVEN,
-                    BLOCKS,
-                    STAGES,
-                    PRECISION,
-                    0,
-                ),
-            ),
-            (
-                _bring,
-                (
-                    rights,
-                    slices,
-                    sizes,
-                    right_buffers,
-                    IS_SLICES,
-                    ALONG_ROWS,
-                    STRIDES,
-                    VECTORS,
-                    WHERE,
-                    WHERE_K,
-                    EVEN,
-                    BLOCKS,
-                    STAGES,
-                    PRECISION,
-                    1,
-                ),
-            ),
-        ],
-        [4, 4, 4],
-        REGISTERS,
-    )
+    if FLUSH == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 0)),
+                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 1)),
+                (_copy, (lefts, slices, sizes, (left, full, empty), LEFTS, BLOCKS, STAGES)),
+                (_bring, (rights, slices, sizes, right_buffers, RIGHTS, BLOCKS, STAGES, PRECISION)),
+            ],
+            [4, 4, 4],
+            REGISTERS,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 0)),
+                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 1)),
+                (_bring, (lefts, slices, sizes, (left, left_low, full, empty), LEFTS, BLOCKS, STAGES, PRECISION)),
+                (_bring, (rights, slices, sizes, right_buffers, RIGHTS, BLOCKS, STAGES, PRECISION)),
+            ],
+            [4, 4, 4],
+            REGISTERS,
+        )

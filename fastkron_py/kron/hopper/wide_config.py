@@ -8,12 +8,18 @@ from typing import Any, Final
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
-from fastkron_py.kron.plan.wide import BLOCK_K, BLOCK_M, FLUSH, Mode, WideConfig, gradient_config, multiply_config
+from fastkron_py.kron.plan.wide import BLOCK_K, BLOCK_M, Mode, WideConfig, gradient_config, multiply_config
 from fastkron_py.runtime.launch import LaunchConfig
 
 _GROUP: Final = 8  # rows of tiles that are in flight together
-_REGISTERS: Final = (160, 96, 96)  # of a thread that holds sums; of those that bring operands
+# Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.
+_REGISTERS: Final = (160, 96, 96)
+_REGISTERS_COPYING: Final = (184, 40, 104)
 _VECTOR: Final = 16  # bytes that a thread loads at once
+_RING: Final = 196_608  # bytes of operands in shared memory
+_MOST_STAGES: Final = 6
+# Steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves.
+_FLUSH: Final = 2
 _UNUSED: Final = (0, 0, 0, 0, 0)
 
 
@@ -28,20 +34,27 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
     """
     _, config = multiply_config(mode)
     batch, along_p, along_q = factor_strides
-    along_x = common["x_strides"][3]
+    strides, is_last = common["x_strides"], not common["TAIL"]
+    along_x = strides[3]
+    run = 1 if is_last else _vector(strides[4], (*strides[:4], mode.after), mode.itemsize)
+    is_copied = _may_copy(mode, run)
     return _launch(
         mode,
         config,
         (mode.slices, mode.q, mode.p),
+        is_copied,
         {
-            "left_strides": common["x_strides"],
+            "left_strides": strides,
             "right_strides": (batch, 0, 0, along_q, 0),
             "k_strides": (along_x, along_p),
             "z_strides": common["z_strides"],
             "out_strides": common["y_strides"],
             "IS_SLICES": (True, False, False, False),
             "ALONG_ROWS": (along_x != 1, along_p != 1),
-            "VECTORS": (_vector(along_x, common["x_strides"][:3], mode.itemsize), _vector(along_p, (batch, along_q), mode.itemsize)),
+            "VECTORS": (
+                (run, 1) if is_copied else (1, _vector(along_x, strides[:3] if is_last else (*strides[:3], strides[4]), mode.itemsize)),
+                (1, _vector(along_p, (batch, along_q), mode.itemsize)),
+            ),
             "STRIDES": (along_x if is_fixed or along_x == 1 else -1, along_p),
             "EPILOGUE": common["EPILOGUE"],
         },
@@ -62,10 +75,12 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
     operands = (addresses["u_strides"], addresses["g_strides"])
     along = (operands[0][fastest], operands[1][fastest])
     runs = mode.after if mode.after % BLOCK_K == 0 else 1  # of slices, along which k goes
+    vectors = [_vector(s[fastest], (*s[:fastest], *s[fastest + 1 :], runs), mode.itemsize) for s in operands]
     launch = _launch(
         mode,
         config,
         (mode.p, mode.q, mode.slices),
+        addresses["TAIL"] and _may_copy(mode, vectors[0]),
         {
             "left_strides": operands[0],
             "right_strides": operands[1],
@@ -75,7 +90,7 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
             "ALONG_ROWS": (mode.after == 1, mode.after == 1),
             "k_strides": along,
             "STRIDES": along,
-            "VECTORS": tuple(_vector(s[fastest], (*s[:fastest], *s[fastest + 1 :], runs), mode.itemsize) for s in operands),
+            "VECTORS": tuple((1, v) for v in vectors),
             "EPILOGUE": epilogue_plain,
             "alpha": 0,
             "beta": 0,
@@ -86,17 +101,29 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
 
 
 def _vector(along: int, others: Sequence[int], itemsize: int) -> int:
-    """Neighbours along k that are one run at a multiple of their number, where k and all else have these strides."""
+    """Neighbours that are one run at a multiple of their number, where they and all else have these strides."""
     return math.gcd(_VECTOR // itemsize, *others) if along == 1 else 1
 
 
+def _may_copy(mode: Mode, run: int) -> bool:
+    """Whether the left operand may be copied as it lies: in three passes, where neighbouring slices are runs of 16 bytes."""
+    return mode.passes == 3 and run * mode.itemsize == _VECTOR
+
+
 def _launch(
-    mode: Mode, config: WideConfig, sizes: tuple[int, int, int], arguments: dict[str, Any], slices: Mapping[str, Any]
+    mode: Mode,
+    config: WideConfig,
+    sizes: tuple[int, int, int],
+    is_copied: bool,
+    arguments: dict[str, Any],
+    slices: Mapping[str, Any],
 ) -> LaunchConfig:
     height, width, depth = sizes
     head, tail = slices["HEAD"], slices["TAIL"]
     fastest = slices["after"] if tail else slices["before"]
     three = mode.passes == 3
+    halves = 2 if three else 1  # of each operand that is stored
+    lines = BLOCK_M * (1 if is_copied else halves) + config.block_n * halves
     arguments |= {
         "before": slices["before"],
         "after": slices["after"],
@@ -113,10 +140,10 @@ def _launch(
         "BLOCK_N": config.block_n,
         "BLOCK_K": BLOCK_K,
         "GROUP": _GROUP,
-        "STAGES": config.stages,
-        "FLUSH": FLUSH if three else 0,
+        "STAGES": min(_MOST_STAGES, _RING // (lines * BLOCK_K * mode.itemsize)),
+        "FLUSH": 1 if is_copied else _FLUSH if three else 0,
         "PRECISION": "half" if mode.itemsize == 2 else "split" if three else "cut",
-        "REGISTERS": _REGISTERS,
+        "REGISTERS": _REGISTERS_COPYING if is_copied else _REGISTERS,
         "num_warps": 4,
     }
     return LaunchConfig(kernels.wide_kernel(), (config.programs,), arguments)

@@ -19,11 +19,7 @@ RESIDENT: Final = 128
 
 BLOCK_M: Final = 128  # rows of two warpgroups
 BLOCK_K: Final = 32  # as a producer's registers hold a tile, and the next one
-# Steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves.
-FLUSH: Final = 2
 _BLOCKS_N: Final = (128, 64, 32)
-_RING: Final = 196_608  # bytes of operands in shared memory
-_MOST_STAGES: Final = 6
 _SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
 _MOST_SPLITS: Final = 132
 
@@ -31,6 +27,7 @@ _MOST_SPLITS: Final = 132
 _WGMMA: Final = {2: 0.2, 4: 0.85, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
 _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
 _WGMMA_UNALIGNED: Final = 1.4  # times that a step takes where rows of the last mode do not begin on 16 bytes,
+_WGMMA_COPIED: Final = 0.85  # where x is copied as it lies,
 _WGMMA_SCATTERED: Final = 2.2  # and times that it takes where k runs over slices that are not one run
 _MATMUL: Final = 0.95
 _GEMM: Final = 0.75  # the same of the main loop of linear layers, where it is not the memory's,
@@ -124,7 +121,6 @@ class WideConfig(NamedTuple):
     """Tiles ``[BLOCK_M, block_n]`` of the kernel for Hopper; splits of the reduction, each of this number of steps."""
 
     block_n: int
-    stages: int
     splits: int
     steps: int
     items: int
@@ -165,8 +161,6 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
             continue
         tiles = _ceil(height, BLOCK_M) * _ceil(width, block_n) * mode.batches
         all_steps = _ceil(depth, BLOCK_K)
-        stage = (BLOCK_M + block_n) * BLOCK_K * mode.itemsize * (2 if mode.passes == 3 else 1)
-        stages = min(_MOST_STAGES, _RING // stage)
         step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
         finish = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
         counts = {1, *[min(_ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
@@ -176,7 +170,7 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
             waves = _ceil(tiles * splits, mode.gpu.multiprocessors)
             partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
             programs = min(tiles * splits, mode.gpu.multiprocessors)
-            config = WideConfig(block_n, stages, splits, steps, tiles * splits, programs)
+            config = WideConfig(block_n, splits, steps, tiles * splits, programs)
             found.append((waves * (steps * step + finish) + partial, config))
     return min(found)
 
@@ -184,7 +178,11 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
 @lru_cache(maxsize=1024)
 def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a multiply by the kernel for Hopper, and its tiles."""
-    slowdown = _WGMMA_UNALIGNED if mode.itemsize == 4 and mode.after == 1 and mode.p % 4 else 1.0
+    slowdown = 1.0
+    if mode.itemsize == 4 and mode.after == 1:
+        slowdown = _WGMMA_UNALIGNED if mode.p % 4 else 1.0
+    elif mode.passes == 3 and mode.after % 4 == 0:
+        slowdown = _WGMMA_COPIED
     seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
     return max(seconds, mode.traffic()) + _LAUNCH, config
 

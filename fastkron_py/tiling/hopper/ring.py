@@ -12,8 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from fastkron_py.runtime.gluon_names import begin_described_copy
 from fastkron_py.tiling.hopper.tiles import begin_product, product_groups, shared_layout, sums_layout
+from fastkron_py.tiling.products import high_half, rounded
 
 ROWS = gl.constexpr(64)  # of a tile, that a warpgroup sums up
+THREADS = gl.constexpr(128)  # of a warpgroup
+# Left operands: stored by a producer as tensor cores read them, or copied as they lie, along rows or along the reduction.
+MADE = gl.constexpr(0)
+COPIED_ALONG_ROWS = gl.constexpr(1)
+COPIED_ALONG_K = gl.constexpr(2)
 _STORED = gl.constexpr(64)  # columns of a result that are stored at a time
 
 
@@ -25,6 +31,15 @@ def _allocate(DTYPE: gl.constexpr, SIZE: gl.constexpr, BLOCK_K: gl.constexpr, ST
     return gl.allocate_shared_memory(DTYPE, [STAGES, HEIGHT, WIDTH], LAYOUT)
 
 
+@gluon.constexpr_function
+def _copied_layout(left):
+    """For 32-bit elements ``[rows, k]`` that warps take to registers as left operands: neither these loads nor copies have bank conflicts.
+
+    A load takes eight rows and four k, which is all banks: swapped are runs of four k by the row, or of eight rows by k.
+    """
+    return gl.SwizzledSharedLayout(8, 1, 4, [0, 1]) if left == COPIED_ALONG_ROWS else gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+
+
 @gluon.jit
 def allocate_ring(
     DTYPE: gl.constexpr,
@@ -34,22 +49,27 @@ def allocate_ring(
     PRECISION: gl.constexpr,
     ALONG: gl.constexpr,  # whether rows of operands run along the reduction
     PRODUCERS: gl.constexpr,  # warpgroups that fill a buffer
+    LEFT: gl.constexpr = MADE,
 ):
     """(left and right operands and, for "split", their low halves; barriers, where they are full and empty).
 
     Operands are ``[STAGES, 128, BLOCK_K]`` and ``[STAGES, WIDTH, BLOCK_K]``, or with the last two sizes changed about.
     """
-    left = _allocate(DTYPE, 2 * ROWS, BLOCK_K, STAGES, ALONG)
+    if LEFT == MADE:
+        left = _allocate(DTYPE, 2 * ROWS, BLOCK_K, STAGES, ALONG)
+    else:
+        left = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * ROWS, BLOCK_K], _copied_layout(LEFT))
     right = _allocate(DTYPE, WIDTH, BLOCK_K, STAGES, ALONG)
     left_low = left
     right_low = right
     if PRECISION == "split":
-        left_low = _allocate(DTYPE, 2 * ROWS, BLOCK_K, STAGES, ALONG)
+        if LEFT == MADE:
+            left_low = _allocate(DTYPE, 2 * ROWS, BLOCK_K, STAGES, ALONG)
         right_low = _allocate(DTYPE, WIDTH, BLOCK_K, STAGES, ALONG)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=PRODUCERS)
+        mbarrier.init(full.index(s), count=PRODUCERS if LEFT == MADE else PRODUCERS - 1 + THREADS)
         mbarrier.init(empty.index(s), count=2)  # two warpgroups
     return left, left_low, right, right_low, full, empty
 
@@ -139,6 +159,39 @@ def sum_steps(
     if FLUSH == 0:
         total = acc
     return total, end
+
+
+@gluon.jit
+def sum_copied_steps(
+    ring,
+    step,
+    count,
+    WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """The same for "split", of a left operand that was copied: its rows are split in registers, and each step is summed up in float32.
+
+    Products of the other warpgroup hide this one's loads and sums.
+    """
+    left, _, right, right_low, full, empty = ring
+    LAYOUT: gl.constexpr = sums_layout(WIDTH, left.dtype, 4)
+    total = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    acc = total
+    for _ in range(0, count):  # of range(step, step + count), Triton 3.6 takes each tile's first step for the first one's
+        s = step % STAGES
+        mbarrier.wait(full.index(s), step // STAGES & 1)
+        a = left.index(s).slice(HALF * ROWS, ROWS).load(gl.DotOperandLayout(0, LAYOUT, 1))
+        b = right.index(s).permute((1, 0))
+        b_low = right_low.index(s).permute((1, 0))
+        high = high_half(a)
+        low = rounded(a - high)
+        acc = begin_product(high, low, b, b_low, acc, False, "split")
+        acc, high, low = warpgroup_mma_wait(0, deps=(acc, high, low))  # operands in registers are in use until then
+        mbarrier.arrive(empty.index(s), count=1)
+        total += acc
+        step += 1
+    return total, step
 
 
 @gluon.jit
