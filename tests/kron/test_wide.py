@@ -8,7 +8,7 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
-from fastkron_py.kron.plan.wide import Mode, best_algorithm, best_gradient_algorithm, gradient_config, multiply_config
+from fastkron_py.kron.plan.wide import Mode, best_algorithm, best_gradient_algorithm, gradient_config, multiply_config, ring_stages
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
@@ -95,8 +95,10 @@ def test_tiles_cover_the_product(itemsize: int) -> None:
         for (_, config), depth in ((multiply_config(m), p), (gradient_config(m), runs * after)):
             steps = -(-depth // 32)
             assert (config.splits - 1) * config.steps < steps <= config.splits * config.steps
-            stage = (128 + config.block_n) * 32 * itemsize * (2 if itemsize == 4 else 1)
-            assert 2 <= config.stages <= 6
-            assert stage * config.stages <= HOPPER.shared_memory
+            halves = 2 if itemsize == 4 else 1
+            for left in {1, halves}:  # copied, or stored as the factor is
+                stages = ring_stages(m, config.block_n, left == 1)
+                assert 2 <= stages <= 6
+                assert stages * (128 * left + config.block_n * halves) * 32 * itemsize <= HOPPER.shared_memory
             assert 1 <= config.programs <= HOPPER.multiprocessors
         assert multiply_config(m)[1].splits == 1

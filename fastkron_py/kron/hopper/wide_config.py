@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
-from fastkron_py.kron.plan.wide import BLOCK_K, BLOCK_M, Mode, WideConfig, gradient_config, multiply_config
+from fastkron_py.kron.plan.wide import BLOCK_K, BLOCK_M, Mode, WideConfig, gradient_config, multiply_config, ring_stages
 from fastkron_py.runtime.launch import LaunchConfig
 
 _GROUP: Final = 8  # rows of tiles that are in flight together
@@ -16,8 +16,6 @@ _GROUP: Final = 8  # rows of tiles that are in flight together
 _REGISTERS: Final = (160, 96, 96)
 _REGISTERS_COPYING: Final = (184, 40, 104)
 _VECTOR: Final = 16  # bytes that a thread loads at once
-_RING: Final = 196_608  # bytes of operands in shared memory
-_MOST_STAGES: Final = 6
 # Steps between two additions to the float32 sum: tensor cores, which cut sums off, may add up 64 terms by themselves.
 _FLUSH: Final = 2
 _UNUSED: Final = (0, 0, 0, 0, 0)
@@ -122,8 +120,6 @@ def _launch(
     head, tail = slices["HEAD"], slices["TAIL"]
     fastest = slices["after"] if tail else slices["before"]
     three = mode.passes == 3
-    halves = 2 if three else 1  # of each operand that is stored
-    lines = BLOCK_M * (1 if is_copied else halves) + config.block_n * halves
     arguments |= {
         "before": slices["before"],
         "after": slices["after"],
@@ -140,7 +136,7 @@ def _launch(
         "BLOCK_N": config.block_n,
         "BLOCK_K": BLOCK_K,
         "GROUP": _GROUP,
-        "STAGES": min(_MOST_STAGES, _RING // (lines * BLOCK_K * mode.itemsize)),
+        "STAGES": ring_stages(mode, config.block_n, is_copied),
         "FLUSH": 1 if is_copied else _FLUSH if three else 0,
         "PRECISION": "half" if mode.itemsize == 2 else "split" if three else "cut",
         "REGISTERS": _REGISTERS_COPYING if is_copied else _REGISTERS,

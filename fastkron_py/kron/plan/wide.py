@@ -20,6 +20,8 @@ RESIDENT: Final = 128
 BLOCK_M: Final = 128  # rows of two warpgroups
 BLOCK_K: Final = 32  # as a producer's registers hold a tile, and the next one
 _BLOCKS_N: Final = (128, 64, 32)
+_RING: Final = 196_608  # bytes of operands in shared memory
+_MOST_STAGES: Final = 6
 _SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
 _MOST_SPLITS: Final = 132
 
@@ -173,6 +175,13 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
             config = WideConfig(block_n, splits, steps, tiles * splits, programs)
             found.append((waves * (steps * step + finish) + partial, config))
     return min(found)
+
+
+def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
+    """Steps whose operands are in shared memory: those that are stored for three passes in two halves, a copied left one as it is."""
+    halves = 2 if mode.passes == 3 else 1
+    lines = BLOCK_M * (1 if is_copied else halves) + block_n * halves
+    return min(_MOST_STAGES, _RING // (lines * BLOCK_K * mode.itemsize))
 
 
 @lru_cache(maxsize=1024)
