@@ -53,8 +53,9 @@ endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
 PIP_IN := bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 PIP = $(VENV)/$(PIP_IN)
-# Small tensors in many test processes: one thread each is fastest.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Small tensors in many test processes: one thread each is fastest. They keep what Python compiles, even where the caller's environment
+# says not to: hundreds of them import torch, which takes twice as long from its source.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PARALLEL := $$($(PY) -c "import importlib.util as u; print('-n auto --dist loadgroup' if u.find_spec('xdist') else '')")
 
 .DEFAULT_GOAL := help

@@ -107,8 +107,20 @@ def test_gradcheck_complex(case: Case, left: bool, backend_name: str, device: to
     def function(x: Tensor, z: Tensor, *factors: Tensor) -> Tensor:
         return call(left)(x, factors, alpha=0.7 - 0.2j, beta=1j, z=z)
 
-    check_first_and_second(function, inputs)
+    check_first_and_second(function, inputs, second=backend_name == "torch")
     check_first_and_second(lambda x, *fs: call(left)(x, fs, alpha=2.0), [x, *factors], second=backend_name == "torch")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", COMPLEX, ids=ids)
+@SIDES
+def test_second_derivatives_of_complex_kernels(case: Case, left: bool, device: torch.device, generator: torch.Generator) -> None:
+    """Apart, since interpreted kernels take half a minute each."""
+    x, factors = problem(case, torch.complex128, device, generator, left=left)
+    z = torch.randn(1, dtype=torch.complex128, device=device)
+    inputs = [t.requires_grad_() for t in (x, z, *factors)]
+    with fastkron_py.backend("triton"):
+        assert torch.autograd.gradgradcheck(lambda x, z, *fs: call(left)(x, fs, alpha=0.7 - 0.2j, beta=1j, z=z), inputs, fast_mode=True)
 
 
 SUBSETS = [subset for n in range(1, 5) for subset in itertools.combinations(["x", "f0", "f1", "z"], n)]

@@ -95,7 +95,7 @@ def test_numbers(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, 
     assert cuts
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.full)], ids=["right", "left"])
 def test_second_derivatives(left: bool, device: torch.device, cuts: list[Cut]) -> None:
     tensors, verb = problem([(70, 1), (2, 3)], left, torch.float64, device)
 
