@@ -125,6 +125,10 @@ def _part_of(item, sizes, BLOCKS: gl.constexpr):
     return row, column, (other % batches).to(gl.int64), split, begin, gl.minimum(steps_per_split, gl.cdiv(depth, BLOCKS[2]) - begin)
 
 
+# OPTIONS of the two functions below, an operand's constants: 0 for the left and 1 for the right one; whether rows, and k, are slices;
+# its ALONG_ROWS, STRIDES and VECTORS; and WHERE, WHERE_K and EVEN.
+
+
 @gluon.jit
 def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr):
     """One warpgroup: one operand of every step, through registers, loaded a step ahead."""
