@@ -99,9 +99,11 @@ def _log_uniform(generator: random.Random, least: int, most: int) -> int:
     return int(math.exp(generator.uniform(math.log(least), math.log(most + 1))))
 
 
-def _most_factors(narrowest: int, nbytes: int) -> int:
-    """Factors of the least width whose row of float64 fits, at most MOST_FACTORS."""
-    return next((n - 1 for n in range(2, MOST_FACTORS + 1) if 8 * narrowest**n > nbytes), MOST_FACTORS)
+def _most_factors(narrowest: int, fixed: dict[str, Any], limits: Limits) -> int:
+    """Factors of twice the least width that fit with one row, at most MOST_FACTORS: of more, hardly a draw ever would."""
+    width = min(2 * narrowest, WIDEST)
+    fitting = (n for n in range(2, MOST_FACTORS + 1) if fits({"M": 1, "P": [width] * n, "Q": [width] * n, **fixed}, limits))
+    return max(fitting, default=1)
 
 
 def _parameters(generator: random.Random, draw: Draw, limits: Limits) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _parameters(generator: random.Random, draw: Draw, limits: Limits) -> dict[st
         "kind": generator.choice(draw.kinds or tuple(PASSES)),
         "left": generator.random() < 0.5,
     }
-    count, square = generator.randint(1, _most_factors(draw.narrowest, limits.nbytes)), generator.random() < 0.5
+    count, square = generator.randint(1, _most_factors(draw.narrowest, fixed, limits)), generator.random() < 0.5
     while True:
         ps = [_log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
         qs = list(ps) if square else [_log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]

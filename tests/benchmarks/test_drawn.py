@@ -65,6 +65,16 @@ def test_dtypes_and_kinds_are_chosen() -> None:
         drawn.cases(Draw(count=0), CPU)
 
 
+@pytest.mark.parametrize(("device", "most"), [("cpu", 2), ("cuda", 3)])
+def test_factors_are_as_wide_as_wanted(device: str, most: int) -> None:
+    """Of as many factors as fit, since sizes are drawn until they do."""
+    cases = drawn.cases(Draw(1, 40, narrowest=129), torch.device(device))
+    assert all(129 <= width <= 3000 for c in cases for width in (*c.parameters["P"], *c.parameters["Q"]))
+    assert {len(c.parameters["P"]) for c in cases} == set(range(1, most + 1))
+    with pytest.raises(ValueError, match="narrowest: expected 1 to 3000; got 3001"):
+        drawn.cases(Draw(narrowest=3001), torch.device(device))
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_contenders_agree_with_float64(kind: str, left: bool) -> None:
