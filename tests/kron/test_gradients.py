@@ -97,18 +97,25 @@ def test_gradcheck_every_entry(case: Case, left: bool, device: torch.device, gen
 COMPLEX = [power(2, 2, 2, 2), Case(2, ((2, 3), (3, 1)))]
 
 
-@backend_pairs("case", [*COMPLEX, TINY_BATCHES[1]], COMPLEX)
-@SIDES
-def test_gradcheck_complex(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+def complex_problem(case: Case, left: bool, device: torch.device, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
+    """A function with complex alpha and beta, and its inputs x, z and the factors."""
     x, factors = problem(case, torch.complex128, device, generator, left=left)
     z = torch.randn(1, dtype=torch.complex128, device=device)
-    inputs = [t.requires_grad_() for t in (x, z, *factors)]
 
     def function(x: Tensor, z: Tensor, *factors: Tensor) -> Tensor:
         return call(left)(x, factors, alpha=0.7 - 0.2j, beta=1j, z=z)
 
-    check_first_and_second(function, inputs, second=backend_name == "torch")
-    check_first_and_second(lambda x, *fs: call(left)(x, fs, alpha=2.0), [x, *factors], second=backend_name == "torch")
+    return function, [t.requires_grad_() for t in (x, z, *factors)]
+
+
+@backend_pairs("case", [*COMPLEX, TINY_BATCHES[1]], COMPLEX)
+@SIDES
+def test_gradcheck_complex(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    function, inputs = complex_problem(case, left, device, generator)
+    x, _, *factors = inputs
+    second = backend_name == "torch"
+    check_first_and_second(function, inputs, second=second)
+    check_first_and_second(lambda x, *fs: call(left)(x, fs, alpha=2.0), [x, *factors], second=second)
 
 
 @pytest.mark.full
@@ -116,11 +123,9 @@ def test_gradcheck_complex(case: Case, left: bool, backend_name: str, device: to
 @SIDES
 def test_second_derivatives_of_complex_kernels(case: Case, left: bool, device: torch.device, generator: torch.Generator) -> None:
     """Apart, since interpreted kernels take half a minute each."""
-    x, factors = problem(case, torch.complex128, device, generator, left=left)
-    z = torch.randn(1, dtype=torch.complex128, device=device)
-    inputs = [t.requires_grad_() for t in (x, z, *factors)]
+    function, inputs = complex_problem(case, left, device, generator)
     with fastkron_py.backend("triton"):
-        assert torch.autograd.gradgradcheck(lambda x, z, *fs: call(left)(x, fs, alpha=0.7 - 0.2j, beta=1j, z=z), inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
 SUBSETS = [subset for n in range(1, 5) for subset in itertools.combinations(["x", "f0", "f1", "z"], n)]

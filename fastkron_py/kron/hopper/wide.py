@@ -66,26 +66,19 @@ def _row_offsets(
         return (first + i).to(gl.int64) * strides[3]
 
 
-@gluon.jit
-def _tile_offsets(
-    rows,
-    first,
-    k,
-    depth,
-    stride,
-    strides,
-    slices,
-    IS_SLICES: gl.constexpr,
-    STRIDE: gl.constexpr,
-    VECTORS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    WHERE: gl.constexpr,
-):
-    """Of a tile of rows at these offsets and of columns ``first + k``.
+# OPTIONS, an operand's constants: 0 for the left and 1 for the right one; whether rows, and k, are slices; its ALONG_ROWS, STRIDES (-1:
+# no constant) and VECTORS; and WHERE, WHERE_K and EVEN.
 
-    STRIDE: the stride of k where it is a constant, else -1. VECTORS: neighbours along rows, and along k, that are one run, at a multiple
-    of their number.
-    """
+
+@gluon.jit
+def _tile_offsets(rows, first, k, depth, operand, slices, OPTIONS: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Of a tile of rows at these offsets and of columns ``first + k``, of an operand with these options."""
+    _ptr, strides, stride = operand
+    IS_SLICES: gl.constexpr = OPTIONS[2]
+    STRIDE: gl.constexpr = OPTIONS[4]
+    RUN_OF_ROWS: gl.constexpr = OPTIONS[5][0]
+    RUN: gl.constexpr = OPTIONS[5][1]
+    WHERE: gl.constexpr = OPTIONS[7]
     if IS_SLICES and (WHERE[0] or WHERE[1]) and not WHERE[2]:
         columns = _slice_offsets(first, gl.minimum(k, depth - 1 - first), strides, slices, BLOCK_K, WHERE)
     else:
@@ -96,8 +89,6 @@ def _tile_offsets(
             rows += first.to(gl.int64) * (stride if STRIDE < 0 else STRIDE)
         columns = k.to(gl.int64) * (stride if STRIDE < 0 else STRIDE)
     offsets = rows[:, None] + columns[None, :]
-    RUN_OF_ROWS: gl.constexpr = VECTORS[0]
-    RUN: gl.constexpr = VECTORS[1]
     if RUN_OF_ROWS * RUN > 1:  # the compiler loses it over divisions
         offsets = gl.max_contiguous(gl.multiple_of(offsets, (RUN_OF_ROWS, RUN)), (RUN_OF_ROWS, RUN))
     return offsets
@@ -125,25 +116,16 @@ def _part_of(item, sizes, BLOCKS: gl.constexpr):
     return row, column, (other % batches).to(gl.int64), split, begin, gl.minimum(steps_per_split, gl.cdiv(depth, BLOCKS[2]) - begin)
 
 
-# OPTIONS of the two functions below, an operand's constants: 0 for the left and 1 for the right one; whether rows, and k, are slices;
-# its ALONG_ROWS, STRIDES and VECTORS; and WHERE, WHERE_K and EVEN.
-
-
 @gluon.jit
-def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr):
+def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, RING: gl.constexpr):
     """One warpgroup: one operand of every step, through registers, loaded a step ahead."""
-    ptr, strides, stride = operand
+    ptr, strides, _stride = operand
     buffer, low_buffer, full, empty = buffers
     SIDE: gl.constexpr = OPTIONS[0]
-    IS_SLICES: gl.constexpr = OPTIONS[1]
-    IS_K: gl.constexpr = OPTIONS[2]
-    STRIDE: gl.constexpr = OPTIONS[4]
-    VECTORS: gl.constexpr = OPTIONS[5]
-    WHERE: gl.constexpr = OPTIONS[6]
-    WHERE_K: gl.constexpr = OPTIONS[7]
     EVEN: gl.constexpr = OPTIONS[8]
     BLOCK: gl.constexpr = BLOCKS[SIDE]
     BLOCK_K: gl.constexpr = BLOCKS[2]
+    STAGES: gl.constexpr = RING[0]
     TILE: gl.constexpr = _loaded_layout(BLOCK_K, buffer.dtype, OPTIONS[3])
     i = gl.arange(0, BLOCK, gl.SliceLayout(1, TILE))
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, TILE))
@@ -152,38 +134,31 @@ def _bring(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.co
     for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
         row, column, batch, _, begin, count = _part_of(item, sizes, BLOCKS)
         first = (column if SIDE else row) * BLOCK
-        rows = batch * strides[0] + _row_offsets(first, i, sizes[SIDE], strides, slices, IS_SLICES, BLOCK, WHERE)
+        rows = batch * strides[0] + _row_offsets(first, i, sizes[SIDE], strides, slices, OPTIONS[1], BLOCK, OPTIONS[6])
         at = begin * BLOCK_K
         last = (begin + count - 1) * BLOCK_K
-        offsets = _tile_offsets(rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTORS, BLOCK_K, WHERE_K)
-        ahead = _load(ptr, offsets, at, k, depth, EVEN)
+        ahead = _load(ptr, _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K), at, k, depth, EVEN)
         for _block in range(0, count):
             here = ahead
             at = gl.minimum(at + BLOCK_K, last)
-            offsets = _tile_offsets(rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTORS, BLOCK_K, WHERE_K)
-            ahead = _load(ptr, offsets, at, k, depth, EVEN)
+            ahead = _load(ptr, _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K), at, k, depth, EVEN)
             s = step % STAGES
             mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
-            store_made(buffer.index(s), low_buffer.index(s), here, PRECISION)
+            store_made(buffer.index(s), low_buffer.index(s), here, RING[2])
             fence_async_shared()
             mbarrier.arrive(full.index(s), count=1)
             step += 1
 
 
 @gluon.jit
-def _copy(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """One warpgroup: the left operand of every step, copied as it lies; each thread tells the barrier of its copies."""
-    ptr, strides, stride = operand
-    buffer, full, empty = buffers
-    IS_SLICES: gl.constexpr = OPTIONS[1]
-    IS_K: gl.constexpr = OPTIONS[2]
-    STRIDE: gl.constexpr = OPTIONS[4]
-    VECTORS: gl.constexpr = OPTIONS[5]
-    WHERE: gl.constexpr = OPTIONS[6]
-    WHERE_K: gl.constexpr = OPTIONS[7]
-    EVEN: gl.constexpr = OPTIONS[8]
+def _copy(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.constexpr, RING: gl.constexpr):
+    """In place of `_bring`: the left operand of every step, copied as it lies; each thread tells the barrier of its copies."""
+    ptr, strides, _stride = operand
+    buffer, _low_buffer, full, empty = buffers
     BLOCK: gl.constexpr = BLOCKS[0]
     BLOCK_K: gl.constexpr = BLOCKS[2]
+    STAGES: gl.constexpr = RING[0]
+    VECTORS: gl.constexpr = OPTIONS[5]
     TILE: gl.constexpr = _copied_layout(VECTORS)
     i = gl.arange(0, BLOCK, gl.SliceLayout(1, TILE))
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, TILE))
@@ -191,28 +166,27 @@ def _copy(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.con
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
         row, _, batch, _, begin, count = _part_of(item, sizes, BLOCKS)
-        rows = batch * strides[0] + _row_offsets(row * BLOCK, i, sizes[0], strides, slices, IS_SLICES, BLOCK, WHERE, VECTORS[0])
+        rows = batch * strides[0] + _row_offsets(row * BLOCK, i, sizes[0], strides, slices, OPTIONS[1], BLOCK, OPTIONS[6], VECTORS[0])
         for block in range(0, count):
             at = (begin + block) * BLOCK_K
-            offsets = _tile_offsets(rows, at, k, depth, stride, strides, slices, IS_K, STRIDE, VECTORS, BLOCK_K, WHERE_K)
+            offsets = _tile_offsets(rows, at, k, depth, operand, slices, OPTIONS, BLOCK_K)
             s = step % STAGES
             mbarrier.wait(empty.index(s), step // STAGES & 1 ^ 1)
-            if EVEN:
+            if OPTIONS[8]:  # EVEN
                 begin_copy(buffer.index(s), ptr + offsets)
             else:
-                begin_copy(buffer.index(s), ptr + offsets, mask=gl.expand_dims(at + k < depth, 0))
+                begin_copy(buffer.index(s), ptr + offsets, mask=(at + k < depth)[None, :])
             async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             step += 1
 
 
 @gluon.jit
-def _sum(ring, step, count, BLOCKS: gl.constexpr, STAGES: gl.constexpr, PRECISION: gl.constexpr, HALF: gl.constexpr):
-    WIDTH: gl.constexpr = BLOCKS[1]
-    FLUSH: gl.constexpr = BLOCKS[4]
-    if FLUSH == 1:
-        return sum_copied_steps(ring, step, count, WIDTH, STAGES, HALF)
+def _sum(ring, step, count, WIDTH: gl.constexpr, RING: gl.constexpr, HALF: gl.constexpr):
+    """(sums of one half of a tile's rows, the step after them)."""
+    if RING[3]:
+        return sum_copied_steps(ring, step, count, WIDTH, RING[0], HALF)
     else:
-        return sum_steps(ring, step, count, WIDTH, STAGES, FLUSH, PRECISION, True, HALF)
+        return sum_steps(ring, step, count, WIDTH, RING[0], RING[1], RING[2], True, HALF)
 
 
 @gluon.jit
@@ -225,8 +199,7 @@ def _multiply(
     WHERE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRECISION: gl.constexpr,
+    RING: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """One warpgroup, with one half of each tile's rows: products of what lies in the ring."""
@@ -235,7 +208,7 @@ def _multiply(
     step = gl.program_id(0) * 0
     for item in range(gl.program_id(0), sizes[5], gl.num_programs(0)):
         row, column, batch, split, _, count = _part_of(item, sizes, BLOCKS)
-        sums, step = _sum(ring, step, count, BLOCKS, STAGES, PRECISION, HALF)
+        sums, step = _sum(ring, step, count, BLOCK_N, RING, HALF)
         place = (row * BLOCKS[0] + HALF * ROWS, sizes[0], sizes[1], batch, split)
         store_sums(sums, column * BLOCK_N, (result, slices, place), _store, OPTIONS, BLOCK_N, ring[0].dtype)
 
@@ -298,43 +271,31 @@ def _wide_product_kernel(
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all; 1: the left operand is copied
+    FLUSH: gl.constexpr,  # steps whose products are summed up in the tensor cores; 0: all
     PRECISION: gl.constexpr,
+    IS_COPIED: gl.constexpr,  # the left operand, of "split", as it lies
     REGISTERS: gl.constexpr,
 ):
     """Tiles of a multiply of one mode, or of splits' partial sums of a factor's gradient; programs take one after the other."""
     COPIED: gl.constexpr = COPIED_ALONG_ROWS if ALONG_ROWS[0] else COPIED_ALONG_K
-    LEFT: gl.constexpr = COPIED if FLUSH == 1 else MADE
-    ring = allocate_ring(left_ptr.dtype.element_ty, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 2, LEFT)
+    ring = allocate_ring(left_ptr.dtype.element_ty, BLOCK_N, BLOCK_K, STAGES, PRECISION, True, 2, COPIED if IS_COPIED else MADE)
     left, left_low, right, right_low, full, empty = ring
     slices = (before, after)
     sizes = (height, width, depth, steps_per_split, batches, items)
-    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP, FLUSH)
-    LEFTS: gl.constexpr = (0, IS_SLICES[0], IS_SLICES[1], ALONG_ROWS[0], STRIDES[0], VECTORS[0], WHERE, WHERE_K, EVEN)
-    RIGHTS: gl.constexpr = (1, IS_SLICES[2], IS_SLICES[3], ALONG_ROWS[1], STRIDES[1], VECTORS[1], WHERE, WHERE_K, EVEN)
+    BLOCKS: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+    RING: gl.constexpr = (STAGES, FLUSH, PRECISION, IS_COPIED)
+    LEFT: gl.constexpr = (0, IS_SLICES[0], IS_SLICES[1], ALONG_ROWS[0], STRIDES[0], VECTORS[0], WHERE, WHERE_K, EVEN)
+    RIGHT: gl.constexpr = (1, IS_SLICES[2], IS_SLICES[3], ALONG_ROWS[1], STRIDES[1], VECTORS[1], WHERE, WHERE_K, EVEN)
     result = (out_ptr, z_ptr, out_strides, z_strides, alpha, beta)
     lefts = (left_ptr, left_strides, k_strides[0])
     rights = (right_ptrs[0], right_strides, k_strides[1])
-    right_buffers = (right, right_low, full, empty)
-    if FLUSH == 1:
-        gl.warp_specialize(
-            [
-                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 0)),
-                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 1)),
-                (_copy, (lefts, slices, sizes, (left, full, empty), LEFTS, BLOCKS, STAGES)),
-                (_bring, (rights, slices, sizes, right_buffers, RIGHTS, BLOCKS, STAGES, PRECISION)),
-            ],
-            [4, 4, 4],
-            REGISTERS,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 0)),
-                (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, STAGES, PRECISION, 1)),
-                (_bring, (lefts, slices, sizes, (left, left_low, full, empty), LEFTS, BLOCKS, STAGES, PRECISION)),
-                (_bring, (rights, slices, sizes, right_buffers, RIGHTS, BLOCKS, STAGES, PRECISION)),
-            ],
-            [4, 4, 4],
-            REGISTERS,
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, RING, 0)),
+            (_multiply, (result, slices, sizes, ring, IS_SLICES, WHERE, EPILOGUE, BLOCKS, RING, 1)),
+            (_copy if IS_COPIED else _bring, (lefts, slices, sizes, (left, left_low, full, empty), LEFT, BLOCKS, RING)),
+            (_bring, (rights, slices, sizes, (right, right_low, full, empty), RIGHT, BLOCKS, RING)),
+        ],
+        [4, 4, 4],
+        REGISTERS,
+    )

@@ -35,6 +35,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
     strides, is_last = common["x_strides"], not common["TAIL"]
     along_x = strides[3]
     run = 1 if is_last else _vector(strides[4], (*strides[:4], mode.after), mode.itemsize)
+    others = strides[:3] if is_last else (*strides[:3], strides[4])
     is_copied = _may_copy(mode, run)
     return _launch(
         mode,
@@ -50,7 +51,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
             "IS_SLICES": (True, False, False, False),
             "ALONG_ROWS": (along_x != 1, along_p != 1),
             "VECTORS": (
-                (run, 1) if is_copied else (1, _vector(along_x, strides[:3] if is_last else (*strides[:3], strides[4]), mode.itemsize)),
+                (run, 1) if is_copied else (1, _vector(along_x, others, mode.itemsize)),
                 (1, _vector(along_p, (batch, along_q), mode.itemsize)),
             ),
             "STRIDES": (along_x if is_fixed or along_x == 1 else -1, along_p),
@@ -137,8 +138,9 @@ def _launch(
         "BLOCK_K": BLOCK_K,
         "GROUP": _GROUP,
         "STAGES": ring_stages(mode, config.block_n, is_copied),
-        "FLUSH": 1 if is_copied else _FLUSH if three else 0,
+        "FLUSH": _FLUSH if three else 0,
         "PRECISION": "half" if mode.itemsize == 2 else "split" if three else "cut",
+        "IS_COPIED": is_copied,
         "REGISTERS": _REGISTERS_COPYING if is_copied else _REGISTERS,
         "num_warps": 4,
     }

@@ -49,7 +49,7 @@ def allocate_ring(
     PRECISION: gl.constexpr,
     ALONG: gl.constexpr,  # whether rows of operands run along the reduction
     PRODUCERS: gl.constexpr,  # warpgroups that fill a buffer
-    LEFT: gl.constexpr = MADE,
+    LEFT: gl.constexpr = MADE,  # how the left operand comes; each thread of a warpgroup that copies it arrives
 ):
     """(left and right operands and, for "split", their low halves; barriers, where they are full and empty).
 
