@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import canonical_cases
 import pytest
 import torch
 
@@ -43,3 +44,10 @@ def test_left_products_with_rows_and_groups(
         assert_close(gradient, reference.double())
     with pytest.raises(AssertionError):
         assert_close(y, wanted * 1.01, steps=1)
+
+
+def test_the_reference_of_large_products_is_that_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, factors = canonical_cases.problem(torch.complex128, "cpu", 3, 2, (5, 3, 2), (4, 2, 7), 4)
+    whole = canonical_cases.dense(x, factors)
+    monkeypatch.setattr(canonical_cases, "LARGEST", 0)
+    assert_close(canonical_cases.dense(x, factors), whole, steps=3)
