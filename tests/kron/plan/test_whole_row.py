@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import lru_cache
 
 import pytest
 import torch
@@ -40,16 +41,20 @@ def _layouts(shapes: tuple[tuple[int, int], ...]) -> Layouts:
     return layouts(sizes_of(steps), whole_row_config(steps))
 
 
+@lru_cache(64)
+def _rows_and_columns(bases: tuple) -> torch.Tensor:
+    """Of each offset."""
+    offsets = torch.arange(1 << len(bases))
+    found = torch.zeros(2, len(offsets), dtype=torch.long)
+    for bit, base in enumerate(bases):
+        found ^= (offsets >> bit & 1) * torch.tensor(base)[:, None]
+    return found
+
+
+@lru_cache(16)
 def _places(bases: tuple) -> dict[tuple[int, int], int]:
     """The offset of each (row, column)."""
-    found = {}
-    for offset in range(1 << len(bases)):
-        row = column = 0
-        for bit, (r, c) in enumerate(bases):
-            if offset >> bit & 1:
-                row, column = row ^ r, column ^ c
-        found[row, column] = offset
-    return found
+    return {(row, column): offset for offset, (row, column) in enumerate(_rows_and_columns(bases).T.tolist())}
 
 
 def _has_conflicts(places: dict[tuple[int, int], int]) -> bool:
@@ -83,20 +88,17 @@ def test_without_swaps_there_would_be_conflicts() -> None:
 
 def _matrix(memory: torch.Tensor, bases: tuple) -> torch.Tensor:
     """Shared memory as a matrix of this layout."""
-    places = _places(bases)
-    rows, columns = (1 + max(place[i] for place in places) for i in (0, 1))
-    offsets = torch.empty(rows, columns, dtype=torch.long)
-    for (row, column), offset in places.items():
-        offsets[row, column] = offset
+    rows, columns = _rows_and_columns(bases)
+    offsets = torch.empty(1 + int(rows.max()), 1 + int(columns.max()), dtype=torch.long)
+    offsets[rows, columns] = torch.arange(len(rows))
     return memory[offsets]
 
 
 def _put(matrix: torch.Tensor, bases: tuple) -> torch.Tensor:
     """Shared memory in which a matrix has this layout."""
-    places = _places(bases)
-    memory = torch.full((len(places),), float("nan"), dtype=matrix.dtype)
-    memory[torch.tensor(list(places.values()))] = matrix[tuple(torch.tensor(list(places)).T)]
-    return memory
+    rows, columns = _rows_and_columns(bases)
+    assert len(_places(bases)) == len(rows)  # each element has one place
+    return matrix[rows, columns]
 
 
 def _kernel(x: torch.Tensor, factors: list[torch.Tensor], steps: list[Step]) -> torch.Tensor:
