@@ -103,10 +103,12 @@ def run(entry: str) -> int:
 
 def main(page: str) -> int:
     """All entries of a page."""
-    from torchvision_import import import_torchvision
+    entries = re.findall(r"^::: ([\w.]+)$", Path(page).read_text(), re.MULTILINE)
+    if any(".integrations." in entry for entry in entries):
+        from torchvision_import import import_torchvision
 
-    import_torchvision()
-    return sum(run(entry) for entry in re.findall(r"^::: ([\w.]+)$", Path(page).read_text(), re.MULTILINE))
+        import_torchvision()
+    return sum(run(entry) for entry in entries)
 
 
 if __name__ == "__main__":
