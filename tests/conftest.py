@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # cuBLAS reads this when its handle is made; deterministic algorithms need it (see `poison`).
@@ -46,6 +46,16 @@ if importlib.util.find_spec("hypothesis"):
 HAS_GPU = torch.cuda.is_available()
 if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:
     torch.set_num_threads(1)  # one core for each worker; more only makes them wait for each other
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that is collected is garbage, and it is much to look at again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

@@ -65,7 +65,9 @@ def covering(cases: Sequence[Sequence[Value]], ways: int = 1) -> set[int]:
     pairs = [list(combinations(case, 2)) for case in cases]
     missing, chosen, seen = set().union(*wanted), set(), Counter[tuple[Value, ...]]()
     while missing:
-        best = max(range(len(cases)), key=lambda i: (len(wanted[i] & missing), -sum(seen[pair] for pair in pairs[i])))
+        new = [len(case & missing) for case in wanted]
+        most = max(new)
+        best = min((i for i, count in enumerate(new) if count == most), key=lambda i: sum(seen[pair] for pair in pairs[i]))
         chosen.add(best)
         missing -= wanted[best]
         seen.update(pairs[best])
