@@ -68,9 +68,11 @@ def test_gradients_of_both_orders(case: LoKrCase, backend_name: str, device: tor
         second = rest[0] if case.rank2 is None else tuple(rest)
         return lokr_linear(x, first, second, base=base, scale=scale)
 
-    # fast_mode compares along random directions: what interpreted kernels have time for.
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+    # fast_mode compares along random directions: what interpreted kernels have time for. Gradients that are None, which take as
+    # long again and never get to a kernel, meet them in one case.
+    options = {"fast_mode": True, "check_undefined_grad": backend_name == "torch" or case == CASES[0]}
+    assert torch.autograd.gradcheck(function, inputs, **options)
+    assert torch.autograd.gradgradcheck(function, inputs, **options)
 
 
 @ALL
