@@ -6,7 +6,7 @@ operand is transposed or copied in memory.
 
 Warpgroups have one trade each (`tiling.hopper.ring`). One brings the right operand: it loads it, in whichever direction it is runs of
 memory, splits it for three-pass TF32 and stores it with k innermost, as tensor cores want TF32. One brings the left operand in the same
-way, or in float32, where 16 bytes are one run, copies it as it lies by cp.async. Two multiply. A copied left operand they take from
+way, or in float32, where runs begin on 16 bytes, copies it as it lies by cp.async. Two multiply. A copied left operand they take from
 shared memory to registers, and split it there: its traffic in shared memory is a third of what two stored halves have.
 
 Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.factor_gradient` hold the same sums in plain Triton.
@@ -175,7 +175,8 @@ def _copy(operand, slices, sizes, buffers, OPTIONS: gl.constexpr, BLOCKS: gl.con
             if OPTIONS[8]:  # EVEN
                 begin_copy(buffer.index(s), ptr + offsets)
             else:
-                begin_copy(buffer.index(s), ptr + offsets, mask=(at + k < depth)[None, :])
+                # Runs end with the depth: all of one are copied, or none.
+                begin_copy(buffer.index(s), ptr + offsets, mask=(at + k // VECTORS[1] * VECTORS[1] < depth)[None, :])
             async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             step += 1
 

@@ -32,11 +32,14 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
     """
     _, config = multiply_config(mode)
     batch, along_p, along_q = factor_strides
-    strides, is_last = common["x_strides"], not common["TAIL"]
+    strides, tail = common["x_strides"], common["TAIL"]
     along_x = strides[3]
-    run = 1 if is_last else _vector(strides[4], (*strides[:4], mode.after), mode.itemsize)
-    others = strides[:3] if is_last else (*strides[:3], strides[4])
-    is_copied = _may_copy(mode, run)
+    # Strides that are in use: those of a single batch, or of what is merged with rows, say nothing of alignment.
+    used = (*strides[:1] * (mode.batches > 1), strides[1], *strides[2:3] * common["HEAD"])
+    along_rows = _vector(strides[4], (*used, along_x, mode.after), mode.itemsize) if tail else 1
+    along_k = _vector(along_x, (*used, *strides[4:] * tail), mode.itemsize)
+    copied = (along_rows, 1) if along_rows > 1 else (1, math.gcd(along_k, mode.p))
+    is_copied = _may_copy(mode, max(copied))
     return _launch(
         mode,
         config,
@@ -51,7 +54,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
             "IS_SLICES": (True, False, False, False),
             "ALONG_ROWS": (along_x != 1, along_p != 1),
             "VECTORS": (
-                (run, 1) if is_copied else (1, _vector(along_x, others, mode.itemsize)),
+                copied if is_copied else (1, along_k),
                 (1, _vector(along_p, (batch, along_q), mode.itemsize)),
             ),
             "STRIDES": (along_x if is_fixed or along_x == 1 else -1, along_p),
@@ -105,7 +108,7 @@ def _vector(along: int, others: Sequence[int], itemsize: int) -> int:
 
 
 def _may_copy(mode: Mode, run: int) -> bool:
-    """Whether the left operand may be copied as it lies: in three passes, where neighbouring slices are runs of 16 bytes."""
+    """Whether the left operand may be copied as it lies: in three passes, where neighbours are runs of 16 bytes."""
     return mode.passes == 3 and run * mode.itemsize == _VECTOR
 
 

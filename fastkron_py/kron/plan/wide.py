@@ -187,11 +187,11 @@ def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
 @lru_cache(maxsize=1024)
 def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
     """The seconds of a multiply by the kernel for Hopper, and its tiles."""
-    slowdown = 1.0
-    if mode.itemsize == 4 and mode.after == 1:
-        slowdown = _WGMMA_UNALIGNED if mode.p % 4 else 1.0
-    elif mode.passes == 3 and mode.after % 4 == 0:
+    slowdown, run = 1.0, mode.p if mode.after == 1 else mode.after
+    if mode.passes == 3 and run % 4 == 0:
         slowdown = _WGMMA_COPIED
+    elif mode.itemsize == 4 and mode.after == 1 and mode.p % 4:
+        slowdown = _WGMMA_UNALIGNED
     seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
     return max(seconds, mode.traffic()) + _LAUNCH, config
 
