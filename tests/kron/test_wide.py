@@ -102,3 +102,30 @@ def test_tiles_cover_the_product(itemsize: int) -> None:
                 assert stages * (128 * left + config.block_n * halves) * 32 * itemsize <= HOPPER.shared_memory
             assert 1 <= config.programs <= HOPPER.multiprocessors
         assert multiply_config(m)[1].splits == 1
+
+
+@pytest.mark.parametrize(
+    ("strides", "p", "after", "copied"),
+    [
+        ((7, 256, 0, 1, 1), 256, 1, (1, 4)),  # the last mode; of one batch and of nothing after it strides do not matter
+        ((7, 260, 0, 1, 1), 256, 1, (1, 4)),
+        ((7, 257, 0, 1, 1), 256, 1, None),
+        ((0, 255, 0, 1, 1), 255, 1, None),
+        ((7, 255 * 64, 0, 64, 1), 255, 64, (4, 1)),
+        ((7, 256 * 63, 0, 63, 1), 256, 63, None),
+        ((7, 257 * 70, 0, 1, 257), 256, 70, None),
+    ],
+    ids=str,
+)
+def test_x_is_copied_where_runs_begin_on_16_bytes(
+    strides: tuple[int, ...], p: int, after: int, copied: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
+    from fastkron_py.kron.hopper.wide_config import multiply_launch
+
+    monkeypatch.setattr(kernels, "wide_kernel", object)
+    common = {"x_strides": strides, "y_strides": strides, "z_strides": strides, "before": 1, "after": after, "HEAD": False}
+    common |= {"TAIL": after > 1, "EPILOGUE": None}
+    launch = multiply_launch(mode(1, 100, after, p, 256, 4), common, (0, 256, 1), is_fixed=True)
+    assert launch.arguments["IS_COPIED"] is (copied is not None)
+    assert copied in (None, launch.arguments["VECTORS"][0])

@@ -32,12 +32,10 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
     """
     _, config = multiply_config(mode)
     batch, along_p, along_q = factor_strides
-    strides, tail = common["x_strides"], common["TAIL"]
-    along_x = strides[3]
-    # Strides that are in use: those of a single batch, or of what is merged with rows, say nothing of alignment.
-    used = (*strides[:1] * (mode.batches > 1), strides[1], *strides[2:3] * common["HEAD"])
-    along_rows = _vector(strides[4], (*used, along_x, mode.after), mode.itemsize) if tail else 1
-    along_k = _vector(along_x, (*used, *strides[4:] * tail), mode.itemsize)
+    strides = _in_use(mode, common["x_strides"], common)
+    along_x, along_after = strides[3:]
+    along_rows = _vector(along_after, (*strides[:4], mode.after), mode.itemsize)
+    along_k = _vector(along_x, (*strides[:3], along_after), mode.itemsize)
     copied = (along_rows, 1) if along_rows > 1 else (1, math.gcd(along_k, mode.p))
     is_copied = _may_copy(mode, max(copied))
     return _launch(
@@ -46,7 +44,7 @@ def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple
         (mode.slices, mode.q, mode.p),
         is_copied,
         {
-            "left_strides": strides,
+            "left_strides": common["x_strides"],
             "right_strides": (batch, 0, 0, along_q, 0),
             "k_strides": (along_x, along_p),
             "z_strides": common["z_strides"],
@@ -77,7 +75,8 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
     operands = (addresses["u_strides"], addresses["g_strides"])
     along = (operands[0][fastest], operands[1][fastest])
     runs = mode.after if mode.after % BLOCK_K == 0 else 1  # of slices, along which k goes
-    vectors = [_vector(s[fastest], (*s[:fastest], *s[fastest + 1 :], runs), mode.itemsize) for s in operands]
+    used = [_in_use(mode, s, addresses) for s in operands]
+    vectors = [_vector(s[fastest], (*s[:fastest], *s[fastest + 1 :], runs), mode.itemsize) for s in used]
     launch = _launch(
         mode,
         config,
@@ -100,6 +99,12 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
         addresses,
     )
     return launch, config.splits
+
+
+def _in_use(mode: Mode, strides: Sequence[int], slices: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
+    """Strides (B, L, before, mode, after), but 0 where there is one index: its stride, whatever it is, says nothing of alignment."""
+    batch, row, before, along, after = strides
+    return (batch if mode.batches > 1 else 0, row, before if slices["HEAD"] else 0, along, after if slices["TAIL"] else 0)
 
 
 def _vector(along: int, others: Sequence[int], itemsize: int) -> int:
