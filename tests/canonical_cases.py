@@ -41,10 +41,15 @@ def problem(dtype, device, groups, rows, ps, qs, columns):
 LARGEST = 1 << 20  # elements of a matrix that is built: 8 MB; those of `test_row_pair` would have 2 GB
 
 
+def by_factors(x, factors):
+    """Canonical product in float64, one factor after the other, which takes no more memory than x and the results."""
+    return reference.kron_matmul(in_double(x).mT, [in_double(f).unsqueeze(1) for f in factors]).mT
+
+
 def dense(x, factors):
     """Canonical product in float64: [B, L, K, R] with [B, K, N], which is built where it is small; else one factor after the other."""
     if math.prod(math.prod(f.shape[1:]) for f in factors) > LARGEST:
-        return reference.kron_matmul(in_double(x), [in_double(f).mT[:, None] for f in factors], left=True)
+        return by_factors(x, factors)
     product = reference.kron_dense([in_double(f) for f in factors])
     return torch.einsum("blkr,bkn->blnr", in_double(x), product)
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from canonical_cases import multiply, problem, watch_kernels
+from canonical_cases import by_factors, multiply, problem, watch_kernels
 
 import fastkron_py
-from fastkron_py import reference
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import plan
 from fastkron_py.runtime.call_cache import CACHE
@@ -55,11 +54,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield watch_kernels(monkeypatch)
     plan.plan.cache_clear()
     CACHE.forget()
-
-
-def by_factors(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
-    """The canonical product in float64, factor by factor: the Kronecker product itself is too large."""
-    return reference.kron_matmul(x.double().mT, [f.double().unsqueeze(1) for f in factors]).mT
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

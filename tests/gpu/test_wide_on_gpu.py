@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from canonical_cases import backward, multiply, problem
+from canonical_cases import backward, by_factors, multiply, problem
 
-from fastkron_py import reference
 from fastkron_py.kron import backward as backward_module
 from fastkron_py.kron import forward, launches
 from fastkron_py.kron.hopper import kernels
@@ -34,12 +33,6 @@ SHAPES = {
     "columns of vectors of two": (1, 9, (131,), (150,), 70),
 }
 ALGORITHMS = ("wgmma", "matmul", "copying", "looped")
-
-
-def by_factors(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
-    """The canonical product in float64, factor by factor: the Kronecker product itself takes gigabytes here, in each worker."""
-    y = reference.kron_matmul(x.double().mT, [f.double().unsqueeze(1) for f in factors])
-    return y.mT
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:

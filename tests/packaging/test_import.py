@@ -91,11 +91,10 @@ def looked_up() -> list[str]:
     code = """
 import json, fastkron_py
 found = [fastkron_py.distributed.__name__]
-for name in ("nonesuch",):
-    try:
-        found.append(str(getattr(fastkron_py, name)))
-    except AttributeError:
-        found.append("AttributeError")
+try:
+    fastkron_py.nonesuch
+except AttributeError as error:
+    found.append(type(error).__name__)
 import fastkron_py.distributed as d, fastkron_py.integrations as i
 print(json.dumps([*found, d.__name__, i.__name__]))
 """
