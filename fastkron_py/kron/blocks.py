@@ -3,9 +3,9 @@
 Columns count (p1, ..., pN) with p1 slowest, so that a block is a range of p1. A launch that leaves the first factor alone does the same to
 every block, and may read or write one after the other from where they are. So nothing is copied into one operand, or out of one result.
 
-For both, the first factor goes between others, which takes launches in place. In 16-bit types these are slower than launches that transpose
-their modes to the front, by 13 to 57% on an H200 (float32: up to 6%), and the first factor is the last of those: blocks are read, not
-written.
+For both, the first factor goes between others, which takes three launches in place. In 16-bit types the closed form has these where two
+steps share a slice (`plan.row_pair`). Its other launches transpose their modes to the front, and launches in place would be slower than
+these, by 13 to 57% on an H200 (float32: up to 6%). The first factor is their last one: blocks are read, not written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Order(NamedTuple):
 def _order(problem: MultiplyProblem, parts: int) -> _Order:
     """The closed form's launches, or, where launches in place do and there are two others, with the first factor's between them."""
     shapes = problem.factor_shapes
-    planned = plan_problem(problem)._replace(rows=_PLANNED_ROWS, half="")
+    planned = plan_problem(problem)._replace(rows=_PLANNED_ROWS, whole_rows=False)
     found = plan(tuple([s[-2] for s in shapes]), tuple([s[-1] for s in shapes]), planned)
     in_place = problem.dtype.itemsize >= _IN_PLACE_BYTES and len(found) >= _LEAST_IN_PLACE
     transposed = transposes(found, len(shapes), 1) and not in_place

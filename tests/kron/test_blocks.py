@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from canonical_cases import in_double
+from canonical_cases import in_double, watch_kernels
 from torch import Tensor
 
 import fastkron_py
@@ -112,6 +112,38 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.
         y = torch.full_like(x, torch.nan)
         multiply_into(apart(x, parts, 0) if able.reads else [x], factors, [y], 1.0, None)
         assert_close(y, product(x, factors), steps=3)
+
+
+def pair_first(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
+    """Two steps on one slice, then a launch for each other factor, as bfloat16 has it on Hopper."""
+    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]
+    return Launch((steps[-2], steps[-1]), "row_pair"), *[Launch((step,)) for step in steps[-3::-1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [((4, 6), (3, 2), (40, 36), (36, 40)), ((8, 4), (40, 36), (36, 40))], ids=len)
+def test_two_steps_on_one_slice(
+    sizes: tuple[tuple[int, int], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They read blocks of the operand; with three launches the last one writes blocks of the result."""
+    monkeypatch.setattr(kron_blocks, "plan", pair_first)
+    names = watch_kernels(monkeypatch)
+    forget()
+    ps, qs = zip(*sizes, strict=True)
+    x = torch.randn(2, math.prod(ps), generator=generator).to(device, dtype)
+    factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device, dtype) for p, q in sizes]
+    assert in_blocks(ps, qs, 2, dtype, device) == InBlocks(True, len(sizes) == 4)
+    y = x.new_full((2, math.prod(qs)), torch.nan)
+    outs = apart(y, 2, 0) if len(sizes) == 4 else [y]
+    multiply_into(apart(x, 2, 0), factors, outs, 1.0, None)
+    forget()
+    assert "_row_pair_fwd_kernel" in names
+    # The interpreter truncates to bfloat16, which errs twice as much as rounding.
+    assert_close(torch.cat(outs, 1), product(x, factors), steps=3 * len(sizes))
 
 
 def test_views_whose_memory_holds_other_numbers(device: torch.device, generator: torch.Generator) -> None:
