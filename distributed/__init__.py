@@ -13,6 +13,7 @@ from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.product import KroneckerProduct
 from fastkron_py.distributed.solvers import Solution
+from fastkron_py.distributed.transport.slots import release_peer_memory
 
 __all__ = [
     "CollectiveError",
@@ -28,4 +29,5 @@ __all__ = [
     "kron_matmul",
     "kron_matmul_left",
     "plan",
+    "release_peer_memory",
 ]

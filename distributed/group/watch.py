@@ -1,11 +1,15 @@
 """Watches exchanges that a GPU has not finished. One whose peer is gone is reported on stderr and ended at the timeout.
 
+A peer may also be there and never come to an exchange, since an error kept it from it. So a process whose exchanges have stood still for
+the timeout is ended, too.
+
 On a GPU exchanges are asynchronous: a process that waits for its GPU, not for an exchange, meets no error of ours when a peer dies, and
 torch's watchdog may leave it waiting long after the group's timeout. So pending exchanges are noted, and errors of later
 collectives name it. A thread looks at who is alive (ranks of one host know that of each other). It says on stderr which exchange waits
 for a rank that is gone, and ends the process when that has lasted for the group's timeout.
 
-The thread asks the GPU nothing until a rank is gone: a query from a second thread would spoil a graph that is being captured.
+The thread asks the GPU nothing until a rank is gone or an exchange is as old as the timeout: a query from a second thread would spoil a
+graph that is being captured.
 """
 
 from __future__ import annotations
@@ -50,11 +54,13 @@ class Waiting(NamedTuple):
         text: its stage.
         event: after it.
         ranks: who takes part, in the default group; none where nothing follows from their end any more.
+        since: when it was begun, by `time.monotonic`.
     """
 
     text: str
     event: Event
     ranks: tuple[int, ...]
+    since: float
 
 
 _under_way: deque[Waiting] = deque(maxlen=KEPT)
@@ -78,7 +84,7 @@ def note_event(text: str, event: Event, ranks: Sequence[int], device: torch.devi
     """The same for any event."""
     global _thread
     unfinished()  # forgets finished ones
-    _under_way.append(Waiting(text, event, tuple(ranks)))
+    _under_way.append(Waiting(text, event, tuple(ranks), time.monotonic()))
     if _thread is None:
         _thread = threading.Thread(target=_watch, args=(device,), name="fastkron_py watch", daemon=True)
         _thread.start()
@@ -117,15 +123,25 @@ def _disarm(_: Exception) -> None:
 
 def _waits_for(gone: set[int]) -> Waiting | None:
     """The first unfinished exchange with one of these ranks."""
-    for waiting in _under_way.copy():
-        if gone.isdisjoint(waiting.ranks):
-            continue
-        try:
-            if not waiting.event.query():
-                return waiting
-        except RuntimeError:  # of the GPU's, which whoever waits for it gets
-            return None
+    return next((waiting for waiting in _under_way.copy() if not gone.isdisjoint(waiting.ranks) and _is_unfinished(waiting)), None)
+
+
+def _old(age: float) -> Waiting | None:
+    """The first exchange, if it was begun this number of seconds ago, and is unfinished."""
+    waiting = next(iter(_under_way.copy()), None)
+    if waiting is None or not waiting.ranks or time.monotonic() - waiting.since < age:
+        return None
+    if _is_unfinished(waiting):
+        return waiting
+    unfinished()  # forgets it
     return None
+
+
+def _is_unfinished(waiting: Waiting) -> bool:
+    try:
+        return not waiting.event.query()
+    except RuntimeError:  # of the GPU's, which whoever waits for it gets
+        return False
 
 
 def _watch(device: torch.device | None) -> None:
@@ -135,22 +151,28 @@ def _watch(device: torch.device | None) -> None:
     missing: set[int] = set()
     since, named = 0.0, False
     while not _end.wait(INTERVAL):
+        limit = group_timeout().total_seconds()
         gone = set(ended_ranks())
-        found = _waits_for(gone) if gone else None
+        found = (_waits_for(gone) if gone else None) or _old(limit)
         if found is None or found is not waiting or not missing <= gone:
             waiting, since, named = found, time.monotonic(), False
             missing = gone.intersection(found.ranks) if found else set()
             continue
         seconds = time.monotonic() - since
-        if seconds > GRACE and not named:
+        if seconds > (GRACE if missing else limit / 2) and not named:
             named = True
-            _aside(_tell, f"{found.text}: {rank_text(missing)} ended, and this exchange has not been finished since")
-        elif named and seconds >= (limit := group_timeout().total_seconds()) and _ends_processes():
-            why = f"{rank_text(missing)} ended {seconds:.1f} s ago, and the group's timeout is {limit:g} s"
+            _aside(_tell, f"{found.text}: {_cause(missing)}, and this exchange has not been finished since")
+        elif named and seconds >= limit and _ends_processes():
+            why = f"{_cause(missing)} {seconds:.1f} s ago, and the group's timeout is {limit:g} s"
             _aside(_tell_all, f"{found.text}: {why}: this process is ended, with code {EXIT_CODE}; its threads:")
             # Not by an exception, which a main thread that waits for its GPU would never see, nor by SIGABRT: a process with a GPU leaves a
             # core file of its whole address space. What runs at exit is left out, since it would wait for the GPU too.
             os._exit(EXIT_CODE)
+
+
+def _cause(missing: set[int]) -> str:
+    """Why an exchange is not finished, as far as is known."""
+    return f"{rank_text(missing)} ended" if missing else "the timeout was reached"
 
 
 def _aside(write: Callable[[str], None], text: str) -> None:

@@ -26,11 +26,11 @@ from fastkron_py.distributed.local import multiply_into
 from fastkron_py.distributed.plan.cost import Links, Site
 from fastkron_py.distributed.plan.layout import Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.transport.copies import copy_runs
+from fastkron_py.distributed.transport.copies import copy, copy_runs
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
 from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, landed
 
-FEWEST_CHUNKS: Final = 4
+FEWEST_CHUNKS: Final = 2
 """From which on plans choose peer memory unasked: slots are as large as chunks."""
 
 
@@ -51,11 +51,10 @@ class PeerMemory(Transport):
 
     def links(self, links: Links, size: int) -> Links:
         """Copies follow each other at once, between barriers."""
-        bandwidth = links.direct_pair_bandwidth if size == 2 else links.direct_bandwidth
         return replace(
             links,
-            bandwidth=bandwidth,
-            pair_bandwidth=bandwidth,
+            bandwidth=links.direct_bandwidth,
+            pair_bandwidth=links.direct_bandwidth,
             latency=links.direct_latency,
             beside=links.beside_direct,
             cpu_exchange=links.cpu_direct_exchange,
@@ -91,14 +90,12 @@ class PeerChannel(Channel):
         if ready is None and block is None:
             block = local.new_empty(transfer.size)
 
-        def copies() -> None:
-            for peer in row_group.others:
-                copy_parts(transfer, peer, local, slots.block(slot, peer, transfer.size_of(peer), local.dtype))
-            if ready is None and block is not None:
-                copy_parts(transfer, me, local, block)
+        def push(peer: int) -> None:
+            copy_parts(transfer, peer, local, slots.block(slot, peer, transfer.size_of(peer), local.dtype), copy_runs)
 
+        own = None if ready is not None or block is None else partial(copy_parts, transfer, me, local, block, copy_runs)
         with transfer.stage(local):
-            done = slots.exchange(slot, (local,) if block is None else (local, block), copies, ready=ready)
+            done = slots.exchange(slot, (local,) if block is None else (local, block), push, own=own, ready=ready)
         return Pushed(slots, slot, done, local.dtype, block, None if ready is None else local)
 
     def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
@@ -137,26 +134,27 @@ class Pushed(NamedTuple):
         row_group = transfer.row_group
         me = row_group.position
         arrived = self.slots.block(self.slot, me, transfer.size, self.dtype)
-        self.done.wait()  # the current stream, not the host
-        note(transfer.stage_text(arrived), arrived.device, row_group.ranks)
         block = out if self.block is None else self.block
         block = torch.empty_like(arrived) if block is None else block
+        # By kernels: this stream has nothing else to do, and copy engines are slower inside a GPU.
+        if self.own is not None:
+            copy_parts(transfer, me, self.own, block, copy)
+        self.done.wait()  # the current stream, not the host
+        note(transfer.stage_text(arrived), arrived.device, row_group.ranks)
         for peer in row_group.others:
             there, here = (transfer.parts(peer, me, b, arrived=True) for b in (block, arrived))
             for to, of in zip(there, here, strict=True):
-                copy_runs(to, of)
-        if self.own is not None:
-            copy_parts(transfer, me, self.own, block)
+                copy(to, of)
         self.slots.release(self.slot)
         return landed(block, out)
 
 
-def copy_parts(transfer: Transfer, receiver: int, local: Tensor, block: Tensor) -> None:
-    """Copy all that this rank has for a receiver from its own block to the receiver's."""
+def copy_parts(transfer: Transfer, receiver: int, local: Tensor, block: Tensor, copy_part: Callable[[Tensor, Tensor], None]) -> None:
+    """Copy all that this rank has for a receiver from its own block to the receiver's, part by part."""
     me = transfer.row_group.position
     there, here = transfer.parts(me, receiver, block, arrived=True), transfer.parts(me, receiver, local, arrived=False)
     for to, of in zip(there, here, strict=True):
-        copy_runs(to, of)
+        copy_part(to, of)
 
 
 class Layout(NamedTuple):
@@ -278,15 +276,10 @@ class Chunk:
         pulls: bool,
         ready: torch.cuda.Event | None,
     ) -> torch.cuda.Event:
-        """Copy to or from every peer; whole rows of this rank's own before."""
+        """Copy to or from every peer; whole rows of this rank's own after."""
         own = None if layout.in_blocks else partial(copy, self._row_group.position)
-
-        def copies() -> None:
-            for peer in self._row_group.others:
-                copy(peer)
-
         with stage(text, self._row_group.group):
-            return self._slots.exchange(slot, (local,), copies, pulls=pulls, first=own, ready=ready)
+            return self._slots.exchange(slot, (local,), copy, pulls=pulls, own=own, ready=ready)
 
     def _stage(self, label: str, columns: Tensor) -> str:
         size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()

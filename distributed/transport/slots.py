@@ -1,9 +1,12 @@
 """Slots of memory that the GPUs of one host write to and read from, by torch's symmetric memory.
 
 Every rank of a row group keeps a few slots that its peers can write to and read from. An exchange takes one, and copies straight between
-it and where the parts come from or belong (packing, sending and unpacking in one copy), on the slot's stream, between two barriers: before
-the first the slot's last content has been used everywhere, after the second all parts are where they belong. Long runs are copied by the
-GPU's copy engines. NVLink multicast is not used.
+it and where the parts come from or belong (packing, sending and unpacking in one copy), between two barriers: before the first the slot's
+last content has been used everywhere, after the second all parts are where they belong. Long runs are copied by the GPU's copy engines.
+NVLink multicast is not used.
+
+Pushes have one stream and pulls another. A stream for each slot lets exchanges begin in another order than multiplies need them in, and
+costs four ranks up to half of their links' speed.
 """
 
 from __future__ import annotations
@@ -17,15 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.agreement import agree, group_timeout
+from fastkron_py.distributed.group.agreement import agree
 from fastkron_py.distributed.group.grid import ProcessGrid
+from fastkron_py.distributed.transport.flags import Flags
 
 SLOTS: Final = 6
 """Slots of each rank: the transfers of a wave of chunks that are pending at a time."""
 ALIGNMENT: Final = 256
 VIEWS: Final = 1024  # of slots, that are kept
-LATER: Final = 10.0
-"""Seconds by which barriers give up after the group's timeout, at which `watch` ends a process with better words."""
 
 
 class Slots:
@@ -40,14 +42,18 @@ class Slots:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
+        size, me, end = group.size(), group.rank(), SLOTS * slot_bytes
+        count = Flags.size(2 * SLOTS, size)
         self.slot_bytes = slot_bytes
-        self._buffer = symmetric.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
+        self._buffer = symmetric.empty(end + count, dtype=torch.uint8, device=device)
+        self._buffer[end:].zero_()
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
-        # Before multiplies of many programs, which a barrier would else wait for.
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(SLOTS)]
+        self._flags = Flags(me, [self._handle.get_buffer(rank, (count,), torch.uint8, end).data_ptr() for rank in range(size)])
+        self._index = self._buffer.get_device()  # torch finds the stream of a number faster than that of a device
+        self._others = tuple([(me + step) % size for step in range(1, size)])
+        # Before multiplies of many programs: small copies are kernels, which would else wait for them.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]  # of pushes, of pulls
         self._free = [torch.cuda.Event() for _ in range(SLOTS)]
-        self._timeout = int((group_timeout().total_seconds() + LATER) * 1000)
-        self._before = [torch.cuda.Event(), torch.cuda.Event()]  # the latest pushes, the latest pulls
         self._taken = [False] * SLOTS
         self._next = 0
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
@@ -77,10 +83,10 @@ class Slots:
         self,
         slot: int,
         local: Sequence[Tensor],
-        copies: Callable[[], None],
+        copy: Callable[[int], None],
         *,
         pulls: bool = False,
-        first: Callable[[], None] | None = None,
+        own: Callable[[], None] | None = None,
         ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         """Have a function write to the peers' slots, or read them, beside the later work of the current stream.
@@ -88,29 +94,27 @@ class Slots:
         Args:
             slot: a taken one.
             local: tensors that this rank gives or gets besides slots.
-            copies: the function; it begins when all ranks have come so far, and those before it of its kind have been made: a GPU's
-                copy engines would else take them in any order, and a multiply wait for what came last.
+            copy: the function, called with each peer; its copies begin when all ranks have come so far.
             pulls: it reads.
-            first: called before.
+            own: called after, for copies that concern no peer.
             ready: after which local can be read; None for all that the current stream has been given.
 
         Returns:
             The event after which all is done.
         """
-        stream = self._streams[slot]
+        stream, others = self._streams[pulls], self._others
         if ready is None:
-            stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
+            stream.wait_stream(torch.cuda.current_stream(self._index))
         else:
             stream.wait_event(ready)
             stream.wait_event(self._free[slot])
         with torch.cuda.stream(stream):
-            if first is not None:
-                first()
-            self._handle.barrier(channel=2 * slot, timeout_ms=self._timeout)
-            stream.wait_event(self._before[pulls])
-            copies()
-            self._before[pulls] = stream.record_event()
-            self._handle.barrier(channel=2 * slot + 1, timeout_ms=self._timeout)
+            self._flags.meet(stream, 2 * slot, others)
+            for peer in others:
+                copy(peer)
+            self._flags.meet(stream, 2 * slot + 1, others)
+            if own is not None:
+                own()
             done: torch.cuda.Event = stream.record_event()
         for t in local:
             t.record_stream(stream)
@@ -118,11 +122,11 @@ class Slots:
 
     def lend(self, slot: int) -> None:
         """Make the current stream wait until a taken slot of this rank may be written."""
-        torch.cuda.current_stream(self._buffer.device).wait_event(self._free[slot])
+        torch.cuda.current_stream(self._index).wait_event(self._free[slot])
 
     def release(self, slot: int, done: torch.cuda.Event | None = None) -> None:
         """All that reads the slot comes before an event, or has been given to the current stream."""
-        self._free[slot] = torch.cuda.current_stream(self._buffer.device).record_event() if done is None else done
+        self._free[slot] = torch.cuda.current_stream(self._index).record_event() if done is None else done
         self._taken[slot] = False
 
 
@@ -139,25 +143,53 @@ def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence
         row_groups: of the grid, as ranks in it.
         slot_bytes: the most that a transfer brings a rank; the same on every rank.
     """
-    global _made_in
     if grid.device.type != "cuda":
         return None
-    if _made_in is not dist.group.WORLD:
-        _made.clear()
-        _made_in = dist.group.WORLD
-    key = (group.group_name, grid.device)
-    found = _made.get(key)
-    if key in _made and (found is None or found.slot_bytes >= slot_bytes):
+    made_here, key = _known(), (group.group_name, grid.device)
+    if key in made_here and ((found := made_here[key]) is None or found.slot_bytes >= slot_bytes):
         return found
     torch.cuda.synchronize(grid.device)  # nobody writes to slots that make room for larger ones
     hosts = agree(grid, {"step": "peer memory"}, local=(crc32(socket.gethostname().encode()),))
-    made: Slots | None = None
+    made_here[key] = found = made = None
     if all(len({hosts[r] for r in ranks}) == 1 for ranks in row_groups):
         try:
             made = Slots(group, grid.device, -(-slot_bytes // ALIGNMENT) * ALIGNMENT)
-        except (RuntimeError, ImportError, AttributeError):  # no peer access, or a torch without symmetric memory
+        except (RuntimeError, ImportError, AttributeError):  # no peer access, or a torch or a driver without what slots need
             made = None
+        torch.cuda.synchronize(grid.device)  # flags are 0 before a peer sets one
         if not all(row[0] for row in agree(grid, {"step": "slots in peer memory"}, local=(int(made is not None),))):
             made = None
-    _made[key] = made
+    made_here[key] = made
     return made
+
+
+def release_peer_memory(grid: ProcessGrid) -> None:
+    """Give back the memory that products over a grid keep for exchanges through peer memory. Collective: every rank of the grid calls it.
+
+    Slots stay allocated after a product, since the next one of its size uses them again; those of a grid of 1 x 4 GPUs take up to six
+    times a chunk's block. Without slots nothing happens. The next product that needs slots makes new ones.
+
+    Args:
+        grid: a `ProcessGrid`.
+
+    Raises:
+        CollectiveError: a rank did not come.
+
+    Example:
+        >>> release_peer_memory(ProcessGrid((1, 1)))
+    """
+    if grid.device.type == "cuda":
+        torch.cuda.synchronize(grid.device)
+    agree(grid, {"call": "release_peer_memory"})  # nobody writes to a peer any more
+    made = _known()
+    for group in (grid.row_group, grid.col_group):
+        made.pop((group.group_name, grid.device), None)
+
+
+def _known() -> dict[tuple[str, torch.device], Slots | None]:
+    """Slots of this process group, by group and device."""
+    global _made_in
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    return _made

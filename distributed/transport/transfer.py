@@ -255,7 +255,7 @@ class Transfer:
 
 def ready_now(t: Tensor) -> torch.cuda.Event | None:
     """An event after which what is known of a tensor by now can be read, whatever the current stream is given later; None on CPUs."""
-    return torch.cuda.current_stream(t.device).record_event() if t.is_cuda else None
+    return torch.cuda.current_stream(t.get_device()).record_event() if t.is_cuda else None
 
 
 def landed(arrived: Tensor, out: Tensor | None) -> Tensor:

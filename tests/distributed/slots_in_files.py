@@ -31,12 +31,14 @@ class Files(Slots):
     def block(self, slot, peer, elements, dtype):
         return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
 
-    def exchange(self, slot, local, copies, *, pulls=False, first=None, ready=None):
-        if first is not None:
-            first()
+    def exchange(self, slot, local, copy, *, pulls=False, own=None, ready=None):
         dist.barrier(self.group)
-        copies()
+        for peer in range(self.group.size()):
+            if peer != self.group.rank():
+                copy(peer)
         dist.barrier(self.group)
+        if own is not None:
+            own()
         return mock.Mock()
 
     def lend(self, slot):

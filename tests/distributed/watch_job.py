@@ -70,6 +70,20 @@ def many() -> None:
 
 def another_grid() -> None:
     watch.note_event(STAGE, Event(), (0, 2))
+    clock.run_to(0.9 * TIMEOUT)
+
+
+def not_come() -> None:
+    """Rank 2 is there, and does not come to the exchange."""
+    watch.note_event("finished", Event(0.5 * TIMEOUT), (0, 2))
+    watch.note_event(STAGE, Event(), (0, 2))
+    wait_for_the_gpu(Event())
+
+
+def slow() -> None:
+    """Each exchange takes less than the timeout, but is far older when it is finished."""
+    for i in range(1, 8):
+        watch.note_event(STAGE, Event(0.4 * TIMEOUT * i), (0, 2))
     wait_for_the_gpu(Event())
 
 
@@ -113,7 +127,7 @@ def asked_not_to(name: str, value: str) -> Callable[[], None]:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    c.__name__: c for c in (never, never_behind_others, late, many, another_grid, gpu_error, caught, mute)
+    c.__name__: c for c in (never, never_behind_others, not_come, late, slow, many, another_grid, gpu_error, caught, mute)
 }
 CASES |= {"asked 0": asked_not_to(WATCHED[0], "0"), "asked 2": asked_not_to(WATCHED[1], "2"), "asked 3": asked_not_to(WATCHED[0], "3")}
 

@@ -85,7 +85,7 @@ def wait_in_pairs():
     clock.run_to(float("inf") if dist.get_rank() == 2 else 0)
     while agreement.ended_ranks() != [2, 3]:
         time.sleep(0.01)
-    clock.run_to(3)
+    clock.run_to(0.9)  # longer than the timeout no exchange may take
     return watch.told, agreement.ended_ranks()
 
 
@@ -118,9 +118,19 @@ def test_a_process_is_ended_after_the_timeout(ends: dict[str, dict[str, Any]], c
 
 
 @pytest.mark.xdist_group("ends")
+def test_a_process_is_ended_whose_peer_does_not_come(ends: dict[str, dict[str, Any]]) -> None:
+    """A GPU waits for flags without a limit of its own."""
+    end = ends["not_come"]
+    assert end["code"] == watch.EXIT_CODE
+    first, second, *_ = end["err"].splitlines()
+    assert first == f"fastkron_py: {watch_job.STAGE}: the timeout was reached, and this exchange has not been finished since"
+    assert second.startswith(f"fastkron_py: {watch_job.STAGE}: the timeout was reached 1.")
+
+
+@pytest.mark.xdist_group("ends")
 @pytest.mark.parametrize(
     ("case", "lines"),
-    [("late", 1), ("many", 4), ("another_grid", 0), ("gpu_error", 0), ("caught", 0), ("asked 0", 1), ("asked 2", 1)],
+    [("slow", 0), ("late", 1), ("many", 4), ("another_grid", 0), ("gpu_error", 0), ("caught", 0), ("asked 0", 1), ("asked 2", 1)],
 )
 def test_a_process_goes_on(ends: dict[str, dict[str, Any]], case: str, lines: int) -> None:
     """An exchange that is finished late, or that has nothing to do with who is gone; an error that was met; torch's own setting."""
@@ -155,7 +165,7 @@ def test_the_thread_asks_no_gpu_while_everybody_is_there(monkeypatch: pytest.Mon
     monkeypatch.setattr(watch, "INTERVAL", 0.01)
     looks = mock.Mock(return_value=gone)
     monkeypatch.setattr(watch, "ended_ranks", looks)
-    monkeypatch.setattr(watch, "_under_way", deque([watch.Waiting("an exchange", asked, (0, 1))]))
+    monkeypatch.setattr(watch, "_under_way", deque([watch.Waiting("an exchange", asked, (0, 1), time.monotonic())]))
     monkeypatch.setattr(watch, "_end", end)
     thread = threading.Thread(target=watch._watch, args=(None,))
     thread.start()
@@ -168,14 +178,30 @@ def test_the_thread_asks_no_gpu_while_everybody_is_there(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_of_which_one_waits_for_a_rank_that_is_killed() -> None:
-    """As torch's settings are, the process ends with its code and not with the watchdog's signal."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gpus_that_wait_for_a_rank_that_is_killed(ranks: int) -> None:
+    """As torch's settings are, a process ends with its code and not with the watchdog's signal."""
     pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
     from benchmarks.distributed.jobs import fault
 
-    found = fault("within", "cuda")
-    assert found["returncode"] == watch.EXIT_CODE, found
-    assert re.match(r"kron_matmul: columns to rows, chunk \d of \d: exchange of [\d.]+ MB with ranks 0-1$", found["error"]["stage"])
-    assert len(found["told"]) == 2
-    assert any("fault.py" in line for line in found["errors"])
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    for found in fault("within", "cuda", ranks):
+        assert found["returncode"] == watch.EXIT_CODE, found
+        stage = rf"kron_matmul: columns to rows, chunk \d of \d: exchange of [\d.]+ MB with ranks 0-{ranks - 1}$"
+        assert re.match(stage, found["error"]["stage"])
+        assert len(found["told"]) == 2
+        assert any("fault.py" in line for line in found["errors"])
+
+
+def test_a_line_of_four_of_which_one_is_killed() -> None:
+    """On CPUs, between two products: each survivor has the error."""
+    pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+    from benchmarks.distributed.jobs import fault
+
+    found = fault("between", "cpu", 4)
+    assert [f["rank"] for f in found] == [0, 1, 2]
+    for survivor in found:
+        assert survivor["returncode"] == 0, survivor
+        assert survivor["error"]["stage"].startswith("kron_matmul: ")
+        assert "rank 3" in survivor["error"]["message"]

@@ -70,7 +70,7 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
     stored = [torch.full((t.size,), math.nan, dtype=blocks[0].dtype) for t in transfers]
     for t, b in zip(transfers, blocks, strict=True):
         for receiver, block in enumerate(stored):
-            copy_parts(t, receiver, b.reshape(-1), block)
+            copy_parts(t, receiver, b.reshape(-1), block, Tensor.copy_)
     assert all(torch.equal(a.view(-1), b) for a, b in zip(results, stored, strict=True))
     return results
 

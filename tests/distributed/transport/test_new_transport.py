@@ -89,12 +89,12 @@ def test_the_planner_chooses_it_by_what_it_costs() -> None:
     before = plan(PROBLEM, (1, 8))
     with registered():
         found = plan(PROBLEM, (1, 8))
-        assert (found.transport, before.transport) == ("mail", "packed")
+        assert (found.transport, before.transport) == ("mail", "peer memory")
         assert found.seconds < before.seconds
         assert ", by mail" in str(found)
         assert not found.direct
         assert not found.messages
-        assert plan(PROBLEM, (1, 8), transport="packed") == before
+        assert plan(PROBLEM, (1, 8), transport="peer memory") == before
         assert plan(PROBLEM, (1, 8), direct=True).direct
         # What it needs beside x, the result and their buffers.
         options = {"stages": found.stages, "chunks": found.chunks}

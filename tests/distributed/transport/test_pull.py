@@ -6,6 +6,7 @@ done in an order that is drawn at random, as GPUs that are faster or slower than
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.plan.layout import by_rows, chunk_offsets
 from fastkron_py.distributed.plan.schedule import wave
-from fastkron_py.distributed.transport import peer_memory, transfer
+from fastkron_py.distributed.transport import flags, peer_memory, transfer
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup, Rows, Transfer
@@ -36,6 +37,7 @@ class Stream:
         self.steps: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self.done = 0
         world.streams.append(self)
+        self.cuda_stream = len(world.streams)
 
     def add(self, work: Callable[[], None], may_begin: Callable[[], bool] = lambda: True) -> None:
         self.steps.append((may_begin, work))
@@ -79,18 +81,17 @@ class Event:
 class World:
     """Ranks that have one host thread, one after the other, and the streams of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, slot_bytes: int) -> None:
         self.rank = 0
         self.streams: list[Stream] = []
         self.mains: list[Stream] = []
         self.slots: list[Slots] = []
-        self.buffers: list[Tensor] = []
-        self.entered: dict[tuple[int, int], set[int]] = {}
+        most = SLOTS * slot_bytes + flags.Flags.size(2 * SLOTS, size)
+        self.buffers = [torch.full((most,), 255, dtype=torch.uint8) for _ in range(size)]  # NaN
         self.current: Stream
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.buffers.append(torch.full((count,), 255, dtype=dtype))  # NaN
-        return self.buffers[-1]
+        return self.buffers[self.rank][:count]
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
@@ -130,23 +131,30 @@ class World:
             self.copy(out, block)
         return out
 
+    def flag_operations(self, stream: ctypes.c_void_p, count: int, operations: Any, options: int) -> int:
+        """Stands for cuStreamBatchMemOp, on the memory of buffers."""
+        for operation in operations[:count]:
+            word = ctypes.c_uint32.from_address(operation.address)
+            queue = self.streams[(stream.value or 0) - 1]
+            if operation.operation == flags._WAIT:
+                queue.add(nothing, lambda word=word, value=operation.value: word.value == value)  # type: ignore[misc]
+            else:
+                queue.add(partial(self.write, word, operation.value))
+        return 0
+
+    def write(self, word: ctypes.c_uint32, value: int) -> None:
+        assert word.value == 1 - value, "a flag is set that is set still"
+        word.value = value
+
 
 class Handle:
     """Of symmetric memory."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.rank = world, world.rank
-        self.rounds: dict[int, int] = {}
+        self.world = world
 
     def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         return self.world.buffers[peer].view(dtype)[offset : offset + shape[0]]
-
-    def barrier(self, channel: int, timeout_ms: int) -> None:
-        world, rank = self.world, self.rank
-        number = self.rounds[channel] = self.rounds.get(channel, 0) + 1
-        entered = world.entered.setdefault((channel, number), set())
-        world.current.add(lambda: entered.add(rank))
-        world.current.add(lambda: None, lambda: len(entered) == len(world.mains))
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -155,20 +163,24 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def world_of(size: int, slot_elements: int) -> Iterator[World]:
-    world = World()
+    slot_bytes = 8 * slot_elements
+    world = World(size, slot_bytes)
     symmetric = mock.Mock(empty=world.empty, rendezvous=lambda *_: Handle(world))
     cuda = {"Stream": partial(Stream, world), "Event": partial(Event, world), "current_stream": world.current_stream, "stream": world.on}
     with (
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch("torch.distributed._symmetric_memory", symmetric),
+        mock.patch.object(flags, "_driver", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, copy_runs=world.copy, landed=world.landed),
+        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, landed=world.landed),
+        mock.patch.multiple(peer_memory, copy=world.copy, copy_runs=world.copy),
         mock.patch.object(transfer, "ready_now", side_effect=lambda _: world.current.record_event()),
     ):
         for world.rank in range(size):
             world.mains.append(Stream(world))
             world.current = world.mains[-1]
-            world.slots.append(Slots(mock.Mock(), torch.device("cpu"), 8 * slot_elements))
+            group = mock.Mock(size=lambda: size, rank=lambda rank=world.rank: rank)
+            world.slots.append(Slots(group, torch.device("cpu"), slot_bytes))
         yield world
 
 
@@ -274,7 +286,7 @@ WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False), Non
 
 
 @pytest.mark.parametrize("blocks", WAYS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_in_any_order(size: int, blocks: InBlocks | None) -> None:
     """More chunks than slots, and a second product, or the backward pass, behind the first."""
     for seed in range(40):
@@ -296,16 +308,22 @@ def test_what_would_be_wrong_is_found(name: str, instead: Callable[..., Any], mo
 
 @pytest.mark.parametrize("blocks", [WAYS[0], None])
 def test_without_barriers_it_would_be_wrong(blocks: InBlocks | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handle, "barrier", nothing)
+    monkeypatch.setattr(World, "flag_operations", lambda *_: 0)
     assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, blocks, seed))
+
+
+def test_a_driver_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "flag_operations", lambda *_: 1)
+    with world_of(2, 8) as world, pytest.raises(RuntimeError, match="cuStreamBatchMemOp: expected 0; got 1"):
+        world.slots[0].exchange(0, (), nothing)
 
 
 def test_a_block_that_is_not_ready_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products do not wait for the current stream: they would be sent before they are made."""
     exchange = Slots.exchange
 
-    def too_early(own: Slots, *given: Any, ready: Any = None, **options: Any) -> Any:
-        return exchange(own, *given, ready=ready or torch.cuda.Event(), **options)
+    def too_early(slots: Slots, *given: Any, ready: Any = None, **options: Any) -> Any:
+        return exchange(slots, *given, ready=ready or torch.cuda.Event(), **options)
 
     monkeypatch.setattr(Slots, "exchange", too_early)
     assert any(not torch.equal(a, b) for seed in range(20) for a, b in results(2, SLOTS + 1, None, seed))
