@@ -1,7 +1,7 @@
-"""One of two ranks that is killed in the middle of products: ``python -m benchmarks.distributed.fault HOW``, once for each rank.
+"""A line of ranks whose last one is killed in the middle of products: ``python -m benchmarks.distributed.fault HOW FILE``, once a rank.
 
-HOW is "between" products, while the other one runs on, or "within" an exchange, while the other one waits for its result. That one writes a
-line of JSON: the error, its stage, and how long after the kill it came.
+HOW is "between" products, while the others run on, or "within" an exchange, while the others wait for its result. Each of them writes a
+line of JSON: the error, its stage, and how long after the kill it came. FILE gets the time of the kill.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TIMEOUT = 8.0
 def main(how: str, file: str) -> None:
     """Multiply until the peer is gone."""
     info = init_process_group(timeout=TIMEOUT)
-    grid = ProcessGrid((1, 2))
+    grid, last = ProcessGrid((1, info.world_size)), info.rank == info.world_size - 1
     size = 64 if info.device.type == "cuda" else 8
     factors = [torch.randn(size, size, device=grid.device) / size for _ in range(4 if size == 64 else 3)]
-    x = torch.randn(16, size ** len(factors) // 2, device=grid.device)
+    x = torch.randn(16, size ** len(factors) // info.world_size, device=grid.device)
 
     def end(*_: Any, **__: Any) -> Any:
         Path(file).write_text(str(time.time()))
@@ -40,9 +40,9 @@ def main(how: str, file: str) -> None:
 
     try:
         for i in range(1000):
-            if info.rank == 1 and i == PRODUCTS and how == "between":
+            if last and i == PRODUCTS and how == "between":
                 end()
-            if info.rank == 1 and i == PRODUCTS:
+            if last and i == PRODUCTS:
                 messages.begin_messages = dist.all_to_all_single = Slots.exchange = end
             y = kron_matmul(x, factors, grid=grid)
             if how == "within":

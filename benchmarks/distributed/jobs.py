@@ -103,33 +103,34 @@ def scaling(ranks: int, device: str, quick: bool = False, seconds: float = SCALI
     return found
 
 
-def fault(how: str, device: str) -> dict[str, Any]:
-    """The survivor of two ranks: its error, or how it ended."""
+def fault(how: str, device: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """The survivors of a line of ranks, whose last one is killed: their errors, or how they ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.distributed.fault", how, f"{folder}/killed"]
+        size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         children = []
-        for rank in range(2):
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            variables |= {"MASTER_PORT": str(port)}
-            environment = _environment(**variables, **_hidden_gpus(device))
-            children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        try:
-            output, errors = children[0].communicate(timeout=FAULT_SECONDS)
-            ended = None
-        except subprocess.TimeoutExpired:
-            children[0].kill()
-            output, errors = children[0].communicate()
-            ended = f"had not ended after {FAULT_SECONDS:g} s"
-        finally:
-            for child in children:
-                child.kill()
-                child.communicate()
-        killed = Path(f"{folder}/killed")
-        after = time.time() - float(killed.read_text()) if killed.exists() else None
-    return survivor(how, children[0].returncode, after, output, errors, ended)
+        for rank in range(ranks):
+            environment = _environment(RANK=str(rank), LOCAL_RANK=str(rank), **size, **_hidden_gpus(device))
+            files = [Path(f"{folder}/{rank}.{kind}") for kind in ("out", "err")]
+            with files[0].open("w") as out, files[1].open("w") as err:
+                children.append((subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err), files))
+        ends, deadline, killed = dict[int, float](), time.time() + FAULT_SECONDS, Path(f"{folder}/killed")
+        while len(ends) < ranks and time.time() < deadline:
+            ends |= {rank: time.time() for rank, (child, _) in enumerate(children) if rank not in ends and child.poll() is not None}
+            time.sleep(0.01)
+        for child, _ in children:
+            child.kill()
+            child.wait()
+        found = []
+        for rank, (child, files) in enumerate(children[:-1]):
+            after = ends[rank] - float(killed.read_text()) if rank in ends and killed.exists() else None
+            late = None if rank in ends else f"had not ended after {FAULT_SECONDS:g} s"
+            output, errors = (file.read_text() for file in files)
+            found.append(survivor(how, child.returncode, after, output, errors, late) | {"rank": rank, "ranks": ranks})
+    return found
 
 
 def survivor(how: str, code: int, after: float | None, output: str, errors: str, late: str | None = None) -> dict[str, Any]:
@@ -219,7 +220,8 @@ def show(found: dict[str, Any]) -> list[str]:
 def _fault_lines(f: dict[str, Any]) -> list[str]:
     after = "" if f.get("ended_after") is None else f", {f['ended_after']:.2f} s after the kill"
     error = f.get("error", {})
-    lines = [f"killed peer, survivor {f['how']}: code {f.get('returncode')}{after}; stage: {error.get('stage')}"]
+    who = f" {f['rank']} of {f['ranks']}" if "rank" in f else ""
+    lines = [f"killed peer, survivor{who} {f['how']}: code {f.get('returncode')}{after}; stage: {error.get('stage')}"]
     if error.get("message") and not f.get("told"):
         lines.append(f"    {error['message']}")
     return lines + [f"    {line}" for line in [*f.get("told", []), *(e for e in f.get("errors", []) if e not in f["told"])]]
@@ -326,7 +328,10 @@ def main(arguments: list[str] | None = None) -> int:
         except RuntimeError as error:
             failed = True
             print(f"scaling: {error}", flush=True)
-    for part, results in (("faults", (fault(how, options.device) for how in HOWS)), ("examples", examples(ranks, options.device))):
+    for part, results in (
+        ("faults", (f for how in HOWS for f in fault(how, options.device, ranks))),
+        ("examples", examples(ranks, options.device)),
+    ):
         for result in results if part in parts else ():
             found.setdefault(part, []).append(result)
             failed |= part == "examples" and result["returncode"] != 0

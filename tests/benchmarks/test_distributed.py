@@ -59,10 +59,10 @@ def test_a_run_that_is_stopped_leaves_what_it_has(
     product = {"name": "8^4", "alone": 1.0, "grids": []}
     found = {"products": [product], "wrong": [], "agree": 0.0, "left_out": []}
 
-    def fault(how: str, device: str) -> dict[str, object]:
+    def fault(how: str, device: str, ranks: int) -> list[dict[str, object]]:
         if how == distributed.HOWS[1]:
             raise KeyboardInterrupt
-        return {"how": how}
+        return [{"how": how}]
 
     monkeypatch.setattr(distributed, "scaling", lambda *_: found)
     monkeypatch.setattr(distributed, "draw", lambda *_: None)
