@@ -26,8 +26,6 @@ RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/how_it_works/distributed.md"
 PICTURE = ROOT / "docs/images/distributed_simulated.png"
 NEAR = 0.1
-# Direct copies on four GPUs were measured before the library read and wrote columns in place and ranks began with different peers.
-OLDER = (4, "peer memory")
 MEMORY = 140e9
 GPUS = (16, 64, 512, 4096)
 COLUMNS = (1, 2, 8, 16, 64)
@@ -62,11 +60,6 @@ class Row:
             return "local"
         way = "by rows" if self.made.by_rows else "by stages"
         return f"{way}, {self.made.transport_model.label}"
-
-    @property
-    def is_older(self) -> bool:
-        """Measured with a version that this schedule is not of."""
-        return (self.gpus, self.made.transport) == OLDER
 
     def error(self, scaled: bool) -> float:
         """Of the simulation, relative to the measurement."""
@@ -108,10 +101,9 @@ def measured_table(rows: list[Row]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        mark = " (older version)" if r.is_older else ""
         times = f"{r.measured * 1e3:.3g} | {r.made.seconds * 1e3:.3g} | {r.simulated * 1e3:.3g} ({r.error(False):+.0%})"
         lines.append(
-            f"| {r.gpus} | {r.name} | {r.made.grid[0]} x {r.made.grid[1]} | {r.method}{mark} | {r.made.chunks} | {times}"
+            f"| {r.gpus} | {r.name} | {r.made.grid[0]} x {r.made.grid[1]} | {r.method} | {r.made.chunks} | {times}"
             f" | {r.scaled * 1e3:.3g} ({r.error(True):+.0%}) |"
         )
     return lines
@@ -123,11 +115,10 @@ def summary_table(rows: list[Row]) -> list[str]:
         "| GPUs | method | rows | within 10% | error: median, least, most | the same with measured multiplies |",
         "|---|---|---|---|---|---|",
     ]
-    current = [r for r in rows if not r.is_older]
-    for gpus, method in dict.fromkeys((r.gpus, r.method) for r in current):
-        found = [r for r in current if (r.gpus, r.method) == (gpus, method)]
+    for gpus, method in dict.fromkeys((r.gpus, r.method) for r in rows):
+        found = [r for r in rows if (r.gpus, r.method) == (gpus, method)]
         lines.append(f"| {gpus} | {method} | {len(found)} | {near(found, False)} | {_spread(found, False)} | {_spread(found, True)} |")
-    return [*lines, f"| all | | {len(current)} | {near(current, False)} | {_spread(current, False)} | {_spread(current, True)} |"]
+    return [*lines, f"| all | | {len(rows)} | {near(rows, False)} | {_spread(rows, False)} | {_spread(rows, True)} |"]
 
 
 def near(rows: list[Row], scaled: bool) -> int:

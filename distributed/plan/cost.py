@@ -1,7 +1,7 @@
 """The cost of a product for the busiest rank: steps, memory and time; and the figures of a transport that a plan uses.
 
 The figures of `NVLINK` are fitted to NCCL's all-to-all on eight H200 (1 MiB to 1 GiB a rank, within 7%), and to products on two and four
-of them: memory, copies, stores into peers' memory (with a guess at their barriers), rounds of messages, and what multiplies do beside an
+of them: memory, copies, copies to and from peers' memory with their barriers, rounds of messages, and the speed of multiplies beside an
 exchange. The processor's lie between two hosts, one of them twice as slow as the other. Those of links between hosts are a data
 sheet's bandwidth and a guess at latency, meant to be replaced by the user's own.
 docs/guides/many_gpus.md has the table of what was modelled and measured.
@@ -32,7 +32,7 @@ PAIRS: Final = 1 << 12
 BUFFERS: Final = (2, 4, 5)
 
 BANDWIDTHS: Final = (
-    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth", "direct_pair_bandwidth"
+    "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth"
 )  # fmt: skip
 CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange")
 
@@ -55,8 +55,7 @@ class Links:
         beside: how fast multiplies go on beside an exchange inside a host, as a share of their speed without one.
         beside_packed: the same beside an all-to-all of packed parts, which leaves multiplies more than single messages do.
         beside_direct: the same beside copies to and from the peers' memory.
-        direct_bandwidth: of copies to and from the peers' memory, inside a host, among more than two ranks.
-        direct_pair_bandwidth: of copies to and from the memory of one peer.
+        direct_bandwidth: of copies to and from the peers' memory, inside a host.
         direct_latency: of the barriers before and after them, beside multiplies.
         cpu_call: processor time of a product, before its first chunk.
         cpu_chunk: of each chunk of rows, for its multiplies.
@@ -77,15 +76,14 @@ class Links:
     copy_memory: float = 4.1e12
     beside: float = 0.3
     beside_packed: float = 0.5
-    beside_direct: float = 0.75
-    direct_bandwidth: float = 219e9
-    direct_pair_bandwidth: float = 376e9
-    direct_latency: float = 0.1e-3
+    beside_direct: float = 0.8
+    direct_bandwidth: float = 380e9
+    direct_latency: float = 30e-6
     cpu_call: float = 0.15e-3
     cpu_chunk: float = 0.15e-3
     cpu_exchange: float = 0.17e-3
     cpu_message: float = 40e-6
-    cpu_direct_exchange: float = 0.3e-3
+    cpu_direct_exchange: float = 0.13e-3
 
     def __post_init__(self) -> None:
         for name in BANDWIDTHS:

@@ -226,7 +226,7 @@ def plan(
             "rows" as each rank takes, and one without an exchange.
         memory: bytes that each rank may use; None sets no limit.
         direct: True takes transport "peer memory", which needs six buffers more; False excludes it. It is chosen unasked for products by
-            whole rows in four chunks or more, in row groups that `links` puts on one host.
+            whole rows in two chunks or more, in row groups that `links` puts on one host.
         messages: True takes transport "messages", which is for whole rows; False excludes it.
         transport: how exchanges are carried out, as `Plan.transport` has it; None chooses among those that direct and messages allow.
         links: how fast ranks exchange.

@@ -32,7 +32,7 @@ def two_chunks(exchange: float, multiply: float, transport: str = "messages", **
     """A product of two ranks by rows in two chunks, and the scale: seconds of each exchange and of each multiply, as given."""
     sent = M // 2 * math.prod(SIZES) // 4 * 4  # bytes of a chunk: half of a rank's columns, of its rows
     bandwidth = sent / exchange
-    own = replace(FREE, bandwidth=bandwidth, pair_bandwidth=bandwidth, direct_bandwidth=bandwidth, direct_pair_bandwidth=bandwidth, **links)  # type: ignore[arg-type]
+    own = replace(FREE, bandwidth=bandwidth, pair_bandwidth=bandwidth, direct_bandwidth=bandwidth, **links)  # type: ignore[arg-type]
     made = plan(Problem(M, SIZES, SIZES), (1, 2), stages="rows", chunks=2, transport=transport, links=own)
     return made, multiply / multiply_seconds(M // 4, made.problem, 0, len(SIZES), own)
 
