@@ -44,6 +44,11 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("suite")
 
 HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU and importlib.util.find_spec("triton"):
+    import fast_interpreter
+
+    fast_interpreter.install()
+
 if os.environ.get("PYTEST_XDIST_WORKER") and not HAS_GPU:
     torch.set_num_threads(1)  # one core for each worker; more only makes them wait for each other
 
