@@ -5,6 +5,7 @@ python tests/compiled_for_gpus.py
 
 from __future__ import annotations
 
+import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,20 +30,30 @@ class Compiled(NamedTuple):
 Kernels = dict[tuple[str, str], Compiled]  # by problem and kernel
 
 
-def compiled_for_gpus(cache: Path) -> dict[tuple[str, ...], Kernels]:
-    """By the arguments of ``compile_for_gpus.py``: a compute capability, and what its record is without. Two processes at a time.
+def compiled_for_gpus(cache: Path, all_baselines: bool = False) -> dict[tuple[str, ...], Kernels]:
+    """By a compute capability and the features that its record is without. Two processes at a time.
 
     Args:
-        cache: an empty folder. Shared, since much of what is compiled for sm_90 is the same with and without some features.
+        cache: a folder for Triton's. Shared, since much of what is compiled for sm_90 is the same with and without some features.
+        all_baselines: also compile those kernels for sm_90 without a feature that spill nothing where they are compared.
     """
-    targets = list(dict.fromkeys([*BASELINES.values(), *[(capability,) for capability in BASELINES]]))
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(targets, pool.map(lambda target: _kernels(cache, target), targets), strict=True))
+        targets = [(capability,) for capability in BASELINES]
+        found = dict(zip(targets, pool.map(lambda target: _kernels(cache, target), targets), strict=True))
+        compared: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+        for capability, baseline in BASELINES.items():
+            names = {name for name, kernel in found[capability,].items() if kernel.spilled > 0}
+            compared[baseline] = compared.get(baseline, set()) | names
+        plain = [baseline for baseline in compared if baseline not in found]
+        made = pool.map(lambda target: _kernels(cache, target, None if all_baselines else sorted(compared[target])), plain)
+        return found | dict(zip(plain, made, strict=True))
 
 
-def _kernels(cache: Path, target: tuple[str, ...]) -> Kernels:
+def _kernels(cache: Path, target: tuple[str, ...], wanted: list[tuple[str, str]] | None = None) -> Kernels:
     found: Kernels = {}
-    for line in compiled("compile_for_gpus.py", cache, *target):
+    capability, *features = target
+    arguments = [capability, ",".join(features), *([] if wanted is None else [json.dumps(wanted)])]
+    for line in compiled("compile_for_gpus.py", cache, *arguments):
         name, most = (line["problem"], line["kernel"]), Compiled(line["shared"], line["reg"], line["stack"])
         found[name] = Compiled(*map(max, found.get(name, most), most))
     return found
@@ -71,4 +82,4 @@ def _cell(found: Compiled | None) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(table(compiled_for_gpus(Path(folder)))))
+        print("\n".join(table(compiled_for_gpus(Path(folder), all_baselines=True))))

@@ -20,7 +20,7 @@ def compiled(script: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
 
     Args:
         script: in tests/compile.
-        cache: an empty folder for Triton's, so that kernels are really compiled.
+        cache: a folder for Triton's.
         *arguments: of the script.
     """
     here = Path(__file__).parent / "compile"

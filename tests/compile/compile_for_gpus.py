@@ -1,6 +1,7 @@
 """Compile each kernel's first choice for one architecture, on a machine without a GPU; a line of JSON for each kernel.
 
-Arguments: the compute capability, such as 8.6, and features of its record to leave out, such as has_wgmma.
+Arguments: the compute capability, such as 8.6; features of its record to leave out, such as has_wgmma, between commas; and,
+where only some kernels are compiled, pairs of a problem and a kernel as JSON.
 Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 """
 
@@ -175,9 +176,13 @@ def main() -> None:
     major, minor = map(int, sys.argv[1].split("."))
     driver.set_active(Target(major, minor))
     launch = jit.JITFunction.run
+    features = sys.argv[2].split(",") if sys.argv[2] else []
+    wanted = {(problem, kernel) for problem, kernel in json.loads(sys.argv[3])} if sys.argv[3:] else None
     current = ""
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if wanted is not None and (current, self.__name__) not in wanted:
+            return
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
         line = {"problem": current, "kernel": self.__name__, "shared": compiled.metadata.shared}
         print(json.dumps({**line, **resources(compiled.asm["cubin"])}), flush=True)
@@ -187,7 +192,7 @@ def main() -> None:
     from fastkron_py.runtime import device as devices
     from fastkron_py.runtime.gpu import nvidia
 
-    gpu = replace(nvidia(major, minor), **dict.fromkeys(sys.argv[2:], False))
+    gpu = replace(nvidia(major, minor), **dict.fromkeys(features, False))
     devices.gpu_of = lambda device: gpu  # type: ignore[assignment]
     backend.triton_obstacle = lambda x: None  # a tensor on the CPU stands for one on the GPU
     choose_algorithm("looped")  # torch's products need no compiler

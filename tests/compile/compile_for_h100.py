@@ -1,6 +1,7 @@
 """Compile what the launchers would launch on an H100, on a machine that has none; a line of JSON for each kernel.
 
 The interpreter accepts much that the compiler refuses, and knows nothing of registers and shared memory.
+The argument: what is compiled of a problem beside its product, by the problem's name, as JSON.
 Run in a process of its own, without TRITON_INTERPRET: Triton decides at import.
 """
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "complex128 2^18": (torch.complex128, 1, 1, [(2, 2)] * 18, 1),
     "complex128 4^3, left": (torch.complex128, 1, 1, [(4, 4)] * 3, 4096),
 }
-# Also compiled backward: every width of a fused kernel, and some too wide for it.
+# Also compiled backward, where the argument says nothing of them: every width of a fused kernel, and some too wide for it.
 COMPLEX = ("complex64 2^18", "complex64 4^3, left", "complex64 32^2", "complex64 64^2", "complex128 2^18")
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3", *COMPLEX)
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
@@ -100,6 +102,7 @@ class H100:
         return 0
 
 
+@cache
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers and stack bytes of a thread; a stack is what was spilled."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -110,6 +113,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
 
 
+@cache
 def unguarded_stores(cubin: bytes) -> int:
     """Stores to shared memory that a warp could reach while another warp's product still reads there.
 
@@ -153,6 +157,7 @@ def take_points(dtype: torch.dtype, shape: tuple[int, ...], dim: int) -> None:
 def main() -> None:
     driver.set_active(H100())
     launch = jit.JITFunction.run
+    variants: dict[str, list[str]] = json.loads(sys.argv[1])
     problem = what = ""
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -185,19 +190,21 @@ def main() -> None:
         choose_algorithm(ALGORITHMS.get(problem, "matmul"))
         what = "multiply"
         multiply(x, factors)
-        if problem in sys.argv[1:]:
+        also = variants.get(problem, ["backward"] if problem in BACKWARD else [])
+        if "with z" in also:
             what = "with z"
             multiply(x, factors, y, 0.5, 2.0)
+        if "times z" in also:
             what = "times z"
             multiply(x, factors, torch.empty(n, 1, dtype=dtype).expand(y.shape), epilogue="times")
+        if "in TF32" in also:
             what = "in TF32"
             multiply(x, factors, precision="high")
-        if problem in sys.argv[1:] and dtype.itemsize == 2:
-            for kind in LARGEST:
-                what = f"as {kind}"
-                rows, matrices = x.reshape(-1, k), [f[0] for f in factors]
-                quantize_program.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
-        if problem in sys.argv[1:] or problem in BACKWARD:
+        for kind in [kind for kind in LARGEST if f"as {kind}" in also]:
+            what = f"as {kind}"
+            rows, matrices = x.reshape(-1, k), [f[0] for f in factors]
+            quantize_program.program([rows, *matrices], (0.1, kind, None, "triton"))([rows, *matrices], (0.1,))
+        if "backward" in also:
             what = "backward"
             backward(y, x, factors)
     what = "points"

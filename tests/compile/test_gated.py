@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ RESERVED = 1024  # bytes of shared memory, for each program
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One record for each kernel; with a cache of its own, so that they are really compiled."""
-    return compiled("compile_gated_for_h100.py", tmp_path_factory.mktemp("triton"))
+def kernels(triton_cache: Path) -> list[dict[str, Any]]:
+    """One record for each kernel."""
+    return compiled("compile_gated_for_h100.py", triton_cache)
 
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +23,26 @@ WHOLE_ROWS = (
     "bfloat16 16, 16, 16 to 32, 32, 32",
 )
 FULL_REGISTERS = ("bfloat16 32, 8, 64", "bfloat16 64, 32, 32")  # those of eight warps
-IN_FULL = ("16^4", "16^5", "odd", "left", "batched", "left, batched", *WHOLE_ROWS, *FULL_REGISTERS, *ROW_PAIRS, *ROW_TRIPLES)
+FORMATS = ("as int8", "as float8_e4m3fn", "as int4")
+# What is compiled of a problem beside its product. Everything of one problem of each kind; of the others what a test here looks at.
+SINGLE = ("with z", "times z", "in TF32", "backward")
+HALF = ("with z", "times z", *FORMATS, "backward")
+VARIANTS = {
+    **dict.fromkeys(("16^4", "16^5", "odd", "left", "batched", "left, batched"), SINGLE),
+    **dict.fromkeys(WHOLE_ROWS, ("with z", "times z")),
+    **dict.fromkeys(ROW_PAIRS, ("with z", *FORMATS)),
+    **dict.fromkeys(ROW_TRIPLES, ("with z",)),
+    **dict.fromkeys(("bfloat16 16^4", "bfloat16 64, 32, 32", "bfloat16 128^2", "float16 172, 60", "bfloat16 128, 2, 128"), HALF),
+    # Backward by narrow kernels, and of matrices that are not square.
+    "bfloat16 64, 4, 64": ("with z", "backward"),
+    "float16 32, 16, 16 to 16, 32, 16": ("with z", "times z", "backward"),
+}
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One record for each kernel; with a cache of its own, so that they are really compiled."""
-    return compiled("compile_for_h100.py", tmp_path_factory.mktemp("triton"), *IN_FULL)
+def kernels(triton_cache: Path) -> list[dict[str, Any]]:
+    """One record for each kernel."""
+    return compiled("compile_for_h100.py", triton_cache, json.dumps(VARIANTS))
 
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
@@ -52,8 +67,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_sum_partials_kernel",
         "_split_gradient_kernel",
     }
-    formats = {"as int8", "as float8_e4m3fn", "as int4"}
-    assert {k["what"] for k in kernels} == {"multiply", "with z", "times z", "in TF32", "backward", "points", *formats}
+    assert {k["what"] for k in kernels} == {"multiply", "points", *SINGLE, *HALF}
 
 
 def test_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
@@ -66,7 +80,7 @@ def test_row_pairs_round_as_they_store(kernels: list[dict[str, Any]]) -> None:
     """In every format, and without spills but where the plain store spills too."""
     for problem in ROW_PAIRS:
         found = {k["what"]: k for k in kernels if k["kernel"] == "_row_pair_fwd_kernel" and k["problem"] == problem}
-        assert {"as int8", "as float8_e4m3fn", "as int4"} <= set(found)
+        assert set(FORMATS) <= set(found)
     common = [k for k in kernels if k["problem"] in ("bfloat16 128^2", "float16 64^2") and k["what"].startswith("as ")]
     assert [k for k in common if k["stack"] > 0] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """One record for each problem and kernel; with a cache of its own, so that they are really compiled."""
-    lines = compiled("compile_layer_norm_rational_for_h100.py", tmp_path_factory.mktemp("triton"))
+def kernels(triton_cache: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """One record for each problem and kernel."""
+    lines = compiled("compile_layer_norm_rational_for_h100.py", triton_cache)
     return {(k["problem"], k["kernel"]): k for k in lines}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One record for each kernel; with a cache of its own, so that they are really compiled."""
-    return compiled("compile_poly_kan_for_h100.py", tmp_path_factory.mktemp("triton"))
+def kernels(triton_cache: Path) -> list[dict[str, Any]]:
+    """One record for each kernel."""
+    return compiled("compile_poly_kan_for_h100.py", triton_cache)
 
 
 PLAIN = {"_poly_kan_fwd_kernel", "_poly_kan_gradients_kernel"}
