@@ -45,7 +45,7 @@ def test_learn_blur_predicts_patches_held_out() -> None:
     assert after < before / 2
 
 
-LOKR_EXAMPLES = {"digits": "20", "llama": "6"}  # and the steps after which each has learned
+LOKR_EXAMPLES = {"digits": "10", "llama": "6"}  # and the steps after which each has learned
 
 
 @pytest.mark.full

@@ -236,7 +236,7 @@ def test_a_table_locked_by_another_process(locked, monkeypatch):
     assert locked.read_bytes() == before
 
 
-@pytest.mark.parametrize("writers", [2, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("writers", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes_at_once_lose_nothing(writers, tables):
     """Each adds six entries, one by one, while this process reads and never sees half a table."""
     code = """
