@@ -1,4 +1,4 @@
-"""Run the examples of the docstrings behind a page of the reference. Usage: python run_examples.py docs/reference/PAGE.md.
+"""Run the examples of the docstrings behind pages of the reference. Usage: python run_examples.py docs/reference/PAGE.md ...
 
 Prints what failed, and the entries without an example; the exit status is their number.
 """
@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,9 @@ def run(entry: str) -> int:
     return runner.failures
 
 
-def main(page: str) -> int:
-    """All entries of a page."""
-    entries = re.findall(r"^::: ([\w.]+)$", Path(page).read_text(), re.MULTILINE)
+def main(pages: Sequence[str]) -> int:
+    """All entries of these pages."""
+    entries = [entry for page in pages for entry in re.findall(r"^::: ([\w.]+)$", Path(page).read_text(), re.MULTILINE)]
     if any(".integrations." in entry for entry in entries):
         from torchvision_import import import_torchvision
 
@@ -112,4 +113,4 @@ def main(page: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1]), 100))
+    sys.exit(min(main(sys.argv[1:]), 100))

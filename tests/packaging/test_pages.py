@@ -172,11 +172,11 @@ def described() -> dict[str, object]:
     return {name: found(name) for name in names}
 
 
-def examples(page: str) -> subprocess.CompletedProcess[str]:
-    """Run the examples behind a page of the reference, in a process of its own with one rank."""
-    if page == "integrations.md":
+def examples(*pages: str) -> subprocess.CompletedProcess[str]:
+    """Run the examples behind pages of the reference, in a process of their own with one rank."""
+    if "integrations.md" in pages:
         pytest.importorskip("lycoris")
-    return program(str(Path(__file__).parent / "run_examples.py"), str(DOCS / "reference" / page))
+    return program(str(Path(__file__).parent / "run_examples.py"), *[str(DOCS / "reference" / page) for page in pages])
 
 
 def missing(module: str, entries: Iterable[object]) -> list[str]:
@@ -196,11 +196,15 @@ def test_a_name_without_an_entry_is_seen() -> None:
     assert missing("fastkron_py", entries) == ["hadamard"]
 
 
+APART = ("distributed.md", "integrations.md")  # of a group of processes, and with other libraries loaded
+TOGETHER = sorted(p.name for p in (DOCS / "reference").glob("*.md") if p.name not in APART)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("page", sorted(p.name for p in (DOCS / "reference").glob("*.md")))
-def test_examples_of_the_reference(page: str) -> None:
+@pytest.mark.parametrize("pages", [*[[page] for page in APART], TOGETHER], ids=[*APART, "the others"])
+def test_examples_of_the_reference(pages: list[str]) -> None:
     """Every function and class has an example in its docstring, which runs."""
-    result = examples(page)
+    result = examples(*pages)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
