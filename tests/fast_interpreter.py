@@ -43,7 +43,7 @@ def is_expected() -> bool:
             and interpreter._LangPatchScope()._changes == []
             and interpreter.interpreter_builder.options.debug in (False, True)
         )
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError):
         return False
 
 
