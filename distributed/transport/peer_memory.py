@@ -65,10 +65,7 @@ class PeerMemory(Transport):
         return int(transposed or gradients), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
-        """Slots, made when they are first asked for; none in a graph."""
-        # Slots' events come from outside of a graph that is being captured, which could not wait for them.
-        if grid.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
+        """Slots, made when they are first asked for; in a graph those that a call before it has made."""
         slots = open_slots(grid, group, row_groups, size)
         return None if slots is None else PeerChannel(slots)
 

@@ -56,7 +56,18 @@ class Slots:
         self._free = [torch.cuda.Event() for _ in range(SLOTS)]
         self._taken = [False] * SLOTS
         self._next = 0
+        self._in_graph = False
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+
+    def begin(self, in_graph: bool) -> None:
+        """Begin a product, that a graph captures or not.
+
+        No stream may wait inside of a capture for an event from outside of it, or the other way round. It does not have to: a product
+        waits for all that the current stream has been given, and the product before has waited for all of its exchanges.
+        """
+        if in_graph or self._in_graph:
+            self._free = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._in_graph = in_graph
 
     def take(self, size: int, count: int = 1) -> tuple[int, ...] | None:
         """Slots for a transfer of at most this size a rank, in bytes; None if too few are free. The same answer on every rank."""
@@ -132,6 +143,8 @@ class Slots:
 
 _made: dict[tuple[str, torch.device], Slots | None] = {}
 _made_in: Any = None
+_in_graphs: list[Slots] = []
+"""Slots whose addresses are in a graph: they stay, for it may be replayed."""
 
 
 def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], slot_bytes: int) -> Slots | None:
@@ -142,12 +155,20 @@ def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence
         group: of this rank's row group.
         row_groups: of the grid, as ranks in it.
         slot_bytes: the most that a transfer brings a rank; the same on every rank.
+
+    A graph that is being captured makes none, for that is a collective and allocates.
     """
     if grid.device.type != "cuda":
         return None
     made_here, key = _known(), (group.group_name, grid.device)
-    if key in made_here and ((found := made_here[key]) is None or found.slot_bytes >= slot_bytes):
+    found, in_graph = made_here.get(key), torch.cuda.is_current_stream_capturing()
+    if found is not None and found.slot_bytes >= slot_bytes:
+        found.begin(in_graph)
+        if in_graph and found not in _in_graphs:
+            _in_graphs.append(found)
         return found
+    if in_graph or (found is None and key in made_here):
+        return None
     torch.cuda.synchronize(grid.device)  # nobody writes to slots that make room for larger ones
     hosts = agree(grid, {"step": "peer memory"}, local=(crc32(socket.gethostname().encode()),))
     made_here[key] = found = made = None
@@ -167,7 +188,8 @@ def release_peer_memory(grid: ProcessGrid) -> None:
     """Give back the memory that products over a grid keep for exchanges through peer memory. Collective: every rank of the grid calls it.
 
     Slots stay allocated after a product, since the next one of its size uses them again; those of a grid of 1 x 4 GPUs take up to six
-    times a chunk's block. Without slots nothing happens. The next product that needs slots makes new ones.
+    times a chunk's block. Without slots nothing happens. The next product that needs slots makes new ones. Slots that a CUDA graph uses
+    stay, since it may be replayed.
 
     Args:
         grid: a `ProcessGrid`.

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.distributed import CollectiveError, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan
 from fastkron_py.distributed.split import Gradients
 from fastkron_py.distributed.transport import peer_memory
 from fastkron_py.kron.plan.plan import Launch
@@ -450,6 +450,38 @@ def direct_without_gpus():
 
 def test_direct_stores_are_left_out_where_they_cannot_be(ranks: RankPool) -> None:
     ranks.run(direct_without_gpus)
+
+
+def in_a_graph():
+    grid = ProcessGrid((1, dist.get_world_size()))
+    if grid.device.type != "cuda":
+        return
+    x, factors, _ = make(16, ((8, 8),) * 3, torch.float32, random=True)
+    own, local = [f.to(grid.device).requires_grad_() for f in factors], block(x, grid).requires_grad_()
+    for stages in ("rows", (1, 2)):
+        how = plan(Problem(16, (8,) * 3, (8,) * 3, gradients=True), grid.shape, stages=stages, chunks=2, direct=True)
+
+        def step(how: Plan = how) -> list[torch.Tensor]:
+            y = kron_matmul(local, own, grid=grid, plan=how)
+            return [y.detach(), *torch.autograd.grad(y, (local, *own), y.detach())]
+
+        expected = step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog looks at events of other streams
+            found = step()
+        for _ in range(3):
+            for t in found:
+                t.fill_(torch.nan)
+            graph.replay()
+            between = step()  # by the same slots
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(between, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_graph_goes_through_peer_memory(ranks: RankPool) -> None:
+    ranks.run(in_a_graph)
 
 
 # ---- refusals and failures ---------------------------------------------------------------------
