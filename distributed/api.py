@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,12 +29,17 @@ from fastkron_py.distributed.local import (
 )
 from fastkron_py.distributed.pipeline import Pipeline, explained, fit, free_memory
 from fastkron_py.distributed.plan.layout import way, widths
+from fastkron_py.distributed.plan.links import links_for
 from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.plan.planner import plan as make_plan
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, replicate
 from fastkron_py.distributed.tied import tied
 from fastkron_py.distributed.transport.transfer import RowGroup, transport_of
+from fastkron_py.runtime.device import gpu_of
+
+_UNIT: Final = 1e9  # of a GPU's figures, which ranks tell each other as integers
+_FIGURE: Final = 1 << 20  # more than each
 
 
 def kron_matmul(
@@ -150,7 +155,9 @@ def _call(given: Call, grid: Any) -> Tensor:
         refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
     # So does what its launches can do with blocks, on which depends what peers find where.
-    agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), able.reads + 2 * able.writes))
+    # And its GPU's figures, since all ranks come to the same plan.
+    told = able.reads + 2 * able.writes + 4 * _figures(where.device)
+    agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), told))
     # What needs no exchange begins while the ranks hear of each other.
     factors = merged(call.factors)
     own = _own_factors(call, factors)
@@ -158,7 +165,8 @@ def _call(given: Call, grid: Any) -> Tensor:
     found = agreement.settle()
     m = check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
-        chosen = fit(call.plan or _planned(call.problem(m), where.shape, where.device.type), [sizes[2] for sizes in found], where.ranks)
+        planned = call.plan or _planned(call.problem(m), where.shape, *_slowest([sizes[3] // 4 for sizes in found]))
+        chosen = fit(planned, [sizes[2] for sizes in found], where.ranks)
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
     if not isinstance(x, DTensor):
@@ -234,7 +242,23 @@ def _run(pipeline: Pipeline, x: Tensor, recompute: bool) -> Tensor:
     return y
 
 
+@lru_cache(maxsize=64)
+def _figures(device: torch.device) -> int:
+    """Bandwidth of a GPU's links and memory in GB/s, in one number; 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    gpu = gpu_of(device)
+    return round(gpu.link_bandwidth / _UNIT) * _FIGURE + round(gpu.bandwidth / _UNIT)
+
+
+def _slowest(figures: Sequence[int]) -> tuple[int, int]:
+    """The least of the ranks' figures, of links and of memory."""
+    return min([f // _FIGURE for f in figures]), min([f % _FIGURE for f in figures])
+
+
 @lru_cache(maxsize=1024)
-def _planned(problem: Problem, shape: tuple[int, int], device_type: str) -> Plan:
-    # On CPUs multiplies and exchanges share the cores: chunks would only make them smaller.
-    return make_plan(problem, shape, chunks=None if device_type == "cuda" else 1)
+def _planned(problem: Problem, shape: tuple[int, int], link_bandwidth: int, bandwidth: int) -> Plan:
+    """The plan for GPUs with these figures, in GB/s; of CPUs with 0."""
+    if not link_bandwidth:
+        return make_plan(problem, shape, chunks=1)  # multiplies and exchanges share the cores: chunks would only make them smaller
+    return make_plan(problem, shape, links=links_for(link_bandwidth * _UNIT, bandwidth * _UNIT))

@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.distributed.ranks import LOOP_SECONDS, REPEATS, scalings
 from fastkron_py.distributed import Plan, Problem, plan
-from fastkron_py.distributed.plan.cost import NVLINK, multiply_seconds
+from fastkron_py.distributed.plan.cost import multiply_seconds
+from fastkron_py.distributed.plan.links import NVLINK
 from fastkron_py.distributed.plan.simulate import Event, Simulation, simulate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,7 @@ from typing import Any, Final, Literal
 from fastkron_py.distributed.plan import show
 from fastkron_py.distributed.plan.cost import (
     FALLBACK,
-    NVLINK,
     TRANSPORTS,
-    Links,
     Site,
     Step,
     TransportModel,
@@ -27,6 +25,7 @@ from fastkron_py.distributed.plan.cost import (
     stage_steps,
 )
 from fastkron_py.distributed.plan.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
+from fastkron_py.distributed.plan.links import NVLINK, Links
 from fastkron_py.distributed.problem import Problem, positive_sizes
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions
 
-from fastkron_py.distributed.plan.cost import Links, Site
+from fastkron_py.distributed.plan.cost import Site
 from fastkron_py.distributed.plan.layout import Exchange
+from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import beside, copy, plain
 from fastkron_py.distributed.transport.transfer import Transfer, Transport, landed

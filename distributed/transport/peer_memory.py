@@ -23,8 +23,9 @@ from fastkron_py.distributed.group.failures import stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import multiply_into
-from fastkron_py.distributed.plan.cost import Links, Site
+from fastkron_py.distributed.plan.cost import Site
 from fastkron_py.distributed.plan.layout import Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import copy, copy_runs
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots

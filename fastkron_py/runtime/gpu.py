@@ -22,6 +22,7 @@ class GPU:
         multiprocessors: programs that run at a time, one on each.
         shared_memory: bytes that one program can have: CUDA's "opt-in" maximum of a thread block.
         bandwidth: of the memory, in bytes a second.
+        link_bandwidth: to the other GPUs of a host, in bytes a second each way, by the data sheet: NVLink's, else PCI Express's.
         half_rate: of tensor cores on float16 and bfloat16, in floating-point operations a second.
         tf32_rate: of tensor cores on TF32.
         float64_rate: of tensor cores on float64.
@@ -41,6 +42,7 @@ class GPU:
     multiprocessors: int
     shared_memory: int
     bandwidth: float
+    link_bandwidth: float
     half_rate: float
     tf32_rate: float
     float64_rate: float
@@ -65,6 +67,7 @@ HOPPER: Final = GPU(
     multiprocessors=132,
     shared_memory=232_448,
     bandwidth=3.0e12,
+    link_bandwidth=4.5e11,
     half_rate=7e14,
     tf32_rate=3.5e14,
     float64_rate=4.667e13,
@@ -83,9 +86,14 @@ HOPPER: Final = GPU(
 
 @dataclass(frozen=True)
 class _DataSheet:
-    """A GPU's data sheet: bytes a second, operations a second (dense, sums in float32), lanes of a multiprocessor, its clock rate."""
+    """A GPU's data sheet.
+
+    Bytes a second of memory, and each way to other GPUs; operations a second (dense, sums in float32); lanes of a multiprocessor, its
+    clock rate.
+    """
 
     bandwidth: float
+    link: float
     half: float
     tf32: float
     float64: float
@@ -94,7 +102,9 @@ class _DataSheet:
     clock: float
 
 
-_H100: Final = _DataSheet(bandwidth=3.35e12, half=9.894e14, tf32=4.947e14, float64=6.69e13, float32=6.69e13, lanes=128, clock=1.98e9)
+_H100: Final = _DataSheet(
+    bandwidth=3.35e12, link=4.5e11, half=9.894e14, tf32=4.947e14, float64=6.69e13, float32=6.69e13, lanes=128, clock=1.98e9
+)
 
 
 def _estimated(name: str, capability: tuple[int, int], multiprocessors: int, shared_memory: int, sheet: _DataSheet) -> GPU:
@@ -105,6 +115,7 @@ def _estimated(name: str, capability: tuple[int, int], multiprocessors: int, sha
         multiprocessors=multiprocessors,
         shared_memory=shared_memory,
         bandwidth=sheet.bandwidth * HOPPER.bandwidth / _H100.bandwidth,
+        link_bandwidth=sheet.link,
         half_rate=sheet.half * HOPPER.half_rate / _H100.half,
         tf32_rate=sheet.tf32 * HOPPER.tf32_rate / _H100.tf32,
         float64_rate=sheet.float64 * HOPPER.float64_rate / _H100.float64,
@@ -117,16 +128,18 @@ def _estimated(name: str, capability: tuple[int, int], multiprocessors: int, sha
     )
 
 
-AMPERE: Final = _estimated("Ampere", (8, 0), 108, 166_912, _DataSheet(2.039e12, 3.12e14, 1.56e14, 1.95e13, 1.95e13, 64, 1.41e9))
+AMPERE: Final = _estimated("Ampere", (8, 0), 108, 166_912, _DataSheet(2.039e12, 3e11, 3.12e14, 1.56e14, 1.95e13, 1.95e13, 64, 1.41e9))
 """An A100 SXM with 80 GB."""
-AMPERE_RTX: Final = _estimated("Ampere RTX", (8, 6), 82, 101_376, _DataSheet(9.36e11, 7.12e13, 3.56e13, 5.56e11, 3.56e13, 128, 1.695e9))
+AMPERE_RTX: Final = _estimated(
+    "Ampere RTX", (8, 6), 82, 101_376, _DataSheet(9.36e11, 3.2e10, 7.12e13, 3.56e13, 5.56e11, 3.56e13, 128, 1.695e9)
+)
 """A GeForce RTX 3090."""
-ADA: Final = _estimated("Ada", (8, 9), 128, 101_376, _DataSheet(1.008e12, 1.652e14, 8.26e13, 1.29e12, 8.26e13, 128, 2.52e9))
+ADA: Final = _estimated("Ada", (8, 9), 128, 101_376, _DataSheet(1.008e12, 3.2e10, 1.652e14, 8.26e13, 1.29e12, 8.26e13, 128, 2.52e9))
 """A GeForce RTX 4090."""
-BLACKWELL: Final = _estimated("Blackwell", (10, 0), 148, 232_448, _DataSheet(8e12, 2.25e15, 1.125e15, 3.7e13, 7.5e13, 128, 1.965e9))
+BLACKWELL: Final = _estimated("Blackwell", (10, 0), 148, 232_448, _DataSheet(8e12, 9e11, 2.25e15, 1.125e15, 3.7e13, 7.5e13, 128, 1.965e9))
 """A B200."""
 BLACKWELL_RTX: Final = _estimated(
-    "Blackwell RTX", (12, 0), 170, 101_376, _DataSheet(1.792e12, 2.095e14, 1.048e14, 1.637e12, 1.048e14, 128, 2.407e9)
+    "Blackwell RTX", (12, 0), 170, 101_376, _DataSheet(1.792e12, 6.4e10, 2.095e14, 1.048e14, 1.637e12, 1.048e14, 128, 2.407e9)
 )
 """A GeForce RTX 5090."""
 _NVIDIA: Final = (AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastkron_py.distributed import Links, Plan, Problem, plan
-from fastkron_py.distributed.plan.cost import NVLINK, multiply_seconds
+from fastkron_py.distributed import Links, Plan, Problem, api, plan
+from fastkron_py.distributed.plan.cost import multiply_seconds
+from fastkron_py.distributed.plan.links import NVLINK, links_for
+from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, HOPPER
 
 GIB = 1 << 30
 SIXTY_FOURS = Problem(128, (64,) * 4, (64,) * 4)
@@ -83,6 +85,33 @@ def test_direct_stores_take_slots_and_other_links() -> None:
     assert direct.links == plain.links
     slow = Links(direct_bandwidth=NVLINK.bandwidth / 2)
     assert plan(SIXTY_FOURS, (2, 2), stages="rows", chunks=8, direct=True, links=slow).seconds > plain.seconds
+
+
+def test_links_are_those_of_the_gpus() -> None:
+    """In the ratio of their records to Hopper's; what the processor does stays."""
+    assert links_for(HOPPER.link_bandwidth, HOPPER.bandwidth) == NVLINK
+    for gpu in (AMPERE, BLACKWELL, ADA):
+        found = links_for(gpu.link_bandwidth, gpu.bandwidth)
+        assert found.bandwidth / NVLINK.bandwidth == pytest.approx(gpu.link_bandwidth / HOPPER.link_bandwidth)
+        assert found.direct_bandwidth / NVLINK.direct_bandwidth == pytest.approx(gpu.link_bandwidth / HOPPER.link_bandwidth)
+        assert found.copy_memory / NVLINK.copy_memory == pytest.approx(gpu.bandwidth / HOPPER.bandwidth)
+        assert (found.latency, found.cpu_chunk, found.host_bandwidth) == (NVLINK.latency, NVLINK.cpu_chunk, NVLINK.host_bandwidth)
+    slow, fast = (links_for(gpu.link_bandwidth, gpu.bandwidth) for gpu in (ADA, BLACKWELL))
+    assert plan(SIXTY_FOURS, (1, 4), links=slow).seconds > 5 * plan(SIXTY_FOURS, (1, 4), links=fast).seconds
+
+
+def test_all_ranks_plan_for_the_slowest_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a B200 and a GeForce, whose links and memory are slower; and of an A100, whose memory is slower than Hopper's."""
+    told = []
+    for gpu in (BLACKWELL, ADA, AMPERE):
+        monkeypatch.setattr(api, "gpu_of", lambda device, gpu=gpu: gpu)
+        api._figures.cache_clear()
+        told.append(api._figures(torch.device("cuda", 0)))
+    api._figures.cache_clear()
+    assert api._slowest(told) == (round(ADA.link_bandwidth / 1e9), round(ADA.bandwidth / 1e9))
+    assert api._planned(SIXTY_FOURS, (1, 4), *api._slowest(told)).links.direct_bandwidth == pytest.approx(380e9 * 32 / 450)
+    assert api._figures(torch.device("cpu")) == 0
+    assert api._planned(SIXTY_FOURS, (1, 4), *api._slowest([0, 0])).chunks == 1
 
 
 def test_forced_stages_and_chunks() -> None:
