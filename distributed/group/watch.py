@@ -66,6 +66,7 @@ class Waiting(NamedTuple):
 _under_way: deque[Waiting] = deque(maxlen=KEPT)
 _thread: threading.Thread | None = None
 _end = threading.Event()
+_failed = False
 told: list[str] = []
 """Messages that have been written to stderr."""
 
@@ -96,6 +97,20 @@ def _stop() -> None:
     _end.set()
     if _thread is not None:
         _thread.join(2 * INTERVAL)
+    if _failed and (text := _stuck()):
+        _tell(f"{text}: the GPU still waits for it at the end of this process, which is ended with code {EXIT_CODE}")
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        os._exit(EXIT_CODE)  # what else runs at exit would wait for the GPU, for ever
+
+
+def _stuck() -> str | None:
+    """The exchange that a GPU waits for, and goes on waiting for a while."""
+    for _ in range(round(GRACE / INTERVAL)):
+        if unfinished() is None:
+            return None
+        time.sleep(INTERVAL)
+    return unfinished()
 
 
 def unfinished() -> str | None:
@@ -115,7 +130,9 @@ def unfinished() -> str | None:
 
 
 def _disarm(_: Exception) -> None:
-    """After an error the caller decides: what was under way stays named in messages, and ends nothing."""
+    """After an error the caller decides: what was under way stays named in messages, and ends nothing before this process leaves."""
+    global _failed
+    _failed = True
     kept = [waiting._replace(ranks=()) for waiting in _under_way.copy()]
     _under_way.clear()
     _under_way.extend(kept)

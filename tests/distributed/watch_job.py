@@ -103,6 +103,19 @@ def caught() -> None:
     wait_for_the_gpu(Event())
 
 
+def leaves(event: Event | None = None) -> None:
+    """The main thread has had an error, and ends; its GPU still waits, or does not."""
+    watch.note_event(STAGE, event or Event(), (0, 1))
+    with pytest.raises(failures.CollectiveError), failures.stage("kron_matmul: check that all ranks do the same"):
+        raise RuntimeError("rank 1 ended")
+    watch._stop()
+
+
+def leaves_late() -> None:
+    """Its GPU has finished by then."""
+    leaves(Event(0))
+
+
 def mute() -> None:
     """Nobody reads the pipe that stderr is."""
     here, there = os.pipe()
@@ -126,9 +139,8 @@ def asked_not_to(name: str, value: str) -> Callable[[], None]:
     return case
 
 
-CASES: dict[str, Callable[[], None]] = {
-    c.__name__: c for c in (never, never_behind_others, not_come, late, slow, many, another_grid, gpu_error, caught, mute)
-}
+_OWN = (never, never_behind_others, not_come, late, slow, many, another_grid, gpu_error, caught, leaves, leaves_late, mute)
+CASES: dict[str, Callable[[], None]] = {c.__name__: c for c in _OWN}
 CASES |= {"asked 0": asked_not_to(WATCHED[0], "0"), "asked 2": asked_not_to(WATCHED[1], "2"), "asked 3": asked_not_to(WATCHED[0], "3")}
 
 

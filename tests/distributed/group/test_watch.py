@@ -130,7 +130,17 @@ def test_a_process_is_ended_whose_peer_does_not_come(ends: dict[str, dict[str, A
 @pytest.mark.xdist_group("ends")
 @pytest.mark.parametrize(
     ("case", "lines"),
-    [("slow", 0), ("late", 1), ("many", 4), ("another_grid", 0), ("gpu_error", 0), ("caught", 0), ("asked 0", 1), ("asked 2", 1)],
+    [
+        ("slow", 0),
+        ("leaves_late", 0),
+        ("late", 1),
+        ("many", 4),
+        ("another_grid", 0),
+        ("gpu_error", 0),
+        ("caught", 0),
+        ("asked 0", 1),
+        ("asked 2", 1),
+    ],
 )
 def test_a_process_goes_on(ends: dict[str, dict[str, Any]], case: str, lines: int) -> None:
     """An exchange that is finished late, or that has nothing to do with who is gone; an error that was met; torch's own setting."""
@@ -139,6 +149,14 @@ def test_a_process_goes_on(ends: dict[str, dict[str, Any]], case: str, lines: in
     assert end["err"].splitlines() == lines * [
         f"fastkron_py: {watch_job.STAGE}: rank 1 ended, and this exchange has not been finished since"
     ]
+
+
+@pytest.mark.xdist_group("ends")
+def test_a_process_leaves_though_its_gpu_waits(ends: dict[str, dict[str, Any]]) -> None:
+    end = ends["leaves"]
+    assert (end["code"], end["out"]) == (watch.EXIT_CODE, "not flushed yet\n")
+    why = "the GPU still waits for it at the end of this process, which is ended with code 75"
+    assert end["err"].splitlines() == [f"fastkron_py: {watch_job.STAGE}: {why}"]
 
 
 def test_a_process_is_ended_though_nobody_listens(ends: dict[str, dict[str, Any]]) -> None:
