@@ -50,7 +50,7 @@ class Task(NamedTuple):
         issued: when the processor has begun it, in seconds; it does not wait for the GPU.
         after: tasks that have to be done before, by their numbers: `COMPUTE` waits for its own rank's, an exchange for those of all ranks.
         seconds: of each rank, undisturbed; of an exchange one figure for all.
-        barrier: seconds before an exchange moves bytes, and again after; other exchanges move theirs meanwhile.
+        barrier: seconds before an exchange moves bytes, and again after; exchanges of other streams move theirs meanwhile.
         taken: share of the speed of multiplies and copies that an exchange takes while it moves bytes.
     """
 

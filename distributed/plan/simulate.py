@@ -175,6 +175,7 @@ class _Run:
         streams = dict.fromkeys(task.stream for task in tasks if task.stream != COMPUTE)
         self._queues: dict[int | str, list[int]] = {r: self._of(COMPUTE) for r in self._ranks} | {s: self._of(s) for s in streams}
         self._running: dict[int | str, _Running] = {}
+        self._free: dict[int | str, float] = {}  # by lane, when its latest barrier has passed
         self._left: dict[int | str, float] = {}  # undisturbed seconds of the running tasks
 
     def _of(self, stream: str) -> list[int]:
@@ -228,7 +229,7 @@ class _Run:
                 found = max(found, done.get(lane, NEVER))
             else:
                 found = max(found, max(done.values())) if len(done) == len(self._ranks) else NEVER
-        return found + task.barrier
+        return max(found, self._free.get(lane, 0.0)) + task.barrier
 
     def _rates(self) -> dict[int | str, float]:
         """Speed of each running task: a share of its own."""
@@ -258,7 +259,7 @@ class _Run:
     def _end(self, lane: int | str) -> None:
         number, start = self._running.pop(lane)
         task = self._tasks[number]
-        self._done[number][lane] = self.now + task.barrier
+        self._done[number][lane] = self._free[lane] = self.now + task.barrier
         if task.what != "wait":
             ranks = [lane] if isinstance(lane, int) else self._ranks
             self.events += [Event(self.usages[r].rank, task.stream, task.what, task.chunk, start, self.now) for r in ranks]

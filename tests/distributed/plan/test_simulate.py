@@ -86,21 +86,24 @@ def test_multiplies_beside_exchanges(exchange: float, multiply: float, beside: f
 
 
 def test_pushes_and_pulls_share_the_links() -> None:
-    """Barriers of half a second before and after, copies of four: the second push and the first pull move at half speed from 6.5 on."""
+    """Barriers of half a second before and after, copies of four: the second push and the first pull move at half speed from 6.5 on.
+
+    The second push's barrier begins when the first push's last one has passed: they have one stream.
+    """
     made, scale = two_chunks(4, 1, "peer memory", direct_latency=1.0)
     found = simulate(made, scale=scale)
     assert times(found) == [
         (PUSH, 0, 0.5, 4.5),
-        (PUSH, 1, 4.5, 10.5),
         (COMPUTE, 0, 5, 6),
-        (PULL, 0, 6.5, 12.5),
-        (COMPUTE, 1, 11, 12),
-        (PULL, 1, 12.5, 16.5),
+        (PUSH, 1, 5.5, 12.5),
+        (PULL, 0, 6.5, 13.5),
+        (COMPUTE, 1, 13, 14),
+        (PULL, 1, 14.5, 18.5),
     ]
-    assert found.seconds == pytest.approx(17, **EXACT)
+    assert found.seconds == pytest.approx(19, **EXACT)
 
 
-def test_barriers_pass_while_other_chunks_move() -> None:
+def test_barriers_pass_while_other_chunks_are_multiplied() -> None:
     made, scale = two_chunks(1, 3, "peer memory", direct_latency=1.0)
     assert simulate(made, scale=scale).seconds == pytest.approx(10, **EXACT)
 
