@@ -99,8 +99,7 @@ def _stop() -> None:
         _thread.join(2 * INTERVAL)
     if _failed and (text := _stuck()):
         _tell(f"{text}: the GPU still waits for it at the end of this process, which is ended with code {EXIT_CODE}")
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stdout.flush()
+        _flush()
         os._exit(EXIT_CODE)  # what else runs at exit would wait for the GPU, for ever
 
 
@@ -218,6 +217,10 @@ def _tell_all(text: str) -> None:
         faulthandler.dump_traceback(sys.stderr)
     except (RuntimeError, AttributeError, ValueError, OSError):  # not a file of the system's
         faulthandler.dump_traceback(2)
+    _flush()
+
+
+def _flush() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
 

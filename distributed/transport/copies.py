@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from fastkron_py.distributed.transport.driver import driver_function
 
 # torch copies strided tensors element by element: wide ones move more bytes with as many instructions. For copies from this size on.
 WIDE_BYTES: Final = 1 << 20
@@ -100,15 +101,6 @@ class _Copy(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    """The function of CUDA's driver; None where there is none."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
-    except (OSError, AttributeError):
-        return None
-
-
 def copy_matrix(to: Tensor, of: Tensor) -> bool:
     """Copy ``[rows, columns]`` of the same dtype and shape on the current stream, with neighbouring columns next to each other.
 
@@ -122,7 +114,7 @@ def copy_matrix(to: Tensor, of: Tensor) -> bool:
     height, width = of.shape
     size = of.element_size()
     pitches = [t.stride(0) * size if height > 1 else width * size for t in (of, to)]
-    if min(pitches) < width * size or max(pitches) > _MOST_PITCH or (function := _driver()) is None:
+    if min(pitches) < width * size or max(pitches) > _MOST_PITCH or (function := driver_function("cuMemcpy2DAsync_v2")) is None:
         return False
     arguments = _Copy(
         source_type=_UNIFIED,

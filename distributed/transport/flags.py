@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
+
+from fastkron_py.distributed.transport.driver import driver_function
 
 WORD: Final = 4  # bytes of a flag
 _WAIT: Final = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
@@ -32,19 +33,6 @@ class _Operation(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    """The function of CUDA's driver.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
-    except (OSError, AttributeError) as error:
-        raise RuntimeError("expected a CUDA driver with cuStreamBatchMemOp_v2") from error
-
-
 class Flags:
     """Flags of a rank, one for each meeting and peer, and their addresses on the peers.
 
@@ -61,7 +49,11 @@ class Flags:
 
     def __init__(self, rank: int, addresses: Sequence[int]) -> None:
         self._rank, self._addresses = rank, tuple(addresses)
-        self._function: Callable[..., int] = _driver()
+        self._peers = [peer for peer in range(len(self._addresses)) if peer != rank]
+        function = driver_function("cuStreamBatchMemOp_v2")
+        if function is None:
+            raise RuntimeError("expected a CUDA driver with cuStreamBatchMemOp_v2")
+        self._function: Callable[..., int] = function
         self._meetings: dict[int, tuple[int, Any]] = {}
 
     @staticmethod
@@ -69,28 +61,27 @@ class Flags:
         """Bytes of a rank's flags."""
         return meetings * ranks * WORD
 
-    def meet(self, stream: torch.cuda.Stream, meeting: int, others: Sequence[int]) -> None:
+    def meet(self, stream: torch.cuda.Stream, meeting: int) -> None:
         """Have a stream tell the other ranks that it has come so far, then wait until all of them have.
 
         Args:
             stream: of this rank.
             meeting: its number.
-            others: positions of the other ranks.
 
         Raises:
             RuntimeError: the driver refuses.
         """
         found = self._meetings.get(meeting)
         if found is None:
-            found = self._meetings[meeting] = self._operations(meeting, others)
+            found = self._meetings[meeting] = self._operations(meeting)
         code = self._function(ctypes.c_void_p(stream.cuda_stream), *found, 0)
         if code != 0:
             raise RuntimeError(f"cuStreamBatchMemOp: expected 0; got {code}")
 
-    def _operations(self, meeting: int, others: Sequence[int]) -> tuple[int, Any]:
+    def _operations(self, meeting: int) -> tuple[int, Any]:
         """Number of operations, and the operations: they stay the same."""
-        mine = [self._flag(self._rank, meeting, peer) for peer in others]
-        found = [_Operation(_WRITE, self._flag(peer, meeting, self._rank), 1) for peer in others]
+        mine = [self._flag(self._rank, meeting, peer) for peer in self._peers]
+        found = [_Operation(_WRITE, self._flag(peer, meeting, self._rank), 1) for peer in self._peers]
         found += [_Operation(_WAIT, flag, 1, _EQUAL) for flag in mine]
         found += [_Operation(_WRITE, flag, 0) for flag in mine]
         return len(found), (_Operation * len(found))(*found)

@@ -93,7 +93,7 @@ class PeerChannel(Channel):
 
         own = None if ready is not None or block is None else partial(copy_parts, transfer, me, local, block, copy_runs)
         with transfer.stage(local):
-            done = slots.exchange(slot, (local,) if block is None else (local, block), push, own=own, ready=ready)
+            done = slots.exchange(slot, (local,) if block is None else (local, block), row_group.others, push, own=own, ready=ready)
         return Pushed(slots, slot, done, local.dtype, block, None if ready is None else local)
 
     def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
@@ -277,7 +277,7 @@ class Chunk:
         """Copy to or from every peer; whole rows of this rank's own after."""
         own = None if layout.in_blocks else partial(copy, self._row_group.position)
         with stage(text, self._row_group.group):
-            return self._slots.exchange(slot, (local,), copy, pulls=pulls, own=own, ready=ready)
+            return self._slots.exchange(slot, (local,), self._row_group.others, copy, pulls=pulls, own=own, ready=ready)
 
     def _stage(self, label: str, columns: Tensor) -> str:
         size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()

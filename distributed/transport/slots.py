@@ -42,15 +42,14 @@ class Slots:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        size, me, end = group.size(), group.rank(), SLOTS * slot_bytes
+        size, end = group.size(), SLOTS * slot_bytes
         count = Flags.size(2 * SLOTS, size)
         self.slot_bytes = slot_bytes
         self._buffer = symmetric.empty(end + count, dtype=torch.uint8, device=device)
         self._buffer[end:].zero_()
         self._handle: Any = symmetric.rendezvous(self._buffer, group)
-        self._flags = Flags(me, [self._handle.get_buffer(rank, (count,), torch.uint8, end).data_ptr() for rank in range(size)])
+        self._flags = Flags(group.rank(), [self._handle.get_buffer(rank, (count,), torch.uint8, end).data_ptr() for rank in range(size)])
         self._index = self._buffer.get_device()  # torch finds the stream of a number faster than that of a device
-        self._others = tuple([(me + step) % size for step in range(1, size)])
         # Before multiplies of many programs: small copies are kernels, which would else wait for them.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]  # of pushes, of pulls
         self._free = [torch.cuda.Event() for _ in range(SLOTS)]
@@ -94,6 +93,7 @@ class Slots:
         self,
         slot: int,
         local: Sequence[Tensor],
+        peers: Sequence[int],
         copy: Callable[[int], None],
         *,
         pulls: bool = False,
@@ -105,6 +105,7 @@ class Slots:
         Args:
             slot: a taken one.
             local: tensors that this rank gives or gets besides slots.
+            peers: positions of all other ranks, in the order in which this one takes them.
             copy: the function, called with each peer; its copies begin when all ranks have come so far.
             pulls: it reads.
             own: called after, for copies that concern no peer.
@@ -113,17 +114,17 @@ class Slots:
         Returns:
             The event after which all is done.
         """
-        stream, others = self._streams[pulls], self._others
+        stream = self._streams[pulls]
         if ready is None:
             stream.wait_stream(torch.cuda.current_stream(self._index))
         else:
             stream.wait_event(ready)
             stream.wait_event(self._free[slot])
         with torch.cuda.stream(stream):
-            self._flags.meet(stream, 2 * slot, others)
-            for peer in others:
+            self._flags.meet(stream, 2 * slot)
+            for peer in peers:
                 copy(peer)
-            self._flags.meet(stream, 2 * slot + 1, others)
+            self._flags.meet(stream, 2 * slot + 1)
             if own is not None:
                 own()
             done: torch.cuda.Event = stream.record_event()
@@ -171,7 +172,7 @@ def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence
         return None
     torch.cuda.synchronize(grid.device)  # nobody writes to slots that make room for larger ones
     hosts = agree(grid, {"step": "peer memory"}, local=(crc32(socket.gethostname().encode()),))
-    made_here[key] = found = made = None
+    made_here[key] = found = made = None  # the old ones go before new ones need memory
     if all(len({hosts[r] for r in ranks}) == 1 for ranks in row_groups):
         try:
             made = Slots(group, grid.device, -(-slot_bytes // ALIGNMENT) * ALIGNMENT)

@@ -31,11 +31,10 @@ class Files(Slots):
     def block(self, slot, peer, elements, dtype):
         return self._slots[peer][slot * self.slot_bytes : slot * self.slot_bytes + elements * dtype.itemsize].view(dtype)
 
-    def exchange(self, slot, local, copy, *, pulls=False, own=None, ready=None):
+    def exchange(self, slot, local, peers, copy, *, pulls=False, own=None, ready=None):
         dist.barrier(self.group)
-        for peer in range(self.group.size()):
-            if peer != self.group.rank():
-                copy(peer)
+        for peer in peers:
+            copy(peer)
         dist.barrier(self.group)
         if own is not None:
             own()

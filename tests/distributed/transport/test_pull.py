@@ -170,7 +170,7 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
     with (
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch("torch.distributed._symmetric_memory", symmetric),
-        mock.patch.object(flags, "_driver", return_value=world.flag_operations),
+        mock.patch.object(flags, "driver_function", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
         mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, landed=world.landed),
         mock.patch.multiple(peer_memory, copy=world.copy, copy_runs=world.copy),
@@ -324,7 +324,7 @@ def test_no_event_is_waited_for_across_the_border_of_a_graph() -> None:
 def test_a_driver_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "flag_operations", lambda *_: 1)
     with world_of(2, 8) as world, pytest.raises(RuntimeError, match="cuStreamBatchMemOp: expected 0; got 1"):
-        world.slots[0].exchange(0, (), nothing)
+        world.slots[0].exchange(0, (), (1,), nothing)
 
 
 def test_a_block_that_is_not_ready_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
