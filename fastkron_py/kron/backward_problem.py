@@ -9,7 +9,7 @@ import torch
 
 from fastkron_py.kron.launches import Rows, in_words, mode_of, parts_of
 from fastkron_py.kron.plan.gradient import Group, Numbers
-from fastkron_py.kron.plan.wide import Mode
+from fastkron_py.kron.plan.mode import Mode
 
 
 class GradientProblem(NamedTuple):

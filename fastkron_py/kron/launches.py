@@ -28,10 +28,11 @@ from fastkron_py.kron.kernels.sliced_multiply import (
 )
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
+from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, sides, turns_of
-from fastkron_py.kron.plan.wide import Mode, is_wide, looped_seconds, multiply_config
+from fastkron_py.kron.plan.wide import is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.launch import LaunchConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
 from fastkron_py.kron.launches import epilogue_of, in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, factor_gradient, multiply_mode
-from fastkron_py.kron.plan.wide import copied_width
+from fastkron_py.kron.plan.matmul_times import copied_width
 from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher

@@ -7,7 +7,8 @@ import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron import forward
-from fastkron_py.kron.plan.wide import Mode, best_algorithm, takes_gemm
+from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.plan.wide import best_algorithm, takes_gemm
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
-from fastkron_py.kron.plan.wide import Mode, best_algorithm, best_gradient_algorithm, gradient_config, multiply_config, ring_stages
+from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.plan.wide import best_algorithm, best_gradient_algorithm, gradient_config, multiply_config, ring_stages
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
@@ -67,12 +68,40 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
         ((72, 1, 1033, 1033), 2, "matmul"),
         ((40, 1, 1500, 1500), 4, "matmul"),
         ((2000, 7, 300, 200), 8, "copying"),
+        ((755, 10, 94, 94), 4, "wgmma"),
+        ((96, 3, 2127, 1166), 4, "copying"),
+        ((1449, 8, 82, 477), 4, "wgmma"),
+        ((252, 1, 381, 381), 4, "matmul"),
+        ((179, 2, 111, 102), 2, "wgmma"),
+        ((1, 4080, 443, 304), 2, "matmul"),
+        ((173, 2, 321, 313), 2, "copying"),
+        ((258, 2, 1019, 347), 8, "copying"),
+        ((1512, 1, 370, 370), 8, "matmul"),
     ],
     ids=str,
 )
 def test_the_fastest_measured_algorithm_is_chosen(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
     """The algorithms that were the fastest on an H200."""
     assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("sizes", "itemsize", "algorithm"),
+    [
+        ((145, 5, 305, 1161), 4, "copying"),
+        ((972, 1, 2144, 2144), 4, "wgmma"),
+        ((1, 395, 2, 1489), 4, "matmul"),
+        ((6, 337, 1009, 1009), 2, "copying"),
+        ((1, 116, 395, 278), 2, "matmul"),
+        ((189, 4, 181, 172), 2, "looped"),
+        ((1851, 2, 1436, 1436), 8, "copying"),
+        ((137, 1, 345, 1211), 8, "matmul"),
+    ],
+    ids=str,
+)
+def test_the_fastest_measured_algorithm_of_a_gradient_is_chosen(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
+    """The algorithms that were the fastest on an H200, by a quarter and more."""
+    assert best_gradient_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
-from fastkron_py.kron.plan.wide import BLOCK_K, BLOCK_M, Mode, WideConfig, gradient_config, multiply_config, ring_stages
+from fastkron_py.kron.plan.mode import BLOCK_K, Mode
+from fastkron_py.kron.plan.wide import BLOCK_M, WideConfig, gradient_config, multiply_config, ring_stages
 from fastkron_py.runtime.launch import LaunchConfig
 
 _GROUP: Final = 8  # rows of tiles that are in flight together

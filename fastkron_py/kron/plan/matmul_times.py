@@ -1,0 +1,129 @@
+"""Times of torch's matrix products on a GPU: of one mode, or of its factor's gradient, in place or by way of copies. Closed-form.
+
+Measured on an H200, for modes of 1 to 3,000 rows and columns.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
+
+_MATMUL: Final = 0.95  # of a GPU's rate that they reach
+_TORCH_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
+_MOST_IDLE: Final = 1.75  # times that torch's products of few tiles take: it splits their sums
+_PLACED: Final = 1.2e-6  # seconds that its products take more where something comes after the mode,
+_PLACED_TERMS: Final = 4e-6  # and more where sums have this number of terms
+_MANY_TERMS: Final = 256
+# Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
+_UNALIGNED: Final = 4.7
+_ODD: Final = 8.4
+_SMALL: Final = 64  # widths that copies pad by less,
+_HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
+_UNITS: Final = (1, 4)  # and in other types
+_COPIES: Final = 2.4  # passes' time that copies of the operand and of the result take,
+_GRADIENT_COPIES: Final = 3.3  # and those of both operands of a gradient,
+_GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operations' time
+# Of a batch of torch's products, each tile takes this many seconds, and more for each term of its sum. Two share a multiprocessor, which
+# gains nothing where rows do not begin on 16 bytes.
+_TILE: Final = {2: 1.6e-6, 4: 1.3e-6, 8: 2.2e-6}
+_TILE_TERM: Final = {2: 5.6e-9, 4: 2e-8, 8: 5e-8}
+_TILE_TERM_UNALIGNED: Final = 2.5e-8  # of half types
+_DOUBLE_TERM: Final = 2.1e-9  # seconds that each term of a tile's sum in float64 takes torch in a gradient,
+_DOUBLE_PRODUCT_TERM: Final = 1.2e-8  # and in other products
+
+
+def _matmul_rate(mode: Mode) -> float:
+    """Operations a second of torch's products."""
+    gpu = mode.gpu
+    return _MATMUL * (gpu.float32_rate if mode.itemsize == 4 and mode.passes == 3 else gpu.rate(mode.itemsize))
+
+
+def _of_widths(mode: Mode, widths: tuple[int, int]) -> float:
+    """The same of rows of these widths."""
+    if mode.itemsize > 2 or all(width % 8 == 0 for width in widths):
+        return 1.0
+    return _ODD if any(width % 2 for width in widths) else _UNALIGNED
+
+
+def _slowdown(mode: Mode) -> float:
+    """Times that torch's products take by the alignment of rows, on which those of half types depend most."""
+    # A factor is copied to rows that are aligned, over P or Q.
+    return _of_widths(mode, (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.p if mode.p % 8 == 0 else mode.q))
+
+
+def _gradient_slowdown(mode: Mode) -> float:
+    """The same of a gradient, whose sum runs along both operands' rows where something comes after the mode."""
+    if mode.after == 1:
+        return _slowdown(mode)
+    return _of_widths(mode, (mode.after, mode.q))
+
+
+def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) -> float:
+    """Seconds that a batch of torch's products takes at least: of matrices [height, terms] and [terms, width]."""
+    if count == 1:
+        return 0.0  # one product, whose sum torch splits
+    tiles = count * ceil(height, 128) * ceil(width, 128)
+    shared, term = (2, _TILE_TERM[mode.itemsize]) if _slowdown(mode) == 1 else (1, _TILE_TERM_UNALIGNED)
+    return max(1.0, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE[mode.itemsize] + terms * term)
+
+
+def _placed(mode: Mode, terms: int) -> float:
+    """Seconds that torch's products take more in place, for sums of this number of terms."""
+    return _PLACED + _PLACED_TERMS * min(1.0, terms / _MANY_TERMS) if mode.after > 1 else 0.0
+
+
+def matmul_seconds(mode: Mode) -> float:
+    """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
+    gpu, tile = mode.gpu, _TORCH_TILE[mode.itemsize]
+    work = mode.operations / filled(mode.q, 32) * _slowdown(mode) / _matmul_rate(mode)
+    count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
+    tiles = ceil(height, tile) * ceil(mode.q, tile) * count
+    work *= min(_MOST_IDLE, ceil(tiles, gpu.multiprocessors) * gpu.multiprocessors / tiles)
+    if mode.after > 1:
+        work = max(work / filled(mode.after, 32), _batch_seconds(mode, count, mode.q, mode.after, mode.p))
+    elif mode.itemsize == 8:
+        work = max(work, mode.p * _DOUBLE_PRODUCT_TERM)
+    return max(work, mode.traffic()) + _placed(mode, mode.p) + LAUNCH + (mode.result_seconds(2) if mode.adds else 0.0)  # a copy of z
+
+
+def takes_copies(mode: Mode) -> bool:
+    """Whether copies may be worth their time: one product of all slices for many, or rows that begin on 16 bytes."""
+    return mode.after > 1 or _slowdown(mode) > 1
+
+
+def copied_width(width: int, itemsize: int) -> int:
+    """Rows or columns of a copy, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
+    unit = (_HALF_UNITS if itemsize == 2 else _UNITS)[width > _SMALL]
+    return ceil(width, unit) * unit
+
+
+def _aligned(mode: Mode) -> Mode:
+    """The multiply of copies, with the mode last."""
+    p, q = (copied_width(width, mode.itemsize) for width in (mode.p, mode.q))
+    return mode._replace(runs=mode.slices, after=1, p=p, q=q, adds=False)
+
+
+def copying_seconds(mode: Mode) -> float:
+    """Seconds of a copy of the operand with the mode last, of the factor, of one product, and of the result's copy."""
+    return matmul_seconds(_aligned(mode)) + max(mode.traffic(_COPIES), 2 * LAUNCH) + LAUNCH
+
+
+def gradient_product_seconds(mode: Mode) -> float:
+    """Seconds of torch's products for a factor's gradient: one of all slices, or one for each run and their sum."""
+    gpu = mode.gpu
+    work = mode.operations / _matmul_rate(mode) / (filled(mode.p, 32) * filled(mode.q, 32) / _gradient_slowdown(mode))
+    if mode.after == 1 or mode.runs == 1:
+        # Of float64 torch's products do not split the sum.
+        alone = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and ceil(mode.p, 64) * ceil(mode.q, 64) < gpu.multiprocessors else 0.0
+        return max(work, mode.traffic(), alone) + _placed(mode, mode.after) + 2 * LAUNCH
+    sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
+    least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
+    return max(work / filled(mode.after, 16), least, mode.traffic()) + sums + _placed(mode, mode.after) + 3 * LAUNCH
+
+
+def gradient_copying_seconds(mode: Mode) -> float:
+    """Seconds of copies of both operands with the mode last, and of one product."""
+    aligned = _aligned(mode)
+    product = _GRADIENT_PRODUCT * aligned.operations / _matmul_rate(mode) / filled(aligned.p, 32) / filled(aligned.q, 32)
+    return max(product, mode.traffic()) + max(mode.traffic(_GRADIENT_COPIES), 2 * LAUNCH) + 2 * LAUNCH
