@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.plan import row_pair
 from fastkron_py.kron.plan.plan import PlanProblem, plan
 from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, sides, turns_of
 from fastkron_py.kron.plan.steps import Step
@@ -45,12 +47,15 @@ LARGE = ("eight in the middle, in two turns",)  # takes the interpreter half a m
 
 
 @pytest.fixture(autouse=True)
-def paired(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that are launched; half types take this kernel on any device."""
+def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that are launched; half types take this kernel on any device, however few rows there are."""
+    monkeypatch.setattr(row_pair, "LOADING", 0.0)
     monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch."))
     monkeypatch.setattr(kernels, "has_chained", lambda device, dtype: False)
     monkeypatch.setattr(kernels, "has_whole_row", lambda device, dtype: False)
-    return watch_kernels(monkeypatch)
+    plan.cache_clear()
+    yield watch_kernels(monkeypatch)
+    plan.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -29,7 +29,7 @@ _GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operat
 _TILE: Final = {2: 1.6e-6, 4: 1.3e-6, 8: 2.2e-6}
 _TILE_TERM: Final = {2: 5.6e-9, 4: 2e-8, 8: 5e-8}
 _TILE_TERM_UNALIGNED: Final = 2.5e-8  # of half types
-_DOUBLE_TERM: Final = 2.1e-9  # seconds that each term of a tile's sum in float64 takes torch in a gradient,
+_DOUBLE_TERM: Final = 1e-9  # seconds that each term of a tile's sum in float64 takes torch in a gradient,
 _DOUBLE_PRODUCT_TERM: Final = 1.2e-8  # and in other products
 
 

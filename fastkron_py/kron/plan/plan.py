@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
-from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs, row_triples
+from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pair_start, row_pairs, row_triples
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.kron.plan.whole_row import whole_row_cost, whole_rows
 from fastkron_py.runtime.sizes import SECTOR_BYTES
@@ -25,6 +25,7 @@ MERGE_WIDTH: Final = 64
 COMPLEX_MERGES: Final = (16, 32, 64)
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
+LAUNCH_BYTES: Final = 12e6
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
@@ -212,6 +213,11 @@ class PlanProblem(NamedTuple):
     parts: int = 1  # real numbers of an element
     whole_rows: bool = False  # rows may be copied whole, in half types
 
+    @property
+    def launch_cost(self) -> float:
+        """Modelled time of a launch for each row and column: as much as moving LAUNCH_BYTES."""
+        return LAUNCH_BYTES / (self.itemsize * self.parts) / max(1, self.rows * self.columns)
+
 
 def _candidates(
     ps: tuple[int, ...], qs: tuple[int, ...], start: int, stop: int, problem: PlanProblem, widths: Sequence[int], pairs: bool
@@ -234,7 +240,8 @@ def _candidates(
             found.append((scattered * _half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
     if pairs and last:
         for steps in (*row_pairs(ps, qs, start, stop), *row_triples(ps, qs, start, stop)):
-            found.append((HALF * row_pair_cost(steps, float(moved)), Launch(steps, "row_pair")))
+            cost = HALF * row_pair_cost(steps, float(moved)) + row_pair_start(steps) * problem.launch_cost
+            found.append((cost, Launch(steps, "row_pair")))
         for rows in whole_rows(ps, qs, start, stop) if problem.whole_rows else ():
             found.append((HALF * whole_row_cost(float(moved), max(1, problem.rows * outside)), Launch(rows, "whole_row")))
     if problem.chained:
@@ -294,8 +301,6 @@ def _planned(
     ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem, keep: int, widths: Sequence[int], pairs: bool
 ) -> list[tuple[float, tuple[Launch, ...]]]:
     """Plans by dynamic programming over segments of neighbours, each with its modelled time."""
-    # One launch costs about as much as moving 12 MB.
-    overhead = 12e6 / (problem.itemsize * problem.parts) / max(1, problem.rows * problem.columns)
     widest = max(CHAIN_TILE[problem.itemsize], WARP_TILE if problem.chained else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, 1 + len(ps)):
@@ -305,7 +310,7 @@ def _planned(
             if not legal and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
             for cost, launch in legal:
-                found += [(earlier + cost + overhead, (*launches, launch)) for earlier, launches in best[start]]
+                found += [(earlier + cost + problem.launch_cost, (*launches, launch)) for earlier, launches in best[start]]
         best.append(sorted(found, key=lambda c: (c[0], len(c[1])))[:keep])
     return best[len(ps)]
 
