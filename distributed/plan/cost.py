@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -32,6 +32,12 @@ class Site(NamedTuple):
     size: int  # ranks of each
     stride: int  # from one of its ranks to the next
     rows: int  # of x that a group holds, at most
+
+
+def site_of(problem: Problem, grid: tuple[int, int]) -> Site:
+    """The row groups of a grid."""
+    groups, size, stride = (grid[1], grid[0], grid[1]) if problem.left else (*grid, 1)
+    return Site(groups, size, stride, -(-problem.m // groups))
 
 
 class TransportModel:
@@ -313,3 +319,24 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
         taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * s.links.round  # what goes to other hosts goes slowly
         beside += taken * (1 - s.links.beside * (1 - alone))
     return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)
+
+
+# Multiplies, copies and exchanges of both passes, relative to the forward pass: dx and the factors' gradients, and dy's way to whole rows
+# and back to columns.
+PASSES: Final = (3, 2)
+
+
+def step_seconds(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
+    """Seconds of a product and its gradients. Arguments as in `seconds_needed`."""
+    multiplies, moves = PASSES
+    both = [
+        replace(
+            s,
+            multiply_seconds=multiplies * s.multiply_seconds,
+            copy_seconds=moves * s.copy_seconds,
+            exchange_seconds=moves * s.exchange_seconds,
+            bytes_sent=moves * s.bytes_sent,
+        )
+        for s in steps
+    ]
+    return seconds_needed(both, sizes, replace(links, cpu_chunk=links.cpu_chunk + links.cpu_gradients))

@@ -19,7 +19,7 @@ from fastkron_py.runtime.gpu import HOPPER
 BANDWIDTHS: Final = (
     "bandwidth", "pair_bandwidth", "host_bandwidth", "memory", "copy_memory", "ranks_per_host", "direct_bandwidth"
 )  # fmt: skip
-CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange")
+CPU: Final = ("cpu_call", "cpu_chunk", "cpu_exchange", "cpu_message", "cpu_direct_exchange", "cpu_gradients")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Links:
         cpu_exchange: of each exchange of a chunk.
         cpu_message: of each round of messages in it, one to every peer.
         cpu_direct_exchange: in place of cpu_exchange, where ranks reach into each other's memory.
+        cpu_gradients: of a chunk's gradients, with their exchanges, on the slower host.
     """
 
     bandwidth: float = 330e9
@@ -69,6 +70,7 @@ class Links:
     cpu_exchange: float = 0.17e-3
     cpu_message: float = 40e-6
     cpu_direct_exchange: float = 0.13e-3
+    cpu_gradients: float = 3.3e-3
 
     def __post_init__(self) -> None:
         for name in BANDWIDTHS:

@@ -22,7 +22,9 @@ from fastkron_py.distributed.plan.cost import (
     multiply_seconds,
     row_steps,
     seconds_needed,
+    site_of,
     stage_steps,
+    step_seconds,
 )
 from fastkron_py.distributed.plan.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.plan.links import NVLINK, Links
@@ -180,6 +182,11 @@ class Plan:
         return cpu_seconds(self.steps, len(self.chunk_rows(self.rows(0))), self.links)
 
     @property
+    def step_seconds(self) -> float:
+        """Modelled: the forward pass and, for a problem with gradients, the backward pass, which plans are chosen by."""
+        return step_seconds(self.steps, self.chunk_rows(self.rows(0)), self.links) if self.problem.gradients else self.seconds
+
+    @property
     def efficiency(self) -> float:
         """Modelled: one GPU's time (if it could hold the product), over this one's times the number of GPUs."""
         p = self.problem
@@ -260,8 +267,8 @@ def plan(
         needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
         raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
     # Of nearly equal ones the first: shapes come with the fewest columns first, and fewer chunks before more.
-    enough = NEARLY * min(p.seconds for p in fitting)
-    return next(p for p in fitting if p.seconds <= enough)
+    enough = NEARLY * min(p.step_seconds for p in fitting)
+    return next(p for p in fitting if p.step_seconds <= enough)
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:
@@ -326,12 +333,6 @@ def _shapes(grid: Any, world_size: Any) -> Iterator[tuple[int, int]]:
     low = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
     for d in sorted({*low, *(size // d for d in low)}):
         yield size // d, d
-
-
-def site_of(problem: Problem, grid: tuple[int, int]) -> Site:
-    """The row groups of a grid."""
-    groups, size, stride = (grid[1], grid[0], grid[1]) if problem.left else (*grid, 1)
-    return Site(groups, size, stride, -(-problem.m // groups))
 
 
 @dataclass(frozen=True)

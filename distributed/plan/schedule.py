@@ -10,9 +10,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from fastkron_py.distributed.plan.cost import copies_seconds, links_of, load, multiply_seconds, transport_for
+from fastkron_py.distributed.plan.cost import copies_seconds, links_of, load, multiply_seconds, site_of, transport_for
 from fastkron_py.distributed.plan.layout import even_offsets, widths
-from fastkron_py.distributed.plan.planner import Plan, site_of
+from fastkron_py.distributed.plan.planner import Plan
 
 Work = Generator[None, None, None]
 LAG: Final = 2
