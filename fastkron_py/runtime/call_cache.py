@@ -83,7 +83,8 @@ class CallCache:
                 and (enabled is None or enabled == _is_grad_enabled())
                 and (not program.has_places or program.takes(tensors))
             ):
-                _touch(self._calls, full)
+                if len(self._calls) > MOST_KEYS // 2:  # else none goes soon, and each touch hashes the key again
+                    _touch(self._calls, full)
                 return entry
         return None
 

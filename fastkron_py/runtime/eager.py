@@ -90,7 +90,8 @@ def unseen_by_autograd(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """
     # Of another torch, it cannot be changed in place, and torch says so.
     guard = torch_internals.without_views() if torch_internals.works("views") else contextlib.nullcontext()
-    return _without_autocast(guard, x.device.type) if torch.is_autocast_enabled(x.device.type) else guard
+    device_type = "cpu" if x.is_cpu else x.device.type  # which takes its time
+    return _without_autocast(guard, device_type) if torch.is_autocast_enabled(device_type) else guard
 
 
 @contextlib.contextmanager
@@ -101,5 +102,6 @@ def _without_autocast(guard: contextlib.AbstractContextManager[Any], device_type
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Dtypes were settled before; a caller of backward() may be under autocast again."""
-    is_on = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()
+    device_type = device.type
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_on else contextlib.nullcontext()

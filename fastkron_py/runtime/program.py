@@ -236,13 +236,15 @@ class Program:
         for step in self._steps:
             for make in step.makes:
                 held[make.number] = _made(make, like)
-            found = _called(step, given, held, scalars)
-            for number, made in zip(step.results or (), found, strict=True):
+            for number, made in zip(step.results or (), _called(step, given, held, scalars), strict=True):
                 held[number] = made
             for number in step.drops:
                 del held[number]
-        found = [given[number] if number < count else held[number] for number, _ in self._results]
-        return [t if shape is None else t.view(shape) for t, (_, shape) in zip(found, self._results, strict=True)]
+        results = []
+        for number, shape in self._results:
+            t = given[number] if number < count else held[number]
+            results.append(t if shape is None else t.view(shape))
+        return results
 
     def _run(self, given: Sequence[Tensor], scalars: tuple[float, ...]) -> list[Tensor]:
         if self._get_device() != self._device:
@@ -344,12 +346,13 @@ class Program:
 def _called(step: Step, given: Sequence[Tensor], held: dict[int, Any], scalars: tuple[float, ...]) -> Sequence[Tensor]:
     """The results of a call of torch."""
     count = len(given)
-    operands = []
+    operands: list[Any] = []
     for source, shape, strides, offset in step.operands:
         t = given[source] if source < count else held[source]
         operands.append(t if shape is None else t.as_strided(shape, strides, t.storage_offset() + offset))
-    numbers = [scalars[s.index] if isinstance(s, Scalar) else s for s in step.scalars]
-    found = step.run(*operands, *numbers)
+    for s in step.scalars:
+        operands.append(scalars[s.index] if isinstance(s, Scalar) else s)
+    found = step.run(*operands)
     return (found,) if isinstance(found, Tensor) else () if found is None else found
 
 

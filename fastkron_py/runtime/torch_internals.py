@@ -58,7 +58,12 @@ def is_watching() -> bool:
 
 def without_views() -> Any:
     """A context manager in which autograd does not record that a tensor is a view of another."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+    return torch._C._ExcludeDispatchKeyGuard(_view_keys())
+
+
+@lru_cache(maxsize=1)
+def _view_keys() -> Any:
+    return torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def keeps_graph() -> bool:
@@ -170,6 +175,7 @@ def works(names: str) -> bool:
 def forget() -> None:
     """Try the names again when they are next needed."""
     failures.cache_clear()
+    _view_keys.cache_clear()
 
 
 @lru_cache(maxsize=1)

@@ -32,8 +32,10 @@ def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
         b: the factor; or the operand.
         is_last: whether b is the factor.
     """
+    if a.dtype != torch.float32 or not a.is_cpu:
+        return None
     (i, j), k = a.shape, b.shape[1]
-    if a.dtype != torch.float32 or a.device.type != "cpu" or not takes_onednn(j, *((k, i) if is_last else (i, k)), is_last):
+    if not (takes_onednn(j, k, i, True) if is_last else takes_onednn(j, i, k, False)):
         return None
     multiply = _onednn_product(a)
     if multiply is None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
