@@ -13,6 +13,7 @@ import benchmarks.kron.first_call
 import benchmarks.kron.function
 import benchmarks.kron.hadamard
 import benchmarks.kron.identity
+import benchmarks.kron.modes
 import benchmarks.kron.products
 import benchmarks.kron.quantize
 import benchmarks.kron.quantum

@@ -143,12 +143,8 @@ def _case(parameters: dict[str, Any], number: int) -> Case:
     )
 
 
-def cases(draw: Draw, device: torch.device) -> list[Case]:
-    """The problems of a seed; those of a smaller count are the first of them.
-
-    Raises:
-        ValueError: a dtype or a kind that is unknown, no problem, or widths that are out of range.
-    """
+def check_draw(draw: Draw) -> None:
+    """Raise a ValueError for a dtype or a kind that is unknown, no problem, or widths that are out of range."""
     for name, given, known in (("dtype", draw.dtypes, TOLERANCES), ("kind", draw.kinds, PASSES)):
         if not set(given) <= set(known):
             raise ValueError(f"{name}: expected some of {', '.join(known)}; got {', '.join(given)}")
@@ -156,6 +152,15 @@ def cases(draw: Draw, device: torch.device) -> list[Case]:
         raise ValueError(f"count: expected a positive integer; got {draw.count}")
     if not 1 <= draw.narrowest <= WIDEST:
         raise ValueError(f"narrowest: expected 1 to {WIDEST}; got {draw.narrowest}")
+
+
+def cases(draw: Draw, device: torch.device) -> list[Case]:
+    """The problems of a seed; those of a smaller count are the first of them.
+
+    Raises:
+        ValueError: a dtype or a kind that is unknown, no problem, or widths that are out of range.
+    """
+    check_draw(draw)
     generator = random.Random(draw.seed)
     return [_case(_parameters(generator, draw, LIMITS[device.type]), i) for i in range(draw.count)]
 

@@ -29,7 +29,7 @@ _GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operat
 _TILE: Final = {2: 1.6e-6, 4: 1.3e-6, 8: 2.2e-6}
 _TILE_TERM: Final = {2: 5.6e-9, 4: 2e-8, 8: 5e-8}
 _TILE_TERM_UNALIGNED: Final = 2.5e-8  # of half types
-_DOUBLE_TERM: Final = 1e-9  # seconds that each term of a tile's sum in float64 takes torch in a gradient,
+_DOUBLE_TERM: Final = 1e-9  # seconds that each term of a sum in float64 takes torch at least, in a gradient of few tiles,
 _DOUBLE_PRODUCT_TERM: Final = 1.2e-8  # and in other products
 
 
@@ -39,24 +39,24 @@ def _matmul_rate(mode: Mode) -> float:
     return _MATMUL * (gpu.float32_rate if mode.itemsize == 4 and mode.passes == 3 else gpu.rate(mode.itemsize))
 
 
-def _of_widths(mode: Mode, widths: tuple[int, int]) -> float:
-    """The same of rows of these widths."""
+def _slowdown_of(mode: Mode, widths: tuple[int, int]) -> float:
+    """Times that torch's products take by the alignment of rows of these widths, on which those of half types depend most."""
     if mode.itemsize > 2 or all(width % 8 == 0 for width in widths):
         return 1.0
     return _ODD if any(width % 2 for width in widths) else _UNALIGNED
 
 
 def _slowdown(mode: Mode) -> float:
-    """Times that torch's products take by the alignment of rows, on which those of half types depend most."""
+    """The same of a multiply."""
     # A factor is copied to rows that are aligned, over P or Q.
-    return _of_widths(mode, (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.p if mode.p % 8 == 0 else mode.q))
+    return _slowdown_of(mode, (mode.p, mode.q) if mode.after == 1 else (mode.after, mode.p if mode.p % 8 == 0 else mode.q))
 
 
 def _gradient_slowdown(mode: Mode) -> float:
     """The same of a gradient, whose sum runs along both operands' rows where something comes after the mode."""
     if mode.after == 1:
         return _slowdown(mode)
-    return _of_widths(mode, (mode.after, mode.q))
+    return _slowdown_of(mode, (mode.after, mode.q))
 
 
 def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) -> float:
@@ -114,9 +114,9 @@ def gradient_product_seconds(mode: Mode) -> float:
     gpu = mode.gpu
     work = mode.operations / _matmul_rate(mode) / (filled(mode.p, 32) * filled(mode.q, 32) / _gradient_slowdown(mode))
     if mode.after == 1 or mode.runs == 1:
-        # Of float64 torch's products do not split the sum.
-        alone = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and ceil(mode.p, 64) * ceil(mode.q, 64) < gpu.multiprocessors else 0.0
-        return max(work, mode.traffic(), alone) + _placed(mode, mode.after) + 2 * LAUNCH
+        has_few_tiles = ceil(mode.p, 64) * ceil(mode.q, 64) < gpu.multiprocessors
+        least = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and has_few_tiles else 0.0
+        return max(work, mode.traffic(), least) + _placed(mode, mode.after) + 2 * LAUNCH
     sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
     least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
     return max(work / filled(mode.after, 16), least, mode.traffic()) + sums + _placed(mode, mode.after) + 3 * LAUNCH

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.runtime.gpu import GPU
 
-BLOCK_K: Final = 32  # as a producer's registers hold a tile, and the next one
+BLOCK_K: Final = 32  # terms of a step of the kernel for Hopper: a producer's registers hold a tile, and the next one
 LAUNCH: Final = 3e-6  # seconds between two launches that wait for each other
 
 

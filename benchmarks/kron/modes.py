@@ -1,0 +1,196 @@
+"""`modes`: each algorithm for one mode, or for its factor's gradient, beside the one that the plan takes.
+
+The closed form of times (`kron/plan/wide.py`, `kron/plan/matmul_times.py`) is fitted to what this finds; each case's JSON has its times.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.kron.drawn import check_draw
+from benchmarks.kron.problems import TOLERANCES
+from benchmarks.registry import Benchmark, Call, Case, Contender, Draw, register
+from fastkron_py.kron.plan.mode import Mode
+from fastkron_py.kron.plan.wide import gradient_times, multiply_times
+from fastkron_py.runtime.builder import Builder
+
+ALGORITHMS: Final = ("wgmma", "chained", "matmul", "copying", "looped")
+DTYPES: Final = ("float32", "bfloat16", "float64")
+WIDTHS: Final = (33, 2500)
+MOST_ELEMENTS: Final = 20_000_000  # of the operand and of the result
+LONG_SUM: Final = 100  # terms, from which on errors grow
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """x ``[before, P, after]``, the factor ``[P, Q]``, and dy, like the result, where the factor's gradient is wanted."""
+
+    x: Tensor
+    factor: Tensor
+    dy: Tensor | None
+
+    @property
+    def modelled(self) -> dict[str, float]:
+        """Seconds of each algorithm by the closed form."""
+        mode, has_wgmma, is_chained = _described(self)
+        return multiply_times(mode, has_wgmma, is_chained) if self.dy is None else gradient_times(mode, has_wgmma)
+
+
+def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
+    """The mode, whether the kernel for Hopper takes it, and whether the plan takes the register-chained one."""
+    from fastkron_py.kron import forward  # imports Triton, as all that launches does
+    from fastkron_py.kron.hopper import kernels
+    from fastkron_py.kron.launches import mode_of
+    from fastkron_py.kron.plan.plan import plan
+
+    x, (p, q) = inputs.x, inputs.factor.shape
+    before, _, after = x.shape
+    mode = mode_of((1, 1, before, after), p, q, x.dtype, "highest", x.device)
+    problem = forward.multiply_problem(x.unsqueeze(0), [inputs.factor.unsqueeze(0)], x.device, "highest")
+    (launch,) = plan((p,), (q,), forward.plan_problem(problem))
+    return mode, kernels.has_wide(x.device, x.dtype), launch.kernel == "chained"
+
+
+# ---- problems ----------------------------------------------------------------------------------
+
+
+def _between(generator: random.Random, least: int, most: int) -> int:
+    """least to most, log-uniform."""
+    return int(math.exp(generator.uniform(math.log(least), math.log(most + 1))))
+
+
+def cases(draw: Draw, device: torch.device) -> list[Case]:
+    """Modes of a seed: the last one of rows, the first one of few columns, or one in between.
+
+    Raises:
+        ValueError: as `check_draw`.
+    """
+    check_draw(draw)
+    generator, found = random.Random(draw.seed), list[Case]()
+    narrowest = max(draw.narrowest, WIDTHS[0])
+    while len(found) < draw.count:
+        dtype, kind = generator.choice(draw.dtypes or DTYPES), generator.choice(draw.kinds or ("forward", "backward"))
+        p = _between(generator, narrowest, WIDTHS[1])
+        q = p if generator.random() < 0.5 else _between(generator, narrowest, WIDTHS[1])
+        slices = _between(generator, 30, 100_000)
+        tail = generator.choice((1, slices, _between(generator, 2, 10), _between(generator, 2, slices)))
+        before = max(1, slices // tail)
+        if before * tail * max(p, q) > MOST_ELEMENTS:
+            continue
+        parameters = {"before": before, "P": p, "after": tail, "Q": q, "dtype": dtype, "kind": kind}
+        terms = p if kind == "forward" else before * tail
+        found.append(
+            Case(
+                label=f"{len(found)}: {before} x {p} x {tail} to {q} {dtype} {kind}",
+                parameters=parameters,
+                dtype=dtype,
+                tolerance=TOLERANCES[dtype] * max(2.0, math.sqrt(terms / LONG_SUM)),
+                flops=2 * before * p * tail * q,
+                quick=len(found) < 3,
+            )
+        )
+    return found
+
+
+def inputs_of(parameters: dict[str, Any], device: torch.device) -> Inputs:
+    """Standard normal operands, and a factor that keeps their size."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    before, p, after, q = (parameters[name] for name in ("before", "P", "after", "Q"))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(getattr(torch, parameters["dtype"]))
+
+    dy = draw(before, q, after) if parameters["kind"] == "backward" else None
+    return Inputs(draw(before, p, after), draw(p, q) / p**0.5, dy)
+
+
+def error_of(inputs: Inputs, result: Tensor) -> float:
+    """The largest error of an element over the largest element."""
+    x, f = inputs.x.double(), inputs.factor.double()
+    expected = torch.einsum("apb,pq->aqb", x, f) if inputs.dy is None else torch.einsum("apb,aqb->pq", x, inputs.dy.double())
+    return float((result.double().reshape(expected.shape) - expected).abs().max() / expected.abs().max())
+
+
+# ---- contenders --------------------------------------------------------------------------------
+
+
+@contextmanager
+def forced(algorithm: str) -> Iterator[None]:
+    """Let programs that are built here take this algorithm for every mode.
+
+    Raises:
+        NotImplementedError: no kernel has this name.
+    """
+    from fastkron_py.kron import backward, forward, launches
+    from fastkron_py.kron.hopper import kernels
+
+    if algorithm not in ALGORITHMS:
+        raise NotImplementedError(algorithm)
+    by_torch = algorithm in ("matmul", "copying")
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(forward, "has_choice", lambda *_: True))
+        stack.enter_context(patch.object(forward, "best_algorithm", lambda *_: algorithm if by_torch else "kernels"))
+        stack.enter_context(patch.object(launches, "takes_tensor_cores", lambda _: algorithm == "wgmma"))
+        stack.enter_context(patch.object(backward, "best_gradient_algorithm", lambda *_: algorithm))
+        if algorithm != "chained":
+            stack.enter_context(patch.object(kernels, "has_chained", lambda *_: False))
+            stack.enter_context(patch.object(backward, "chained_launch", lambda _: None))
+        yield
+
+
+def _program(inputs: Inputs) -> Call:
+    """The product, or the factor's gradient, as a program of its own."""
+    from fastkron_py.kron.backward import add_backward
+    from fastkron_py.kron.forward import add_multiply
+    from fastkron_py.kron.scale import PLAIN
+
+    given = [t for t in (inputs.x, inputs.factor, inputs.dy) if t is not None]
+    build = Builder(given)
+    x, factor, *dy = [t.unsqueeze(0) for t in build.inputs]
+    if dy:
+        _, (made,) = add_backward(build, dy[0], x, [factor], (False, True), "highest", PLAIN, inputs.factor.dtype)
+    else:
+        made = add_multiply(build, x, [factor], "highest")
+    assert made is not None  # the factor's gradient is wanted
+    program = build.program([made])
+    return lambda: program(given)[0]
+
+
+def _by(algorithm: str) -> Callable[[Inputs], Call]:
+    def prepare(inputs: Inputs) -> Call:
+        if algorithm not in inputs.modelled:
+            raise NotImplementedError(f"{algorithm} is no choice here")
+        with forced(algorithm):
+            return _program(inputs)
+
+    return prepare
+
+
+OURS = Contender("the plan's choice", _program, is_ours=True)
+
+register(
+    Benchmark(
+        name="modes",
+        description="Each algorithm for a mode of random sizes, or for its factor's gradient, beside the plan's choice.",
+        device="cuda",
+        cases=(),
+        draw=cases,
+        contenders=[OURS, *[Contender(algorithm, _by(algorithm)) for algorithm in ALGORITHMS]],
+        inputs=inputs_of,
+        check=error_of,
+        baseline="matmul",
+        rounds=(5, 40),
+        case_seconds=0.3,
+        details=lambda inputs: {"modelled": inputs.modelled},
+        notes=("An algorithm that is no choice for a mode fails with that reason.",),
+    )
+)
