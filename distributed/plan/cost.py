@@ -326,7 +326,7 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
 PASSES: Final = (3, 2)
 
 
-def step_seconds(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
+def training_seconds(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
     """Seconds of a product and its gradients. Arguments as in `seconds_needed`."""
     multiplies, moves = PASSES
     both = [

@@ -24,7 +24,7 @@ from fastkron_py.distributed.plan.cost import (
     seconds_needed,
     site_of,
     stage_steps,
-    step_seconds,
+    training_seconds,
 )
 from fastkron_py.distributed.plan.layout import Leg, Way, by_rows, chunk_offsets, chunk_rows, way, widths
 from fastkron_py.distributed.plan.links import NVLINK, Links
@@ -182,9 +182,9 @@ class Plan:
         return cpu_seconds(self.steps, len(self.chunk_rows(self.rows(0))), self.links)
 
     @property
-    def step_seconds(self) -> float:
+    def training_seconds(self) -> float:
         """Modelled: the forward pass and, for a problem with gradients, the backward pass, which plans are chosen by."""
-        return step_seconds(self.steps, self.chunk_rows(self.rows(0)), self.links) if self.problem.gradients else self.seconds
+        return training_seconds(self.steps, self.chunk_rows(self.rows(0)), self.links) if self.problem.gradients else self.seconds
 
     @property
     def efficiency(self) -> float:
@@ -267,8 +267,8 @@ def plan(
         needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
         raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
     # Of nearly equal ones the first: shapes come with the fewest columns first, and fewer chunks before more.
-    enough = NEARLY * min(p.step_seconds for p in fitting)
-    return next(p for p in fitting if p.step_seconds <= enough)
+    enough = NEARLY * min(p.training_seconds for p in fitting)
+    return next(p for p in fitting if p.training_seconds <= enough)
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:

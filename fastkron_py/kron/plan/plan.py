@@ -25,7 +25,7 @@ MERGE_WIDTH: Final = 64
 COMPLEX_MERGES: Final = (16, 32, 64)
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
-LAUNCH_BYTES: Final = 12e6
+LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}

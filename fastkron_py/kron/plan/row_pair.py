@@ -31,8 +31,8 @@ NARROW_TILE: Final = 1024  # and of narrow steps
 LEAST_OF_TWO: Final = 256  # elements beyond which two warps are faster where rows are whole vectors
 WARP_FACTOR: Final = 4096  # elements of the first factor that a warp loads without spills
 MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
-LOADED: Final = 64  # widths beyond which a second factor takes them this number of launches' time to load
-LOADING: Final = 4.0
+LOADING: Final = 4.0  # launches' time that they take to load a second factor wider than
+LOADING_WIDTH: Final = 64  # this
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
 
 def row_pair_start(steps: Sequence[Step]) -> float:
     """Modelled time before the first slice, besides the launch's own and in units of it."""
-    return LOADING if is_narrow(steps) and max(sides(steps)[2:]) > LOADED else 0.0
+    return LOADING if is_narrow(steps) and max(sides(steps)[2:]) > LOADING_WIDTH else 0.0
 
 
 def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairConfig:
