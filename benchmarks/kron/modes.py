@@ -175,7 +175,11 @@ def _by(algorithm: str) -> Callable[[Inputs], Call]:
     return prepare
 
 
-OURS = Contender("the plan's choice", _program, is_ours=True)
+def _obstacle(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "the kernels need a GPU"
+
+
+OURS = Contender("the plan's choice", _program, _obstacle, is_ours=True)
 
 register(
     Benchmark(
@@ -184,7 +188,7 @@ register(
         device="cuda",
         cases=(),
         draw=cases,
-        contenders=[OURS, *[Contender(algorithm, _by(algorithm)) for algorithm in ALGORITHMS]],
+        contenders=[OURS, *[Contender(algorithm, _by(algorithm), _obstacle) for algorithm in ALGORITHMS]],
         inputs=inputs_of,
         check=error_of,
         baseline="matmul",
