@@ -251,9 +251,8 @@ def small_product(
             factors = tuple([f.to(x.dtype) for f in factors])
         if count == 1 and alpha == 1 and not z and precision is None:
             return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
-        matrices = [f.mT for f in factors] if left else factors
         with torch_products(x, precision):
-            return torch_small.multiply_small(x, matrices, steps, shape, (rows, columns), z[0] if z else None, alpha, beta)
+            return torch_small.multiply_small(x, factors, steps, shape, (rows, columns), z[0] if z else None, alpha, beta, left)
 
     return multiply if in_half else torch_small.in_float32(multiply, x.dtype)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,18 +59,20 @@ def multiply_small(
     z: Tensor | None,
     alpha: float,
     beta: float,
+    transposed: bool = False,
 ) -> Tensor:
     """``alpha * x (F1 (x) ... (x) FN) + beta * z``, one product for each factor.
 
     Args:
         x: L * K * R elements in this order, of any shape and strides.
-        factors: ``[P_i, Q_i]``.
+        factors: ``[P_i, Q_i]``, or ``[Q_i, P_i]``.
         steps: of all factors but those of one element, whose product scales the smallest tensor that there is.
         shape: of the result, L * N * R elements in this order.
         sides: L, R.
         z: that expands to the result's shape, or None.
         alpha: scales the product.
         beta: scales z.
+        transposed: factors are ``[Q_i, P_i]``, as the left form has them: autograd would record that they are turned, and turned back.
 
     Returns:
         The result, contiguous.
@@ -84,9 +86,9 @@ def multiply_small(
     y, *matrices = operands
     for step, f in zip(steps, matrices, strict=True):
         if step.way in (TO_BACK, TO_FRONT):
-            y = _rotated(y, f, sides, step.way)
+            y = _rotated(y, _Factor(f, transposed), sides, step.way)
         else:
-            y = _multiplied(y, f, rows * step.before, step.after * columns, step.way)
+            y = _multiplied(y, _Factor(f, transposed), rows * step.before, step.after * columns, step.way)
     return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
 
 
@@ -98,33 +100,56 @@ def _product(units: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def _multiplied(x: Tensor, f: Tensor, count: int, tail: int, way: str) -> Tensor:
+class _Factor(NamedTuple):
+    """A factor, ``[Q, P]`` if transposed, whose views are made where they are used."""
+
+    given: Tensor
+    transposed: bool
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """P, Q."""
+        first, second = self.given.shape
+        return (second, first) if self.transposed else (first, second)
+
+    @property
+    def last(self) -> Tensor:
+        """``[P, Q]``, which comes last in a product."""
+        return self.given.mT if self.transposed else self.given
+
+    @property
+    def first(self) -> Tensor:
+        """``[Q, P]``, which comes first."""
+        return self.given if self.transposed else self.given.mT
+
+
+def _multiplied(x: Tensor, f: _Factor, count: int, tail: int, way: str) -> Tensor:
     """A mode ``[count, P, tail]`` multiplied by ``[P, Q]``, with its elements in order ``[count, Q, tail]``."""
-    p, q = f.shape
+    p, q = f.sizes
     if p == q == 1:
-        return x * f
+        return x * f.given
     if tail == 1:
         rows = x.reshape(count, p)
-        return matrix_product(rows, f, True) if way == IN_PLACE else matrix_product(f.mT, rows.mT, False).mT
+        return matrix_product(rows, f.last, True) if way == IN_PLACE else matrix_product(f.first, rows.mT, False).mT
     if count == 1:
         columns = x.reshape(p, tail)
-        return matrix_product(columns.mT, f, True).mT if way == TRANSPOSED else matrix_product(f.mT, columns, False)
+        return matrix_product(columns.mT, f.last, True).mT if way == TRANSPOSED else matrix_product(f.first, columns, False)
     matrices = x.reshape(count, p, tail)
     if way == IN_PLACE and p == 1 and x.dtype != torch.bfloat16:
-        return matrices * f.mT
+        return matrices * f.first
     if way == IN_PLACE:
-        return f.mT.expand(count, q, p).bmm(matrices)
+        return f.first.expand(count, q, p).bmm(matrices)
     if way == TRANSPOSED:
-        return matrix_product(matrices.mT.reshape(count * tail, p), f, True).view(count, tail, q).mT
-    return matrix_product(f.mT, matrices.transpose(0, 1).reshape(p, count * tail), False).view(q, count, tail).transpose(0, 1)
+        return matrix_product(matrices.mT.reshape(count * tail, p), f.last, True).view(count, tail, q).mT
+    return matrix_product(f.first, matrices.transpose(0, 1).reshape(p, count * tail), False).view(q, count, tail).transpose(0, 1)
 
 
-def _rotated(x: Tensor, f: Tensor, sides: tuple[int, int], way: str) -> Tensor:
+def _rotated(x: Tensor, f: _Factor, sides: tuple[int, int], way: str) -> Tensor:
     """The first mode ``[P, others, R]`` multiplied, as ``[others, Q, R]``; or the last one, ``[L, others, P]``, as ``[L, Q, others]``."""
-    p, q = f.shape
+    p, q = f.sizes
     if way == TO_BACK:
-        return matrix_product(f.mT, x.reshape(p, -1), False).view(q, -1, sides[1]).transpose(0, 1)
-    return matrix_product(x.reshape(-1, p), f, True).view(sides[0], -1, q).mT
+        return matrix_product(f.first, x.reshape(p, -1), False).view(q, -1, sides[1]).transpose(0, 1)
+    return matrix_product(x.reshape(-1, p), f.last, True).view(sides[0], -1, q).mT
 
 
 def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
