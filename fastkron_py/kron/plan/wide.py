@@ -52,7 +52,8 @@ _LOOP_START: Final = 2e-6  # seconds before the first step of the plain kernel,
 _LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least
 _RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel,
-_CHAINED_UNEVEN: Final = {2: 5.0, 4: 3.0}  # whose loads are short where slices are no whole vectors,
+_CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
+_CHAINED_UNEVEN_START: Final = 3e-6  # so that it takes these seconds more,
 _CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none
 _VECTOR: Final = 4  # elements
 _WORTH: Final = 0.75  # of its time, which another algorithm has to beat: where all launches are kernels, they read whole runs of memory
@@ -182,10 +183,12 @@ def looped_seconds(mode: Mode) -> float:
 def chained_seconds(mode: Mode) -> float:
     """Seconds of the register-chained kernel, which keeps a factor of up to 128 rows and columns on chip."""
     if mode.after > 1:
-        passes = _CHAINED_ODD if mode.after % _VECTOR else _CHAINED
+        passes, start = _CHAINED_ODD if mode.after % _VECTOR else _CHAINED, 0.0
+    elif mode.p % _VECTOR or mode.q % _VECTOR:
+        passes, start = _CHAINED_UNEVEN, _CHAINED_UNEVEN_START
     else:
-        passes = _CHAINED_UNEVEN if mode.p % _VECTOR or mode.q % _VECTOR else _CHAINED
-    return mode.traffic(passes[mode.itemsize]) + 2 * LAUNCH
+        passes, start = _CHAINED, 0.0
+    return mode.traffic(passes[mode.itemsize]) + start + 2 * LAUNCH
 
 
 def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
