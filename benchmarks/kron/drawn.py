@@ -94,8 +94,8 @@ def fits(parameters: dict[str, Any], limits: Limits) -> bool:
     return True
 
 
-def _log_uniform(generator: random.Random, least: int, most: int) -> int:
-    """least to most."""
+def log_uniform(generator: random.Random, least: int, most: int) -> int:
+    """least to most, of a uniform logarithm."""
     return int(math.exp(generator.uniform(math.log(least), math.log(most + 1))))
 
 
@@ -115,9 +115,9 @@ def _parameters(generator: random.Random, draw: Draw, limits: Limits) -> dict[st
     }
     count, square = generator.randint(1, _most_factors(draw.narrowest, fixed, limits)), generator.random() < 0.5
     while True:
-        ps = [_log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
-        qs = list(ps) if square else [_log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
-        parameters = {"M": _log_uniform(generator, 1, MOST_ROWS), "P": ps, "Q": qs, **fixed}
+        ps = [log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
+        qs = list(ps) if square else [log_uniform(generator, draw.narrowest, WIDEST) for _ in range(count)]
+        parameters = {"M": log_uniform(generator, 1, MOST_ROWS), "P": ps, "Q": qs, **fixed}
         if fits(parameters, limits):
             return parameters
 
@@ -143,15 +143,15 @@ def _case(parameters: dict[str, Any], number: int) -> Case:
     )
 
 
-def check_draw(draw: Draw) -> None:
+def check_draw(draw: Draw, widest: int = WIDEST) -> None:
     """Raise a ValueError for a dtype or a kind that is unknown, no problem, or widths that are out of range."""
     for name, given, known in (("dtype", draw.dtypes, TOLERANCES), ("kind", draw.kinds, PASSES)):
         if not set(given) <= set(known):
             raise ValueError(f"{name}: expected some of {', '.join(known)}; got {', '.join(given)}")
     if draw.count < 1:
         raise ValueError(f"count: expected a positive integer; got {draw.count}")
-    if not 1 <= draw.narrowest <= WIDEST:
-        raise ValueError(f"narrowest: expected 1 to {WIDEST}; got {draw.narrowest}")
+    if not 1 <= draw.narrowest <= widest:
+        raise ValueError(f"narrowest: expected 1 to {widest}; got {draw.narrowest}")
 
 
 def cases(draw: Draw, device: torch.device) -> list[Case]:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.kron.drawn import check_draw
+from benchmarks.kron.drawn import check_draw, log_uniform
 from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Call, Case, Contender, Draw, register
 from fastkron_py.kron.plan.mode import Mode
@@ -63,26 +63,21 @@ def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
 # ---- problems ----------------------------------------------------------------------------------
 
 
-def _between(generator: random.Random, least: int, most: int) -> int:
-    """least to most, log-uniform."""
-    return int(math.exp(generator.uniform(math.log(least), math.log(most + 1))))
-
-
 def cases(draw: Draw, device: torch.device) -> list[Case]:
     """Modes of a seed: the last one of rows, the first one of few columns, or one in between.
 
     Raises:
         ValueError: as `check_draw`.
     """
-    check_draw(draw)
+    check_draw(draw, WIDTHS[1])
     generator, found = random.Random(draw.seed), list[Case]()
     narrowest = max(draw.narrowest, WIDTHS[0])
     while len(found) < draw.count:
         dtype, kind = generator.choice(draw.dtypes or DTYPES), generator.choice(draw.kinds or ("forward", "backward"))
-        p = _between(generator, narrowest, WIDTHS[1])
-        q = p if generator.random() < 0.5 else _between(generator, narrowest, WIDTHS[1])
-        slices = _between(generator, 30, 100_000)
-        tail = generator.choice((1, slices, _between(generator, 2, 10), _between(generator, 2, slices)))
+        p = log_uniform(generator, narrowest, WIDTHS[1])
+        q = p if generator.random() < 0.5 else log_uniform(generator, narrowest, WIDTHS[1])
+        slices = log_uniform(generator, 30, 100_000)
+        tail = generator.choice((1, slices, log_uniform(generator, 2, 10), log_uniform(generator, 2, slices)))
         before = max(1, slices // tail)
         if before * tail * max(p, q) > MOST_ELEMENTS:
             continue

@@ -321,21 +321,20 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
     return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)
 
 
-# Multiplies, copies and exchanges of both passes, relative to the forward pass: dx and the factors' gradients, and dy's way to whole rows
-# and back to columns.
-PASSES: Final = (3, 2)
+# Of both passes, relative to the forward pass: dx and the factors' gradients are multiplied, dy goes to whole rows, and dx back to columns.
+BOTH_MULTIPLIES: Final = 3
+BOTH_MOVES: Final = 2
 
 
 def training_seconds(steps: Sequence[Step], sizes: Sequence[int], links: Links) -> float:
     """Seconds of a product and its gradients. Arguments as in `seconds_needed`."""
-    multiplies, moves = PASSES
     both = [
         replace(
             s,
-            multiply_seconds=multiplies * s.multiply_seconds,
-            copy_seconds=moves * s.copy_seconds,
-            exchange_seconds=moves * s.exchange_seconds,
-            bytes_sent=moves * s.bytes_sent,
+            multiply_seconds=BOTH_MULTIPLIES * s.multiply_seconds,
+            copy_seconds=BOTH_MOVES * s.copy_seconds,
+            exchange_seconds=BOTH_MOVES * s.exchange_seconds,
+            bytes_sent=BOTH_MOVES * s.bytes_sent,
         )
         for s in steps
     ]

@@ -267,8 +267,9 @@ def plan(
         needed = f"at least {least.peak_memory:,} bytes, as a {least.grid[0]} x {least.grid[1]} grid with {least.chunks} chunks needs"
         raise value_error("memory", f"{needed} (more ranks need less each)", f"{memory:,.0f}")
     # Of nearly equal ones the first: shapes come with the fewest columns first, and fewer chunks before more.
-    enough = NEARLY * min(p.training_seconds for p in fitting)
-    return next(p for p in fitting if p.training_seconds <= enough)
+    times = [p.training_seconds for p in fitting]
+    enough = NEARLY * min(times)
+    return next(p for p, seconds in zip(fitting, times, strict=True) if seconds <= enough)
 
 
 def _cuts(stages: Any, count: int) -> tuple[int, ...]:

@@ -85,10 +85,11 @@ def multiply_small(
         operands[least] = operands[least] * _product([f for i, f in enumerate(factors) if i not in kept])
     y, *matrices = operands
     for step, f in zip(steps, matrices, strict=True):
+        factor = _Factor(f, transposed)
         if step.way in (TO_BACK, TO_FRONT):
-            y = _rotated(y, _Factor(f, transposed), sides, step.way)
+            y = _rotated(y, factor, sides, step.way)
         else:
-            y = _multiplied(y, _Factor(f, transposed), rows * step.before, step.after * columns, step.way)
+            y = _multiplied(y, factor, rows * step.before, step.after * columns, step.way)
     return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
 
 

@@ -12,7 +12,7 @@ from benchmarks.kron.modes import ALGORITHMS, OURS, cases, error_of, forced, inp
 from benchmarks.registry import Draw, registered
 
 SMALL = {"before": 6, "P": 70, "after": 3, "Q": 66, "dtype": "float32"}
-KERNELS = {"looped": {"forward": "_sliced_multiply_fwd_kernel", "backward": "_factor_gradient_kernel"}}
+LOOPED = {"forward": "_sliced_multiply_fwd_kernel", "backward": "_factor_gradient_kernel"}
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
@@ -26,7 +26,7 @@ def test_the_algorithm_that_was_asked_for_is_right(
     found = contender.prepare(inputs)()
     assert error_of(inputs, found) < 1e-5
     assert error_of(inputs, found + found.abs().max()) > 0.1  # the check finds a wrong result
-    assert (KERNELS["looped"][kind] in seen) == (algorithm == "looped")
+    assert (LOOPED[kind] in seen) == (algorithm == "looped")
     assert ("_copy_matrices_kernel" in seen) == (algorithm == "copying")
 
 
@@ -43,6 +43,8 @@ def test_refusals(device: torch.device) -> None:
         wgmma.prepare(inputs_of(SMALL | {"kind": "forward", "dtype": "float64"}, device))
     with pytest.raises(NotImplementedError, match="unknown"), forced("unknown"):
         pass
+    with pytest.raises(ValueError, match="narrowest: expected 1 to 2500; got 2501"):
+        cases(Draw(narrowest=2501), device)
 
 
 def test_problems_are_those_of_the_seed() -> None:

@@ -112,7 +112,7 @@ def copying_seconds(mode: Mode) -> float:
 def gradient_product_seconds(mode: Mode) -> float:
     """Seconds of torch's products for a factor's gradient: one of all slices, or one for each run and their sum."""
     gpu = mode.gpu
-    work = mode.operations / _matmul_rate(mode) / (filled(mode.p, 32) * filled(mode.q, 32) / _gradient_slowdown(mode))
+    work = mode.operations / _matmul_rate(mode) * _gradient_slowdown(mode) / filled(mode.p, 32) / filled(mode.q, 32)
     if mode.after == 1 or mode.runs == 1:
         has_few_tiles = ceil(mode.p, 64) * ceil(mode.q, 64) < gpu.multiprocessors
         least = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and has_few_tiles else 0.0

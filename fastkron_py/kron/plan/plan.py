@@ -25,10 +25,10 @@ MERGE_WIDTH: Final = 64
 COMPLEX_MERGES: Final = (16, 32, 64)
 # Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
 CHAIN_WIDTH: Final = 64
-LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
 CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
 # Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
 CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
+LAUNCH_BYTES: Final = 12e6  # a launch costs about as much as moving them
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,7 @@ def _planned(
     ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem, keep: int, widths: Sequence[int], pairs: bool
 ) -> list[tuple[float, tuple[Launch, ...]]]:
     """Plans by dynamic programming over segments of neighbours, each with its modelled time."""
+    overhead = problem.launch_cost
     widest = max(CHAIN_TILE[problem.itemsize], WARP_TILE if problem.chained else 0)
     best: list[list[tuple[float, tuple[Launch, ...]]]] = [[(0.0, ())]]
     for stop in range(1, 1 + len(ps)):
@@ -310,7 +311,7 @@ def _planned(
             if not legal and math.prod(ps[start:stop]) * math.prod(qs[start:stop]) > widest**2:
                 break  # wider than any tile, on one side at least, and longer segments only more so
             for cost, launch in legal:
-                found += [(earlier + cost + problem.launch_cost, (*launches, launch)) for earlier, launches in best[start]]
+                found += [(earlier + cost + overhead, (*launches, launch)) for earlier, launches in best[start]]
         best.append(sorted(found, key=lambda c: (c[0], len(c[1])))[:keep])
     return best[len(ps)]
 
