@@ -20,6 +20,7 @@ from fastkron_py.kron.plan.wide import best_algorithm, has_choice
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
+from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
 
@@ -261,6 +262,10 @@ def add_multiply(
         z, rows = _addend(build, z, epilogue)
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
     launches = launches_of(with_whole_rows(build, x, problem), tuned(problem))
+    units = [] if part is not None else lone_units([(launch.start, launch.stop) for launch in launches], factors)
+    others = without_units(build, factors, units, x.numel()) if units else None
+    if others is not None:
+        return add_multiply(build, x, others, precision, scale, z, out, epilogue=epilogue)
     for launch in launches:
         is_last = launch is launches[-1]
         y = out if is_last and out is not None else build.empty(launch.shape, x.dtype)
