@@ -41,7 +41,10 @@ class Factor(NamedTuple):
 def product(left: Tensor, right: Tensor) -> Tensor:
     """The sum over left's last and right's first dimension, in the wider dtype of both."""
     dtype = torch.promote_types(left.dtype, right.dtype)
-    found: Tensor = torch.tensordot(left.to(dtype), right.to(dtype), 1)
+    left, right = left.to(dtype), right.to(dtype)
+    if left.ndim == right.ndim == 2:  # torch.tensordot is many calls
+        return left.mm(right)
+    found: Tensor = torch.tensordot(left, right, 1)
     return found
 
 

@@ -15,7 +15,7 @@ from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.runtime.batching import take
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.precision import torch_products
+from fastkron_py.runtime.precision import has_precisions, torch_products
 from fastkron_py.runtime.program import Program
 
 COUNT = 5  # of x and the factors' matrices
@@ -155,7 +155,8 @@ class _Weights:
             with torch_products(left, precision):
                 return product(left, right).to(dtype)
 
-        made = kept.pop(0) if kept else build.call(call, pair, describe((size.rows, size.columns), dtype))  # type: ignore[arg-type]
+        function = torch.mm if _is_plain(pair, dtype) else call
+        made = kept.pop(0) if kept else build.call(function, pair, describe((size.rows, size.columns), dtype))  # type: ignore[arg-type]
         self.made.append(made)
         return made
 
@@ -211,12 +212,21 @@ class _Weights:
         return gradients
 
 
+def _is_plain(pair: Any, dtype: torch.dtype) -> bool:
+    """Whether products of a pair are torch's as they are: in this one dtype, which has one precision."""
+    return all([t.dtype == dtype for t in pair]) and not has_precisions(dtype)
+
+
 def _gradients_of_pair(
     build: Builder, dw: Tensor, weight: Factor, needs: Sequence[bool], dtype: torch.dtype, precision: str | None
 ) -> list[Tensor]:
     """The gradients of a pair's matrices that are needed, from that of the product, of this dtype."""
     pair: Any = weight
     results = [describe(t.shape, t.dtype) for t, need in zip(pair, needs, strict=True) if need]
+    if _is_plain(pair, dw.dtype) and not dtype.is_complex:
+        left, right = pair
+        operands = [given for given, need in zip(((dw, right.mT), (left.mT, dw)), needs, strict=True) if need]
+        return [build.call(torch.mm, given, result) for given, result in zip(operands, results, strict=True)]
 
     def call(dw: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
         dw, found = dw.to(dtype), []

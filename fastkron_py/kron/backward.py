@@ -50,6 +50,7 @@ class _Partials:
         self.shapes = problem.factor_shapes[start:stop]
         self.p, self.q = (math.prod(s[i] for s in self.shapes) for i in (0, 1))
         self.needs = problem.need_factors[start:stop]
+        self.transposed = [s[1] == 1 and s[2] != 1 for s in problem.factor_strides[start:stop]]  # gradients lie in memory as factors do
         self.dtype = problem.gradient_dtype
         self.wide = torch.promote_types(problem.dtype.to_real(), torch.float32)
         self.parts = parts_of(problem.dtype)
@@ -67,6 +68,7 @@ class _Partials:
             "SIZE": size,
             "BLOCK_R": rows,
             "BLOCK": block,
+            "COLUMNS": self.q if self._stores_transposed else 0,
             "num_warps": 4,
         }
         self.sum = Launcher([LaunchConfig(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
@@ -79,7 +81,9 @@ class _Partials:
             inner = [math.prod(s[j] for s in self.shapes[i + 1 :]) for j in (0, 1)]
             outer = (self.p // p, self.q // q)
             if self.needs[i]:
-                wanted.append((i, p, q, *inner, *outer, next_power_of_two(p * q), next_power_of_two(outer[0] * outer[1])))
+                wanted.append(
+                    (i, p, q, *inner, *outer, next_power_of_two(p * q), next_power_of_two(outer[0] * outer[1]), self.transposed[i])
+                )
         arguments = {
             "factor_strides": tuple(shared_strides(s, self.groups) for s in problem.factor_strides[self.start : self.stop]),
             "SHAPES": self.shapes,
@@ -89,6 +93,11 @@ class _Partials:
         }
         return Launcher([LaunchConfig(_split_gradient_kernel, (self.groups * len(wanted),), arguments)])
 
+    @property
+    def _stores_transposed(self) -> bool:
+        """Whether the sums, of one factor, are stored transposed."""
+        return len(self.shapes) == 1 and self.transposed[0] and self.parts == 1
+
     def empty(self, build: Builder) -> Tensor:
         """Room for the partial sums."""
         return build.empty(self.shape, self.wide)
@@ -96,12 +105,14 @@ class _Partials:
     def add(self, build: Builder, partial: Tensor, factors: Sequence[Tensor], alpha: Scalar | int) -> list[Tensor | None]:
         """Each factor's gradient ``[B, P_i, Q_i]``, or None."""
         if self.split is None:
-            return [self._added_up(build, partial, (self.groups, self.p, self.q), self.dtype, alpha)]
+            df = self._added_up(build, partial, (self.groups, self.p, self.q), self.dtype, alpha)
+            return [df.view(self.groups, self.q, self.p).mT if self._stores_transposed and df is not partial else df]
         total = self._added_up(build, partial, (self.groups, self.p, self.q * self.parts), self.wide, alpha)
         pairs = zip(self.needs, self.shapes, strict=True)
         found = [build.empty((self.groups, *shape), self.dtype) if need else None for need, shape in pairs]
         build.launch(self.split, (total, tuple(factors), tuple([t for t in found if t is not None])))
-        return found
+        turned = zip(found, self.shapes, self.transposed, strict=True)
+        return [t.view(self.groups, q, p).mT if t is not None and is_transposed else t for t, (p, q), is_transposed in turned]
 
     def _added_up(self, build: Builder, partial: Tensor, shape: tuple[int, ...], dtype: torch.dtype, alpha: Scalar | int) -> Tensor:
         """The sum of the partial sums times alpha; a lone one is that sum."""

@@ -29,16 +29,21 @@ PLAIN: Final = Epilogue()
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
-    """``[A, I, J] @ [A, J, K]`` into ``out``; a single matrix is no batch, since torch has more kernels for one."""
-    z, alpha, beta = epilogue.z, epilogue.alpha, epilogue.beta
+    """``[I, J] @ [J, K]``, or a batch ``[A, I, J] @ [A, J, K]``, into ``out``; z has as many elements, in their order.
+
+    A batch of one is taken as a matrix, since torch has more kernels for one.
+    """
+    alpha, beta, z = epilogue
+    if a.ndim == 3 and a.shape[0] == 1:
+        a, b, out = a[0], b[0], out[0]
     addend = None if z is None else z.reshape(out.shape)
-    if a.shape[0] == 1:
+    if a.ndim == 2:
         if addend is not None:
-            torch.addmm(addend[0], a[0], b[0], beta=beta, alpha=alpha, out=out[0])
+            torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
         elif alpha != 1:
-            torch.addmm(out[0], a[0], b[0], beta=0, alpha=alpha, out=out[0])
+            torch.addmm(out, a, b, beta=0, alpha=alpha, out=out)
         else:
-            torch.mm(a[0], b[0], out=out[0])
+            torch.mm(a, b, out=out)
     elif alpha == 0:  # torch.baddbmm of bfloat16 on a CPU then leaves out as it was
         out.zero_() if addend is None else torch.mul(addend, beta, out=out)
     elif addend is not None:
@@ -49,58 +54,41 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
         torch.bmm(a, b, out=out)
 
 
-def multiply_mode(x: Tensor, factor: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
-    """Multiply a mode in place: one product where it is the last, else one for each of n.
+def matrices(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Batches ``[A, I, J]``, or a batch of one without that dimension: what `product` takes without making views of its own."""
+    return tuple([t[0] for t in operands]) if operands[0].shape[0] == 1 else operands
+
+
+def mode_products(x: Tensor, factor: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """The operands of the products that multiply a mode in place: one if it is the last, else one for each of a batch of factors.
 
     Args:
         x: ``[B, n, P, after]``, rows of any stride.
         factor: ``[B, P, Q]``, any strides.
-        out: ``[B, n, Q, after]``, whose rows are contiguous.
-        epilogue: applied to the product; z is like out, of any strides.
+        others: the result, and z if there is one, ``[B, n, Q, after]``.
     """
     groups, count, p, after = x.shape
     if after == 1:
-        product(x[..., 0], factor, out[..., 0], epilogue)
-        return
-    for i in range(groups):
-        part = epilogue if epilogue.z is None else epilogue._replace(z=epilogue.z[i])
-        product(factor[i].mT.expand(count, factor.shape[2], p), x[i], out[i], part)
+        return [matrices(x[..., 0], factor, *[t[..., 0] for t in others])]
+    lefts = [f.mT.expand(count, f.shape[1], p) for f in factor]
+    return [matrices(lefts[i], x[i], *[t[i] for t in others]) for i in range(groups)]
 
 
-def factor_gradient(u: Tensor, g: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
-    """The gradient ``[B, P, Q]`` of a factor.
-
-    Args:
-        u: the mode's input ``[B, n, P, after]``, rows of any stride.
-        g: the gradient of its result, ``[B, n, Q, after]``.
-        alpha: scales the gradient.
-        dtype: of the gradient: that of u, or float32 beside a half dtype.
-    """
-    groups, count, p, after = u.shape
-    q = g.shape[2]
-    if after == 1:
-        a, b = u[..., 0].mT, g[..., 0]
-    elif count == 1:
-        a, b = u[:, 0], g[:, 0].mT
-    else:
-        df = u.new_empty(groups, p, q, dtype=dtype)
-        for i in range(groups):
-            torch.sum(_widened(u[i], g[i].mT, dtype), 0, out=df[i])
-        return df if alpha == 1 else df.mul_(alpha)
-    if dtype != u.dtype:
-        df = _widened(a, b, dtype)
-        return df if alpha == 1 else df.mul_(alpha)
-    df = u.new_empty(groups, p, q)
-    product(a, b, df, Epilogue(alpha))
-    return df
+def scaled_product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """``alpha * a @ b`` of matrices, or of batches."""
+    out = a.new_empty((*a.shape[:-1], b.shape[-1]))
+    product(a, b, out, Epilogue(alpha))
+    return out
 
 
-def _widened(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[A, I, J] @ [A, J, K]`` in this dtype: theirs, or float32 where they are of a half one, without a rounding in between."""
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of matrices, or of batches, in this dtype: theirs, or float32 where they are of a half one, rounded once."""
+    multiply = torch.mm if a.ndim == 2 else torch.bmm
     if dtype == a.dtype:
-        return torch.bmm(a, b)
-    if not a.is_cuda:
-        return torch.bmm(a.to(dtype), b.to(dtype))
-    if a.shape[0] == 1:
-        return torch.mm(a[0], b[0], out_dtype=dtype)[None]
-    return torch.bmm(a, b, out_dtype=dtype)
+        return multiply(a, b)
+    return multiply(a, b, out_dtype=dtype) if a.is_cuda else multiply(a.to(dtype), b.to(dtype))
+
+
+def summed_products(u: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, P, Q]``, sums over n of ``[B, n, P, after] @ [B, n, Q, after]^T`` in this dtype; of one batch at a time, for memory."""
+    return torch.stack([wide_product(a, b.mT, dtype).sum(0) for a, b in zip(u, g, strict=True)])

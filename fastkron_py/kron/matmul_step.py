@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
 from fastkron_py.kron.launches import epilogue_of, in_words, parts_of
-from fastkron_py.kron.matmul import Epilogue, factor_gradient, multiply_mode
+from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
 from fastkron_py.kron.plan.matmul_times import copied_width
 from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
-from fastkron_py.runtime.precision import torch_products
+from fastkron_py.runtime.precision import has_precisions, torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
@@ -77,14 +77,21 @@ class MatmulStep(NamedTuple):
     def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale, is_conj: bool) -> None:
         alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
         beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
+        is_first = self.after == 1  # x, of the product's operands
 
-        def run(x: Tensor, factor: Tensor, out: Tensor, *rest: Any) -> None:
+        def run(a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
             *given, alpha, beta = rest
-            factor = factor.conj() if is_conj else factor
-            with torch_products(x, self.precision):
-                multiply_mode(x, factor, out, Epilogue(alpha, beta, given[0] if given else None))
+            if is_conj:
+                a, b = (a, b.conj()) if is_first else (a.conj(), b)
+            with torch_products(a, self.precision):
+                product(a, b, out, Epilogue(alpha, beta, given[0] if given else None))
 
-        build.call(run, [x, factor, out, *([] if z is None else [z])], scalars=(alpha, beta))
+        is_plain = z is None and scale.is_one and not is_conj and not has_precisions(x.dtype)
+        for operands in mode_products(x, factor, out, *([] if z is None else [z])):
+            if is_plain:
+                build.call(product, operands)
+            else:
+                build.call(run, operands, scalars=(alpha, beta))
 
 
 def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algorithm: str, precision: str, dtype: torch.dtype) -> Tensor:
@@ -97,20 +104,32 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
         alpha: scales the gradient.
         algorithm: one of `BY_TORCH`.
         precision: of float32 products.
-        dtype: of the gradient.
+        dtype: of the gradient: that of u, or float32 beside a half dtype.
     """
     groups, p, q = u.shape[0], u.shape[2], g.shape[2]
     if algorithm != "matmul":
         u, g = (_merged(_in_rows(build, t)) for t in (u, g))
-
-    def run(u: Tensor, g: Tensor, alpha: float) -> Tensor:
-        u = u.conj() if u.is_complex() else u
-        with torch_products(u, precision):
-            return factor_gradient(u, g, alpha, dtype)[:, :p, :q].contiguous()
-
+    count, after, shape = u.shape[1], u.shape[3], (groups, p, q)
     scalars = (alpha if isinstance(alpha, Scalar) else 1.0,)
-    made: Tensor = build.call(run, (u, g), describe((groups, p, q), dtype), scalars=scalars)
-    return made
+    if after > 1 and count > 1:
+        a, b = u, g
+    else:
+        a, b = matrices(u[..., 0].mT, g[..., 0]) if after == 1 else matrices(u[:, 0], g[:, 0].mT)
+        shape = (*a.shape[:-2], p, q)
+        is_whole, is_plain = (p, q) == (a.shape[-2], b.shape[-1]), not dtype.is_complex and not has_precisions(dtype)
+        if is_whole and is_plain and dtype == a.dtype:
+            made: Tensor = build.call(scaled_product, (a, b), describe(shape, dtype), scalars=scalars)
+            return made.view(groups, p, q)
+
+    def run(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        a = a.conj() if a.is_complex() else a
+        with torch_products(a, precision):
+            df = summed_products(a, b, dtype) if a.ndim == 4 else wide_product(a, b, dtype)
+        df = df[..., :p, :q].contiguous()
+        return df if alpha == 1 else df.mul_(alpha)
+
+    made = build.call(run, (a, b), describe(shape, dtype), scalars=scalars)
+    return made.view(groups, p, q)
 
 
 def _empty_rows(build: Builder, like: Tensor) -> Tensor:

@@ -47,9 +47,14 @@ def wide(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
+def has_precisions(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this dtype in a precision that is set."""
+    return dtype in (torch.float32, torch.complex64)
+
+
 def torch_products(x: Tensor, precision: str | None) -> contextlib.AbstractContextManager[None]:
     """Let torch multiply tensors like x in this precision; None leaves its setting, which is the process's."""
-    if precision is None or x.dtype not in (torch.float32, torch.complex64):
+    if precision is None or not has_precisions(x.dtype):
         return contextlib.nullcontext()
     return _with_setting(_settings(x.device), precision)
 

@@ -17,6 +17,7 @@ def _sum_partials_kernel(
     SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr = 0,  # of the sums as a matrix, which is stored transposed; 0 stores them in order
 ):
     """``out[b, i] = alpha * sum_r partial[b, r, i]``."""
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
@@ -28,4 +29,7 @@ def _sum_partials_kernel(
         mask = (r < programs)[:, None] & (i < SIZE)[None, :]
         acc += tl.load(partial_ptr + batch * stride_b + r.to(tl.int64)[:, None] * stride_r + i[None, :], mask=mask, other=0.0)
     total = tl.sum(acc, 0) * scalar(alpha, acc.dtype)
-    tl.store(out_ptr + batch * SIZE + i, total.to(out_ptr.dtype.element_ty), mask=i < SIZE)
+    at = i
+    if COLUMNS:
+        at = i % COLUMNS * (SIZE // COLUMNS) + i // COLUMNS
+    tl.store(out_ptr + batch * SIZE + at, total.to(out_ptr.dtype.element_ty), mask=i < SIZE)

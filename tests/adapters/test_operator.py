@@ -19,6 +19,7 @@ from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.precision import torch_products
+from fastkron_py.testing import assert_close
 
 PLANS = pytest.mark.parametrize("is_dense", [True, False], ids=["expanded", "pair"])
 PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
@@ -53,7 +54,8 @@ def test_the_composed_products_numbers(
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    """Results and gradients, bit by bit: the same multiplies on the same operands."""
+    """Results bit by bit: the same multiplies on the same operands. A pair's gradients within a rounding: here the matrix's gradient lies
+    in memory as the matrix does, there transposed, and torch may then sum in another order."""
     planned(monkeypatch, is_dense)
     x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, factor_dtype)
     leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
@@ -61,7 +63,7 @@ def test_the_composed_products_numbers(
     got, want = lokr_linear(x, w1, w2, base=base, scale=0.5), composed.add_product(x, *factors(w1, w2), base, 0.5, None)
     assert torch.equal(got, want)
     for g, w in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
-        assert torch.equal(g, w)
+        assert_close(g, w.double(), steps=1)
         assert g.dtype == w.dtype
     with torch.no_grad():
         assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.5), want)

@@ -39,6 +39,7 @@ def _write_factor(
     OUTER_Q: tl.constexpr,
     ENTRIES_PAD: tl.constexpr,
     OTHERS_PAD: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """``out[p, q] = sum over the others' entries of total[(.., p, ..), (.., q, ..)] * conj(their product)``, for one factor."""
@@ -67,7 +68,10 @@ def _write_factor(
             q = q // SHAPES[COUNT - 1 - n][1]
     # Selected: an infinity of a factor stands in the padding too.
     first = tl.arange(0, ENTRIES_PAD)
-    out_ptr += (batch * (ROWS * COLS) + first) * PARTS
+    at_out = first
+    if TRANSPOSED:
+        at_out = first % COLS * ROWS + first // COLS
+    out_ptr += (batch * (ROWS * COLS) + at_out) * PARTS
     if PARTS == 2:
         other_part = tl.load(total_ptr + at * PARTS + 1, mask=mask, other=0.0)
         out = tl.sum(tl.where(mask, total * imaginary + other_part * weight, 0.0), 0)
@@ -83,7 +87,7 @@ def _write_factor(
 def _split_gradient_kernel(
     total_ptr,  # [B, P, Q], the gradient of the factors' product
     factor_ptrs,  # each [B, P_i, Q_i]
-    out_ptrs,  # each [B, P_i, Q_i], of the factors asked for
+    out_ptrs,  # each [B, P_i, Q_i], of the factors asked for; [B, Q_i, P_i] of those that are transposed
     factor_strides,
     SHAPES: tl.constexpr,
     WANTED: tl.constexpr,  # for each output: which factor, then the constants of `_write_factor` in their order
@@ -110,5 +114,6 @@ def _split_gradient_kernel(
                 WANTED[n][6],
                 WANTED[n][7],
                 WANTED[n][8],
+                WANTED[n][9],
                 PARTS,
             )
