@@ -39,16 +39,18 @@ class Adapter(NamedTuple):
         w1 = Factor(fit(self.w1.left), None if self.w1.right is None else fit(self.w1.right))
         return self._replace(w1=w1, w2=self.w2.map(fit))
 
-    def product(self, x: Tensor, base: Tensor | None = None) -> Tensor:
-        """The adapter's result, in x's dtype (under autocast, in autocast's), plus base."""
+    def product(self, x: Tensor, base: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """The adapter's result, in x's dtype (under autocast, in autocast's), plus base; in out, of a linear layer, if that is given."""
         own = self.fitting(x)
         if own.window is not None:
             return lokr_conv(x, own.w1, own.w2, own.window, base=base, scale=own.scale)
-        return adapted_linear(x, own.w1, own.w2.factor(), base, own.scale)
+        return adapted_linear(x, own.w1, own.w2.factor(), base, own.scale, out=out)
 
-    def added(self, x: Tensor, base: Tensor) -> Tensor:
-        """The adapter's result plus base; of other dtypes than the result's, as torch adds."""
-        return self.product(x, base) if base.dtype == _result_dtype(x) else base + self.product(x)
+    def added(self, x: Tensor, base: Tensor, overwrites: bool = False) -> Tensor:
+        """The adapter's result plus base, and written there if base may be; of other dtypes than the result's, as torch adds."""
+        if base.dtype != _result_dtype(x):
+            return base + self.product(x)
+        return self.product(x, base, base if overwrites and self.window is None else None)
 
     def per_output(self, t: Tensor) -> Tensor:
         """A number for each output, ``[out]``, as it multiplies a result."""

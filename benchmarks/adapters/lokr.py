@@ -119,8 +119,9 @@ def check_gradients(problem: Problem, gradients: Sequence[Tensor]) -> float:
 
 
 def ours(p: Problem) -> Tensor:
-    """The layer, and `lokr_linear` on its result."""
-    return fastkron_py.lokr_linear(p.x, p.w1, p.factor, base=linear(p.x, p.weight), scale=SCALE)
+    """The layer, and `lokr_linear` on its result: without gradients in place, as `LoKrLinear` does it."""
+    base = linear(p.x, p.weight)
+    return fastkron_py.lokr_linear(p.x, p.w1, p.factor, base=base, out=None if p.x.requires_grad else base, scale=SCALE)
 
 
 def by_peft(p: Problem) -> Tensor:

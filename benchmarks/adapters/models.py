@@ -20,8 +20,9 @@ from benchmarks.training import STEPS, TOLERANCES, Make, TrainingProblem, check,
 STOCK = "PEFT"
 LORA_RANK = 32
 ANOTHER_FUNCTION = 1e6  # a tolerance for LoRA, whose curve is another one
-# In bfloat16, on CPUs at widths of 64 to 512: the controls end 5e-5 to 2e-3 away from PEFT, and adapters scaled by 1.1 up to 2e-2.
-OF_ADAPTERS = {**TOLERANCES, "bfloat16": 5e-3}
+# In bfloat16 the controls end 5e-5 to 2e-3 away from PEFT on CPUs at widths of 64 to 512, 6.2e-3 on an H200 at a width of 4096;
+# adapters scaled by 1.1 end up to 2e-2 away.
+OF_ADAPTERS = {**TOLERANCES, "bfloat16": 1e-2}
 
 
 @dataclass

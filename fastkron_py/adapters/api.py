@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastkron_py.adapters import operator
+from fastkron_py.adapters import into, operator
 from fastkron_py.adapters.composed import add_product
 from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
 from fastkron_py.runtime.arrays import find_bridge
@@ -18,7 +18,7 @@ from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
-from fastkron_py.runtime.errors import value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 ArrayT = TypeVar("ArrayT")
 
@@ -29,6 +29,7 @@ def lokr_linear(
     w2: ArrayT | tuple[ArrayT, ArrayT],
     *,
     base: ArrayT | None = None,
+    out: ArrayT | None = None,
     scale: float | complex | Tensor = 1.0,
     precision: str | None = None,
 ) -> ArrayT:
@@ -45,15 +46,18 @@ def lokr_linear(
             or bfloat16: then it is cast once, and its gradient is summed and returned in float32.
         w2: ``[out2, in2]``, or a pair; dtypes as of w1.
         base: ``[*, out]`` with ``out = out1 * out2``, of x's dtype; None adds nothing.
+        out: ``[*, out]``, of the result's dtype: the result is written there. It may be base, which saves the memory of a result. No
+            gradient can be recorded, as with every ``out=`` of torch.
         scale: a finite number, or a 0-dimensional tensor (which gets a gradient).
         precision: of float32 products, as in `kron_matmul`.
 
     Returns:
-        ``[*, out]``, contiguous, of x's array type and dtype (under autocast, of autocast's dtype).
+        ``[*, out]``, contiguous or out itself, of x's array type and dtype (under autocast, of autocast's dtype).
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or array types that differ.
-        ValueError: sizes that do not fit, devices that differ, a scale that is not finite, an unknown precision.
+        ValueError: sizes that do not fit, devices that differ, a scale that is not finite, an unknown precision, an out beside an
+            argument that requires a gradient.
 
     Example:
         >>> x, base = torch.randn(10, 8 * 16), torch.randn(10, 4 * 32)
@@ -64,7 +68,9 @@ def lokr_linear(
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
     if isinstance(x, Tensor):
         f1, f2 = (Factor(*[t for _, t in parts]) for parts in (parts1, parts2))
-        return adapted_linear(x, f1, f2, base, scale, precision)  # type: ignore[arg-type, return-value]
+        return adapted_linear(x, f1, f2, base, scale, precision, out)  # type: ignore[arg-type, return-value]
+    if out is not None:
+        raise type_error("out", "None beside an x that is no torch tensor", type_name(out))
     named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
     bridge = find_bridge([array for _, array in named], [label for label, _ in named])
     with bridge.context():
@@ -73,31 +79,34 @@ def lokr_linear(
         return bridge.give_back(adapted_linear(bridge.load(x, "x"), f1, f2, loaded_base, scale, precision))  # type: ignore[no-any-return]
 
 
-def adapted_linear(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None = None) -> Tensor:
+def adapted_linear(
+    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None = None, out: Tensor | None = None
+) -> Tensor:
     """`lokr_linear` of tensors."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         check_tensor("x", x, x, "x")
         x, base = cast(x, dtype), cast(base, dtype)
         w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
-    key = None if torch.compiler.is_compiling() else _key(x, w1, w2, base, scale, precision, dtype)
+    is_kept = not torch.compiler.is_compiling() and (out is None or out is base)
+    key = _key(x, w1, w2, base, scale, precision, dtype, out is not None) if is_kept else None
     if key is not None:
         given = [t for t in (x, *w1, *w2, base) if t is not None]
         entry = CACHE.find(key, given)
-        if entry is not None:
+        if entry is not None and (out is None or into.are_apart(given[:-1], out)):
             y: Tensor = entry(given, (scale, *entry.options[1:]))
             return y
-    return _checked_product(x, w1, w2, base, scale, precision, key)
+    return _checked_product(x, w1, w2, base, scale, precision, key, out)
 
 
 def _key(
-    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: Any, dtype: torch.dtype | None
+    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: Any, dtype: torch.dtype | None, in_place: bool
 ) -> tuple[Any, ...] | None:
     """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
     if type(scale) is not float or not -math.inf < scale < math.inf or not (precision is None or type(precision) is str):
         return None
     # Guards tell of autocast, but not of its dtype.
-    return "lokr_linear", w1.right is None, w2.right is None, base is None, scale == 1, precision, dtype
+    return "lokr_linear", w1.right is None, w2.right is None, base is None, scale == 1, precision, dtype, in_place
 
 
 def cast_factor(t: Any, dtype: torch.dtype) -> Any:
@@ -105,7 +114,9 @@ def cast_factor(t: Any, dtype: torch.dtype) -> Any:
     return t if isinstance(t, Tensor) and t.dtype == torch.float32 else cast(t, dtype)
 
 
-def _checked_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None, key: Hashable) -> Tensor:
+def _checked_product(
+    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None, key: Hashable, out: Tensor | None
+) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
     check_precision(precision)
     check_tensor("x", x, x, "x")
@@ -113,11 +124,19 @@ def _checked_product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, sca
         check_factor(name, factor, x)
     _check_sizes(x, w1, w2, base)
     scale = check_scalar("scale", scale, x)
+    if out is not None:
+        into.check_out(out, x, _result_shape(x, w1, w2), [x, *w1, *w2, base, scale if isinstance(scale, Tensor) else None])
     if isinstance(scale, Tensor | complex):  # part of the smaller factor
         w1, scale = w1.scaled(scale), 1.0
-    if x.ndim == 1:
-        return product(x.unsqueeze(0), w1, w2, None if base is None else base.unsqueeze(0), scale, precision).squeeze(0)
-    return product(x, w1, w2, base, scale, precision, key)
+    is_vector, target = x.ndim == 1, out
+    if is_vector:
+        x, base, target = (None if t is None else t.unsqueeze(0) for t in (x, base, out))  # type: ignore[assignment]
+    if target is not None and into.can_write(x, w1, w2, base, target):
+        into.write(x, w1, w2, base, scale, precision, target, None if is_vector else key)
+        return out  # type: ignore[return-value]
+    y = product(x, w1, w2, base, scale, precision, None if is_vector else key)
+    y = y.squeeze(0) if is_vector else y
+    return y if out is None else out.copy_(y)
 
 
 def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None:
@@ -128,9 +147,13 @@ def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None
     if base is None:
         return
     check_tensor("base", base, x, "x")
-    shape = (*x.shape[:-1], math.prod((w1.size.rows, w2.size.rows)))
+    shape = _result_shape(x, w1, w2)
     if tuple(base.shape) != shape:
         raise value_error("base", f"the result's shape {shape}", f"shape {tuple(base.shape)}")
+
+
+def _result_shape(x: Tensor, w1: Factor, w2: Factor) -> tuple[int, ...]:
+    return (*x.shape[:-1], math.prod((w1.size.rows, w2.size.rows)))
 
 
 def product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: float, precision: str | None, key: Hashable = None) -> Tensor:

@@ -22,24 +22,28 @@ COUNT = 5  # of x and the factors' matrices
 Side = tuple[int, bool]  # a matrix: the number of its factor, and whether it is the right one of a pair
 
 
-def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False) -> Program:
+def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False, out: Tensor | None = None) -> Program:
     """The program of `fastkron::lokr_linear`: x, the factors' matrices and base; scale, beta, precision and backend.
 
     With saves it returns beside the result what the backward pass reads: matrices that it made, its intermediate, and what multiplies save.
+    With out, one more tensor, it writes the result there, and returns nothing.
     """
     scale, _, precision, backend = options
-    build = Builder(tensors)
-    x, *matrices, base = build.inputs
+    build = Builder([*tensors, out])
+    x, *matrices, base, target = build.inputs
     weights = _Weights(build, x, matrices, backend_of(backend, tensors[0]), precision)
     stages = weights.stages(scale_of(scale, base is not None))
     saved, betweens, y = list(weights.made), [], x
     for stage in stages:
         is_last = stage is stages[-1]
         z = base.view(stage.result) if is_last and base is not None else None
-        y, between = stage.call.add(build, y.view(stage.shape), z, saves)
+        into = target.view(stage.result) if is_last and target is not None else None
+        y, between = stage.call.add(build, y.view(stage.shape), z, saves, into)
         saved += [] if is_last else [y]
         betweens += [] if between is None else [between]
     shape = (*x.shape[:-1], math.prod([w.size.rows for w in weights.given]))
+    if target is not None:
+        return build.program([])
     if saves:
         saved += betweens
         return build.program([y, *saved], [shape, *[t.shape for t in saved]], saved=len(saved))

@@ -64,7 +64,9 @@ class Multiply(NamedTuple):
 
         return halves_of(canonical(x, self.factors, self.left), device) is not None
 
-    def add(self, build: Builder, x: Tensor, z: Tensor | None, saves: bool = False) -> tuple[Tensor, Tensor | None]:
+    def add(
+        self, build: Builder, x: Tensor, z: Tensor | None, saves: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Add it to a program.
 
         Args:
@@ -72,14 +74,16 @@ class Multiply(NamedTuple):
             x: ``[*batch, M, K]`` (left: ``[*batch, K, M]``).
             z: that expands to the result, or None.
             saves: whether a gradient is wanted.
+            out: where the result shall be, contiguous, where no gradient is; new memory if None.
 
         Returns:
             The result's elements in order, and the intermediate that is saved, if there is one.
         """
-        if self._is_of_nothing(x):
-            return self._add_of_nothing(build, x, z), None
-        if self.backend == "torch":
-            return self._add_by_torch(build, x, z), None
+        if self.backend == "torch" or self._is_of_nothing(x):
+            y = self._add_of_nothing(build, x, z) if self._is_of_nothing(x) else self._add_by_torch(build, x, z)
+            if out is not None:
+                build.call(_write, (out, y))
+            return y, None
         from fastkron_py.kron.forward import add_multiply
         from fastkron_py.kron.saved_intermediate import add_multiply_saving, halves_of
 
@@ -89,7 +93,8 @@ class Multiply(NamedTuple):
         halves = halves_of(problem, build.device) if saves else None
         if halves is not None:
             return add_multiply_saving(build, problem, halves, precision, self.scale, z4)
-        return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4), None
+        out4 = None if out is None else problem.pack(out)
+        return add_multiply(build, problem.x, problem.factors, precision, self.scale, z4, out4), None
 
     def add_scaled(self, build: Builder, x: Tensor, z: Tensor, divides: bool) -> Tensor:
         """Add the product, times or over z, to a program.
@@ -213,6 +218,10 @@ class Multiply(NamedTuple):
         else:
             made = build.call(by_torch, (dy, x, *self.factors), *results, scalars=self._scalars[:1])
         return [made] if len(results) == 1 else made
+
+
+def _write(out: Tensor, y: Tensor) -> None:
+    out.copy_(y)
 
 
 def small_product(

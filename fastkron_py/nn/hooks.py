@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -23,3 +24,8 @@ def is_hooked(module: nn.Module) -> bool:
 def is_plain_linear(module: Any) -> bool:
     """Whether calling a module is multiplying with its weight: no adapter, hook, quantised, parametrised or distributed weight."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked(module)
+
+
+def owns_result(module: Any) -> bool:
+    """Whether nobody but the caller sees the result of a call, autograd included: it may be written over."""
+    return not torch.is_grad_enabled() and is_plain_linear(module)

@@ -13,6 +13,7 @@ from fastkron_py.adapters.conv import Kernel, Window
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.integrations.lokr import Adapter, kept_rows
 from fastkron_py.integrations.replacement import Replacement
+from fastkron_py.nn.hooks import owns_result
 
 
 class FastLoKr(Replacement):
@@ -26,10 +27,10 @@ class FastLoKr(Replacement):
         if layer.disable_adapters or layer.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         result: Tensor = layer.base_layer(x, *args, **kwargs)
-        available = layer._available_adapters
+        available, overwrites = layer._available_adapters, owns_result(layer.base_layer)
         for adapter in layer.active_adapters:
             if adapter in available and not (layer.training and _is_left_out(layer.module_dropout[adapter])):
-                result = _added(layer, adapter, x, result)
+                result = _added(layer, adapter, x, result, overwrites)
         return result.to(x.dtype)
 
 
@@ -39,15 +40,15 @@ def _is_left_out(rate: float) -> bool:
     return rate > 0 and bool(drawn <= rate)
 
 
-def _added(layer: Any, name: str, x: Tensor, result: Tensor) -> Tensor:
-    """The result plus that of an adapter."""
+def _added(layer: Any, name: str, x: Tensor, result: Tensor, overwrites: bool) -> Tensor:
+    """The result plus that of an adapter; overwrites: whether the result may be written over."""
     if obstacle(layer, name) is not None:
         total: Tensor = result + layer._get_delta_activations(name, x)
         return total
     adapter = _adapter(layer, name)
     rate = layer.rank_dropout[name] if layer.training else 0
     if not rate:
-        return adapter.added(x, result)
+        return adapter.added(x, result, overwrites)
     product = adapter.product(x)
     rows = kept_rows(layer.get_base_layer().weight.shape[0], rate, layer.rank_dropout_scale[name], torch.float32, x.device)
     return result + product * adapter.per_output(rows).to(product.dtype)

@@ -213,3 +213,22 @@ REFUSED: dict[str, Refusal] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     assert_refused(*REFUSED[name])
+
+
+def test_without_gradients_the_base_layers_result_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = made("linear"), torch.randn(4, 24)
+    expected, seen, forward = layer(x).detach(), [], nn.Linear.forward
+
+    def watched(self: nn.Linear, x: Tensor) -> Tensor:
+        seen.append(forward(self, x))
+        return seen[-1]
+
+    monkeypatch.setattr(nn.Linear, "forward", watched)
+    with torch.no_grad():
+        y = layer(x)
+        assert_close(y, expected.double(), steps=2)
+        assert y is seen[-1]
+        layer.base_layer.register_forward_hook(lambda *_: None)  # which may keep it
+        assert layer(x) is not seen[-1]
+        assert_close(seen[-1], forward(layer.base_layer, x).double(), steps=1)  # type: ignore[arg-type]
+    assert layer(x) is not seen[-1]  # autograd may want it
