@@ -20,7 +20,7 @@ _UNALIGNED: Final = 4.7
 _ODD: Final = 8.4
 _SMALL: Final = 64  # widths that copies pad by less,
 _HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
-_UNITS: Final = (1, 4)  # and in other types
+_BYTES: Final = 16  # that wider rows of other types are multiples of
 _COPIES: Final = 2.4  # passes' time that copies of the operand and of the result take,
 _GRADIENT_COPIES: Final = 3.3  # and those of both operands of a gradient,
 _GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operations' time
@@ -94,7 +94,8 @@ def takes_copies(mode: Mode) -> bool:
 
 def copied_width(width: int, itemsize: int) -> int:
     """Rows or columns of a copy, with those that are added: cuBLAS asks for 16 bytes of half types, copies are fast with 32."""
-    unit = (_HALF_UNITS if itemsize == 2 else _UNITS)[width > _SMALL]
+    is_wide = width > _SMALL
+    unit = _HALF_UNITS[is_wide] if itemsize == 2 else _BYTES // itemsize if is_wide else 1
     return ceil(width, unit) * unit
 
 
