@@ -52,18 +52,18 @@ def write(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: float, 
 
     A call whose out is base is kept by this key, if there is one.
     """
-    tensors = (x, *w1, *w2, base)
-    given = [t for t in tensors if t is not None]
-    about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in (*given, out)]
+    tensors, is_base = (x, *w1, *w2, base), out is base
+    given = [t for t in (*tensors, None if is_base else out) if t is not None]
+    about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in given]
     options = (scale, 0.0 if base is None else 1.0, precision, requested_backend())
-    full = ("lokr_linear_into", *[t is None for t in tensors], scale == 1, precision, *about, x.device)
+    full = ("lokr_linear_into", is_base, *[t is None for t in tensors], scale == 1, precision, *about, x.device)
     made = CACHE.program(full, lambda: program.forward(tensors, options, out=out))
-    made([*given, out], options[:2])
-    if out is base and key is not None:
+    made(given, options[:2])
+    if is_base and key is not None:
         CACHE.keep(key, given, made, _in_place, options, "lokr_linear")
 
 
 def _in_place(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
     """Run a program whose out is base, the last of the tensors."""
-    made([*given, given[-1]], options[:2])
+    made(given, options[:2])
     return given[-1]

@@ -26,11 +26,13 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
     """The program of `fastkron::lokr_linear`: x, the factors' matrices and base; scale, beta, precision and backend.
 
     With saves it returns beside the result what the backward pass reads: matrices that it made, its intermediate, and what multiplies save.
-    With out, one more tensor, it writes the result there, and returns nothing.
+    With out it writes the result there, and returns nothing: to base, or to one more tensor.
     """
     scale, _, precision, backend = options
-    build = Builder([*tensors, out])
+    is_base = out is not None and out is tensors[-1]
+    build = Builder([*tensors, None if is_base else out])
     x, *matrices, base, target = build.inputs
+    target = base if is_base else target
     weights = _Weights(build, x, matrices, backend_of(backend, tensors[0]), precision)
     stages = weights.stages(scale_of(scale, base is not None))
     saved, betweens, y = list(weights.made), [], x

@@ -76,9 +76,11 @@ class MultiplyLaunch(NamedTuple):
         """Whether the device has too little shared memory for the first configuration."""
         return self.launcher.fell_back
 
-    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
-        """Add it to a program, from x to y."""
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
+        """Add it to a program, from x to y, or to new memory; return the result."""
+        y = build.empty(self.shape, x.dtype) if y is None else y
         build.launch(self.launcher, (x, tuple(factors[self.start : self.stop]), y if z is None else z, y), (scale.alpha, scale.beta))
+        return y
 
 
 Planned = MultiplyLaunch | MatmulStep | GemmStep
@@ -268,7 +270,5 @@ def add_multiply(
         return add_multiply(build, x, others, precision, scale, z, out, epilogue=epilogue)
     for launch in launches:
         is_last = launch is launches[-1]
-        y = out if is_last and out is not None else build.empty(launch.shape, x.dtype)
-        launch.add(build, x, factors, z if is_last else None, y, scale)
-        x = y
+        x = launch.add(build, x, factors, z if is_last else None, out if is_last else None, scale)
     return x

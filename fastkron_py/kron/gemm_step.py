@@ -31,9 +31,11 @@ class GemmStep(NamedTuple):
     shape: tuple[int, int, int, int]
     fell_back: bool = False
 
-    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
-        """Add it to a program, from x to y."""
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
+        """Add it to a program, from x to y, or to new memory; return the result."""
+        y = build.empty(self.shape, x.dtype) if y is None else y
         factor = factors[self.start][0]
         p, q = factor.shape
         rows, side = build.reshape(x, (-1, p)), build.reshape(cast("Tensor", z), (-1, q))  # z is why this step was chosen
         add_gemm(build, rows, factor.mT, None, _CALL, y.view(-1, q), side=side, scalars=(scale.alpha, scale.beta))
+        return y

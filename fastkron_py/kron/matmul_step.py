@@ -55,24 +55,31 @@ class MatmulStep(NamedTuple):
     epilogue: str
     fell_back: bool = False
 
-    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor, scale: Scale) -> None:
-        """Add it to a program, from x to y."""
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
+        """Add it to a program, from x to y, or to new memory; return the result."""
         if self.epilogue in ("times", "over") and z is not None:
-            self._replace(epilogue="plain").add(build, x, factors, None, y, scale)
+            y = self._replace(epilogue="plain").add(build, x, factors, None, y, scale)
             add_scaling(build, y, z, self.epilogue == "over")
-            return
-        factor = factors[self.start]
+            return y
+        factor, scale = factors[self.start], PLAIN if self.epilogue == "plain" else scale
         groups, p, q = factor.shape
-        x, out = build.reshape(x, (groups, -1, p, self.after)), y.view(groups, -1, q, self.after)
-        z = None if z is None else build.reshape(z, out.shape)
-        scale = PLAIN if self.epilogue == "plain" else scale
-        is_conj = factor.is_conj()  # which a copy's memory does not tell
+        x, is_conj = build.reshape(x, (groups, -1, p, self.after)), factor.is_conj()  # which a copy's memory does not tell
         if self.algorithm == "matmul":
-            self._add_product(build, x, _aligned_factor(build, factor, self.after), out, z, scale, is_conj)
-            return
+            factor = _aligned_factor(build, factor, self.after)
+            products = mode_products(x, factor)
+            if y is None and z is None and len(products) == 1 and not is_conj and not has_precisions(x.dtype):
+                a, b = products[0]
+                return _new_product(build, a, b, scale.alpha).view(self.shape)
+        y = build.empty(self.shape, x.dtype) if y is None else y
+        out = y.view(groups, -1, q, self.after)
+        z = None if z is None else build.reshape(z, out.shape)
+        if self.algorithm == "matmul":
+            self._add_product(build, x, factor, out, z, scale, is_conj)
+            return y
         rows, found = _in_rows(build, x), _empty_rows(build, out)
         self._add_product(build, _merged(rows), _padded_factor(build, factor), _merged(found), None, PLAIN, is_conj)
         _add_copy(build, found, out, z, scale)
+        return y
 
     def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale, is_conj: bool) -> None:
         alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
@@ -94,6 +101,16 @@ class MatmulStep(NamedTuple):
                 build.call(run, operands, scalars=(alpha, beta))
 
 
+def _new_product(build: Builder, a: Tensor, b: Tensor, alpha: Scalar | int) -> Tensor:
+    """``alpha * a @ b`` of matrices or batches, in memory that torch makes: the fewest operations of the host."""
+    described = describe((*a.shape[:-1], b.shape[-1]), a.dtype)
+    if isinstance(alpha, Scalar):
+        made: Tensor = build.call(scaled_product, (a, b), described, scalars=(alpha,))
+    else:
+        made = build.call(torch.mm if a.ndim == 2 else torch.bmm, (a, b), described)
+    return made
+
+
 def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algorithm: str, precision: str, dtype: torch.dtype) -> Tensor:
     """The gradient ``[B, P, Q]`` of a factor.
 
@@ -110,7 +127,6 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
     if algorithm != "matmul":
         u, g = (_merged(_in_rows(build, t)) for t in (u, g))
     count, after, shape = u.shape[1], u.shape[3], (groups, p, q)
-    scalars = (alpha if isinstance(alpha, Scalar) else 1.0,)
     if after > 1 and count > 1:
         a, b = u, g
     else:
@@ -118,8 +134,7 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
         shape = (*a.shape[:-2], p, q)
         is_whole, is_plain = (p, q) == (a.shape[-2], b.shape[-1]), not dtype.is_complex and not has_precisions(dtype)
         if is_whole and is_plain and dtype == a.dtype:
-            made: Tensor = build.call(scaled_product, (a, b), describe(shape, dtype), scalars=scalars)
-            return made.view(groups, p, q)
+            return _new_product(build, a, b, alpha).view(groups, p, q)
 
     def run(a: Tensor, b: Tensor, alpha: float) -> Tensor:
         a = a.conj() if a.is_complex() else a
@@ -128,7 +143,7 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
         df = df[..., :p, :q].contiguous()
         return df if alpha == 1 else df.mul_(alpha)
 
-    made = build.call(run, (a, b), describe(shape, dtype), scalars=scalars)
+    made: Tensor = build.call(run, (a, b), describe(shape, dtype), scalars=(alpha if isinstance(alpha, Scalar) else 1.0,))
     return made.view(groups, p, q)
 
 

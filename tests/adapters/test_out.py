@@ -10,6 +10,8 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py import lokr_linear, reference
 from fastkron_py.adapters import into
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.program import Program
 from fastkron_py.testing import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128]
@@ -71,6 +73,20 @@ def test_memory_that_a_program_may_not_write_to(backend_name, device, generator)
     own = x.clone()
     lokr_linear(own, w1, w2, base=own, out=own)  # alike, but for where it is
     assert_close(own, wanted(x, w1, w2, x, 1.0), steps=8)
+
+
+def test_a_kept_call_in_place_runs_its_program_on_its_tensors(monkeypatch, backend_name, device) -> None:
+    """Also one that depends on where they are: the program's inputs are the tensors that the call was found for."""
+    monkeypatch.setattr(Program, "has_places", property(lambda self: True, lambda self, value: None), raising=False)
+    counts: list[tuple[int, int]] = []
+    takes = Program.takes
+    monkeypatch.setattr(Program, "takes", lambda self, given: counts.append((len(given), self._inputs)) or takes(self, given))
+    CACHE.forget()
+    w1, w2, x, base = (torch.randn(*s, device=device) for s in ((2, 2), (3, 3), (5, 6), (5, 6)))
+    for _ in range(2):
+        lokr_linear(x, w1, w2, base=base, out=base)
+    CACHE.forget()
+    assert counts == [(4, 4)]
 
 
 def test_one_vector_and_no_rows(backend_name, device) -> None:
