@@ -84,7 +84,7 @@ class MatmulStep(NamedTuple):
     def _add_product(self, build: Builder, x: Tensor, factor: Tensor, out: Tensor, z: Tensor | None, scale: Scale, is_conj: bool) -> None:
         alpha = scale.alpha if isinstance(scale.alpha, Scalar) else 1.0
         beta = scale.beta if isinstance(scale.beta, Scalar) else 0.0
-        is_first = self.after == 1  # x, of the product's operands
+        is_first = x.shape[3] == 1  # x, of the product's operands
 
         def run(a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
             *given, alpha, beta = rest
