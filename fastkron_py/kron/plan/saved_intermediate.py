@@ -13,7 +13,7 @@ from fastkron_py.kron.plan.gradient import gradient_plan
 from fastkron_py.kron.plan.gradient_order import Whole, least_seconds
 from fastkron_py.runtime.gpu import GPU
 
-LEAST_BYTES: Final = 1 << 20  # of x: below, a launch costs more than a reading of x
+LEAST_BYTES: Final = 1 << 16  # of x: below, a pass is a launch either way
 MOST_SAVED: Final = 1 / 4  # of x's elements
 WORTH: Final = 0.95  # of the modelled time without
 
