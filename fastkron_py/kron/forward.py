@@ -264,7 +264,8 @@ def add_multiply(
         z, rows = _addend(build, z, epilogue)
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
     launches = launches_of(with_whole_rows(build, x, problem), tuned(problem))
-    units = [] if part is not None else lone_units([(launch.start, launch.stop) for launch in launches], factors)
+    may_move = part is None and x.dtype != torch.float16  # where the product of two entries may overflow
+    units = lone_units([(launch.start, launch.stop) for launch in launches], factors) if may_move else []
     others = without_units(build, factors, units, x.numel()) if units else None
     if others is not None:
         return add_multiply(build, x, others, precision, scale, z, out, epilogue=epilogue)
