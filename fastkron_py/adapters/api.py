@@ -65,18 +65,21 @@ def lokr_linear(
         >>> lokr_linear(x, w1, w2, base=base, scale=0.5).shape
         torch.Size([10, 128])
     """
-    parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
     if isinstance(x, Tensor):
-        f1, f2 = (Factor(*[t for _, t in parts]) for parts in (parts1, parts2))
-        return adapted_linear(x, f1, f2, base, scale, precision, out)  # type: ignore[arg-type, return-value]
+        return adapted_linear(x, _factor("w1", w1), _factor("w2", w2), base, scale, precision, out)  # type: ignore[arg-type, return-value]
     if out is not None:
         raise type_error("out", "None beside an x that is no torch tensor", type_name(out))
+    parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
     named = [("x", x), *parts1, *parts2, *([] if base is None else [("base", base)])]
     bridge = find_bridge([array for _, array in named], [label for label, _ in named])
     with bridge.context():
         loaded_base = None if base is None else bridge.load(base, "base")
         f1, f2 = (loaded(bridge, parts) for parts in (parts1, parts2))
         return bridge.give_back(adapted_linear(bridge.load(x, "x"), f1, f2, loaded_base, scale, precision))  # type: ignore[no-any-return]
+
+
+def _factor(name: str, given: Any) -> Factor:
+    return Factor(given) if isinstance(given, Tensor) else Factor(*[t for _, t in labelled(name, given)])
 
 
 def adapted_linear(
