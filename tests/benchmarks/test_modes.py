@@ -8,6 +8,7 @@ from canonical_cases import watch_kernels
 
 pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
 
+from benchmarks import distribution
 from benchmarks.kron.modes import ALGORITHMS, OURS, cases, error_of, forced, inputs_of
 from benchmarks.registry import Draw, registered
 
@@ -55,3 +56,11 @@ def test_problems_are_those_of_the_seed() -> None:
     assert {(c.dtype, c.parameters["kind"]) for c in found} == {("float64", "backward")}
     assert all(33 <= c.parameters[side] <= 2500 for c in found for side in "PQ")
     assert min(c.parameters["after"] for c in found) == 1 < max(c.parameters["after"] for c in found)
+
+
+def test_a_run_tells_how_far_the_plan_is_from_the_fastest() -> None:
+    (case,) = cases(Draw(count=1, kinds=("forward",)), torch.device("cuda"))
+    seconds = {OURS.name: 3.0, "matmul": 2.0, "looped": 4.0}
+    results = [{"contender": name, "status": "ok", "times": {"median": s}, "graph_times": None} for name, s in seconds.items()]
+    found = {"subject": OURS.name, "cases": [{"label": case.label, "parameters": case.parameters, "results": results}]}
+    assert distribution.of(found)[distribution.BETTER]["all"]["worst"] == pytest.approx(2 / 3)
