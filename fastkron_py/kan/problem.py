@@ -76,7 +76,8 @@ def stored(splits: int, shape: tuple[int, ...]) -> Stored:
         return Stored()
     size = math.prod(shape)
     # stride_b is of a batch of sums; there is one here.
-    arguments = {"stride_b": 0, "stride_r": size, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}
+    strides = {"stride_b": 0, "stride_r": size}
+    arguments = {**strides, "programs": splits, "SIZE": size, "BLOCK_R": 4, "BLOCK": _SUM_BLOCK, "COLUMNS": 0, "num_warps": 4}
     return Stored((splits, *shape), Launcher([LaunchConfig(_sum_partials_kernel, (-(-size // _SUM_BLOCK),), arguments)]), (_ONE,))
 
 

@@ -17,7 +17,7 @@ def _sum_partials_kernel(
     SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr = 0,  # of the sums as a matrix, which is stored transposed; 0 stores them in order
+    COLUMNS: tl.constexpr,  # of the sums as a matrix, which is stored transposed; 0 stores them in order
 ):
     """``out[b, i] = alpha * sum_r partial[b, r, i]``."""
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
