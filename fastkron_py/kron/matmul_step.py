@@ -139,6 +139,8 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
     def run(a: Tensor, b: Tensor, alpha: float) -> Tensor:
         a = a.conj() if a.is_complex() else a
         with torch_products(a, precision):
+            if a.ndim < 4 and dtype == a.dtype:
+                return scaled_product(a, b, alpha)[..., :p, :q].contiguous()
             df = summed_products(a, b, dtype) if a.ndim == 4 else wide_product(a, b, dtype)
         df = df[..., :p, :q].contiguous()
         return df if alpha == 1 else df.mul_(alpha)
