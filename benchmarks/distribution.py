@@ -39,14 +39,8 @@ def rows_over(found: dict[str, Any], peer: str) -> list[Row]:
         seconds = min(times.values(), default=None) if peer == BETTER else times.get(peer)
         if ours is not None and seconds is not None:
             # One mode has one width on each side, and no form.
-            widths = [width for side in (of["P"], of["Q"]) for width in (side if isinstance(side, list | tuple) else [side])]
-            about = (
-                case["label"],
-                of["dtype"],
-                of["kind"],
-                of.get("left", False),
-                min(widths),
-            )  # one mode has one width a side, and no form
+            sides = [side if isinstance(side, list | tuple) else [side] for side in (of["P"], of["Q"])]
+            about = (case["label"], of["dtype"], of["kind"], of.get("left", False), min(map(min, sides)))
             rows.append(Row(seconds / ours, ours, min(times.values()), *about))
     return sorted(rows)
 

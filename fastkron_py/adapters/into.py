@@ -11,7 +11,7 @@ from torch import Tensor
 from fastkron_py.adapters import program
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.runtime.backend import requested_backend
-from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import check_tensor
 from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
 from fastkron_py.runtime.errors import value_error
@@ -54,9 +54,8 @@ def write(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: float, 
     """
     tensors, is_base = (x, *w1, *w2, base), out is base
     given = [t for t in (*tensors, None if is_base else out) if t is not None]
-    about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in given]
     options = (scale, 0.0 if base is None else 1.0, precision, requested_backend())
-    full = ("lokr_linear_into", is_base, *[t is None for t in tensors], scale == 1, precision, *about, x.device)
+    full = ("lokr_linear_into", is_base, *[t is None for t in tensors], scale == 1, precision, *about(given), x.device)
     made = CACHE.program(full, lambda: program.forward(tensors, options, out=out))
     made(given, options[:2])
     if is_base and key is not None:

@@ -66,9 +66,9 @@ class MatmulStep(NamedTuple):
         x, is_conj = build.reshape(x, (groups, -1, p, self.after)), factor.is_conj()  # which a copy's memory does not tell
         if self.algorithm == "matmul":
             factor = _aligned_factor(build, factor, self.after)
-            products = mode_products(x, factor)
-            if y is None and z is None and len(products) == 1 and not is_conj and not has_precisions(x.dtype):
-                a, b = products[0]
+            is_one = self.after == 1 or groups == 1
+            if y is None and z is None and is_one and not is_conj and not has_precisions(x.dtype):
+                ((a, b),) = mode_products(x, factor)
                 return _new_product(build, a, b, scale.alpha).view(self.shape)
         y = build.empty(self.shape, x.dtype) if y is None else y
         out = y.view(groups, -1, q, self.after)

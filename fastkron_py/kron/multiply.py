@@ -79,8 +79,9 @@ class Multiply(NamedTuple):
         Returns:
             The result's elements in order, and the intermediate that is saved, if there is one.
         """
-        if self.backend == "torch" or self._is_of_nothing(x):
-            y = self._add_of_nothing(build, x, z) if self._is_of_nothing(x) else self._add_by_torch(build, x, z)
+        is_of_nothing = self._is_of_nothing(x)
+        if is_of_nothing or self.backend == "torch":
+            y = self._add_of_nothing(build, x, z) if is_of_nothing else self._add_by_torch(build, x, z)
             if out is not None:
                 build.call(_write, (out, y))
             return y, None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
+import torch
 from torch import Tensor
 
 from fastkron_py.runtime.builder import Builder
@@ -39,10 +41,8 @@ def without_units(build: Builder, factors: Sequence[Tensor], units: Sequence[int
     if all([t.stride(0) == 0 for t in given]):  # one matrix for all batches
         given = [t[:1] for t in given]
 
-    def multiplied(f: Tensor, *units: Tensor) -> Tensor:
-        for unit in units:
-            f = f * unit
-        return f
+    def multiplied(*given: Tensor) -> Tensor:
+        return reduce(torch.mul, given)
 
     described = multiplied(*given)
     if described.numel() > most:

@@ -52,6 +52,11 @@ class Entry(NamedTuple):
         return self.call(self.program, given, self.options if options is None else options)
 
 
+def about(tensors: Sequence[Tensor | None]) -> list[Hashable]:
+    """The properties that a program of tensors depends on, but for their device: sizes, strides, dtype, a 16-byte boundary."""
+    return [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in tensors if t is not None]
+
+
 class CallCache:
     """Calls and programs of all operators, the least recently used first."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one
-from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program
 
@@ -226,9 +226,8 @@ class Operator:
         return self.name, *given, *[i for i, t in enumerate(tensors) if t is None]
 
     def _program(self, tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Program:
-        about = [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in tensors if t is not None]
         places = None if self._places is None else self._places(tensors)
-        key = self._key(tensors, options), *about, tensors[0].device, places  # type: ignore[union-attr]
+        key = self._key(tensors, options), *about(tensors), tensors[0].device, places  # type: ignore[union-attr]
         return CACHE.program(key, lambda: self._build(tensors, options))
 
     def _numbers(self, options: Sequence[Any]) -> tuple[float, ...]:
