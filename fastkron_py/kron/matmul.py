@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.tiling.cpu_products import batch_parts
+
 
 class Epilogue(NamedTuple):
     """The epilogue of the last product of a multiply: ``alpha * product + beta * z``."""
@@ -31,8 +33,14 @@ PLAIN: Final = Epilogue()
 def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
     """``[I, J] @ [J, K]``, or a batch ``[A, I, J] @ [A, J, K]``, into ``out``; z has as many elements, in their order.
 
-    A batch of one is taken as a matrix, since torch has more kernels for one.
+    A batch of one is taken as a matrix, since torch has more kernels for one. On a CPU a batch is cut in its `batch_parts`.
     """
+    parts = batch_parts(a, b) if a.ndim == 3 else []
+    if len(parts) > 1:
+        addend = None if epilogue.z is None else epilogue.z.reshape(out.shape)
+        for part in parts:
+            product(a[part], b[part], out[part], epilogue if addend is None else epilogue._replace(z=addend[part]))
+        return
     alpha, beta, z = epilogue
     if a.ndim == 3 and a.shape[0] == 1:
         a, b, out = a[0], b[0], out[0]
@@ -52,6 +60,15 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
         torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
     else:
         torch.bmm(a, b, out=out)
+
+
+def batch_product(a: Tensor, b: Tensor) -> Tensor:
+    """``[A, I, J] @ [A, J, K]`` in new memory, which autograd may record."""
+    if len(batch_parts(a, b)) < 2:
+        return a.bmm(b)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return torch.stack([u.mm(v) for u, v in zip(a.unbind(), b.unbind(), strict=True)])
+    return scaled_product(a, b, 1.0)
 
 
 def matrices(*operands: Tensor) -> tuple[Tensor, ...]:

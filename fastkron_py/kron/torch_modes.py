@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.matmul import PLAIN, Epilogue, product
+from fastkron_py.kron.matmul import PLAIN, Epilogue, batch_product, product
 from fastkron_py.kron.plan.torch_costs import IN_PLACE, MOVED
 from fastkron_py.kron.plan.torch_plan import Step
 from fastkron_py.kron.torch_small import BLOCK_ELEMENTS
@@ -174,7 +174,7 @@ def matrix_gradient(source: Tensor, gradient: Tensor, step: Step, matrix: Tensor
         u, v = (ready(t.transpose(1, 2).reshape(groups, -1, count * tail), matrix.dtype) for t in (u, v))
         return _sum_of_products(u, v)
     u, v = (ready(t.reshape(groups * count, -1, tail), matrix.dtype) for t in (u, v))
-    return u.bmm(v.mT).view(groups, count, step.p, step.q).sum(1)
+    return batch_product(u, v.mT).view(groups, count, step.p, step.q).sum(1)
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
@@ -192,10 +192,10 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
             return found[None]
     blocks = length // SUM_BLOCK
     if blocks < 2 or groups > 1 or p * q > BLOCK_ELEMENTS:
-        return a.bmm(b.mT) if groups > 1 else a[0].mm(b[0].mT)[None]
+        return batch_product(a, b.mT) if groups > 1 else a[0].mm(b[0].mT)[None]
     whole = blocks * SUM_BLOCK
     u, v = (t[0, :, :whole].unflatten(1, (blocks, SUM_BLOCK)).transpose(0, 1) for t in (a, b))
-    total: Tensor = u.bmm(v.mT).sum(0)
+    total: Tensor = batch_product(u, v.mT).sum(0)
     return (total if whole == length else total.addmm_(a[0, :, whole:], b[0, :, whole:].mT))[None]
 
 

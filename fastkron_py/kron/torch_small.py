@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.matmul import batch_product
 from fastkron_py.kron.plan.torch_costs import IN_PLACE, TO_BACK, TO_FRONT, TRANSPOSED, converting
 from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
@@ -139,7 +140,7 @@ def _multiplied(x: Tensor, f: _Factor, count: int, tail: int, way: str) -> Tenso
     if way == IN_PLACE and p == 1 and x.dtype != torch.bfloat16:
         return matrices * f.first
     if way == IN_PLACE:
-        return f.first.expand(count, q, p).bmm(matrices)
+        return batch_product(f.first.expand(count, q, p), matrices)
     if way == TRANSPOSED:
         return matrix_product(matrices.mT.reshape(count * tail, p), f.last, True).view(count, tail, q).mT
     return matrix_product(f.first, matrices.transpose(0, 1).reshape(p, count * tail), False).view(q, count, tail).transpose(0, 1)

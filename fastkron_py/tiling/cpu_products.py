@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
+
+ROUNDS: Final = 8  # of a batch's products, one for each thread: where there are more, an idle thread in the last one is little
+THREAD_WORK: Final = 1 << 21  # multiply-adds of a thread, from which all threads share one product well
 
 
 def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -22,6 +25,11 @@ def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
 def has_onednn(x: Tensor) -> bool:
     """Whether products of tensors like x, half types in float32, may be oneDNN's."""
     return _onednn_product(x) is not None
+
+
+def threads(x: Tensor) -> int:
+    """Threads that share a product of tensors like x, as far as torch tells."""
+    return torch.get_num_threads() if x.is_cpu else 1
 
 
 def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
@@ -48,6 +56,21 @@ def matrix_product(a: Tensor, b: Tensor, is_last: bool) -> Tensor:
     """``[I, J] @ [J, K]`` by oneDNN or BLAS: see `by_onednn`."""
     found = by_onednn(a, b, is_last)
     return a.mm(b) if found is None else found
+
+
+def batch_parts(a: Tensor, b: Tensor) -> list[slice]:
+    """The parts of a batch of products, ``[A, I, J] @ [A, J, K]``, that take the least time one after the other: mostly one.
+
+    BLAS on a CPU gives each thread whole products: three of them on two threads take as long as four. So the last products of a small
+    batch of large ones are parts of their own, which all threads share. Half types are oneDNN's, which shares out a batch by itself.
+    """
+    count, left = a.shape[0], 0
+    if a.is_cpu and a.dtype not in HALF_DTYPES:
+        threads, work = torch.get_num_threads(), a.shape[1] * a.shape[2] * b.shape[2]
+        is_worth = count < ROUNDS * threads and work >= THREAD_WORK * threads and 4 * (count % threads) <= 3 * threads
+        left = count % threads if is_worth else 0
+    whole = count - left
+    return ([slice(0, whole)] if whole else []) + [slice(i, i + 1) for i in range(whole, count)]
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
