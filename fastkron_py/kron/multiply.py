@@ -18,7 +18,7 @@ from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
-from fastkron_py.tiling.cpu_products import has_onednn, matrix_product
+from fastkron_py.tiling.cpu_products import has_onednn, matrix_product, threads
 
 _ALPHA, _BETA = Scalar(0), Scalar(1)
 _ONE: Final = bits(1.0)
@@ -246,7 +246,7 @@ def small_product(
     like = torch.empty(0, dtype=x.dtype, device=build.device)
     count, (rows, columns) = len(factors), (1, x.shape[1]) if left else (x.shape[0], 1)
     shapes = tuple([(f.shape[1], f.shape[0]) if left else (f.shape[0], f.shape[1]) for f in factors])
-    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(like))
+    problem = Problem(shapes, rows, columns, 1, max(4, x.element_size()), backward, has_onednn(like), threads(like))
     in_half = torch_small.takes_bfloat16(problem, like)
     is_mixed = any([f.dtype != x.dtype for f in factors])
     problem = problem._replace(itemsize=2) if in_half else problem

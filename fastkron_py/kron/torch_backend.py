@@ -20,7 +20,7 @@ from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Prob
 from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
 from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
 from fastkron_py.runtime.checks import HALF_DTYPES
-from fastkron_py.tiling.cpu_products import by_onednn, has_onednn
+from fastkron_py.tiling.cpu_products import by_onednn, has_onednn, threads
 from fastkron_py.tiling.cpu_slices import sum_dtype
 
 
@@ -34,7 +34,7 @@ def _problem(x: Tensor, factors: Sequence[Tensor], backward: bool = False) -> Pr
     groups, rows, _, columns = x.shape
     rows = 1 << (rows - 1).bit_length()  # rounded, so that a changing batch size finds its plan again
     shapes, onednn = tuple([(f.shape[1], f.shape[2]) for f in factors]), has_onednn(x)
-    return Problem(shapes, rows, columns, groups, max(4, x.element_size()), backward, onednn)
+    return Problem(shapes, rows, columns, groups, max(4, x.element_size()), backward, onednn, threads(x))
 
 
 def _plan_for(x: Tensor, factors: Sequence[Tensor], backward: bool = False) -> tuple[Plan, torch.dtype]:

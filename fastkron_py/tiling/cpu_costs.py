@@ -19,7 +19,7 @@ NARROW_OUT: Final = 1.0  # an element that it writes
 UNROLLED: Final = 8  # elements of a row that are computed together
 ROW: Final = 12.0  # multiply-adds that each row of a product's result takes more, for each term
 ODD_ROW: Final = 10.0  # more, where its length is odd
-SHORT_ROW: Final = 45.0  # multiply-adds that a row shorter than VECTOR takes at least
+SHORT_ROW: Final = 28.0  # multiply-adds that a row shorter than VECTOR takes at least
 VECTOR_WORK: Final = 2.2  # times the multiply-adds, of a matrix by a vector, or [n, P] @ [P, Q] with n below VECTOR
 VECTOR_ROW: Final = 0.5  # a row of [n, P] @ [P, 1]
 MATRIX: Final = 40.0  # one matrix of a batch
@@ -27,6 +27,9 @@ TALL: Final = (
     0.4  # an element written by F^T @ [P, n] of few P and many Q, n a multiple of ALIASED: its rows fall on the same lines of the cache
 )
 ALIASED: Final = 256
+# BLAS computes a product of fewer terms than FEW_TERMS, whose rows are more than LONG_ROWS times as long as they are many, on one thread.
+FEW_TERMS: Final = 64
+LONG_ROWS: Final = 2
 FRESH: Final = 0.2  # an element of a result in memory that is new and larger than the cache
 FRESH_ELEMENTS: Final = 1 << 18
 
@@ -69,11 +72,12 @@ class Mode(NamedTuple):
 
 
 class Rates:
-    """The constants for elements of a size, and whether products may be oneDNN's."""
+    """The constants for elements of a size, whether products may be oneDNN's, and whether threads share them."""
 
-    def __init__(self, itemsize: int, onednn: bool = False) -> None:
+    def __init__(self, itemsize: int, onednn: bool = False, threads: int = 1) -> None:
         scale = itemsize / 4
         self.onednn = onednn and itemsize == 4
+        self.is_shared = threads > 1 and not self.onednn and itemsize > 2
         self.scale = scale
         self.call = CALL if itemsize > 2 else HALF_CALL
         self.multiply_add = MULTIPLY_ADD * scale if itemsize > 2 else HALF_MULTIPLY_ADD
@@ -91,14 +95,20 @@ def work_time(mode: Mode, length: int, rates: Rates) -> float:
 
 def first_time(mode: Mode, rates: Rates) -> float:
     """``[Q, P] @ [P, n]`` for all matrices as one."""
-    seconds = _blas_first(mode, rates)
+    seconds = _blas_first(mode, rates) + _alone(mode, mode.q, mode.matrices * mode.tail, rates)
     return min(seconds, onednn_time(mode, False, rates)) if rates.onednn else seconds
 
 
 def last_time(mode: Mode, rates: Rates) -> float:
     """``[n, P] @ [P, Q]`` for all matrices as one."""
-    seconds = _blas_last(mode, rates)
+    seconds = _blas_last(mode, rates) + _alone(mode, mode.matrices * mode.tail, mode.q, rates)
     return min(seconds, onednn_time(mode, True, rates)) if rates.onednn else seconds
+
+
+def _alone(mode: Mode, rows: int, columns: int, rates: Rates) -> float:
+    """More time of a product with this result that one thread computes, while the others wait."""
+    is_alone = rates.is_shared and mode.p < FEW_TERMS and rows >= VECTOR and LONG_ROWS * rows < columns
+    return work_time(mode, columns, rates) if is_alone else 0.0
 
 
 def _blas_first(mode: Mode, rates: Rates) -> float:

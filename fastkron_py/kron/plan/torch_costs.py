@@ -34,6 +34,7 @@ CACHED: Final = 1 << 20  # elements
 NARROW_SUM: Final = 0.88  # an element of [n, P]^T @ [n, Q], both narrow: of the narrower one
 COPY: Final = 0.12  # an element copied
 COPY_RUN: Final = 1.1  # more, over the number of elements that stay side by side
+COPIES: Final = 4  # calls that the copies of both operands take
 SHORT_RUN: Final = 5.0  # an element of a product with one term, over the length of its rows
 TRANSPOSE: Final = 0.45  # an element of a transposed matrix
 TRANSPOSE_NARROW: Final = 3.0  # more, over the shorter side
@@ -102,7 +103,7 @@ def _batch(mode: Mode, rates: Rates) -> float:
 
 def rotating(mode: Mode, rates: Rates) -> float:
     """``[n, P] -> [Q, n]``: the longer of both lies innermost in the product."""
-    return min(first_time(mode, rates), last_time(mode, rates))
+    return last_time(mode, rates) if mode.matrices * mode.tail < mode.q else first_time(mode, rates)
 
 
 def product_ways(mode: Mode, rates: Rates) -> dict[str, float]:
@@ -114,7 +115,7 @@ def product_ways(mode: Mode, rates: Rates) -> dict[str, float]:
     transposed = last_time(mode, rates) + copies
     if count == 1:
         return {IN_PLACE: first_time(mode, rates), TRANSPOSED: transposed}
-    moved = first_time(mode, rates) + copy(mode.read + mode.written, tail, rates) + 2 * rates.call
+    moved = first_time(mode, rates) + copy(mode.read + mode.written, tail, rates) + COPIES * rates.call
     return {IN_PLACE: _batch(mode, rates), MOVED: moved, TRANSPOSED: transposed}
 
 

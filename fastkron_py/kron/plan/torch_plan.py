@@ -77,6 +77,7 @@ class Problem(NamedTuple):
         itemsize: bytes of an element of an intermediate.
         backward: whether gradients of x and of all factors are computed, else the product.
         onednn: whether products of float32 may be oneDNN's.
+        threads: that share a product.
     """
 
     shapes: Shapes
@@ -86,6 +87,7 @@ class Problem(NamedTuple):
     itemsize: int = 4
     backward: bool = False
     onednn: bool = False
+    threads: int = 1
 
 
 class _Run(NamedTuple):
@@ -106,7 +108,7 @@ def plan(problem: Problem) -> Plan:
     time shows it), or any one of them last and the others in that order: a backward pass does not multiply the last again. For a product,
     rotating steps beside those.
     """
-    rates = Rates(problem.itemsize, problem.onednn)
+    rates = Rates(problem.itemsize, problem.onednn, problem.threads)
     found = []
     layouts = {AS_IT_IS: (problem.rows, problem.columns)}
     if problem.columns > 1:
@@ -128,7 +130,7 @@ def plan(problem: Problem) -> Plan:
 @lru_cache(maxsize=1024)
 def differentiable_plan(problem: Problem) -> Plan:
     """The plan of a product that autograd records: nothing takes another layout, and factors of one element have no step of their own."""
-    rates = Rates(problem.itemsize, problem.onednn and not problem.backward)  # which autograd does not record
+    rates = Rates(problem.itemsize, problem.onednn and not problem.backward, problem.threads)  # autograd does not record oneDNN's
     alone = [_Run(i, i + 1, p, q) for i, (p, q) in enumerate(problem.shapes)]
     runs = [run for run in alone if (run.p, run.q) != (1, 1)] or alone[:1]
     made = [_steps(problem, runs, order, rates, differentiable=True) for order in _orders(runs)]
