@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 
@@ -83,11 +84,12 @@ def of(found: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the distribution, and the problems where the better peer is furthest ahead."""
     subject = found["subject"]
-    table = Table(title=f"{found['benchmark']}, seed {found['draw']['seed']}: a peer's time over {subject}'s")
+    title = f"{found['benchmark']}, seed {found['draw']['seed']}: a peer's time over {subject}'s"
+    table = Table(title=title, box=HORIZONTALS, padding=(0, 1, 0, 0))  # 80 characters hold it
     for heading in ("over", "problems"):
         table.add_column(heading, no_wrap=True)
     for heading in ("count", "mean", "25%", "50%", "75%", "worst"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=len(heading))
     for peer, groups in found["distribution"].items():
         shown = groups if peer == BETTER else dict(list(groups.items())[:2])
         for i, (name, numbers) in enumerate(shown.items()):
