@@ -64,11 +64,12 @@ def _buffered(chosen: Plan, is_direct: bool) -> int:
     return max(found, default=1)
 
 
-def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype) -> Iterator[Chunk]:
+def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype, backward: bool = False) -> Iterator[Chunk]:
     """Cut ``[B, L, K, R]`` so that no intermediate of a chunk exceeds the device's chunk size, if possible.
 
     Many groups go together only when each is small; then a chunk holds all of their rows. On a CPU large matrices take larger chunks:
-    each product packs its matrix anew; and columns are cut as little as possible: their pieces are copied.
+    each product packs its matrix anew; and columns are cut as little as possible: their pieces are copied. A product reads x once and
+    writes the result once, so that these need no cache.
     """
     steps = chosen.steps
     groups, length, _, width = x.shape
@@ -77,14 +78,16 @@ def chunks(x: Tensor, chosen: Plan, dtype: torch.dtype) -> Iterator[Chunk]:
     if on_cpu:
         limit = max(limit, MATRICES * max(s.p * s.q for s in steps))
     widest = max(max(s.size_in, s.size_out) for s in steps)
+    buffered = _buffered(chosen, x.dtype == dtype)
+    held = buffered if on_cpu and not backward else widest
     rows, columns, together = length, width, 1
     if not on_cpu and widest * width > limit:
         rows, columns = 1, max(1, limit // widest)
     elif widest * width > COLUMNS * limit:
-        fitting = COLUMNS * limit // _buffered(chosen, x.dtype == dtype) // VECTOR * VECTOR
+        fitting = COLUMNS * limit // buffered // VECTOR * VECTOR
         rows, columns = 1, min(width, fitting or UNCACHED)
-    elif length * widest * width > limit:
-        rows = max(1, limit // (widest * width))
+    elif length * held * width > limit:
+        rows = max(1, limit // (held * width))
     elif length * widest * width <= GROUP_ELEMENTS:
         together = limit // (length * widest * width)
     for g in _pieces(groups, together):

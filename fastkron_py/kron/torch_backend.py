@@ -203,7 +203,7 @@ def backward(
         needed = [any(need_factors[s.first : s.last]) for s in steps]
         dx = x.new_empty(x.shape) if need_x else None
         scratch = Scratch(x, dtype)
-        for chunk in chunks(x, chosen, dtype):
+        for chunk in chunks(x, chosen, dtype, backward=True):
             parts = [_select(m, chunk) for m in matrices]
             target = None if dx is None else _target(chunk.of(dx), layout)
             operands = _laid_out(chunk.of(dy), layout), _laid_out(chunk.of(x), layout)

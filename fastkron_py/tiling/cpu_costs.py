@@ -28,8 +28,10 @@ TALL: Final = (
 )
 ALIASED: Final = 256
 # BLAS computes a product of fewer terms than FEW_TERMS, whose rows are more than LONG_ROWS times as long as they are many, on one thread.
+# From a length of SHARED_ROWS on threads share the rows: in float32, and in wider types.
 FEW_TERMS: Final = 64
 LONG_ROWS: Final = 2
+SHARED_ROWS: Final = (8192, 2048)
 FRESH: Final = 0.2  # an element of a result in memory that is new and larger than the cache
 FRESH_ELEMENTS: Final = 1 << 18
 
@@ -107,8 +109,8 @@ def last_time(mode: Mode, rates: Rates) -> float:
 
 def _alone(mode: Mode, rows: int, columns: int, rates: Rates) -> float:
     """More time of a product with this result that one thread computes, while the others wait."""
-    is_alone = rates.is_shared and mode.p < FEW_TERMS and rows >= VECTOR and LONG_ROWS * rows < columns
-    return work_time(mode, columns, rates) if is_alone else 0.0
+    is_alone = mode.p < FEW_TERMS and rows >= VECTOR and LONG_ROWS * rows < columns < SHARED_ROWS[rates.scale > 1]
+    return work_time(mode, columns, rates) if rates.is_shared and is_alone else 0.0
 
 
 def _blas_first(mode: Mode, rates: Rates) -> float:

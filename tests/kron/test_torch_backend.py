@@ -306,6 +306,21 @@ def test_plan_rotates_where_products_in_place_are_narrow():
         assert not planned(shapes, 256).rotates
 
 
+def test_plan_rotates_no_products_that_one_thread_computes():
+    """MKL computes [16, 24] @ [24, 4000] on one thread, and [4000, 24] @ [24, 16] on two."""
+    mode, alone = torch_costs.Mode(1, 24, 16, 4000), torch_costs.Rates(4)
+    shared = torch_costs.Rates(4, threads=2)
+    assert torch_costs.rotating(mode, shared) > 1.5 * torch_costs.rotating(mode, alone)
+    for rates in (alone, shared):
+        assert torch_costs.product_ways(mode._replace(matrices=4000, tail=1), rates)[torch_costs.IN_PLACE] < torch_costs.rotating(
+            mode, shared
+        )
+    for other in (mode._replace(p=64), mode._replace(tail=8192), mode._replace(tail=30)):
+        assert torch_costs.rotating(other, shared) == torch_costs.rotating(other, alone)
+    double = [torch_costs.rotating(mode, torch_costs.Rates(8, threads=n)) for n in (1, 2)]
+    assert double[0] == double[1]  # long rows of float64 are shared
+
+
 def test_plan_turns_rows_into_columns_where_modes_are_narrow():
     assert planned(((8, 8),) * 4, backward=True).layout == torch_plan.COLUMNS
     assert planned(((64, 64),) * 2, backward=True).layout == torch_plan.AS_IT_IS
@@ -343,6 +358,14 @@ def test_chunks_cover_everything_once(size, chunking):
     for chunk in chunks.chunks(x, chosen, x.dtype):
         chunk.of(x).add_(1)
     assert torch.equal(x, torch.ones_like(x))
+
+
+def test_a_wide_result_is_no_reason_for_chunks():
+    """It is written once; the intermediate alone is to stay in the cache. A backward pass sums over chunks."""
+    x, chosen = torch.empty(1, 8, 53 * 55, 1), torch_plan.Plan(planned(((53, 895), (55, 159)), 8).steps)
+    assert len(list(chunks.chunks(x, chosen, x.dtype))) == 1
+    assert len(list(chunks.chunks(x, chosen, x.dtype, backward=True))) > 1
+    assert len(list(chunks.chunks(x.repeat(1, 100, 1, 1), chosen, x.dtype))) > 1
 
 
 @pytest.mark.parametrize("columns", [1, 3, 64], ids=["right", "few columns", "columns"])

@@ -33,6 +33,7 @@ PARTIAL_FAR: Final = 1.0  # the same, where they leave the cache
 CACHED: Final = 1 << 20  # elements
 NARROW_SUM: Final = 0.88  # an element of [n, P]^T @ [n, Q], both narrow: of the narrower one
 COPY: Final = 0.12  # an element copied
+HALF_COPY: Final = 0.25  # the same of half types, in products of these
 COPY_RUN: Final = 1.1  # more, over the number of elements that stay side by side
 COPIES: Final = 4  # calls that the copies of both operands take
 SHORT_RUN: Final = 5.0  # an element of a product with one term, over the length of its rows
@@ -44,6 +45,7 @@ SWAP_SHORT: Final = 2.5  # more, over the longer side
 BUILD: Final = 0.3  # an element of factors multiplied out
 SPLIT: Final = 1.0  # an element of their gradient, taken apart
 
+HALF_BATCH: Final = 10e3  # more for a batch of products of half types, whose transposed factor is copied for each
 CONVERT: Final = 0.15  # an element converted between half types and float32
 CONVERT_CALL: Final = 1000.0
 
@@ -57,7 +59,7 @@ DIFFERENTIABLE_STEP: Final = 4e3  # each step of a product whose operations auto
 
 def copy(elements: int, run: int, rates: Rates) -> float:
     """A copy that permutes runs of elements."""
-    return elements * (COPY * rates.scale + COPY_RUN / run)
+    return elements * ((COPY * rates.scale if rates.scale >= 1 else HALF_COPY) + COPY_RUN / run)
 
 
 def transpose(elements: int, side: int, other: int, rates: Rates) -> float:
@@ -98,7 +100,8 @@ def _batch(mode: Mode, rates: Rates) -> float:
         return rates.call + 2 * rates.element * (mode.read + mode.written) + SHORT_RUN / tail * mode.written
     if p * q * tail < TINY and rates.scale >= 1:
         return rates.call + TINY_MULTIPLY_ADD * mode.work
-    return rates.call + work_time(mode, tail, rates) + rates.element * (mode.read + mode.written) + rates.matrix * count
+    seconds = rates.call + work_time(mode, tail, rates) + rates.element * (mode.read + mode.written) + rates.matrix * count
+    return seconds if rates.scale >= 1 else seconds + HALF_BATCH
 
 
 def rotating(mode: Mode, rates: Rates) -> float:
