@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastkron_py.adapters.api import adapted_linear
 from fastkron_py.adapters.conv import Kernel, Window, lokr_conv
-from fastkron_py.adapters.factor import Factor
+from fastkron_py.adapters.factor import Factor, Operands
 from fastkron_py.runtime.autocast import autocast_dtype
 from fastkron_py.runtime.checks import HALF_DTYPES
 
@@ -44,7 +44,7 @@ class Adapter(NamedTuple):
         own = self.fitting(x)
         if own.window is not None:
             return lokr_conv(x, own.w1, own.w2, own.window, base=base, scale=own.scale)
-        return adapted_linear(x, own.w1, own.w2.factor(), base, own.scale, out=out)
+        return adapted_linear(Operands(x, own.w1, own.w2.factor(), base), own.scale, out=out)
 
     def added(self, x: Tensor, base: Tensor, overwrites: bool = False) -> Tensor:
         """The adapter's result plus base, and written there if base may be; of other dtypes than the result's, as torch adds."""

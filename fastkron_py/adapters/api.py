@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastkron_py.adapters import into, operator
 from fastkron_py.adapters.composed import add_product
-from fastkron_py.adapters.factor import Factor, check_factor, labelled, loaded
+from fastkron_py.adapters.factor import Factor, Operands, check_factor, labelled, loaded
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
@@ -66,7 +66,8 @@ def lokr_linear(
         torch.Size([10, 128])
     """
     if isinstance(x, Tensor):
-        return adapted_linear(x, _factor("w1", w1), _factor("w2", w2), base, scale, precision, out)  # type: ignore[arg-type, return-value]
+        given = Operands(x, _factor("w1", w1), _factor("w2", w2), base)  # type: ignore[arg-type]
+        return adapted_linear(given, scale, precision, out)  # type: ignore[arg-type, return-value]
     if out is not None:
         raise type_error("out", "None beside an x that is no torch tensor", type_name(out))
     parts1, parts2 = labelled("w1", w1), labelled("w2", w2)
@@ -75,40 +76,39 @@ def lokr_linear(
     with bridge.context():
         loaded_base = None if base is None else bridge.load(base, "base")
         f1, f2 = (loaded(bridge, parts) for parts in (parts1, parts2))
-        return bridge.give_back(adapted_linear(bridge.load(x, "x"), f1, f2, loaded_base, scale, precision))  # type: ignore[no-any-return]
+        operands = Operands(bridge.load(x, "x"), f1, f2, loaded_base)
+        return bridge.give_back(adapted_linear(operands, scale, precision))  # type: ignore[no-any-return]
 
 
 def _factor(name: str, given: Any) -> Factor:
     return Factor(given) if isinstance(given, Tensor) else Factor(*[t for _, t in labelled(name, given)])
 
 
-def adapted_linear(
-    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None = None, out: Tensor | None = None
-) -> Tensor:
+def adapted_linear(given: Operands, scale: Any, precision: str | None = None, out: Tensor | None = None) -> Tensor:
     """`lokr_linear` of tensors."""
-    dtype = autocast_dtype(x)
+    dtype = autocast_dtype(given.x)
     if dtype is not None:
+        x, w1, w2, base = given
         check_tensor("x", x, x, "x")
-        x, base = cast(x, dtype), cast(base, dtype)
         w1, w2 = (Factor(*[cast_factor(t, dtype) for t in w]) for w in (w1, w2))
-    is_kept = not torch.compiler.is_compiling() and (out is None or out is base)
-    key = _key(x, w1, w2, base, scale, precision, dtype, out is not None) if is_kept else None
+        given = Operands(cast(x, dtype), w1, w2, cast(base, dtype))
+    is_kept = not torch.compiler.is_compiling() and (out is None or out is given.base)
+    key = _key(given, scale, precision, dtype, out is not None) if is_kept else None
     if key is not None:
-        given = [t for t in (x, *w1, *w2, base) if t is not None]
-        entry = CACHE.find(key, given)
-        if entry is not None and (out is None or into.are_apart(given[:-1], out)):
-            y: Tensor = entry(given, (scale, *entry.options[1:]))
+        tensors = given.present
+        entry = CACHE.find(key, tensors)
+        if entry is not None and (out is None or into.are_apart(tensors[:-1], out)):
+            y: Tensor = entry(tensors, (scale, *entry.options[1:]))
             return y
-    return _checked_product(x, w1, w2, base, scale, precision, key, out)
+    return _checked_product(given, scale, precision, key, out)
 
 
-def _key(
-    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: Any, dtype: torch.dtype | None, in_place: bool
-) -> tuple[Any, ...] | None:
+def _key(given: Operands, scale: Any, precision: Any, dtype: torch.dtype | None, in_place: bool) -> tuple[Any, ...] | None:
     """The key of a call in the cache; None for calls that are not kept. Nothing has been checked yet."""
     if type(scale) is not float or not -math.inf < scale < math.inf or not (precision is None or type(precision) is str):
         return None
     # Guards tell of autocast, but not of its dtype.
+    _, w1, w2, base = given
     return "lokr_linear", w1.right is None, w2.right is None, base is None, scale == 1, precision, dtype, in_place
 
 
@@ -117,32 +117,33 @@ def cast_factor(t: Any, dtype: torch.dtype) -> Any:
     return t if isinstance(t, Tensor) and t.dtype == torch.float32 else cast(t, dtype)
 
 
-def _checked_product(
-    x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: Any, precision: str | None, key: Hashable, out: Tensor | None
-) -> Tensor:
+def _checked_product(given: Operands, scale: Any, precision: str | None, key: Hashable, out: Tensor | None) -> Tensor:
     """The product of tensors, kept by this key if there is one."""
+    x, w1, w2, _ = given
     check_precision(precision)
     check_tensor("x", x, x, "x")
     for name, factor in (("w1", w1), ("w2", w2)):
         check_factor(name, factor, x)
-    _check_sizes(x, w1, w2, base)
+    _check_sizes(given)
     scale = check_scalar("scale", scale, x)
     if out is not None:
-        into.check_out(out, x, _result_shape(x, w1, w2), [x, *w1, *w2, base, scale if isinstance(scale, Tensor) else None])
+        into.check_out(out, given, scale if isinstance(scale, Tensor) else None)
     if isinstance(scale, Tensor | complex):  # part of the smaller factor
-        w1, scale = w1.scaled(scale), 1.0
+        given, scale = given._replace(w1=w1.scaled(scale)), 1.0
     is_vector, target = x.ndim == 1, out
     if is_vector:
-        x, base, target = (None if t is None else t.unsqueeze(0) for t in (x, base, out))  # type: ignore[assignment]
-    if target is not None and into.can_write(x, w1, w2, base, target):
-        into.write(x, w1, w2, base, scale, precision, target, None if is_vector else key)
+        base, target = (None if t is None else t.unsqueeze(0) for t in (given.base, out))
+        given = given._replace(x=x.unsqueeze(0), base=base)
+    if target is not None and into.can_write(given, target):
+        into.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
-    y = product(x, w1, w2, base, scale, precision, None if is_vector else key)
+    y = product(given, scale, precision, None if is_vector else key)
     y = y.squeeze(0) if is_vector else y
     return y if out is None else out.copy_(y)
 
 
-def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None:
+def _check_sizes(given: Operands) -> None:
+    x, w1, w2, base = given
     columns = w1.size.columns * w2.size.columns
     if x.ndim == 0 or x.shape[-1] != columns:
         expected = f"a last dimension of {columns} = {w1.size.columns} * {w2.size.columns}, the columns of w1 and w2"
@@ -150,30 +151,23 @@ def _check_sizes(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None) -> None
     if base is None:
         return
     check_tensor("base", base, x, "x")
-    shape = _result_shape(x, w1, w2)
-    if tuple(base.shape) != shape:
-        raise value_error("base", f"the result's shape {shape}", f"shape {tuple(base.shape)}")
+    if tuple(base.shape) != given.result_shape:
+        raise value_error("base", f"the result's shape {given.result_shape}", f"shape {tuple(base.shape)}")
 
 
-def _result_shape(x: Tensor, w1: Factor, w2: Factor) -> tuple[int, ...]:
-    return (*x.shape[:-1], math.prod((w1.size.rows, w2.size.rows)))
-
-
-def product(x: Tensor, w1: Factor, w2: Factor, base: Tensor | None, scale: float, precision: str | None, key: Hashable = None) -> Tensor:
+def product(given: Operands, scale: float, precision: str | None, key: Hashable = None) -> Tensor:
     """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, by the operator; compilers see what it is composed of.
 
     Args:
-        x: ``[*, M, in1 * in2]``.
-        w1: the first factor, of x's dtype or float32.
-        w2: the second factor.
-        base: ``[*, M, out1 * out2]`` or None.
+        given: x ``[*, M, in1 * in2]``, both factors, of x's dtype or float32, and base ``[*, M, out1 * out2]`` or None.
         scale: a number.
         precision: of float32 products.
         key: of the call in the cache, if it has been looked up without success.
     """
+    x, w1, w2, base = given
     if torch.compiler.is_compiling():
         with without_autocast(x.device):  # of a pair that is multiplied out
             return add_product(x, w1, w2, base, scale, precision)
     beta = 0.0 if base is None else 1.0
-    y: Tensor = operator.lokr_linear(x, *w1, *w2, base, float(scale), beta, precision, requested_backend(), key=key)
+    y: Tensor = operator.lokr_linear(*given.listed, float(scale), beta, precision, requested_backend(), key=key)
     return y

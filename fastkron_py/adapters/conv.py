@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastkron_py.adapters import api
 from fastkron_py.adapters.api import cast_factor
 from fastkron_py.adapters.composed import multiply, prepared
-from fastkron_py.adapters.factor import Factor, check_factor, product
+from fastkron_py.adapters.factor import Factor, Operands, check_factor, product
 from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.checks import check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
@@ -180,7 +180,7 @@ def _pointwise(x: Tensor, w1: Factor, w2: Kernel, base: Tensor | None, scale: An
     _check_base(base, (x.shape[0], w1.size.rows * w2.rows, *x.shape[2:]))
     if x.stride(1) == 1 and x.shape[1] > 1:  # channels_last: a pixel's channels lie side by side
         z = None if base is None else base.movedim(1, -1)
-        return api.product(x.movedim(1, -1), w1, factor, z, scale, None).movedim(-1, 1)
+        return api.product(Operands(x.movedim(1, -1), w1, factor, z), scale, None).movedim(-1, 1)
     w1, factor = prepared(w1, factor, x.shape[0] * math.prod(x.shape[2:]), x)
     if factor.right is None:
         return _mix(x, [w1.left, factor.left], base, scale)

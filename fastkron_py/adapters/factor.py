@@ -38,6 +38,30 @@ class Factor(NamedTuple):
         return self._replace(left=self.left * scale)
 
 
+class Operands(NamedTuple):
+    """The tensors of ``base + scale * x @ kron(w1, w2).T``; without a base nothing is added."""
+
+    x: Tensor
+    w1: Factor
+    w2: Factor
+    base: Tensor | None
+
+    @property
+    def listed(self) -> tuple[Tensor | None, ...]:
+        """All of them, one after the other: x, both factors' matrices, base."""
+        return (self.x, *self.w1, *self.w2, self.base)
+
+    @property
+    def present(self) -> list[Tensor]:
+        """Those that there are."""
+        return [t for t in self.listed if t is not None]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return (*self.x.shape[:-1], self.w1.size.rows * self.w2.size.rows)
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """The sum over left's last and right's first dimension, in the wider dtype of both."""
     dtype = torch.promote_types(left.dtype, right.dtype)

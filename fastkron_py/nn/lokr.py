@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastkron_py.adapters.api import adapted_linear
 from fastkron_py.adapters.conv import Window, lokr_conv
+from fastkron_py.adapters.factor import Operands
 from fastkron_py.nn.arguments import check_positive
 from fastkron_py.nn.hooks import owns_result
 from fastkron_py.nn.lokr_base import LoKrLayer, LoKrOptions
@@ -107,7 +108,7 @@ class LoKrLinear(LoKrLayer):
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
         out = base if base is not None and owns_result(self.base_layer) else None
-        return adapted_linear(x, self.first_factor(), self.second_factor().factor(), base, self.scale, out=out)
+        return adapted_linear(Operands(x, self.first_factor(), self.second_factor().factor(), base), self.scale, out=out)
 
 
 class LoKrConv2d(LoKrLayer):
