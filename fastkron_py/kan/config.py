@@ -115,7 +115,7 @@ _WITHOUT_CORES: Final[Mapping[str, Sequence[Tile]]] = {
 # its others where there are 8 inputs at least; with more than 64, x and dx would take the shared memory of a stage.
 _INPUT_GEMM: Final = {2: GemmTile(128, 256, 64, 8, 3, group=16), 4: GemmTile(128, 256, 32, 8, 3)}
 _SIDE_BY_SIDE: Final = (4, 8, 16, 32)  # degrees
-_LEAST_FILLED: Final = 2 / 3  # of what the multiprocessors do, below which another kernel's smaller tiles cost less
+_LEAST_FILLED: Final = 2 / 3  # of the multiprocessors' work, below which another kernel's smaller tiles cost less
 
 
 def is_large(sizes: Sizes) -> bool:
@@ -128,7 +128,7 @@ def _tiles(tile: Tile, height: int, width: int) -> int:
 
 
 def _fitted(tile: Tile, height: int, width: int, depth: int) -> Tile:
-    """No block much larger than what it is a block of; a tensor core takes nothing narrower than 16."""
+    """No block much larger than its side of the product; a tensor core takes nothing narrower than 16."""
 
     def fit(block: int, size: int) -> int:
         return min(block, max(16, next_power_of_two(size)))

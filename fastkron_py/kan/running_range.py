@@ -26,7 +26,7 @@ from fastkron_py.runtime.operator import LIBRARY
 
 LEAST_CALLS: Final = 64  # of a layer between a batch's forward pass and its second run, that are remembered
 MOST_CALLS: Final = 4096
-MOST_BYTES: Final = 2**20  # of what a layer remembers beyond the least
+MOST_BYTES: Final = 2**20  # of a layer's memory beyond the least
 
 # A CUDA graph would keep what the operator found when it was captured.
 _TAGS: Final = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))

@@ -1,4 +1,4 @@
-"""Polynomial KAN layers in torch: the backend of the CPU, and what higher derivatives are taken of.
+"""Polynomial KAN layers in torch: the backend of the CPU, and the operations that higher derivatives are taken of.
 
 All degrees are one matrix product: the values ``[rows, degrees * I]`` of a slice of rows by the coefficients as a matrix. The program of a
 call goes slice by slice, so that no more than a slice's values are alive.

@@ -32,7 +32,7 @@ class GradientProblem(NamedTuple):
 
     @property
     def addresses(self) -> dict[str, Any]:
-        """Strides of u and g in place, and what their slices are."""
+        """Strides and slices of u and g in place."""
         _, rows, before, after = self.around
         p, q = self.sizes
         merged = before > 1 and self.u.row == before * p * after * self.u.unit and self.g.row == before * q * after * self.g.unit

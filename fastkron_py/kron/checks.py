@@ -1,4 +1,4 @@
-"""Argument checks of the Kronecker verbs. Every refusal names the argument, the expectation and what came."""
+"""Argument checks of the Kronecker verbs. Every refusal names the argument, the expectation and the value given."""
 
 from __future__ import annotations
 

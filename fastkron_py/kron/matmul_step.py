@@ -199,7 +199,7 @@ def _padded_factor(build: Builder, factor: Tensor) -> Tensor:
 
 
 def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, scale: Scale = PLAIN) -> None:
-    """Add ``y = alpha * x + beta * z`` to a program, all ``[B, n, I, J]``; what x lacks of y is zero, what it has beyond is left out."""
+    """Add ``y = alpha * x + beta * z`` to a program, all ``[B, n, I, J]``; x is padded with zeros, or cut."""
     groups, count, *sizes = y.shape
     tile = _TILE_BYTES // x.element_size()
     block_j = min(next_power_of_two(sizes[1]), max(_TILE_SIDE, tile // next_power_of_two(sizes[0])))

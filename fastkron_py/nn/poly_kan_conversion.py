@@ -318,7 +318,7 @@ def _converted(module: nn.Module, memo: dict[int, Any]) -> PolyKANLinear | None:
 
 
 def _taken_over(layer: _Layer, module: nn.Module, memo: dict[int, Any]) -> _Layer:
-    """The layer with a module's mode and copies of its hooks; what it could not have is refused."""
+    """The layer with a module's mode and copies of its hooks; a property that it cannot have is refused."""
     if "forward" in module.__dict__:
         raise value_error("source", "a layer with its class's forward", "one of its own")
     if any(getattr(module, name) for name in _STATE_HOOKS):

@@ -12,7 +12,7 @@ _HALF: Final = 0.97  # torch's products of half types
 _FUSED_HALF: Final = 0.85 * _HALF  # the fused kernel's main loop
 _FUSED_TF32: Final = 0.6  # the same in three passes of TF32
 _INSTRUCTIONS: Final = 22  # for a value of P / Q of degrees (5, 4)
-_EXPOSED: Final = 0.6  # of their time, what the other program's products do not hide
+_EXPOSED: Final = 0.6  # of their time, which the other program's products do not hide
 _SEPARATE: Final = 0.96  # share of the bandwidth that the function's own kernel reaches
 _CALLS: Final = 4e-5  # of torch's linear and of a recognised `rational`, in Python and the driver
 # Of the fused kernel, whose descriptors are made for every call: on an H100's host the layers of KAT-T and KAT-S, whose kernels take 117

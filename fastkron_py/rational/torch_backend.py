@@ -1,4 +1,4 @@
-"""The group-wise rational function in torch operations: the torch backend, and what derivatives of higher order are made of.
+"""The group-wise rational function in torch operations: the torch backend, and the operations of higher derivatives.
 
 `forward` and `backward` go block by block, so that intermediates stay in the cache, and write over them. `gradients` and `tangent`
 take whole tensors; autograd can differentiate and torch.func transform them, any number of times.

@@ -1,4 +1,4 @@
-"""Argument checks that operators share. Every refusal names the argument, the expectation and what came."""
+"""Argument checks that operators share. Every refusal names the argument, the expectation and the value given."""
 
 from __future__ import annotations
 

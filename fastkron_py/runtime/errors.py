@@ -10,12 +10,12 @@ def _message(argument: str, expected: str, got: Any) -> str:
 
 
 def value_error(argument: str, expected: str, got: Any) -> ValueError:
-    """Build (not raise) a ValueError that names the argument, the expectation and what came."""
+    """Build (not raise) a ValueError that names the argument, the expectation and the value given."""
     return ValueError(_message(argument, expected, got))
 
 
 def type_error(argument: str, expected: str, got: Any) -> TypeError:
-    """Build (not raise) a TypeError that names the argument, the expectation and what came."""
+    """Build (not raise) a TypeError that names the argument, the expectation and the value given."""
     return TypeError(_message(argument, expected, got))
 
 

@@ -13,7 +13,7 @@ class Arithmetic(NamedTuple):
     """The types and the product's precision inside a kernel."""
 
     compute: Any  # operands of the products
-    acc: Any  # sums, and what the epilogue sees
+    acc: Any  # sums, also in the epilogue
     precision: str  # tl.dot's name, or "emulated"
 
 

@@ -193,7 +193,7 @@ def known(size, ALIGN: tl.constexpr):
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share what they read."""
+    """(row, column) of a tile, GROUP rows at a time, so that neighbours in time share operands."""
     first = tile // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
     inside = tile % (GROUP * tiles_n)

@@ -1,4 +1,4 @@
-"""The gradient of a polynomial KAN layer's inputs on Hopper GPUs: derivatives are multiplied to what the tensor cores have summed.
+"""The gradient of a polynomial KAN layer's inputs on Hopper GPUs: derivatives multiply the tensor cores' sums.
 
 One warpgroup has both operands copied, and two multiply (`tiling.hopper.ring`).
 """

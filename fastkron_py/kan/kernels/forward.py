@@ -47,7 +47,7 @@ def _poly_kan_fwd_kernel(
     x_ptr,  # [M, I]
     coef_ptr,  # [TERMS, O, I]
     low_ptr,  # its low halves, for "split"
-    table_ptr,  # what a basis reads
+    table_ptr,  # a basis's table
     bias_ptr,  # [O]
     y_ptr,  # [splits, M, O]
     rows,

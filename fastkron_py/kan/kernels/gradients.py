@@ -49,7 +49,7 @@ def _add_degrees(
 @triton.jit
 def _dx_tile(
     program,
-    tensors,  # dy, x, C, its low halves, what a basis reads, dx: see the kernel, as for all that follows
+    tensors,  # dy, x, C, its low halves, a basis's table, dx: see the kernel, as for all that follows
     sizes,
     strides,  # of dy's rows, x's rows, C's outputs and inputs
     blocks_per_split,
@@ -151,7 +151,7 @@ def _store_degree(out_ptr, acc, d, j, o, num_in, num_out, TERMS: tl.constexpr, s
 @triton.jit
 def _dcoef_tile(
     program,
-    tensors,  # dy, its low halves, x, what a basis reads, dC
+    tensors,  # dy, its low halves, x, a basis's table, dC
     sizes,
     strides,  # of dy's rows and columns, x's rows
     blocks_per_split,
@@ -253,7 +253,7 @@ def _poly_kan_gradients_kernel(
     x_ptr,  # [M, I]
     coef_ptr,  # [TERMS, O, I] in these strides
     low_ptr,  # its low halves, for "split"
-    table_ptr,  # what a basis reads
+    table_ptr,  # a basis's table
     dx_ptr,  # [splits, M, I]
     dcoef_ptr,  # [splits, TERMS, O, I]
     rows,

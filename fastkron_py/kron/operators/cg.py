@@ -63,7 +63,7 @@ def stopping(tolerance: Any, max_iterations: Any, progress: Any, dtype: torch.dt
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """``a^H b`` of each column ``[*batch, M]``, in float64: real for what it is used for."""
+    """``a^H b`` of each column ``[*batch, M]``, in float64: real, as its callers need it."""
     product = (a.conj() * b).real if a.is_complex() else a * b
     return product.sum(-2, dtype=torch.float64)
 

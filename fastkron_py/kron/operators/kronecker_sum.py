@@ -66,7 +66,7 @@ class KroneckerSum(LazyOperator):
         n = math.prod([s[-1] for s in shapes])
         self._shape = (*batch, n, n)
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
 
     @property
     def _arrays(self) -> Sequence[Any]:

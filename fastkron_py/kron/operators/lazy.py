@@ -95,7 +95,7 @@ class LazyOperator:
         """The product with an array; left: the operator stands to the left of it."""
         raise NotImplementedError
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:

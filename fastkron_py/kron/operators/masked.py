@@ -98,7 +98,7 @@ class MaskedKroneckerProduct(LazyOperator):
         self._shape = (*batch, p if self.rows is None else self.rows.shape[0], q if self.columns is None else self.columns.shape[0])
         self._solver: KroneckerPlusDiagonal | None = None
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
 
     @property
     def _arrays(self) -> Sequence[Any]:

@@ -59,7 +59,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         self.convergence: Convergence | None = None
         self.standard_error: Any = None
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
 
     @property
     def _arrays(self) -> Sequence[Any]:

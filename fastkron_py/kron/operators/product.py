@@ -60,7 +60,7 @@ class KroneckerProduct(LazyOperator):
         self._factors = tuple(listed)
         self._shape = (*batch, math.prod([s[-2] for s in shapes]), math.prod([s[-1] for s in shapes]))
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
 
     def _with(self, arrays: Sequence[Any]) -> KroneckerProduct:
         return KroneckerProduct(arrays)

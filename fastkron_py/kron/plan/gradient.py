@@ -184,7 +184,7 @@ def gradient_plan(shapes: tuple[tuple[int, int], ...], numbers: Numbers, rows: i
 def fused_configs(
     group: Group, shapes: Sequence[tuple[int, int]], numbers: Numbers, num_slices: int, after: int, groups: int, gpu: GPU
 ) -> tuple[FusedConfig, ...]:
-    """Tiles of a fused kernel, the preferred one first, then what a device with less shared memory may take.
+    """Tiles of a fused kernel, the preferred one first, then those for devices with less shared memory.
 
     The number of programs depends on the problem and the device alone, so results repeat bit for bit.
 
