@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.tiling.cpu_products import batch_parts
 
 
@@ -66,7 +67,7 @@ def batch_product(a: Tensor, b: Tensor) -> Tensor:
     """``[A, I, J] @ [A, J, K]`` in new memory, which autograd may record."""
     if len(batch_parts(a, b)) < 2:
         return a.bmm(b)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+    if wants_gradient((a, b)):
         return torch.stack([u.mm(v) for u, v in zip(a.unbind(), b.unbind(), strict=True)])
     return scaled_product(a, b, 1.0)
 

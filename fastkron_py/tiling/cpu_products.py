@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
 
 ROUNDS: Final = 8  # of a batch's products, one for each thread: where there are more, an idle thread in the last one is little
@@ -46,7 +47,7 @@ def by_onednn(a: Tensor, b: Tensor, is_last: bool) -> Tensor | None:
     if not (takes_onednn(j, k, i, True) if is_last else takes_onednn(j, i, k, False)):
         return None
     multiply = _onednn_product(a)
-    if multiply is None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+    if multiply is None or wants_gradient((a, b)):
         return None
     is_dense = all([t.is_contiguous() or t.mT.is_contiguous() for t in (a, b)])  # others take oneDNN's reference loops
     return multiply(a, b) if is_dense else None
@@ -64,12 +65,10 @@ def batch_parts(a: Tensor, b: Tensor) -> list[slice]:
     BLAS on a CPU gives each thread whole products: three of them on two threads take as long as four. So the last products of a small
     batch of large ones are parts of their own, which all threads share. Half types are oneDNN's, which shares out a batch by itself.
     """
-    count, left = a.shape[0], 0
-    if a.is_cpu and a.dtype not in HALF_DTYPES:
-        threads, work = torch.get_num_threads(), a.shape[1] * a.shape[2] * b.shape[2]
-        is_worth = count < ROUNDS * threads and work >= THREAD_WORK * threads and 4 * (count % threads) <= 3 * threads
-        left = count % threads if is_worth else 0
-    whole = count - left
+    count, sharing, work = a.shape[0], threads(a), a.shape[1] * a.shape[2] * b.shape[2]
+    left = count % sharing
+    is_worth = count < ROUNDS * sharing and work >= THREAD_WORK * sharing and 4 * left <= 3 * sharing
+    whole = count - left if is_worth and a.dtype not in HALF_DTYPES else count
     return ([slice(0, whole)] if whole else []) + [slice(i, i + 1) for i in range(whole, count)]
 
 
