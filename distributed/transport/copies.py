@@ -7,8 +7,9 @@ by a kernel, which takes multiprocessors from multiplies, or row by row, and eac
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fastkron_py.distributed.transport.driver import driver_function
 # torch copies strided tensors element by element: wide ones move more bytes with as many instructions. For copies from this size on.
 WIDE_BYTES: Final = 1 << 20
 WORD: Final = torch.complex128
-# Runs of memory from this size on are copied one by one, which leaves the multiprocessors to multiplies.
+# Runs of memory from this size on are copied by copy engines, which leaves the multiprocessors to multiplies.
 RUN_BYTES: Final = 1 << 18
 
 _UNIFIED: Final = 4  # CU_MEMORYTYPE_UNIFIED: the address says where it is
@@ -46,20 +47,6 @@ def _in_words(t: Tensor) -> bool:
     if many < 2 or t.is_complex() or t.stride(-1) != 1 or t.data_ptr() % WORD.itemsize:
         return False
     return not any([n % many for n in (t.shape[-1], t.storage_offset(), *t.stride()[:-1])])
-
-
-def copy_runs(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, q, s]`` of any strides: contiguous memory at once, long runs by the GPU's copy engines."""
-    run = of.shape[-1] * of.element_size()
-    at_once = to.is_contiguous() and of.is_contiguous()
-    if at_once or run < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1:
-        copy(to, of)
-        return
-    outer = int(to.shape[1] < to.shape[0])  # the fewest matrices
-    for there, here in zip(to.unbind(outer), of.unbind(outer), strict=True):
-        if not copy_matrix(there, here):
-            for there_run, here_run in zip(there.unbind(), here.unbind(), strict=True):
-                there_run.copy_(here_run)
 
 
 def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event | None:
@@ -101,30 +88,92 @@ class _Copy(ctypes.Structure):
     )
 
 
-def copy_matrix(to: Tensor, of: Tensor) -> bool:
-    """Copy ``[rows, columns]`` of the same dtype and shape on the current stream, with neighbouring columns next to each other.
+class _Layout(NamedTuple):
+    """A view of a block, from the block's first element on."""
 
-    Returns:
-        Whether it was done: on NVIDIA GPUs, where rows are less than 2 GiB apart.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, block: Tensor) -> Tensor:
+        """The view of a flat block."""
+        return block.as_strided(self.shape, self.strides, block.storage_offset() + self.offset)
+
+
+class Copies:
+    """Copies from parts of one block to parts of another, worked out once for blocks of these layouts, wherever they lie.
+
+    Long runs are copied by the GPU's copy engines, a matrix of runs in one call; short ones by kernels.
+
+    Args:
+        to: views ``[rows, q, s]`` of a flat block that begins its memory; a meta tensor does.
+        of: the same of another block, of the same shapes and dtype.
+
+    Example:
+        >>> half = Copies([torch.empty(2, 1, 3, device="meta")], [torch.empty(2, 1, 6, device="meta")[..., :3]])
+        >>> y = torch.empty(6)
+        >>> half.run(y, torch.arange(12.0))
+        >>> y
+        tensor([0., 1., 2., 6., 7., 8.])
     """
-    if not (to.is_cuda and of.is_cuda) or torch.version.hip is not None or of.numel() == 0:
-        return False
-    if of.is_conj() or of.is_neg() or to.is_conj() or to.is_neg():  # memory holds other numbers than the tensor
-        return False
+
+    def __init__(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+        pairs = [(a, b) for a, b in zip(to, of, strict=True) if a.numel()]
+        self._views = [tuple([_Layout(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in pair]) for pair in pairs]
+        self._matrices = [_matrices(*pair) for pair in pairs]
+
+    def run(self, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        """Copy between flat blocks, on a stream, or on the current one."""
+        function = _engines(to, of)
+        for (there, here), matrices in zip(self._views, self._matrices, strict=True):
+            if function is None or not matrices or not all([_copied(m, to, of, function, stream) for m in matrices]):
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    copy(there.of(to), here.of(of))
+
+
+def _engines(to: Tensor, of: Tensor) -> Any:
+    """The driver's function that copies a matrix between blocks; None where there is none, or memory holds other numbers than a tensor."""
+    if not (to.is_cuda and of.is_cuda) or torch.version.hip is not None or of.is_conj() or of.is_neg():
+        return None
+    return driver_function("cuMemcpy2DAsync_v2")
+
+
+def _copied(matrix: _Copy, to: Tensor, of: Tensor, function: Any, stream: torch.cuda.Stream | None) -> bool:
+    """Whether the driver has taken the copy of a matrix whose addresses are those in its blocks."""
+    placed = _Copy.from_buffer_copy(matrix)
+    placed.source += of.data_ptr()
+    placed.target += to.data_ptr()
+    stream = torch.cuda.current_stream(to.device) if stream is None else stream
+    return bool(function(ctypes.byref(placed), ctypes.c_void_p(stream.cuda_stream)) == 0)
+
+
+def _matrices(to: Tensor, of: Tensor) -> list[_Copy]:
+    """``[rows, q, s]`` as the fewest matrices of long runs; none where a kernel copies it."""
+    size = of.element_size()
+    at_once = to.is_contiguous() and of.is_contiguous()
+    if not at_once and (of.shape[-1] * size < RUN_BYTES or of.stride(-1) != 1 or to.stride(-1) != 1):
+        return []
+    if at_once:
+        to, of = to.reshape(1, 1, -1), of.reshape(1, 1, -1)
+    outer = int(to.shape[1] < to.shape[0])
+    found = [_matrix(*pair) for pair in zip(to.unbind(outer), of.unbind(outer), strict=True)]
+    return [] if None in found else [m for m in found if m is not None]
+
+
+def _matrix(to: Tensor, of: Tensor) -> _Copy | None:
+    """``[rows, columns]``, with addresses from its block's first byte on; None where rows are 2 GiB apart or more."""
     height, width = of.shape
     size = of.element_size()
     pitches = [t.stride(0) * size if height > 1 else width * size for t in (of, to)]
-    if min(pitches) < width * size or max(pitches) > _MOST_PITCH or (function := driver_function("cuMemcpy2DAsync_v2")) is None:
-        return False
-    arguments = _Copy(
+    if min(pitches) < width * size or max(pitches) > _MOST_PITCH:
+        return None
+    return _Copy(
         source_type=_UNIFIED,
-        source=of.data_ptr(),
+        source=int(of.storage_offset()) * size,
         source_pitch=pitches[0],
         target_type=_UNIFIED,
-        target=to.data_ptr(),
+        target=int(to.storage_offset()) * size,
         target_pitch=pitches[1],
         width=width * size,
         height=height,
     )
-    stream = torch.cuda.current_stream(to.device).cuda_stream
-    return bool(function(ctypes.byref(arguments), ctypes.c_void_p(stream)) == 0)

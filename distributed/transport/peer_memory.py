@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -24,12 +24,12 @@ from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import multiply_into
 from fastkron_py.distributed.plan.cost import Site
-from fastkron_py.distributed.plan.layout import Offsets, chunk_offsets, even_offsets
+from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.distributed.transport.copies import copy, copy_runs
+from fastkron_py.distributed.transport.copies import Copies
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
-from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, landed
+from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
 
 FEWEST_CHUNKS: Final = 2
 """From which on plans choose peer memory unasked: slots are as large as chunks."""
@@ -79,22 +79,24 @@ class PeerChannel(Channel):
 
     def send(self, transfer: Transfer, local: Tensor) -> Pushed | None:
         """Begin to push a block's parts into a slot of each peer; None where slots are too small, or taken."""
-        slots, row_group, ready = self._slots, transfer.row_group, transfer.ready
-        taken = slots.take(max([transfer.size_of(rank) for rank in range(row_group.size)]) * local.element_size())
+        slots, row_group, leg, dtype = self._slots, transfer.row_group, transfer.leg, local.dtype
+        taken = slots.take(_most(leg) * dtype.itemsize)
         if taken is None:
             return None
-        (slot,) = taken
-        me, block = row_group.position, transfer.into
+        (slot,), me, block, ready = taken, row_group.position, transfer.into, transfer.ready
         if ready is None and block is None:
             block = local.new_empty(transfer.size)
 
-        def push(peer: int) -> None:
-            copy_parts(transfer, peer, local, slots.block(slot, peer, transfer.size_of(peer), local.dtype), copy_runs)
+        def push(peer: int, stream: torch.cuda.Stream) -> None:
+            sent(leg, me, peer, dtype).run(slots.block(slot, peer, leg.gets(peer), dtype), local, stream)
 
-        own = None if ready is not None or block is None else partial(copy_parts, transfer, me, local, block, copy_runs)
+        def own(stream: torch.cuda.Stream) -> None:
+            if ready is None and block is not None:
+                sent(leg, me, me, dtype).run(block, local, stream)
+
         with transfer.stage(local):
             done = slots.exchange(slot, (local,) if block is None else (local, block), row_group.others, push, own=own, ready=ready)
-        return Pushed(slots, slot, done, local.dtype, block, None if ready is None else local)
+        return Pushed(slots, slot, done, dtype, block, None if ready is None else local)
 
     def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
         """A chunk, ready to be sent; None where slots are too small, or taken."""
@@ -129,30 +131,46 @@ class Pushed(NamedTuple):
 
     def receive(self, transfer: Transfer, out: Tensor | None) -> Tensor:
         """The block, with the peers' parts copied from the slot."""
-        row_group = transfer.row_group
+        row_group, leg = transfer.row_group, transfer.leg
         me = row_group.position
         arrived = self.slots.block(self.slot, me, transfer.size, self.dtype)
         block = out if self.block is None else self.block
         block = torch.empty_like(arrived) if block is None else block
-        # By kernels: this stream has nothing else to do, and copy engines are slower inside a GPU.
         if self.own is not None:
-            copy_parts(transfer, me, self.own, block, copy)
+            sent(leg, me, me, self.dtype).run(block, self.own)
         self.done.wait()  # the current stream, not the host
         note(transfer.stage_text(arrived), arrived.device, row_group.ranks)
         for peer in row_group.others:
-            there, here = (transfer.parts(peer, me, b, arrived=True) for b in (block, arrived))
-            for to, of in zip(there, here, strict=True):
-                copy(to, of)
+            unpacked(leg, peer, me, self.dtype).run(block, arrived)
         self.slots.release(self.slot)
         return landed(block, out)
 
 
-def copy_parts(transfer: Transfer, receiver: int, local: Tensor, block: Tensor, copy_part: Callable[[Tensor, Tensor], None]) -> None:
-    """Copy all that this rank has for a receiver from its own block to the receiver's, part by part."""
-    me = transfer.row_group.position
-    there, here = transfer.parts(me, receiver, block, arrived=True), transfer.parts(me, receiver, local, arrived=False)
-    for to, of in zip(there, here, strict=True):
-        copy_part(to, of)
+@lru_cache(maxsize=4096)
+def _most(leg: Leg) -> int:
+    """Elements of the rank that gets most."""
+    return max([leg.gets(rank) for rank in range(leg.exchange.ranks)])
+
+
+@lru_cache(maxsize=4096)
+def sent(leg: Leg, sender: int, receiver: int, dtype: torch.dtype) -> Copies:
+    """From a sender's block to the receiver's, or to a slot that is laid out like it."""
+    return Copies(_parts(leg, sender, receiver, dtype, True), _parts(leg, sender, receiver, dtype, False))
+
+
+@lru_cache(maxsize=4096)
+def unpacked(leg: Leg, sender: int, receiver: int, dtype: torch.dtype) -> Copies:
+    """What a sender has put in the receiver's slot, to the receiver's block."""
+    parts = _parts(leg, sender, receiver, dtype, True)
+    return Copies(parts, parts)
+
+
+def _parts(leg: Leg, sender: int, receiver: int, dtype: torch.dtype, arrived: bool) -> list[Tensor]:
+    """Views of all that one rank sends another: in the sender's block, or in the receiver's once it has arrived."""
+    rectangles = leg.exchange.rectangles(*((receiver, sender) if leg.back else (sender, receiver)))
+    place, rank = at_source if arrived == leg.back else at_target, receiver if arrived else sender
+    block = torch.empty(leg.gets(rank) if arrived else leg.held(rank), dtype=dtype, device="meta")
+    return [place(leg.exchange, block, leg.rows, rank, r) for r in rectangles]
 
 
 class Layout(NamedTuple):
@@ -187,6 +205,15 @@ class Layout(NamedTuple):
         return slot[height * (low - own) : height * (high - own)].view(height, high - low)
 
 
+@lru_cache(maxsize=4096)
+def _columns(layout: Layout, rank: int, peer: int, dtype: torch.dtype, back: bool) -> Copies:
+    """From a peer's columns ``[rows, columns]`` of all rows to a rank's slot; or back."""
+    columns = torch.empty(layout.rows[-1], layout.columns[peer + 1] - layout.columns[peer], dtype=dtype, device="meta")
+    own = columns[layout.rows[rank] : layout.rows[rank + 1], None]
+    slot = layout.block(torch.empty(layout.elements(rank), dtype=dtype, device="meta"), rank, peer)[:, None]
+    return Copies([own], [slot]) if back else Copies([slot], [own])
+
+
 class Chunk:
     """Rows on their way: `send`, then `multiply`, which has the product pulled.
 
@@ -211,12 +238,13 @@ class Chunk:
         """
         self._x = x
 
-        def push(peer: int) -> None:
-            to = self._there.block(self._slot(self._operand, self._there, peer), peer, self._row_group.position)
-            _copy(to, self._of(x, peer))
+        there, me, flat = self._there, self._row_group.position, x.view(-1)
+
+        def push(peer: int, stream: torch.cuda.Stream) -> None:
+            _columns(there, peer, me, x.dtype, False).run(self._slot(self._operand, there, peer), flat, stream)
 
         self._text = self._stage("columns to rows", x)
-        self._arrived = self._exchange(self._operand, self._there, x, push, self._text, False, ready)
+        self._arrived = self._exchange(self._operand, there, x, push, self._text, False, ready)
 
     def multiply(self, factors: Sequence[Tensor], alpha: float, precision: str | None, out: Tensor) -> None:
         """Wait for this rank's rows, multiply them, and have every rank pull its columns of its peers' products.
@@ -242,8 +270,10 @@ class Chunk:
             )
         self._slots.release(self._operand)
 
-        def pull(peer: int) -> None:
-            _copy(self._of(out, peer), back.block(self._slot(self._product, back, peer), peer, me))
+        flat = out.view(-1)
+
+        def pull(peer: int, stream: torch.cuda.Stream) -> None:
+            _columns(back, peer, me, out.dtype, True).run(flat, self._slot(self._product, back, peer), stream)
 
         text = self._stage("rows to columns", out)
         self.done = self._exchange(self._product, back, out, pull, text, True, None)
@@ -269,7 +299,7 @@ class Chunk:
         slot: int,
         layout: Layout,
         local: Tensor,
-        copy: Callable[[int], None],
+        copy: Callable[[int, torch.cuda.Stream], None],
         text: str,
         pulls: bool,
         ready: torch.cuda.Event | None,
@@ -282,11 +312,6 @@ class Chunk:
     def _stage(self, label: str, columns: Tensor) -> str:
         size = (columns.numel() - self._of(columns, self._row_group.position).numel()) * columns.element_size()
         return self._row_group.text(f"{self._rows.name}: {label}{self._rows.chunk}", size)
-
-
-def _copy(to: Tensor, of: Tensor) -> None:
-    """Copy ``[rows, columns]``."""
-    copy_runs(to.unsqueeze(1), of.unsqueeze(1))
 
 
 PEER_MEMORY = PeerMemory()

@@ -94,10 +94,10 @@ class Slots:
         slot: int,
         local: Sequence[Tensor],
         peers: Sequence[int],
-        copy: Callable[[int], None],
+        copy: Callable[[int, torch.cuda.Stream], None],
         *,
         pulls: bool = False,
-        own: Callable[[], None] | None = None,
+        own: Callable[[torch.cuda.Stream], None] | None = None,
         ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         """Have a function write to the peers' slots, or read them, beside the later work of the current stream.
@@ -106,7 +106,7 @@ class Slots:
             slot: a taken one.
             local: tensors that this rank gives or gets besides slots.
             peers: positions of all other ranks, in the order in which this one takes them.
-            copy: the function, called with each peer; its copies begin when all ranks have come so far.
+            copy: the function, called with each peer and a stream; its copies begin when all ranks have come so far.
             pulls: it reads.
             own: called after, for copies that concern no peer.
             ready: after which local can be read; None for all that the current stream has been given.
@@ -120,14 +120,13 @@ class Slots:
         else:
             stream.wait_event(ready)
             stream.wait_event(self._free[slot])
-        with torch.cuda.stream(stream):
-            self._flags.meet(stream, 2 * slot)
-            for peer in peers:
-                copy(peer)
-            self._flags.meet(stream, 2 * slot + 1)
-            if own is not None:
-                own()
-            done: torch.cuda.Event = stream.record_event()
+        self._flags.meet(stream, 2 * slot)
+        for peer in peers:
+            copy(peer, stream)
+        self._flags.meet(stream, 2 * slot + 1)
+        if own is not None:
+            own(stream)
+        done: torch.cuda.Event = stream.record_event()
         for t in local:
             t.record_stream(stream)
         return done

@@ -22,7 +22,7 @@ from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import IN_WHOLE, InBlocks
 from fastkron_py.distributed.plan.cost import FALLBACK, TRANSPORTS, TransportModel
-from fastkron_py.distributed.plan.layout import Exchange, Rectangle
+from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
 from fastkron_py.distributed.plan.schedule import LAG
 
 Place = Callable[[Tensor], Tensor]
@@ -189,14 +189,15 @@ class Transfer:
         self.derivative = Transfer(self.exchange, self.row_group, self.rows, f"{self.label}, backward pass", not self.back, into)
         return self.derivative
 
+    @cached_property
+    def leg(self) -> Leg:
+        """What is moved, without tensors."""
+        return Leg(self.exchange, self.rows, self.back)
+
     @property
     def size(self) -> int:
         """Elements that this rank has afterwards."""
-        return self.size_of(self.row_group.position)
-
-    def size_of(self, position: int) -> int:
-        """Elements that a rank has afterwards."""
-        return self.rows * (self.exchange.source_size(position) if self.back else self.exchange.target_size(position))
+        return self.leg.gets(self.row_group.position)
 
     @property
     def moves(self) -> bool:
@@ -226,13 +227,6 @@ class Transfer:
             (later, block), self.after = self.after, None
             later.send(block)
         return found
-
-    def parts(self, sender: int, receiver: int, block: Tensor, arrived: bool) -> list[Tensor]:
-        """Views of all that one rank sends another: in the sender's block, or in the receiver's once it has arrived."""
-        exchange, rows = self.exchange, self.rows
-        rectangles = exchange.rectangles(receiver, sender) if self.back else exchange.rectangles(sender, receiver)
-        place = at_source if arrived == self.back else at_target
-        return [place(exchange, block, rows, receiver if arrived else sender, r) for r in rectangles]
 
     def stage(self, like: Tensor) -> stage:
         """Errors raised inside name this transfer; its elements are like the tensor's."""

@@ -34,7 +34,7 @@ import fastkron_py
 from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan
 from fastkron_py.distributed.split import Gradients
-from fastkron_py.distributed.transport import peer_memory
+from fastkron_py.distributed.transport import copies, peer_memory
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.testing import assert_close
@@ -414,7 +414,7 @@ def direct_in_blocks(shape, left, folder):
             x, factors, _ = make(m, sizes, left=left)
             with (
                 mock.patch.object(peer_memory, "multiply_into", wraps=peer_memory.multiply_into) as called,
-                mock.patch.object(peer_memory, "_copy", wraps=peer_memory._copy) as copied,
+                mock.patch.object(copies, "copy", wraps=copies.copy) as copied,
             ):
                 found = multiply(block(x, grid), factors, left, grid=grid, plan=how, alpha=0.5)
             assert torch.equal(found, block(single(x, factors, left) / 2, grid))

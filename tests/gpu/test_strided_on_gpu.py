@@ -6,51 +6,77 @@ import pytest
 import torch
 
 from fastkron_py.distributed.transport import copies
-from fastkron_py.distributed.transport.copies import copy_matrix, copy_runs
+from fastkron_py.distributed.transport.copies import Copies
 
 pytestmark = pytest.mark.gpu
 
 
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor is a view of."""
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+
+
+def copied(to: torch.Tensor, of: torch.Tensor, monkeypatch: pytest.MonkeyPatch, stream: torch.cuda.Stream | None = None) -> bool:
+    """Copy ``[rows, q, s]``; whether by copy engines."""
+    kernels = []
+    monkeypatch.setattr(copies, "copy", lambda to, of: kernels.append(to.copy_(of)))
+    Copies([to], [of]).run(flat(to), flat(of), stream)
+    return not kernels
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize(("rows", "columns", "gaps"), [(7, 1000, (3, 0)), (1, 5, (0, 2)), (300, 64, (64, 1))])
-def test_it_copies_a_matrix_and_nothing_beside_it(dtype: torch.dtype, rows: int, columns: int, gaps: tuple[int, int]) -> None:
+def test_it_copies_a_matrix_and_nothing_beside_it(
+    dtype: torch.dtype, rows: int, columns: int, gaps: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "RUN_BYTES", 1)
     of, to = (torch.randn(rows + 2, columns + gap, device="cuda").to(dtype) for gap in gaps)
     expected = to.clone()
     expected[1:-1, :columns] = of[2:, :columns]
-    assert copy_matrix(to[1:-1, :columns], of[2:, :columns])
+    assert copied(to[1:-1, None, :columns], of[2:, None, :columns], monkeypatch)
     assert torch.equal(to, expected)
 
 
-def test_on_a_side_stream_behind_what_makes_it() -> None:
+def test_on_a_side_stream_behind_its_earlier_work(monkeypatch: pytest.MonkeyPatch) -> None:
     of, to = torch.zeros(64, 1 << 16, device="cuda"), torch.full((64, 1 << 15), torch.nan, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(50):
             of.add_(1.0)
-        assert copy_matrix(to, of[:, 1 << 15 :])
+    monkeypatch.setattr(copies, "RUN_BYTES", 1)
+    assert copied(to[:, None], of[:, None, 1 << 15 :], monkeypatch, stream)
+    with torch.cuda.stream(stream):
         of.fill_(-1.0)
     stream.synchronize()
     assert torch.equal(to, torch.full_like(to, 50.0))
 
 
-def test_what_it_leaves_to_torch() -> None:
-    """Lazy conjugates, rows one on top of the other, and rows that are too far apart."""
-    x = torch.randn(4, 8, device="cuda", dtype=torch.complex64)
-    y = torch.empty_like(x)
-    assert not copy_matrix(y, x.conj())
-    assert not copy_matrix(y, x[:1].expand(4, 8))
-    far = torch.empty((1 << 31) + 64, dtype=torch.uint8, device="cuda").as_strided((2, 8), (1 << 31, 1))
-    assert not copy_matrix(torch.empty(2, 8, dtype=torch.uint8, device="cuda"), far)
+def test_what_it_leaves_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazy conjugates, rows one on top of the other, rows that are too far apart, and short runs."""
+    x = torch.randn(4, 1, 8, device="cuda", dtype=torch.complex64)
+    y = torch.full_like(x, torch.nan)
+    assert not copied(y[..., 1:], x[..., 1:], monkeypatch)
+    assert torch.equal(y[..., 1:], x[..., 1:])
+    monkeypatch.setattr(copies, "RUN_BYTES", 1)
+    conjugate = x.view(-1).conj()
+    kernels = []
+    monkeypatch.setattr(copies, "copy", lambda to, of: kernels.append(to.copy_(of)))
+    Copies([y], [x]).run(y.view(-1), conjugate)
+    assert len(kernels) == 1
+    assert torch.equal(y, x.conj())
+    assert not copied(y, x[:1].expand(4, 1, 8), monkeypatch)
+    assert torch.equal(y, x[:1].expand(4, 1, 8))
+    far = torch.zeros((1 << 31) + 64, dtype=torch.uint8, device="cuda").as_strided((2, 1, 8), (1 << 31, 8, 1))
+    assert not copied(torch.empty(2, 1, 8, dtype=torch.uint8, device="cuda"), far, monkeypatch)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_runs(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few matrices of long runs, whichever of the two dimensions has fewer."""
-    calls = []
-    monkeypatch.setattr(copies, "copy_matrix", lambda to, of: calls.append(to.shape) or copy_matrix(to, of))
     of = torch.randn(3, 40, 1 << 17, device="cuda")[:, :, : 1 << 16]
     to = torch.full((3, 40, 1 << 16), torch.nan, device="cuda")
-    copy_runs(*(t.transpose(0, 1) if turned else t for t in (to, of)))
+    there, here = (t.transpose(0, 1) if turned else t for t in (to, of))
+    assert [m.height for m in copies._matrices(there, here)] == [40] * 3
+    assert copied(there, here, monkeypatch)
     assert torch.equal(to, of)
-    assert calls == [(40, 1 << 16)] * 3

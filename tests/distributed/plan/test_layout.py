@@ -28,8 +28,8 @@ from fastkron_py.distributed.plan.layout import (
     widths,
 )
 from fastkron_py.distributed.transport.all_to_all import _lands_in_place, pack, unpack
-from fastkron_py.distributed.transport.copies import copy, copy_runs
-from fastkron_py.distributed.transport.peer_memory import copy_parts
+from fastkron_py.distributed.transport.copies import Copies, copy
+from fastkron_py.distributed.transport.peer_memory import sent
 from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
 
 EXPLORE = settings(max_examples=80)
@@ -70,7 +70,7 @@ def pretend(exchange: Exchange, blocks: list[Tensor], back: bool = False) -> lis
     stored = [torch.full((t.size,), math.nan, dtype=blocks[0].dtype) for t in transfers]
     for t, b in zip(transfers, blocks, strict=True):
         for receiver, block in enumerate(stored):
-            copy_parts(t, receiver, b.reshape(-1), block, Tensor.copy_)
+            sent(t.leg, t.row_group.position, receiver, b.dtype).run(block, b.contiguous().view(-1))
     assert all(torch.equal(a.view(-1), b) for a, b in zip(results, stored, strict=True))
     return results
 
@@ -190,13 +190,21 @@ def test_slices_are_shared_out_evenly(slices: int, parts: int, unit: int) -> Non
         assert max(widths(offsets)) <= 1.05 * -(-rows * slices // parts) * unit
 
 
-def test_long_runs_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastkron_py.distributed.transport.copies.RUN_BYTES", 32)
-    of, to = torch.randn(2, 3, 10)[:, :, 2:], torch.zeros(4, 3, 8)[::2]
-    copy_runs(to, of)
-    assert torch.equal(to, of)
-    copy_runs(to.mT, of.flip(2).mT)
-    assert torch.equal(to, of.flip(2))
+@pytest.mark.parametrize("turned", [False, True])
+def test_copies_worked_out_once_hold_for_blocks_elsewhere(turned: bool) -> None:
+    """Of views, whichever dimension has fewer, and of empty ones; nothing beside them is written."""
+
+    def views(of: Tensor, to: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        pair = to.view(4, 3, 8)[::2], of.view(2, 3, 10)[:, :, 2:]
+        there, here = (t.transpose(0, 1) for t in pair) if turned else pair
+        return [there, there[:0]], [here, here[:0]]
+
+    copies = Copies(*views(torch.empty(60, device="meta"), torch.empty(96, device="meta")))
+    for _ in range(2):
+        of, to, expected = torch.randn(65)[5:], torch.zeros(100), torch.zeros(100)
+        copies.run(to[4:], of)
+        views(of, expected[4:])[0][0].copy_(views(of, expected[4:])[1][0])
+        assert torch.equal(to, expected)
 
 
 class CopiedTypes(TorchDispatchMode):

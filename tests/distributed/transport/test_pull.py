@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastkron_py.distributed.plan.layout import by_rows, chunk_offsets
 from fastkron_py.distributed.plan.schedule import wave
-from fastkron_py.distributed.transport import flags, peer_memory, transfer
+from fastkron_py.distributed.transport import copies, flags, peer_memory, transfer
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
 from fastkron_py.distributed.transport.transfer import RowGroup, Rows, Transfer
@@ -126,9 +126,10 @@ class World:
     def copy(self, to: Tensor, of: Tensor) -> None:
         self.current.add(lambda: to.copy_(of))
 
-    def landed(self, block: Tensor, out: Tensor) -> Tensor:
-        if out is not block:
-            self.copy(out, block)
+    def landed(self, block: Tensor, out: Tensor | None) -> Tensor:
+        if out is None or out is block:
+            return block
+        self.copy(out, block)
         return out
 
     def flag_operations(self, stream: ctypes.c_void_p, count: int, operations: Any, options: int) -> int:
@@ -172,8 +173,8 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         mock.patch("torch.distributed._symmetric_memory", symmetric),
         mock.patch.object(flags, "driver_function", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.multiple(peer_memory, multiply_into=world.multiply, _copy=world.copy, landed=world.landed),
-        mock.patch.multiple(peer_memory, copy=world.copy, copy_runs=world.copy),
+        mock.patch.multiple(peer_memory, multiply_into=world.multiply, landed=world.landed),
+        mock.patch.object(copies, "copy", world.copy),
         mock.patch.object(transfer, "ready_now", side_effect=lambda _: world.current.record_event()),
     ):
         for world.rank in range(size):
@@ -235,6 +236,7 @@ def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], siz
             arriving.send(x.reshape(-1))
             yield
             rows = x.new_full((arriving.size,), torch.nan)
+            world.current.add(lambda: rows.fill_(torch.nan))  # earlier work uses this memory
             arriving.receive(rows)
             multiply(rows)
             returning.send(rows)
