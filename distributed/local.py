@@ -6,7 +6,7 @@ from fastkron_py.functional import kron_matmul as local_kron_matmul
 from fastkron_py.functional import kron_matmul_left as local_kron_matmul_left
 from fastkron_py.kron.checks import check_tensors, factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.identity import filled, merged
-from fastkron_py.kron.into import in_blocks, multiply_into
+from fastkron_py.kron.into import gradients_into, in_blocks, multiply_into
 from fastkron_py.kron.operators.algebra import SlogDet, built, check_square, kron_range, log_of, matrices, per_factor
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
@@ -33,6 +33,7 @@ __all__ = [
     "eigenbasis",
     "factors_and_identities",
     "filled",
+    "gradients_into",
     "in_blocks",
     "invert_by_basis",
     "is_identity",

@@ -23,7 +23,8 @@ from fastkron_py.distributed.plan.planner import Plan, plan
 from fastkron_py.distributed.plan.schedule import Work, wave
 from fastkron_py.distributed.split import split
 from fastkron_py.distributed.tied import tied
-from fastkron_py.distributed.transport.transfer import Channel, Place, RowGroup, Rows, Transfer, finish, ready_now, start
+from fastkron_py.distributed.transport.transfer import Place, RowGroup, Transfer, finish, ready_now, start
+from fastkron_py.distributed.whole_rows import WholeRows
 
 PLENTY: Final = -1
 """Stands for free memory that nobody looked at: this rank's block is small beside its device."""
@@ -64,15 +65,23 @@ class Pipeline:
         Raises:
             CollectiveError: an exchange failed; names the stage.
         """
-        m, me = x.shape[0], self.row_group.position
-        sizes = self.plan.chunk_rows(m)
-        width = widths(chunk_offsets(self._outer, self.row_group.size))[me]
-        recorded = self.is_recorded(x)
-        parts, places = split(x, sizes) if recorded and len(sizes) > 1 else (x.split(sizes), [None] * len(sizes))
-        names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         channel = self.row_group.channel
-        if channel is not None and not recorded and self._is_taken_over(x):
-            return self._take_over(channel, parts, names, x.new_empty(m, width))
+        if channel is None or not self._is_taken_over(x):
+            return self._exchanged(x)
+        product = WholeRows(self.plan, self.row_group, channel, self.alpha, self.precision, self.name, self._exchanged_by)
+        return product.run(x, matrices(self.factors), self._width)
+
+    def _exchanged_by(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """The product by other factors."""
+        return replace(self, factors=factors)._exchanged(x)
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        """The product by exchanges that autograd records."""
+        m, width = x.shape[0], self._width
+        sizes = self.plan.chunk_rows(m)
+        is_split = len(sizes) > 1 and self.is_recorded(x)
+        parts, places = split(x, sizes) if is_split else (x.split(sizes), [None] * len(sizes))
+        names = [f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "" for i in range(len(sizes))]
         out = None if len(sizes) == 1 else x.new_empty(m * width)
         outs = [None] * len(sizes) if out is None else list(out.split([n * width for n in sizes]))
         self._last, self._ready = [], ready_now(x)
@@ -81,6 +90,11 @@ class Pipeline:
         transfers, tokens = zip(*self._last, strict=True)  # autograd shall see one result
         self._last = []
         return finish(transfers, tokens, out).view(m, width)
+
+    @property
+    def _width(self) -> int:
+        """Columns of this rank's block of the result."""
+        return widths(chunk_offsets(self._outer, self.row_group.size))[self.row_group.position]
 
     def is_recorded(self, x: Tensor) -> bool:
         """Whether autograd follows the product of this block."""
@@ -129,31 +143,9 @@ class Pipeline:
         yield from self._end(transfer, block, out)
 
     def _is_taken_over(self, x: Tensor) -> bool:
-        """Whether the transport multiplies whole rows too: of plain products that autograd does not follow."""
+        """Whether the transport multiplies whole rows too: of plain products."""
         is_plain = not (isinstance(self.alpha, Tensor) or x.is_complex() or self.plan.problem.identities)
         return self.plan.by_rows and self.plan.transport_model.multiplies and is_plain and x.shape[0] * self._inner * self._outer > 0
-
-    def _take_over(self, channel: Channel, parts: Sequence[Tensor], names: Sequence[str], out: Tensor) -> Tensor:
-        """By whole rows, which the transport takes over; chunks that it leaves are exchanged as others are."""
-        ready = ready_now(out)
-        done: list[torch.cuda.Event] = []
-        own = matrices(self.factors)  # all of them, by `_is_taken_over`
-
-        def work(x: Tensor, chunk: str, part: Tensor) -> Work:
-            rows = channel.rows(self.row_group, Rows(x.shape[0], self._inner, self._outer, x.element_size(), self.name, chunk))
-            if rows is None:
-                yield from self._by_rows(x, chunk, part.view(-1), None)
-                return
-            # The first arrival need not wait for multiplies queued after x was ready.
-            rows.send(x.contiguous(), ready if x.is_contiguous() else None)
-            yield
-            rows.multiply(own, self.alpha, self.precision, part)
-            done.append(rows.done)
-
-        wave([work(*chunk) for chunk in zip(parts, names, out.split([len(x) for x in parts]), strict=True)])
-        for event in done:  # not before: no multiply waits for what comes back
-            event.wait()
-        return out
 
     def _end(self, transfer: Transfer, token: Tensor, out: Tensor | None) -> Work:
         self._last.append((transfer, token))

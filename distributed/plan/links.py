@@ -66,11 +66,11 @@ class Links:
     direct_bandwidth: float = 380e9
     direct_latency: float = 30e-6
     cpu_call: float = 0.15e-3
-    cpu_chunk: float = 0.15e-3
+    cpu_chunk: float = 0.17e-3
     cpu_exchange: float = 0.17e-3
     cpu_message: float = 40e-6
-    cpu_direct_exchange: float = 0.13e-3
-    cpu_gradients: float = 3.3e-3
+    cpu_direct_exchange: float = 0.14e-3
+    cpu_gradients: float = 1.0e-3
 
     def __post_init__(self) -> None:
         for name in BANDWIDTHS:

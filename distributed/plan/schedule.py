@@ -127,10 +127,8 @@ class Schedule:
             self._multiply(0, 0, ())
             return
         ready, ends = self._last, list[int]()
-        # As in `Pipeline._is_taken_over`.
-        plain = not (plan.problem.gradients or plan.problem.identities)
         chunks = range(len(self._sizes))
-        if plan.by_rows and plan.transport_model.multiplies and plain:
+        if plan.by_rows and plan.transport_model.multiplies and not plan.problem.identities:  # as in `Pipeline._is_taken_over`
             wave([self._taken_over(c, ready, ends) for c in chunks])
         else:
             wave([self._exchanged(c) for c in chunks])
@@ -148,7 +146,7 @@ class Schedule:
             self._receive(i, number)
 
     def _taken_over(self, c: int, ready: tuple[int, ...], ends: list[int]) -> Work:
-        """As `Pipeline._take_over`: columns are pushed to a slot, and the product is pulled from another."""
+        """As `WholeRows.forward`: columns are pushed to a slot, and the product is pulled from another."""
         slots = self.plan.transport_model.slots
         operand, product = self._taken % slots, (self._taken + 1) % slots
         self._taken += 2

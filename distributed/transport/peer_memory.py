@@ -22,14 +22,13 @@ from torch import Tensor
 from fastkron_py.distributed.group.failures import stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
-from fastkron_py.distributed.local import multiply_into
 from fastkron_py.distributed.plan.cost import Site
 from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.transport.copies import Copies
 from fastkron_py.distributed.transport.slots import SLOTS, Slots, open_slots
-from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
+from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, Transfer, Transport, at_source, at_target, landed
 
 FEWEST_CHUNKS: Final = 2
 """From which on plans choose peer memory unasked: slots are as large as chunks."""
@@ -62,8 +61,8 @@ class PeerMemory(Transport):
         )
 
     def copies(self, transposed: bool, gradients: bool) -> tuple[int, int]:
-        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie, unless autograd keeps them."""
-        return int(transposed or gradients), int(transposed)
+        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie, but for what autograd saves."""
+        return int(transposed), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
         """Slots, made when they are first asked for; in a graph those that a call before it has made."""
@@ -100,12 +99,12 @@ class PeerChannel(Channel):
 
     def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
         """A chunk, ready to be sent; None where slots are too small, or taken."""
-        size, blocks = row_group.size, row_group.blocks
-        shares = even_offsets(rows.rows, size)
-        there = Layout(shares, chunk_offsets(rows.inner, size), blocks.reads)
-        back = Layout(shares, chunk_offsets(rows.outer, size), blocks.writes)
-        most = max([layout.elements(rank) for layout in (there, back) for rank in range(size)])
-        slots = self._slots.take(most * rows.itemsize, 2)
+        size, shares = row_group.size, even_offsets(rows.rows, row_group.size)
+        there = Layout(shares, chunk_offsets(rows.inner, size), rows.blocks.reads)
+        back = Layout(shares, chunk_offsets(rows.outer, size), rows.blocks.writes)
+        layouts = (there, back) if rows.returns else (there,)
+        most = max([layout.elements(rank) for layout in layouts for rank in range(size)])
+        slots = self._slots.take(most * rows.itemsize, len(layouts))
         return None if slots is None else Chunk(row_group, self._slots, (there, back), slots, rows)
 
 
@@ -215,19 +214,14 @@ def _columns(layout: Layout, rank: int, peer: int, dtype: torch.dtype, back: boo
 
 
 class Chunk:
-    """Rows on their way: `send`, then `multiply`, which has the product pulled.
-
-    Attributes:
-        done: the event after which this rank has pulled everything.
-    """
-
-    done: torch.cuda.Event
+    """Rows on their way: `send`, then `multiply`, which has the product pulled, then `finish`."""
 
     def __init__(self, row_group: RowGroup, slots: Slots, layouts: tuple[Layout, Layout], taken: Sequence[int], rows: Rows) -> None:
-        """Rows with two slots, for what arrives and for the product, in these layouts."""
+        """Rows with slots for what arrives and for the product, in these layouts."""
         self._row_group, self._slots, self._rows = row_group, slots, rows
         self._there, self._back = layouts
-        self._operand, self._product = taken
+        self._operand, self._product = taken[0], taken[-1]
+        self._done: torch.cuda.Event | None = None  # after which this rank has pulled everything
 
     def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
         """Push columns ``x [rows, columns]``, contiguous, to where peers multiply them.
@@ -237,7 +231,6 @@ class Chunk:
             ready: after which it can be read; None for all that the current stream has been given.
         """
         self._x = x
-
         there, me, flat = self._there, self._row_group.position, x.view(-1)
 
         def push(peer: int, stream: torch.cuda.Stream) -> None:
@@ -246,39 +239,41 @@ class Chunk:
         self._text = self._stage("columns to rows", x)
         self._arrived = self._exchange(self._operand, there, x, push, self._text, False, ready)
 
-    def multiply(self, factors: Sequence[Tensor], alpha: float, precision: str | None, out: Tensor) -> None:
-        """Wait for this rank's rows, multiply them, and have every rank pull its columns of its peers' products.
+    def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
+        """Wait for this rank's rows, have them multiplied, and have every rank pull its columns of its peers' products.
 
         Args:
-            factors: all of them.
-            alpha: scales the product.
-            precision: of the product.
-            out: this rank's columns of the product, ``[rows, columns]``, contiguous; complete after `done`.
+            multiply: called with blocks of this rank's rows and of its product, if it has rows.
+            out: this rank's columns of the product, ``[rows, columns]``, contiguous, complete after `finish`; None where none returns.
         """
         me, there, back = self._row_group.position, self._there, self._back
         self._arrived.wait()  # the current stream, not the host
-        note(self._text, out.device, self._row_group.ranks)
-        operand, product = self._slot(self._operand, there, me), self._slot(self._product, back, me)
-        self._slots.lend(self._product)
+        note(self._text, self._x.device, self._row_group.ranks)
+        outs: list[Tensor] = []
+        if out is not None:
+            self._slots.lend(self._product)
+            outs = self._blocks(back, self._slot(self._product, back, me), self._of(out, me))
         if there.height(me):
-            multiply_into(
-                self._blocks(there, operand, self._of(self._x, me)),
-                factors,
-                self._blocks(back, product, self._of(out, me)),
-                alpha,
-                precision,
-            )
+            multiply(self._blocks(there, self._slot(self._operand, there, me), self._of(self._x, me)), outs)
         self._slots.release(self._operand)
+        if out is not None:
+            self._pull(out)
 
-        flat = out.view(-1)
+    def finish(self) -> None:
+        """Have the current stream wait until this rank has pulled everything."""
+        if self._done is not None:
+            self._done.wait()
+
+    def _pull(self, out: Tensor) -> None:
+        back, me, flat = self._back, self._row_group.position, out.view(-1)
 
         def pull(peer: int, stream: torch.cuda.Stream) -> None:
             _columns(back, peer, me, out.dtype, True).run(flat, self._slot(self._product, back, peer), stream)
 
         text = self._stage("rows to columns", out)
-        self.done = self._exchange(self._product, back, out, pull, text, True, None)
-        note(text, out.device, self._row_group.ranks, self.done)
-        self._slots.release(self._product, self.done)
+        self._done = self._exchange(self._product, back, out, pull, text, True, None)
+        note(text, out.device, self._row_group.ranks, self._done)
+        self._slots.release(self._product, self._done)
 
     def _of(self, t: Tensor, rank: int) -> Tensor:
         """A rank's rows."""

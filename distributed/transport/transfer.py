@@ -26,6 +26,8 @@ from fastkron_py.distributed.plan.layout import Exchange, Leg, Rectangle
 from fastkron_py.distributed.plan.schedule import LAG
 
 Place = Callable[[Tensor], Tensor]
+Multiply = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""Multiplies blocks of columns of a rank's rows, and writes blocks of the product: each side one block, or one for each rank."""
 
 
 class Arrival(Protocol):
@@ -40,16 +42,16 @@ class Arrival(Protocol):
 
 
 class RowsUnderWay(Protocol):
-    """A chunk of a product by whole rows that a channel has taken over, from x to the result."""
-
-    done: torch.cuda.Event
-    """After which this rank's columns of the product are complete."""
+    """A chunk of a product by whole rows, from columns of its operand to columns of its result."""
 
     def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
         """Begin to send columns ``x [rows, columns]``, which can be read after an event (None: after all that is queued)."""
 
-    def multiply(self, factors: Sequence[Tensor], alpha: float, precision: str | None, out: Tensor) -> None:
-        """Multiply this rank's rows and begin to send the product back, to every rank's ``out [rows, columns]``."""
+    def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
+        """Have this rank's rows multiplied, and begin to send the product to every rank's ``out [rows, columns]``; None: it stays."""
+
+    def finish(self) -> None:
+        """Wait until this rank's columns of the product are complete."""
 
 
 class Channel:
@@ -64,9 +66,9 @@ class Channel:
         raise NotImplementedError
 
     def rows(self, row_group: RowGroup, rows: Rows) -> RowsUnderWay | None:
-        """Take over a chunk of a product by whole rows; None to have it exchanged and multiplied.
+        """Take over a chunk of a product by whole rows; None to have it exchanged by transfers.
 
-        Asked where the transport says `TransportModel.multiplies`, of products that autograd does not follow.
+        Asked where the transport says `TransportModel.multiplies`.
         """
         return None
 
@@ -145,6 +147,8 @@ class Rows(NamedTuple):
         itemsize: bytes of an element.
         name: of the product, in errors.
         chunk: of the rows, in errors.
+        blocks: which sides of the multiply are in blocks of columns, one for each rank; the same on every rank.
+        returns: whether the product goes back to columns.
     """
 
     rows: int
@@ -153,6 +157,8 @@ class Rows(NamedTuple):
     itemsize: int
     name: str
     chunk: str
+    blocks: InBlocks = IN_WHOLE
+    returns: bool = True
 
 
 @dataclass

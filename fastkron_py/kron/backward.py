@@ -250,6 +250,7 @@ def add_backward(
     precision: str,
     scale: Scale,
     dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of ``alpha * x (F1 (x) ... (x) FN)`` by Triton, in torch's convention: dx is dy by the adjoint factors.
 
@@ -262,6 +263,7 @@ def add_backward(
         precision: as in `add_multiply`.
         scale: alpha.
         dtype: of the factor gradients: x's, or float32 beside a half dtype.
+        out: where dx shall be, ``[B, L, K, R]``, contiguous; a new buffer if None.
 
     Returns:
         dx ``[B, L, K, R]`` or None, and each dF_i ``[B, P_i, Q_i]`` or None.
@@ -270,7 +272,7 @@ def add_backward(
     count = len(factors)
     gradients: list[Tensor | None] = [None] * count
     if not any(need_factors):
-        return (add_multiply(build, dy, [f.mH for f in factors], precision, scale) if need_x else None), gradients
+        return (add_multiply(build, dy, [f.mH for f in factors], precision, scale, out=out) if need_x else None), gradients
     shapes = [(f.shape[1], f.shape[2]) for f in factors]
     ps, qs = (tuple([s[i] for s in shapes]) for i in (0, 1))
     gpu = devices.gpu_of(build.device)
@@ -292,12 +294,19 @@ def add_backward(
             continue
         final = need_x and group.stop == count
         fused = _Fused(state.problem(group, u, go_on, needed, final and not scale.is_one))
-        dx = (u if made else build.empty(u.shape, u.dtype)) if go_on else None
+        dx = _place_of_dx(build, u, made, out if final else None) if go_on else None
         gradients[mine] = fused.add(build, u, state.g, factors[mine], dx, scale.alpha)
         if dx is not None:
             state.g, state.done = dx, group.stop
     if not need_x:
         return None, gradients
     if state.done < count:
-        state.carry_back(count, scale)
+        state.carry_back(count, scale, out)
     return state.g, gradients
+
+
+def _place_of_dx(build: Builder, u: Tensor, made: bool, out: Tensor | None) -> Tensor:
+    """Where a launch writes what it multiplies back: out; the memory of an input that was made for it; or a new buffer."""
+    if out is not None:
+        return out
+    return u if made else build.empty(u.shape, u.dtype)

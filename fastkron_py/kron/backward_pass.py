@@ -94,8 +94,17 @@ class Pass:
         """Sizes of modes in this order, as they lie in memory."""
         return [size for _, size in sorted(zip(self.order, sizes, strict=True))]
 
-    def _multiply(self, t: Tensor, factors: Sequence[Tensor], start: int, stop: int, sizes: Sequence[int], scale: Scale = PLAIN) -> Tensor:
-        """Multiply modes start to stop, by runs of neighbours in memory, narrowing ones first; the last run scales."""
+    def _multiply(
+        self,
+        t: Tensor,
+        factors: Sequence[Tensor],
+        start: int,
+        stop: int,
+        sizes: Sequence[int],
+        scale: Scale = PLAIN,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply modes start to stop, by runs of neighbours in memory, narrowing ones first; the last run scales, and writes to out."""
         widths = self._in_place(sizes)
         runs: list[list[int]] = []
         for i in sorted(self.order[start:stop]):
@@ -105,15 +114,15 @@ class Pass:
                 runs.append([i])
         runs.sort(key=lambda run: math.prod(factors[i].shape[2] / factors[i].shape[1] for i in run))
         for run in runs:
-            part = Part(run[0], run[-1] + 1, tuple(widths))
-            t = add_multiply(self.build, t, factors, self.precision, scale if run is runs[-1] else PLAIN, part=part)
+            part, is_last = Part(run[0], run[-1] + 1, tuple(widths)), run is runs[-1]
+            t = add_multiply(self.build, t, factors, self.precision, scale if is_last else PLAIN, out=out if is_last else None, part=part)
             widths[run[0] : run[-1] + 1] = [factors[i].shape[2] for i in run]
         return t
 
-    def carry_back(self, to: int, scale: Scale = PLAIN) -> None:
-        """Multiply g's modes up to this one back."""
+    def carry_back(self, to: int, scale: Scale = PLAIN, out: Tensor | None = None) -> None:
+        """Multiply g's modes up to this one back, into out if it is given."""
         if to > self.done:
-            self.g = self._multiply(self.g, self.adjoint, self.done, to, self.ps[: self.done] + self.qs[self.done :], scale)
+            self.g = self._multiply(self.g, self.adjoint, self.done, to, self.ps[: self.done] + self.qs[self.done :], scale, out)
             self.done = to
 
     def problem(self, group: Group, u: Tensor, need_x: bool, need_factors: Sequence[bool], scaled: bool) -> GradientProblem:

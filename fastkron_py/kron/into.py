@@ -10,10 +10,12 @@ from torch import Tensor
 
 from fastkron_py.kron import torch_backend
 from fastkron_py.kron.canonical import canonical
+from fastkron_py.kron.multiply import Multiply, fitted, scale_of
 from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 from fastkron_py.runtime.backend import choose_backend
-from fastkron_py.runtime.builder import Builder
+from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Program, Scalar, bits
 
@@ -48,14 +50,57 @@ def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Seq
     """
     # The program reads memory, which torch's dispatcher makes right elsewhere.
     blocks, factors = ([t.resolve_conj().resolve_neg() for t in given] for given in (blocks, factors))
-    tensors = (*blocks, *factors, *outs)
+    tensors, options = (*blocks, *factors, *outs), (len(blocks), len(outs), alpha == 1, precision)
+    with torch.no_grad():
+        CACHE.program(_key("multiply_into", tensors, options), lambda: _program(tensors, options))(tensors, (alpha,))
+
+
+def gradients_into(
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], dx: Tensor | None, needs: Sequence[bool], alpha: float, precision: str | None
+) -> list[Tensor]:
+    """Write x's gradient, ``alpha * dy @ K^H``, into `dx`, and return the factors' gradients; autograd does not follow it.
+
+    Args:
+        dy: gradient of the result ``[rows, N]``.
+        x: ``[rows, K]``.
+        factors: ``[P_i, Q_i]``.
+        dx: ``[rows, K]``, contiguous; None where it is not needed.
+        needs: which factors' gradients are needed.
+        alpha: scales the product.
+        precision: of float32 products.
+
+    Returns:
+        The gradients of these factors, of half types in float32.
+    """
+    dy, x, *factors = [t.resolve_conj().resolve_neg() for t in (dy, x, *factors)]
+    tensors, options = (dy, x, *factors, *(() if dx is None else (dx,))), (tuple(needs), alpha, precision)
+    key = _key("gradients_into", tensors, (tuple(needs), alpha == 1, precision))
+    with torch.no_grad():
+        found: list[Tensor] = CACHE.program(key, lambda: _gradients(tensors, options))(tensors, (alpha,))
+    return found
+
+
+def _key(name: str, tensors: Sequence[Tensor], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that a program of tensors on one device depends on."""
     unaligned = 0
     for t in tensors:
         unaligned |= t.data_ptr()
-    options = len(blocks), len(outs), alpha == 1, precision
-    key = "multiply_into", *options, *[(t.shape, t.stride()) for t in tensors], blocks[0].dtype, blocks[0].device, unaligned & 15 == 0
-    with torch.no_grad():
-        CACHE.program(key, lambda: _program(tensors, options))(tensors, (alpha,))
+    return name, *options, *[(t.shape, t.stride(), t.dtype) for t in tensors], tensors[0].device, unaligned & 15 == 0
+
+
+def _gradients(tensors: Sequence[Tensor], options: tuple[tuple[bool, ...], float, str | None]) -> Program:
+    """The program of `gradients_into` on dy, x, the factors, and dx if it is needed."""
+    needs, alpha, precision = options
+    build = Builder(tensors)
+    dy, x, *given = build.inputs
+    factors, out = given[: len(needs)], (given[len(needs) :] or [None])[0]
+    call = Multiply(factors, choose_backend("", tensors[0]), precision, scale=scale_of(alpha, False))
+    dtype = torch.float32 if x.dtype in HALF_DTYPES else x.dtype
+    made = call.add_gradients(build, dy, x, (out is not None, *needs), dtype, out=out)
+    made = made if out is None else made[1:]
+    results = [describe(f.shape, dtype) for f, need in zip(factors, needs, strict=True) if need]
+    found = [fitted(build, gradient, r) for gradient, r in zip(made, results, strict=True)]
+    return build.program(found, [r.shape for r in results])
 
 
 def _program(tensors: Sequence[Tensor], options: tuple[int, int, bool, str | None]) -> Program:

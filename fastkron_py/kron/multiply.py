@@ -167,7 +167,14 @@ class Multiply(NamedTuple):
         return made
 
     def add_gradients(
-        self, build: Builder, dy: Tensor, x: Tensor, needs: Sequence[bool], dtype: torch.dtype, between: Tensor | None = None
+        self,
+        build: Builder,
+        dy: Tensor,
+        x: Tensor,
+        needs: Sequence[bool],
+        dtype: torch.dtype,
+        between: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> list[Tensor]:
         """Add the gradients of x and of the factors, those needed, to a program; of any strides, and of any dimensions that were broadcast.
 
@@ -178,11 +185,15 @@ class Multiply(NamedTuple):
             needs: whether dx, and which factor gradients are needed.
             dtype: of the factor gradients, for Triton: x's, or float32 beside a half dtype.
             between: the intermediate that was saved, or None.
+            out: where dx shall be, contiguous, where no intermediate was saved; new memory if None.
         """
         if not any(needs):
             return []
         if self.backend == "torch" or dy.numel() == 0 or x.numel() == 0:
-            return self._add_gradients_by_torch(build, dy, x, needs)
+            found = self._add_gradients_by_torch(build, dy, x, needs)
+            if out is not None:
+                build.call(_write, (out, found[0]))
+            return found
         from fastkron_py.kron.backward import add_backward
         from fastkron_py.kron.saved_intermediate import add_backward_saved, halves_of
 
@@ -192,7 +203,8 @@ class Multiply(NamedTuple):
         # Without factor gradients, dx is a multiply as any other.
         halves = None if between is None or not any(needs[1:]) else halves_of(problem, build.device)
         if halves is None or between is None:
-            dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, self.scale, dtype)
+            out4 = None if out is None else problem.pack(out)
+            dx4, dfs = add_backward(build, dy4, problem.x, problem.factors, needs, precision, self.scale, dtype, out4)
         else:
             dx4, dfs = add_backward_saved(build, problem, halves, (dy4, between), needs, precision, self.scale, dtype)
         return _unpacked(problem, dx4, dfs)

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastkron_py
 from fastkron_py import reference
-from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan
+from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan, whole_rows
 from fastkron_py.distributed.split import Gradients
-from fastkron_py.distributed.transport import copies, peer_memory
+from fastkron_py.distributed.transport import copies
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.testing import assert_close
@@ -413,7 +413,7 @@ def direct_in_blocks(shape, left, folder):
             how = plan(Problem(m, ps, qs, torch.float64, left), shape, stages="rows", chunks=2, direct=True)
             x, factors, _ = make(m, sizes, left=left)
             with (
-                mock.patch.object(peer_memory, "multiply_into", wraps=peer_memory.multiply_into) as called,
+                mock.patch.object(whole_rows, "multiply_into", wraps=whole_rows.multiply_into) as called,
                 mock.patch.object(copies, "copy", wraps=copies.copy) as copied,
             ):
                 found = multiply(block(x, grid), factors, left, grid=grid, plan=how, alpha=0.5)

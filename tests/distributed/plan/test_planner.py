@@ -66,8 +66,7 @@ def test_who_reaches_into_its_peers_memory() -> None:
         assert plan(SIXTY_FOURS, grid).direct
     training = plan(replace(SIXTY_FOURS, gradients=True), (2, 2))
     assert training.direct
-    # A slot's rows are copied, for autograd to keep; of others none are.
-    assert sum(s.copy_seconds for s in training.steps) > sum(s.copy_seconds for s in found.steps) == 0
+    assert sum(s.copy_seconds for s in training.steps) == sum(s.copy_seconds for s in found.steps) == 0
     assert plan(SIXTY_FOURS, (2, 2), chunks=2).direct
     assert not plan(SIXTY_FOURS, (2, 2), chunks=1).direct
     assert not plan(SIXTY_FOURS, (1, 2), links=Links(ranks_per_host=1)).direct
@@ -338,13 +337,13 @@ def test_a_small_product_is_cut_in_few_chunks() -> None:
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4)])
 def test_products_with_gradients_are_cut_in_the_chunks_that_were_fastest(grid: tuple[int, int]) -> None:
-    """On four H200s of a slow host 29.2 and 31.9 ms in 4 chunks, 30.9 and 40.8 in 8, 30.9 and 33.4 in 2."""
+    """On four H200s 26.5 and 28.3 ms in 8 chunks, 26.6 and 27.8 in 4, 29.2 and 31.2 in 2, 27.8 and 29.3 in 16."""
     with_gradients = plan(replace(SIXTY_FOURS, gradients=True), grid)
-    assert (plan(SIXTY_FOURS, grid).chunks, with_gradients.chunks) == (16 if grid == (2, 2) else 8, 4)
+    assert (plan(SIXTY_FOURS, grid).chunks, with_gradients.chunks) == (8, 8)
     assert with_gradients.training_seconds > 2 * with_gradients.seconds
-    fast = replace(NVLINK, cpu_gradients=0)
-    assert plan(replace(SIXTY_FOURS, gradients=True), grid, links=fast).chunks > 4
-    assert plan(SIXTY_FOURS, grid, links=fast).chunks == plan(SIXTY_FOURS, grid).chunks
+    slow = replace(NVLINK, cpu_gradients=3e-3)
+    assert plan(replace(SIXTY_FOURS, gradients=True), grid, links=slow).chunks < 8
+    assert plan(SIXTY_FOURS, grid, links=slow).chunks == plan(SIXTY_FOURS, grid).chunks
 
 
 def test_an_exchange_of_two_ranks_has_its_own_bandwidth() -> None:

@@ -260,16 +260,15 @@ class Log:
 class LoggedRows:
     def __init__(self, log: Log, label: str) -> None:
         self.log, self.label = log, label
-        self.done = self
 
     def send(self, x: Tensor, ready: Any) -> None:
         self.log.add(PUSH, self.label)
 
-    def multiply(self, factors: Any, alpha: Any, precision: Any, out: Tensor) -> None:
+    def multiply(self, multiply: Any, out: Tensor) -> None:
         self.log.add("multiply", self.label)
         self.log.add(PULL, self.label)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         self.log.add("wait", self.label)
 
 
@@ -315,7 +314,7 @@ def test_order_is_the_pipelines(log: Log, options: dict[str, Any], chunks: int, 
     found = []
     for task in issued.tasks:
         if task.what == "multiply":
-            found.append(("multiply", task.chunk if channel is not None and not gradients else UNKNOWN))
+            found.append(("multiply", task.chunk if channel is not None else UNKNOWN))
         elif task.stream != COMPUTE:
             found.append((task.stream, task.chunk))
         elif task.after:  # a copy without packs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -20,12 +20,14 @@ import torch
 import torch.distributed._symmetric_memory  # torch 2.11 does not import it by itself
 from torch import Tensor
 
+from fastkron_py.distributed import whole_rows
 from fastkron_py.distributed.plan.layout import by_rows, chunk_offsets
 from fastkron_py.distributed.plan.schedule import wave
 from fastkron_py.distributed.transport import copies, flags, peer_memory, transfer
 from fastkron_py.distributed.transport.peer_memory import PeerChannel
 from fastkron_py.distributed.transport.slots import SLOTS, Slots
-from fastkron_py.distributed.transport.transfer import RowGroup, Rows, Transfer
+from fastkron_py.distributed.transport.transfer import RowGroup, Transfer
+from fastkron_py.distributed.whole_rows import WholeRows
 from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 
 
@@ -113,7 +115,7 @@ class World:
                     return
                 ready.step()
 
-    def multiply(self, blocks: list[Tensor], factors: Any, outs: list[Tensor], alpha: float, precision: Any) -> None:
+    def multiply(self, blocks: Sequence[Tensor], factors: Any, outs: Sequence[Tensor], *_: Any) -> None:
         """Stands for one that turns every number into another one."""
 
         def work() -> None:
@@ -122,6 +124,18 @@ class World:
                 out.copy_(part)
 
         self.current.add(work)
+
+    def gradients(self, dy: Tensor, x: Tensor, factors: Any, dx: Tensor | None, *_: Any) -> list[Tensor]:
+        """Stands for both: dx, and a sum over rows."""
+        if dx is not None:
+            self.multiply([dy], (), [dx])
+        found = x.new_full((x.shape[1],), torch.nan)
+        self.current.add(lambda: found.copy_((x * dy).sum(0)))
+        return [found]
+
+    def add(self, sums: list[Tensor], more: list[Tensor]) -> None:
+        """Stands for torch._foreach_add_."""
+        self.current.add(lambda: sums[0].add_(more[0]))
 
     def copy(self, to: Tensor, of: Tensor) -> None:
         self.current.add(lambda: to.copy_(of))
@@ -173,7 +187,10 @@ def world_of(size: int, slot_elements: int) -> Iterator[World]:
         mock.patch("torch.distributed._symmetric_memory", symmetric),
         mock.patch.object(flags, "driver_function", return_value=world.flag_operations),
         mock.patch.object(Tensor, "record_stream", nothing),
-        mock.patch.multiple(peer_memory, multiply_into=world.multiply, landed=world.landed),
+        mock.patch.object(peer_memory, "landed", world.landed),
+        mock.patch.multiple(whole_rows, multiply_into=world.multiply, gradients_into=world.gradients, copy=world.copy),
+        mock.patch.multiple(whole_rows, ready_now=lambda _: world.current.record_event()),
+        mock.patch.object(torch, "_foreach_add_", world.add),
         mock.patch.object(copies, "copy", world.copy),
         mock.patch.object(transfer, "ready_now", side_effect=lambda _: world.current.record_event()),
     ):
@@ -193,30 +210,37 @@ def row_group_of(world: World, size: int, blocks: InBlocks = IN_WHOLE) -> RowGro
     return row_group
 
 
+def product_of(world: World, size: int, sizes: list[int], columns: int, blocks: InBlocks) -> WholeRows:
+    """Of the rank that is current."""
+    planned = mock.Mock(chunk_rows=lambda _: sizes, problem=mock.Mock(inner=(columns,), outer=(columns,)))
+    row_group = row_group_of(world, size, blocks)
+    return WholeRows(planned, row_group, row_group.channel, 1.0, None, "product", mock.Mock())  # type: ignore[arg-type]
+
+
 def products(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], blocks: InBlocks, columns: int) -> None:
-    """Two products one after the other on every rank, as a pipeline begins them."""
+    """Two products one after the other on every rank."""
     for world.rank, of_rank in enumerate(xs):
-        row_group = row_group_of(world, len(xs), blocks)
-        me, own = world.rank, world.slots[world.rank]
-        for x, out in zip(of_rank, outs[me], strict=True):
-            ready, done = world.current.record_event(), []
-
-            def work(
-                x: Tensor, out: Tensor, row_group: RowGroup = row_group, ready: Event = ready, done: list[Event] = done
-            ) -> Iterator[None]:
-                chunk = row_group.channel.rows(row_group, Rows(len(x), columns, columns, 8, "product", ""))  # type: ignore[union-attr]
-                assert chunk is not None
-                chunk.send(x, ready)  # type: ignore[arg-type]
-                yield
-                chunk.multiply([], 1.0, None, out)
-                done.append(chunk.done)  # type: ignore[arg-type]
-
-            wave([work(*rows) for rows in zip(x.split(sizes), out.split(sizes), strict=True)])
-            for event in done:
-                event.wait()
+        product = product_of(world, len(xs), sizes, columns, blocks)
+        for x, out in zip(of_rank, outs[world.rank], strict=True):
+            product.forward(x, (), out, None)
             # What follows may free x, or write to it.
             world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
-        assert not any(own._taken)
+        assert not any(world.slots[world.rank]._taken)
+
+
+def with_gradients(
+    world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], blocks: InBlocks, columns: int
+) -> list[list[Tensor]]:
+    """A forward and a backward pass on every rank, as one operation; the gradients of factors of each."""
+    sums = []
+    for world.rank, ((x, dy), (y, dx)) in enumerate(zip(xs, outs, strict=True)):
+        product, saved = product_of(world, len(xs), sizes, columns, blocks), dict[int, Tensor]()
+        product.forward(x, (), y, saved)
+        world.current.add(lambda x=x: x.fill_(torch.nan))  # type: ignore[misc]
+        sums.append(product.backward(dy, (), dx, [True], saved))
+        world.current.add(lambda dy=dy: dy.fill_(torch.nan))  # type: ignore[misc]
+        assert not any(world.slots[world.rank]._taken)
+    return sums
 
 
 def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], sizes: list[int], columns: int) -> None:
@@ -263,8 +287,8 @@ def recorded(world: World, xs: list[list[Tensor]], outs: list[list[Tensor]], siz
         assert not any(world.slots[me]._taken)
 
 
-def results(size: int, chunks: int, blocks: InBlocks | None, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """(found, expected) of all ranks' columns; without blocks of a product that autograd follows, and its gradient."""
+def results(size: int, chunks: int, blocks: InBlocks | None, seed: int, gradients: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of all ranks' columns; without blocks of a product whose exchanges autograd records, and its gradient."""
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     rows, columns = chunks * (2 * size + 1), 2 * size + (0 if blocks is not None and (blocks.reads or blocks.writes) else 1)
     sizes = [2 * size + 1] * chunks
@@ -274,14 +298,26 @@ def results(size: int, chunks: int, blocks: InBlocks | None, seed: int) -> list[
         own = [slice(*pair) for pair in pairwise(offsets)]
         xs = [[whole[:, columns_of].clone() for whole in wholes] for columns_of in own]
         outs = [[torch.full_like(x, torch.nan) for x in of_rank] for of_rank in xs]
+        sums: list[list[Tensor]] = []
         if blocks is None:
             recorded(world, xs, outs, sizes, columns)
+        elif gradients:
+            sums = with_gradients(world, xs, outs, sizes, blocks, columns)
         else:
             products(world, xs, outs, sizes, blocks, columns)
         world.run(draw)
-    return [
+    total = [(torch.stack([t for (t,) in sums]).sum(0).round(decimals=9), (wholes[0] * wholes[1]).sum(0).round(decimals=9))] if sums else []
+    return total + [
         (found, 3 * whole[:, c] + 1) for c, of_rank in zip(own, outs, strict=True) for whole, found in zip(wholes, of_rank, strict=True)
     ]
+
+
+@pytest.mark.parametrize("blocks", [InBlocks(True, True), InBlocks(False, False)])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_in_any_order(size: int, blocks: InBlocks) -> None:
+    for seed in range(40):
+        for found, expected in results(size, SLOTS + 1, blocks, seed, gradients=True):
+            assert torch.equal(found, expected)
 
 
 WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False), None]
@@ -296,6 +332,7 @@ def test_in_any_order(size: int, blocks: InBlocks | None) -> None:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
@@ -303,9 +340,9 @@ def test_in_any_order(size: int, blocks: InBlocks | None) -> None:
         ("release", lambda own, slot, done=None: own._taken.__setitem__(slot, False)),  # a slot is used again too early
     ],
 )
-def test_what_would_be_wrong_is_found(name: str, instead: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_be_wrong_is_found(name: str, instead: Callable[..., Any], gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, name, instead)
-    assert any(not torch.equal(a, b) for seed in range(40) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed))
+    assert any(not torch.equal(a, b) for seed in range(40) for a, b in results(2, SLOTS + 1, InBlocks(True, True), seed, gradients))
 
 
 @pytest.mark.parametrize("blocks", [WAYS[0], None])

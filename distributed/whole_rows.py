@@ -1,0 +1,186 @@
+"""Products by whole rows that a transport takes over, with gradients: columns are sent to rows, multiplied where they lie, and fetched.
+
+Autograd sees one operation. Its backward pass sends dy as the forward pass sends x, and has dx fetched as the result is: nothing is copied
+but what autograd saves, and this rank's own columns of dy and dx. Derivatives of second order take the exchanges that autograd records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastkron_py.distributed.local import IN_WHOLE, InBlocks, gradients_into, multiply_into
+from fastkron_py.distributed.plan.layout import by_rows
+from fastkron_py.distributed.plan.planner import Plan
+from fastkron_py.distributed.plan.schedule import Work, wave
+from fastkron_py.distributed.transport.copies import copy
+from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, RowsUnderWay, Transfer, ready_now
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """A product ``alpha * x @ K`` by whole rows.
+
+    Attributes:
+        plan: by rows.
+        row_group: with whom.
+        channel: that takes the chunks over.
+        alpha: scales the product.
+        precision: of local multiplies.
+        name: how errors call it.
+        recorded: the same product of x and factors by exchanges that autograd records.
+    """
+
+    plan: Plan
+    row_group: RowGroup
+    channel: Channel
+    alpha: float
+    precision: str | None
+    name: str
+    recorded: Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+    def run(self, x: Tensor, factors: Sequence[Tensor], width: int) -> Tensor:
+        """Multiply this rank's block ``x [m, columns]``; the result has this width.
+
+        Raises:
+            CollectiveError: an exchange failed; names the stage.
+        """
+        if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *factors)]):
+            y: Tensor = _Product.apply(self, width, x, *factors)  # type: ignore[no-untyped-call]
+            return y
+        out = x.new_empty(len(x), width)
+        self.forward(x, factors, out, None)
+        return out
+
+    def forward(self, x: Tensor, factors: Sequence[Tensor], out: Tensor, saved: dict[int, Tensor] | None) -> None:
+        """Write the product; whole rows of each chunk are saved for a backward pass."""
+
+        def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            if saved is not None:
+                blocks = [_joined(blocks)]
+                saved[chunk] = blocks[0]
+            multiply_into(blocks, factors, outs, self.alpha, self.precision)
+
+        able = self.row_group.blocks
+        self._run(x, out, InBlocks(able.reads or saved is not None, able.writes), False, multiply)
+
+    def backward(
+        self, dy: Tensor, factors: Sequence[Tensor], dx: Tensor | None, needs: Sequence[bool], saved: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """Write dx, and return this rank's part of the gradients of the factors that need one; of half types in float32."""
+        found: list[Tensor] = []
+
+        def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            (part,), place = blocks, outs[0] if outs else None
+            gradients = gradients_into(part, saved[chunk], factors, place, needs, self.alpha, self.precision)
+            if not found:
+                found.extend(gradients)
+            elif gradients:
+                torch._foreach_add_(found, gradients)
+
+        self._run(dy, dx, IN_WHOLE, True, multiply)
+        return found
+
+    def _run(self, x: Tensor, out: Tensor | None, blocks: InBlocks, back: bool, multiply: Callable[..., None]) -> None:
+        """Send x in chunks, have each multiplied by a function of its number, and have the products returned to out.
+
+        Args:
+            x: this rank's columns, of the result's gradient if back.
+            out: this rank's columns of the product, or of dx; None where none returns.
+            blocks: which sides of the multiply are in blocks.
+            back: it is the backward pass.
+            multiply: of a chunk's number, its blocks and those of its product.
+        """
+        problem, ready, sizes = self.plan.problem, ready_now(x), self.plan.chunk_rows(len(x))
+        inner, outer = (math.prod(sides) for sides in ((problem.outer, problem.inner) if back else (problem.inner, problem.outer)))
+        under_way: list[RowsUnderWay] = []
+
+        def work(i: int, part: Tensor, place: Tensor | None) -> Work:
+            text = (f", chunk {i + 1} of {len(sizes)}" if len(sizes) > 1 else "") + (", backward pass" if back else "")
+            rows = Rows(len(part), inner, outer, x.element_size(), self.name, text, blocks, out is not None)
+            chunk = self.channel.rows(self.row_group, rows) or _Transferred(self.row_group, rows)
+            # The first arrival need not wait for multiplies queued after x was ready.
+            chunk.send(part.contiguous(), ready if part.is_contiguous() else None)
+            yield
+            chunk.multiply(partial(multiply, i), place)
+            under_way.append(chunk)
+
+        places = [None] * len(sizes) if out is None else out.split(sizes)
+        wave([work(*chunk) for chunk in zip(range(len(sizes)), x.split(sizes), places, strict=True)])
+        for chunk in under_way:  # not before: no multiply waits for what comes back
+            chunk.finish()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: WholeRows, width: int, x: Tensor, *factors: Tensor) -> Tensor:
+        y, saved = x.new_empty(len(x), width), dict[int, Tensor]()
+        product.forward(x, factors, y, saved)
+        ctx.product, ctx.count, ctx.chunks = product, len(factors), list(saved)
+        ctx.save_for_backward(x, *factors, *saved.values())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        product: WholeRows = ctx.product
+        x, *others = ctx.saved_tensors
+        factors, saved = others[: ctx.count], others[ctx.count :]
+        need_x, *needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            return None, None, *_recorded_gradients(product, dy, x, factors, (need_x, *needs))
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+        found = iter(product.backward(dy.contiguous(), factors, dx, needs, dict(zip(ctx.chunks, saved, strict=True))))
+        sums = [next(found, f.new_zeros(f.shape)).to(f.dtype) if need else None for f, need in zip(factors, needs, strict=True)]
+        return None, None, dx, *sums
+
+
+def _recorded_gradients(product: WholeRows, dy: Tensor, x: Tensor, factors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients that can be differentiated again, of the same product once more."""
+    wanted = [t for t, need in zip((x, *factors), needs, strict=True) if need]
+    found = iter(torch.autograd.grad(product.recorded(x, factors), wanted, dy, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks of columns as one tensor of its own memory."""
+    whole = blocks[0].new_empty(len(blocks[0]), sum([b.shape[1] for b in blocks]))
+    for place, block in zip(whole.split([b.shape[1] for b in blocks], 1), blocks, strict=True):
+        copy(place, block)
+    return whole
+
+
+class _Transferred:
+    """A chunk that a channel leaves, by transfers between whole blocks."""
+
+    def __init__(self, row_group: RowGroup, rows: Rows) -> None:
+        there, back = by_rows(rows.rows, rows.inner, rows.outer, row_group.size)
+        self._inner, self._outer = rows.inner, rows.outer
+        self._there = Transfer(there, row_group, 1, f"{rows.name}: columns to rows{rows.chunk}")
+        self._back = Transfer(back, row_group, 1, f"{rows.name}: rows to columns{rows.chunk}", back=True)
+        self._out: Tensor | None = None
+
+    def send(self, x: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Begin to send columns."""
+        self._there.ready = ready
+        self._there.send(x.view(-1))
+
+    def multiply(self, multiply: Multiply, out: Tensor | None) -> None:
+        """Multiply whole rows, and begin to send the product."""
+        rows = self._there.receive().view(-1, self._inner)
+        outs = [] if out is None else [rows.new_empty(len(rows), self._outer)]
+        if len(rows):
+            multiply([rows], outs)
+        if out is not None:
+            self._out = self._back.into = out.view(-1)
+            self._back.send(outs[0].view(-1))
+
+    def finish(self) -> None:
+        """Wait for the product."""
+        if self._out is not None:
+            self._back.receive(self._out)
