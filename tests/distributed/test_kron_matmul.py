@@ -377,6 +377,50 @@ def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, 
         assert (refused > 0) == (smaller > 1)
 
 
+def direct_gradients(dtype, folder):
+    """Of x alone, of some factors alone, of an expanded gradient, twice from one graph, and of numbers in float64 rounded once."""
+    grid = ProcessGrid((1, dist.get_world_size()))
+    made = []
+
+    def files(grid, group, row_groups, slot_bytes):
+        made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
+        return made[-1]
+
+    m, sizes = 5, ((4, 3), (3, 5), (2, 3))
+    how = plan(Problem(m, (4, 3, 2), (3, 5, 3), dtype, gradients=True), grid.shape, stages="rows", chunks=3, direct=True)
+    x, factors, _ = make(m, sizes, dtype, random=True)
+    wide = [t.double().requires_grad_() for t in (x, *factors)]
+    expected_y = reference.kron_matmul(wide[0], wide[1:], alpha=-0.5)
+    expected = torch.autograd.grad(expected_y, wide, torch.full_like(expected_y, 0.75))
+    with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
+        for needs in ((True, False, False, False), (False, True, True, True), (False, False, True, False), (True, False, True, False)):
+            own = [block(x, grid).clone(), *[f.clone() for f in factors]]
+            wanted = [t.requires_grad_() for t, need in zip(own, needs, strict=True) if need]
+            y = kron_matmul(own[0], own[1:], grid=grid, plan=how, alpha=-0.5)
+            truth = block(expected_y.detach(), grid)
+            assert_close(y.detach(), truth, steps=4, magnitude=expected_y.detach().abs().amax().expand_as(truth))
+            for again in (True, False):
+                found = iter(torch.autograd.grad(y, wanted, y.new_tensor(0.75).expand(y.shape), retain_graph=again))
+                for i, (need, whole) in enumerate(zip(needs, expected, strict=True)):
+                    if need:
+                        part, most = block(whole, grid) if i == 0 else whole, whole.abs().amax()
+                        # A rank's block of dx may cancel.
+                        assert_close(next(found), part, steps=4, magnitude=most.expand_as(part), rms_tol=math.inf)
+        assert not any(any(d._taken) for d in made)
+        assert sum(d.stored for d in made) > 0
+        y = kron_matmul(own[0], own[1:], grid=grid, plan=how)
+        with torch.no_grad():
+            own[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_needed_by_way_of_slots(own_ranks: RankPool, dtype: torch.dtype, tmp_path: Path) -> None:
+    own_ranks.run(direct_gradients, dtype, str(tmp_path))
+
+
 def direct_in_blocks(shape, left, folder):
     """Products that read and write columns where they are, that only read them so, and that do neither."""
     if (grid := grid_for(shape)) is None:
