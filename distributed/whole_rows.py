@@ -59,7 +59,7 @@ class WholeRows:
         return out
 
     def forward(self, x: Tensor, factors: Sequence[Tensor], out: Tensor, saved: dict[int, Tensor] | None) -> None:
-        """Write the product; whole rows of each chunk are saved for a backward pass."""
+        """Write the product; `saved` gets whole rows of each chunk, which factors' gradients need."""
 
         def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
             if saved is not None:
@@ -73,16 +73,27 @@ class WholeRows:
     def backward(
         self, dy: Tensor, factors: Sequence[Tensor], dx: Tensor | None, needs: Sequence[bool], saved: dict[int, Tensor]
     ) -> list[Tensor]:
-        """Write dx, and return this rank's part of the gradients of the factors that need one; of half types in float32."""
+        """Write dx, and return this rank's part of the gradients of the factors that need one; of half types in float32.
+
+        Args:
+            dy: this rank's columns of the result's gradient.
+            factors: all of them.
+            dx: this rank's columns of x's gradient; None where it is not needed.
+            needs: which factors' gradients are needed.
+            saved: whole rows of each chunk; none where no factor's gradient is needed.
+        """
         found: list[Tensor] = []
 
         def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+            if not any(needs):
+                multiply_into(blocks, [f.mT for f in factors], outs, self.alpha, self.precision)
+                return
             (part,), place = blocks, outs[0] if outs else None
             gradients = gradients_into(part, saved[chunk], factors, place, needs, self.alpha, self.precision)
-            if not found:
-                found.extend(gradients)
-            elif gradients:
+            if found:
                 torch._foreach_add_(found, gradients)
+            else:
+                found.extend(gradients)
 
         self._run(dy, dx, IN_WHOLE, True, multiply)
         return found
@@ -121,7 +132,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: WholeRows, width: int, x: Tensor, *factors: Tensor) -> Tensor:
         y, saved = x.new_empty(len(x), width), dict[int, Tensor]()
-        product.forward(x, factors, y, saved)
+        product.forward(x, factors, y, saved if any(ctx.needs_input_grad[3:]) else None)
         ctx.product, ctx.count, ctx.chunks = product, len(factors), list(saved)
         ctx.save_for_backward(x, *factors, *saved.values())
         return y
