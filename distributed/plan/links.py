@@ -47,7 +47,7 @@ class Links:
         cpu_exchange: of each exchange of a chunk.
         cpu_message: of each round of messages in it, one to every peer.
         cpu_direct_exchange: in place of cpu_exchange, where ranks reach into each other's memory.
-        cpu_gradients: of a chunk's gradients, with their exchanges, on the slower host.
+        cpu_gradients: of a chunk's gradients, with their exchanges.
     """
 
     bandwidth: float = 330e9

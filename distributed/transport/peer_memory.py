@@ -11,8 +11,8 @@ in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from fastkron_py.distributed.group.failures import stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
+from fastkron_py.distributed.local import InBlocks
 from fastkron_py.distributed.plan.cost import Site
 from fastkron_py.distributed.plan.layout import Leg, Offsets, chunk_offsets, even_offsets
 from fastkron_py.distributed.plan.links import Links
@@ -99,13 +100,10 @@ class PeerChannel(Channel):
 
     def rows(self, row_group: RowGroup, rows: Rows) -> Chunk | None:
         """A chunk, ready to be sent; None where slots are too small, or taken."""
-        size, shares = row_group.size, even_offsets(rows.rows, row_group.size)
-        there = Layout(shares, chunk_offsets(rows.inner, size), rows.blocks.reads)
-        back = Layout(shares, chunk_offsets(rows.outer, size), rows.blocks.writes)
-        layouts = (there, back) if rows.returns else (there,)
-        most = max([layout.elements(rank) for layout in layouts for rank in range(size)])
-        slots = self._slots.take(most * rows.itemsize, len(layouts))
-        return None if slots is None else Chunk(row_group, self._slots, (there, back), slots, rows)
+        layouts = _layouts(rows.rows, rows.inner, rows.outer, row_group.size, rows.blocks)
+        used = layouts[: 1 + rows.returns]
+        slots = self._slots.take(max([layout.most for layout in used]) * rows.itemsize, len(used))
+        return None if slots is None else Chunk(row_group, self._slots, layouts, slots, rows)
 
 
 class Pushed(NamedTuple):
@@ -172,7 +170,8 @@ def _parts(leg: Leg, sender: int, receiver: int, dtype: torch.dtype, arrived: bo
     return [place(leg.exchange, block, leg.rows, rank, r) for r in rectangles]
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Layout:
     """How a rank's rows lie in its slot: peers' columns in blocks, one after the other, without its own; or as whole rows.
 
     Attributes:
@@ -184,6 +183,11 @@ class Layout(NamedTuple):
     rows: Offsets
     columns: Offsets
     in_blocks: bool
+
+    @cached_property
+    def most(self) -> int:
+        """Elements of the largest slot."""
+        return max([self.elements(rank) for rank in range(len(self.rows) - 1)])
 
     def height(self, rank: int) -> int:
         """Rows of a rank."""
@@ -202,6 +206,13 @@ class Layout(NamedTuple):
             return slot.view(height, self.columns[-1])[:, low:high]
         own = self.columns[rank + 1] - self.columns[rank] if peer > rank else 0
         return slot[height * (low - own) : height * (high - own)].view(height, high - low)
+
+
+@lru_cache(maxsize=1024)
+def _layouts(rows: int, inner: int, outer: int, size: int, blocks: InBlocks) -> tuple[Layout, Layout]:
+    """Of the operand and of the product of some rows of all ranks."""
+    shares = even_offsets(rows, size)
+    return Layout(shares, chunk_offsets(inner, size), blocks.reads), Layout(shares, chunk_offsets(outer, size), blocks.writes)
 
 
 @lru_cache(maxsize=4096)
@@ -252,9 +263,9 @@ class Chunk:
         outs: list[Tensor] = []
         if out is not None:
             self._slots.lend(self._product)
-            outs = self._blocks(back, self._slot(self._product, back, me), self._of(out, me))
+            outs = self._blocks(back, self._product, self._of(out, me))
         if there.height(me):
-            multiply(self._blocks(there, self._slot(self._operand, there, me), self._of(self._x, me)), outs)
+            multiply(self._blocks(there, self._operand, self._of(self._x, me)), outs)
         self._slots.release(self._operand)
         if out is not None:
             self._pull(out)
@@ -282,12 +293,18 @@ class Chunk:
     def _slot(self, slot: int, layout: Layout, rank: int) -> Tensor:
         return self._slots.block(slot, rank, layout.elements(rank), self._x.dtype)
 
-    def _blocks(self, layout: Layout, slot: Tensor, own: Tensor) -> list[Tensor]:
+    def _blocks(self, layout: Layout, slot: int, own: Tensor) -> list[Tensor]:
         """This rank's rows: blocks of columns, its own from elsewhere, or one block that is all of the slot."""
         me, size = self._row_group.position, self._row_group.size
-        if not layout.in_blocks:
-            return [slot.view(layout.height(me), layout.columns[-1])]
-        return [own if peer == me else layout.block(slot, me, peer) for peer in range(size)]
+
+        def views() -> list[Tensor | None]:
+            flat = self._slot(slot, layout, me)
+            if not layout.in_blocks:
+                return [flat.view(layout.height(me), layout.columns[-1])]
+            return [None if peer == me else layout.block(flat, me, peer) for peer in range(size)]
+
+        found = self._slots.kept((slot, layout, own.dtype), views)
+        return [own if block is None else block for block in found]
 
     def _exchange(
         self,

@@ -12,8 +12,8 @@ costs four ranks up to half of their links' speed.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, TypeVar
 from zlib import crc32
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from fastkron_py.distributed.group.agreement import agree
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.transport.flags import Flags
+
+T = TypeVar("T")
 
 SLOTS: Final = 6
 """Slots of each rank: the transfers of a wave of chunks that are pending at a time."""
@@ -56,7 +58,7 @@ class Slots:
         self._taken = [False] * SLOTS
         self._next = 0
         self._in_graph = False
-        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self._views: dict[Hashable, Any] = {}
 
     def begin(self, in_graph: bool) -> None:
         """Begin a product, that a graph captures or not.
@@ -80,13 +82,20 @@ class Slots:
 
     def block(self, slot: int, peer: int, elements: int, dtype: torch.dtype) -> Tensor:
         """The first elements of a peer's slot."""
-        key = slot, peer, elements, dtype
-        found = self._views.get(key)
+
+        def view() -> Tensor:
+            found: Tensor = self._handle.get_buffer(peer, (elements,), dtype, slot * self.slot_bytes // dtype.itemsize)
+            return found
+
+        return self.kept((slot, peer, elements, dtype), view)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Views of slots, made when they are first asked for: their memory stays where it is."""
+        found: T | None = self._views.get(key)
         if found is None:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            found = self._handle.get_buffer(peer, (elements,), dtype, slot * self.slot_bytes // dtype.itemsize)
-            self._views[key] = found
+            found = self._views[key] = make()
         return found
 
     def exchange(

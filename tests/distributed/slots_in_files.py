@@ -17,7 +17,7 @@ class Files(Slots):
         self.slot_bytes = slot_bytes
         self.group = group
         self.stored = self.refused = 0
-        self._taken, self._next, self._free = [False] * SLOTS, 0, [mock.Mock()] * SLOTS
+        self._taken, self._next, self._free, self._views = [False] * SLOTS, 0, [mock.Mock()] * SLOTS, {}
         names = [f"{folder}{r}" for r in dist.get_process_group_ranks(group)]
         self._slots = [torch.from_file(n, shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8) for n in names]
         self._slots[dist.get_rank(group)].fill_(255)  # NaN
