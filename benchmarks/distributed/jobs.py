@@ -144,6 +144,7 @@ def survivor(how: str, code: int, after: float | None, output: str, errors: str,
         errors: its stderr.
         late: what is said where it did not end by itself.
     """
+    errors = errors.replace(f"{ROOT}/", "")  # results are committed
     told = [line for line in errors.splitlines() if line.startswith(TOLD)]
     lines = [line for line in output.splitlines() if line.startswith("{")]
     tail = errors.rstrip().splitlines()[-TAIL:]
