@@ -21,6 +21,7 @@ from fastkron_py.distributed.plan.planner import Plan
 from fastkron_py.distributed.plan.schedule import Work, wave
 from fastkron_py.distributed.transport.copies import copy
 from fastkron_py.distributed.transport.transfer import Channel, Multiply, RowGroup, Rows, RowsUnderWay, Transfer, ready_now
+from fastkron_py.runtime.batching import take
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,16 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, *_recorded_gradients(product, dy, x, factors, (need_x, *needs))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-        found = iter(product.backward(dy.contiguous(), factors, dx, needs, dict(zip(ctx.chunks, saved, strict=True))))
-        sums = [next(found, f.new_zeros(f.shape)).to(f.dtype) if need else None for f, need in zip(factors, needs, strict=True)]
-        return None, None, dx, *sums
+        found = product.backward(dy.contiguous(), factors, dx, needs, dict(zip(ctx.chunks, saved, strict=True)))
+        wanted = [f for f, need in zip(factors, needs, strict=True) if need]
+        found = found or [torch.zeros_like(f) for f in wanted]  # of a rank without rows
+        return None, None, dx, *take([t.to(f.dtype) for t, f in zip(found, wanted, strict=True)], needs)
 
 
 def _recorded_gradients(product: WholeRows, dy: Tensor, x: Tensor, factors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
     """Gradients that can be differentiated again, of the same product once more."""
     wanted = [t for t, need in zip((x, *factors), needs, strict=True) if need]
-    found = iter(torch.autograd.grad(product.recorded(x, factors), wanted, dy, create_graph=True))
-    return [next(found) if need else None for need in needs]
+    return take(torch.autograd.grad(product.recorded(x, factors), wanted, dy, create_graph=True), needs)
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:

@@ -75,8 +75,8 @@ class TransportModel:
         """Rounds of messages that the processor begins, where a rank has this number of rows."""
         return 0
 
-    def copies(self, transposed: bool, gradients: bool) -> tuple[int, int]:
-        """Copies beside the exchange, in long runs and transposing: of blocks left transposed, and of products that autograd follows."""
+    def copies(self, transposed: bool) -> tuple[int, int]:
+        """Copies beside the exchange, in long runs and transposing: whether a multiply has left blocks transposed."""
         return 0, 0
 
 
@@ -177,7 +177,7 @@ def _step(
         return Step(factors, None, links, multiply)
     transport = transport_for(transport, leg.exchange)
     between_stages = leg.exchange.transposed
-    copies = transport.copies(between_stages, problem.gradients)
+    copies = transport.copies(between_stages)
     calls = transport.rounds(site.rows if between_stages else -(-site.rows // site.size))
     unit, paid = problem.dtype.itemsize, links_of(transport, links, site.size)
     loads = [load(leg, r, site, unit, links) for r in sampled_ranks(leg.exchange)]
@@ -239,7 +239,7 @@ def best_cuts(problem: Problem, rows: int, parts: int, transport: TransportModel
     """Stages of least modelled time, by dynamic programming over how many of the first factors are left."""
     ps, qs, itemsize = problem.inner, problem.outer, problem.dtype.itemsize
     count, paid = len(ps), links_of(transport, links, parts)
-    copies, near = transport.copies(True, problem.gradients), min(links.ranks_per_host, parts)
+    copies, near = transport.copies(True), min(links.ranks_per_host, parts)
     best: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
     for left in range(count - 1, -1, -1):
         found = []

@@ -214,7 +214,7 @@ class Schedule:
         # Bytes for other hosts go slowly, and take as much from multiplies as if they stayed in this one.
         inside = max([paid.exchange_seconds(each.near + each.far, 0, each.near_messages + each.far_messages, 0) for each in loads])
         taken = (1 - paid.beside) * min(1.0, (inside + rounds * paid.round) / seconds) if seconds else 0.0
-        runs, transposes = transport.copies(leg.exchange.transposed, plan.problem.gradients)
+        runs, transposes = transport.copies(leg.exchange.transposed)
         blocks = list(zip([each.block for each in loads], self.slowdowns, strict=True))
         before = tuple([slow * copies_seconds((runs * leg.back, transposes), size, unit, plan.links) for size, slow in blocks])
         after = tuple([slow * copies_seconds((runs * (not leg.back), 0), size, unit, plan.links) for size, slow in blocks])

@@ -26,7 +26,7 @@ class Packed(Transport):
         """An all-to-all leaves multiplies more than single messages do."""
         return replace(links, beside=links.beside_packed)
 
-    def copies(self, transposed: bool, gradients: bool) -> tuple[int, int]:
+    def copies(self, transposed: bool) -> tuple[int, int]:
         """Long runs are packed or unpacked; between stages both, and what a multiply has left is packed element by element."""
         return 1, int(transposed)
 

@@ -19,7 +19,7 @@ from fastkron_py.distributed.transport.driver import driver_function
 # torch copies strided tensors element by element: wide ones move more bytes with as many instructions. For copies from this size on.
 WIDE_BYTES: Final = 1 << 20
 WORD: Final = torch.complex128
-# Runs of memory from this size on are copied by copy engines, which leaves the multiprocessors to multiplies.
+# Runs of memory from this size on are copied by the driver: between GPUs by copy engines, which leave the multiprocessors to multiplies.
 RUN_BYTES: Final = 1 << 18
 
 _UNIFIED: Final = 4  # CU_MEMORYTYPE_UNIFIED: the address says where it is
@@ -88,7 +88,7 @@ class _Copy(ctypes.Structure):
     )
 
 
-class _Layout(NamedTuple):
+class _View(NamedTuple):
     """A view of a block, from the block's first element on."""
 
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class _Layout(NamedTuple):
 class Copies:
     """Copies from parts of one block to parts of another, worked out once for blocks of these layouts, wherever they lie.
 
-    Long runs are copied by the GPU's copy engines, a matrix of runs in one call; short ones by kernels.
+    The driver copies long runs, a matrix of them in one call: between GPUs by copy engines. Kernels copy short ones.
 
     Args:
         to: views ``[rows, q, s]`` of a flat block that begins its memory; a meta tensor does.
@@ -119,7 +119,7 @@ class Copies:
 
     def __init__(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
         pairs = [(a, b) for a, b in zip(to, of, strict=True) if a.numel()]
-        self._views = [tuple([_Layout(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in pair]) for pair in pairs]
+        self._views = [tuple([_View(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in pair]) for pair in pairs]
         self._matrices = [_matrices(*pair) for pair in pairs]
 
     def run(self, to: Tensor, of: Tensor, stream: torch.cuda.Stream | None = None) -> None:

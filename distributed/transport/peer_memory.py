@@ -61,8 +61,8 @@ class PeerMemory(Transport):
             cpu_exchange=links.cpu_direct_exchange,
         )
 
-    def copies(self, transposed: bool, gradients: bool) -> tuple[int, int]:
-        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie, but for what autograd saves."""
+    def copies(self, transposed: bool) -> tuple[int, int]:
+        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie; what autograd saves is left out."""
         return int(transposed), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
