@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.kron import torch_backend
-from fastkron_py.kron.canonical import canonical
 from fastkron_py.kron.multiply import Multiply, fitted, scale_of
 from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import HALF_DTYPES
-from fastkron_py.runtime.precision import resolved, torch_products
-from fastkron_py.runtime.program import Program, Scalar, bits
-
-_ALPHA = Scalar(0)
+from fastkron_py.runtime.precision import resolved
+from fastkron_py.runtime.program import Program
 
 
 def in_blocks(ps: tuple[int, ...], qs: tuple[int, ...], parts: int, x: Tensor) -> InBlocks:
@@ -50,9 +46,10 @@ def multiply_into(blocks: Sequence[Tensor], factors: Sequence[Tensor], outs: Seq
     """
     # The program reads memory, which torch's dispatcher makes right elsewhere.
     blocks, factors = ([t.resolve_conj().resolve_neg() for t in given] for given in (blocks, factors))
-    tensors, options = (*blocks, *factors, *outs), (len(blocks), len(outs), alpha == 1, precision)
+    tensors, sides = (*blocks, *factors, *outs), (len(blocks), len(outs))
+    key = _key("multiply_into", tensors, (*sides, alpha == 1, precision))
     with torch.no_grad():
-        CACHE.program(_key("multiply_into", tensors, options), lambda: _program(tensors, options))(tensors, (alpha,))
+        CACHE.program(key, lambda: _program(tensors, sides, alpha, precision))(tensors, (alpha,))
 
 
 def gradients_into(
@@ -73,10 +70,10 @@ def gradients_into(
         The gradients of these factors, of half types in float32.
     """
     dy, x, *factors = [t.resolve_conj().resolve_neg() for t in (dy, x, *factors)]
-    tensors, options = (dy, x, *factors, *(() if dx is None else (dx,))), (tuple(needs), alpha, precision)
+    tensors = dy, x, *factors, *(() if dx is None else (dx,))
     key = _key("gradients_into", tensors, (tuple(needs), alpha == 1, precision))
     with torch.no_grad():
-        found: list[Tensor] = CACHE.program(key, lambda: _gradients(tensors, options))(tensors, (alpha,))
+        found: list[Tensor] = CACHE.program(key, lambda: _gradients(tensors, needs, alpha, precision))(tensors, (alpha,))
     return found
 
 
@@ -88,9 +85,8 @@ def _key(name: str, tensors: Sequence[Tensor], options: tuple[Any, ...]) -> tupl
     return name, *options, *[(t.shape, t.stride(), t.dtype) for t in tensors], tensors[0].device, unaligned & 15 == 0
 
 
-def _gradients(tensors: Sequence[Tensor], options: tuple[tuple[bool, ...], float, str | None]) -> Program:
+def _gradients(tensors: Sequence[Tensor], needs: Sequence[bool], alpha: float, precision: str | None) -> Program:
     """The program of `gradients_into` on dy, x, the factors, and dx if it is needed."""
-    needs, alpha, precision = options
     build = Builder(tensors)
     dy, x, *given = build.inputs
     factors, out = given[: len(needs)], (given[len(needs) :] or [None])[0]
@@ -103,37 +99,24 @@ def _gradients(tensors: Sequence[Tensor], options: tuple[tuple[bool, ...], float
     return build.program(found, [r.shape for r in results])
 
 
-def _program(tensors: Sequence[Tensor], options: tuple[int, int, bool, str | None]) -> Program:
+def _program(tensors: Sequence[Tensor], sides: tuple[int, int], alpha: float, precision: str | None) -> Program:
     """The program of ``alpha * x @ K`` on the blocks of x, the factors, and the blocks of the result that it writes.
 
     Args:
         tensors: blocks of x ``[rows, K]``, factors ``[P_i, Q_i]``, blocks of the result ``[rows, N]``.
-        options: number of blocks of each, whether alpha is 1, and the precision.
+        sides: number of blocks of x and of the result.
+        alpha: scales the product.
+        precision: of float32 products.
     """
-    parts, outs, is_one, precision = options
+    parts, outs = sides
     build = Builder(tensors)
     blocks, factors = build.inputs[:parts], build.inputs[parts : len(tensors) - outs]
     targets = build.inputs[len(tensors) - outs :]
-    triton = choose_backend("", tensors[0]) == "triton"
-    if not triton:
-
-        def by_torch(x: Tensor, *given: Any) -> None:
-            *factors, out, alpha = given
-            problem = canonical(x, factors, False)
-            with torch_products(x, precision):
-                out.copy_(problem.unpack(torch_backend.multiply(problem.x, problem.factors, None, alpha, 0.0)))
-
-        build.call(by_torch, (blocks[0], *factors, targets[0]), scalars=(_ALPHA,))
-        return build.program([])
-    from fastkron_py.kron.blocks import add_multiply_blocks
-    from fastkron_py.kron.forward import add_multiply
-    from fastkron_py.kron.scale import Scale
-
-    scale = Scale(bits(1.0) if is_one else _ALPHA)
+    scale = scale_of(alpha, False)
     if parts > 1 or outs > 1:
+        from fastkron_py.kron.blocks import add_multiply_blocks
+
         add_multiply_blocks(build, blocks, factors, targets, resolved(precision), scale)
     else:
-        problem = canonical(blocks[0], factors, False, build.reshape)
-        out = targets[0].unsqueeze(0).unsqueeze(3)
-        add_multiply(build, problem.x, problem.factors, resolved(precision), scale, out=out)
+        Multiply(factors, choose_backend("", tensors[0]), precision, scale=scale).add(build, blocks[0], None, out=targets[0])
     return build.program([])
