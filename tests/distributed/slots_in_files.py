@@ -46,3 +46,21 @@ class Files(Slots):
     def release(self, slot, done=None):
         self._slots[dist.get_rank(self.group)][slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = 255
         super().release(slot, mock.Mock())
+
+
+class FilesIn:
+    """Takes the place of `open_slots`: each product's slots are files in a folder.
+
+    Args:
+        folder: of the files.
+        smaller: by this factor than was asked for.
+    """
+
+    def __init__(self, folder: str, smaller: int = 1) -> None:
+        self.folder, self.smaller = folder, smaller
+        self.made: list[Files] = []
+
+    def __call__(self, grid, group, row_groups, slot_bytes):
+        assert dist.get_process_group_ranks(group) in [[grid.ranks[r] for r in ranks] for ranks in row_groups]
+        self.made.append(Files(f"{self.folder}/{len(self.made)}-", group, max(8, slot_bytes // self.smaller)))
+        return self.made[-1]

@@ -27,7 +27,7 @@ from products import (
     with_identities,
 )
 from rank_pool import RankPool
-from slots_in_files import Files
+from slots_in_files import FilesIn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastkron_py
@@ -118,15 +118,10 @@ def gradients(shape, left, recompute, folder=None):
     if (grid := grid_for(shape)) is None:
         return
     if folder is not None:
-        made = []
-
-        def files(grid, group, row_groups, slot_bytes):
-            made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
-            return made[-1]
-
+        files = FilesIn(folder)
         with mock.patch("fastkron_py.distributed.transport.peer_memory.open_slots", files):
             _gradients(grid, left, recompute, {"direct": True, "chunks": 9})
-        assert sum(d.stored for d in made) > 0
+        assert sum(d.stored for d in files.made) > 0
     else:
         _gradients(grid, left, recompute, {"chunks": 2})
 
@@ -339,13 +334,7 @@ def test_gradients_of_chunks_are_one_tensor(ranks: RankPool) -> None:
 def direct_stores(shape, left, folder, smaller):
     if (grid := grid_for(shape)) is None:
         return None
-    made = []
-
-    def files(grid, group, row_groups, slot_bytes):
-        assert dist.get_process_group_ranks(group) in [[grid.ranks[r] for r in ranks] for ranks in row_groups]
-        made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes // smaller)))
-        return made[-1]
-
+    files = FilesIn(folder, smaller)
     for m, sizes, stages in list(PROBLEMS.values())[::3]:
         for kind, chunks in ((stages, 6), ("rows", 5), ("rows", 13)):
             how = plan(problem(m, sizes, left=left), shape, stages=kind, chunks=chunks, direct=True)
@@ -363,8 +352,8 @@ def direct_stores(shape, left, folder, smaller):
                 y.square().sum().backward()
             assert torch.equal(tensors[0].grad, block(whole[0].grad, grid))
             assert all(torch.equal(a.grad, b.grad) for a, b in zip(tensors[1:], whole[1:], strict=True))
-            assert not any(any(d._taken) for d in made)
-    return sum(d.stored for d in made), sum(d.refused for d in made)
+            assert not any(any(d._taken) for d in files.made)
+    return sum(d.stored for d in files.made), sum(d.refused for d in files.made)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
@@ -380,12 +369,7 @@ def test_direct_stores(own_ranks: RankPool, shape: tuple[int, int], left: bool, 
 def direct_gradients(dtype, folder):
     """Of x alone, of some factors alone, of an expanded gradient, twice from one graph, and of numbers in float64 rounded once."""
     grid = ProcessGrid((1, dist.get_world_size()))
-    made = []
-
-    def files(grid, group, row_groups, slot_bytes):
-        made.append(Files(f"{folder}/{len(made)}-", group, max(8, slot_bytes)))
-        return made[-1]
-
+    files = FilesIn(folder)
     m, sizes = 5, ((4, 3), (3, 5), (2, 3))
     how = plan(Problem(m, (4, 3, 2), (3, 5, 3), dtype, gradients=True), grid.shape, stages="rows", chunks=3, direct=True)
     x, factors, _ = make(m, sizes, dtype, random=True)
@@ -406,8 +390,8 @@ def direct_gradients(dtype, folder):
                         part, most = block(whole, grid) if i == 0 else whole, whole.abs().amax()
                         # A rank's block of dx may cancel.
                         assert_close(next(found), part, steps=4, magnitude=most.expand_as(part), rms_tol=math.inf)
-        assert not any(any(d._taken) for d in made)
-        assert sum(d.stored for d in made) > 0
+        assert not any(any(d._taken) for d in files.made)
+        assert sum(d.stored for d in files.made) > 0
         y = kron_matmul(own[0], own[1:], grid=grid, plan=how)
         with torch.no_grad():
             own[0].add_(1)
@@ -425,11 +409,7 @@ def direct_in_blocks(shape, left, folder):
     """Products that read and write columns where they are, that only read them so, and that do neither."""
     if (grid := grid_for(shape)) is None:
         return None
-    made = []
-
-    def files(grid, group, row_groups, slot_bytes):
-        made.append(Files(f"{folder}/{len(made)}-", group, slot_bytes))
-        return made[-1]
+    files = FilesIn(folder)
 
     def one_by_one(ps, qs, setting):
         """A launch for each factor, as large ones have it."""
@@ -469,7 +449,7 @@ def direct_in_blocks(shape, left, folder):
                 others = [p for p in range(how.parts) if p != me]
                 crossing = sum(leg.size(me, p) for leg in there for p in others) + sum(leg.size(p, me) for leg in back for p in others)
                 assert sum(call.args[0].nbytes for call in copied.call_args_list) == 8 * crossing
-            assert not any(made[-1]._taken)
+            assert not any(files.made[-1]._taken)
     forget_blocks()
     return seen, grid.shape[0 if left else 1]
 
