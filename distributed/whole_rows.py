@@ -1,7 +1,7 @@
 """Products by whole rows that a transport takes over, with gradients: columns are sent to rows, multiplied where they lie, and fetched.
 
-Autograd sees one operation. Its backward pass sends dy as the forward pass sends x, and has dx fetched as the result is: nothing is copied
-but what autograd saves, and this rank's own columns of dy and dx. Derivatives of second order take the exchanges that autograd records.
+Autograd sees one operation. Its backward pass sends dy as the forward pass sends x, and has dx fetched as the result is. Only
+saved rows, and this rank's own columns of dy and dx, are copied. Derivatives of second order take the exchanges that autograd records.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class WholeRows:
 
         places = [None] * len(sizes) if out is None else out.split(sizes)
         wave([work(*chunk) for chunk in zip(range(len(sizes)), x.split(sizes), places, strict=True)])
-        for chunk in under_way:  # not before: no multiply waits for what comes back
+        for chunk in under_way:  # not before: no multiply waits for a returned part
             chunk.finish()
 
 

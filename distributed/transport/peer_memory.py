@@ -62,7 +62,7 @@ class PeerMemory(Transport):
         )
 
     def copies(self, transposed: bool) -> tuple[int, int]:
-        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie; what autograd saves is left out."""
+        """Passes that pack and unpack parts: none for whole rows, which are multiplied where they lie; saved rows are left out."""
         return int(transposed), int(transposed)
 
     def open(self, grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence[Sequence[int]], size: int) -> Channel | None:
@@ -157,7 +157,7 @@ def sent(leg: Leg, sender: int, receiver: int, dtype: torch.dtype) -> Copies:
 
 @lru_cache(maxsize=4096)
 def unpacked(leg: Leg, sender: int, receiver: int, dtype: torch.dtype) -> Copies:
-    """What a sender has put in the receiver's slot, to the receiver's block."""
+    """A sender's parts, from the receiver's slot to the receiver's block."""
     parts = _parts(leg, sender, receiver, dtype, True)
     return Copies(parts, parts)
 
@@ -228,7 +228,7 @@ class Chunk:
     """Rows on their way: `send`, then `multiply`, which has the product pulled, then `finish`."""
 
     def __init__(self, row_group: RowGroup, slots: Slots, layouts: tuple[Layout, Layout], taken: Sequence[int], rows: Rows) -> None:
-        """Rows with slots for what arrives and for the product, in these layouts."""
+        """Rows with slots for the operand and for the product, in these layouts."""
         self._row_group, self._slots, self._rows = row_group, slots, rows
         self._there, self._back = layouts
         self._operand, self._product = taken[0], taken[-1]

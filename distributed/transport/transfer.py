@@ -197,7 +197,7 @@ class Transfer:
 
     @cached_property
     def leg(self) -> Leg:
-        """What is moved, without tensors."""
+        """The moved elements, without tensors."""
         return Leg(self.exchange, self.rows, self.back)
 
     @property

@@ -306,7 +306,7 @@ def add_backward(
 
 
 def _place_of_dx(build: Builder, u: Tensor, made: bool, out: Tensor | None) -> Tensor:
-    """Where a launch writes what it multiplies back: out; the memory of an input that was made for it; or a new buffer."""
+    """Where a launch writes its product: out; the memory of an input that was made for it; or a new buffer."""
     if out is not None:
         return out
     return u if made else build.empty(u.shape, u.dtype)
