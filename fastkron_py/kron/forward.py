@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,16 @@ from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_
 from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
 from fastkron_py.kron.plan.plan import VECTOR, Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.whole_row import takes_whole_rows
-from fastkron_py.kron.plan.wide import best_algorithm, has_choice
+from fastkron_py.kron.plan.wide import WIDE, best_algorithm, has_choice, multiply_seconds
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
+
+MOST_ORDERED: Final = 4  # launches of wide factors, whose orders are compared
+WORTH_ORDERING: Final = 0.95  # of the modelled time of the plan's order
 
 
 def is_mergeable(t: Tensor) -> bool:
@@ -152,6 +156,29 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     return found if found == "gemm" or found in BY_TORCH else "kernels"
 
 
+def _in_order(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
+    """The launches of wide factors alone in the order of least time, in float64; others as they are planned.
+
+    The plan has those first that narrow most, which moves the fewest elements. Torch's products in float64 are bound by their
+    operations, and some take longer where another mode stands. The kernel for Hopper, which takes float32, does not show it.
+    """
+    is_wide_alone = all([launch.stop - launch.start == 1 and min(launch.p, launch.q) > WIDE for launch in launches])
+    is_float64 = problem.dtype in (torch.float64, torch.complex128)
+    if not (is_float64 and is_wide_alone and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches])):
+        return launches
+    has_wide, (groups, rows, _, columns) = kernels.has_wide(problem.device, problem.dtype), problem.shape
+
+    def seconds(order: Iterable[Launch]) -> float:
+        total = 0.0
+        for launch, place in zip(order, places(list(order), problem.sizes, columns, False), strict=True):
+            mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
+            total += multiply_seconds(mode, has_wide)
+        return total
+
+    best = list(min(permutations(launches), key=seconds))
+    return best if seconds(best) < WORTH_ORDERING * seconds(launches) else launches
+
+
 def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:
     """The launches of a multiply by this choice, or by the closed form.
 
@@ -164,7 +191,7 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
     if choice is None:
         mine = shapes[problem.start : problem.stop]
         planned = plan(tuple(p for p, _ in mine), tuple(q for _, q in mine), plan_problem(problem))
-        launches = [launch.shifted(problem.start) for launch in planned]
+        launches = _in_order(problem, [launch.shifted(problem.start) for launch in planned])
         configs = [None] * len(launches)
     else:
         launches, configs = choice.as_launches(shapes), [chosen.config for chosen in choice.launches]
