@@ -1,4 +1,4 @@
-"""A multiply whose small intermediate is saved for the backward pass: numbers and gradients as without it.
+"""A multiply whose intermediate is saved for the backward pass: numbers and gradients as without it.
 
 In float64 and float32 both ways err by rounding only; in half types the intermediate is rounded once more.
 """
@@ -21,13 +21,14 @@ from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 
-# (P, Q) of the factors: the last ones narrow x, the first ones, those in the middle, and each of two cuts.
+# (P, Q) of the factors: the last ones narrow x, the first ones, those in the middle, and each of two cuts; all of them are wide.
 SHAPES = {
     "last": [(3, 5), (40, 2)],
     "first": [(40, 2), (3, 5)],
     "first of three": [(36, 2), (2, 3), (3, 4)],
     "last two of three": [(3, 4), (90, 1), (66, 2)],
     "twice": [(20, 1), (3, 9), (24, 1)],
+    "wide": [(129, 131), (130, 140)],
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -131,6 +132,30 @@ def test_backward_passes_in_a_row_and_of_parts(device: torch.device, cuts: list[
         (got,) = torch.autograd.grad(kron_matmul(tensors[0], tensors[1:]), tensors[i], dy)
         assert_close(got, whole[i], steps=4)
     assert cuts
+
+
+def whole(*shapes: tuple[int, int], rows: int = 64, itemsize: int = 4) -> Whole:
+    return Whole(shapes, rows, 1, Numbers(itemsize, 1), 3 if itemsize == 4 else 1)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_wide_factors_save_an_intermediate_of_the_size_of_x(itemsize: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WORTH", 0.95)
+    assert find_cut(whole((300, 300), (300, 300), itemsize=itemsize), HOPPER) is not None
+    assert find_cut(whole((300, 300), itemsize=itemsize), HOPPER) is None
+
+
+def test_others_save_small_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WORTH", 0.95)
+    assert find_cut(whole((64, 64), (64, 64), rows=1024), HOPPER) is None
+    assert find_cut(whole((300, 300), (64, 64), rows=1024), HOPPER) is None
+    assert find_cut(whole((64, 64), (64, 4), rows=1024), HOPPER) == Cut(1, True)
+
+
+def test_the_larger_of_x_and_the_result_bounds_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 205 x 226 to 262 x 1649 that after the second factor first would be 7 times x, beside 9 of the result."""
+    monkeypatch.setattr(plan, "WORTH", 0.95)
+    assert find_cut(whole((205, 262), (226, 1649), rows=1, itemsize=8), HOPPER) == Cut(1, False)
 
 
 def test_a_backward_pass_reads_what_was_saved(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
