@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +36,7 @@ from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
-from fastkron_py.tiling.partials import _sum_partials_kernel
-
-_SUMMED: Final = 2048  # partial sums that a program adds up at a time
+from fastkron_py.tiling.partials import sum_launcher
 
 
 class _Partials:
@@ -59,19 +57,7 @@ class _Partials:
         self.shape: tuple[int, ...] = (programs, self.groups, size) if programs_first else (self.groups, programs, size)
         if programs == 1:
             self.shape = (self.groups, self.p, self.q * self.parts)
-        rows = min(128, next_power_of_two(programs))
-        block = min(next_power_of_two(size), max(32, _SUMMED // rows))
-        arguments = {
-            "stride_b": size if programs_first else programs * size,
-            "stride_r": self.groups * size if programs_first else size,
-            "programs": programs,
-            "SIZE": size,
-            "BLOCK_R": rows,
-            "BLOCK": block,
-            "COLUMNS": self.q if self._stores_transposed else 0,
-            "num_warps": 4,
-        }
-        self.sum = Launcher([LaunchConfig(_sum_partials_kernel, (self.groups * math.ceil(size / block),), arguments)])
+        self.sum = sum_launcher(size, programs, self.groups, programs_first, self.q if self._stores_transposed else 0)
         self.split = self._split(problem) if stop - start > 1 else None
 
     def _split(self, problem: GradientProblem) -> Launcher:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.tiling.cpu_products import batch_parts
+from fastkron_py.tiling.long_products import by_parts
 
 
 class Epilogue(NamedTuple):
@@ -34,7 +35,8 @@ PLAIN: Final = Epilogue()
 def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> None:
     """``[I, J] @ [J, K]``, or a batch ``[A, I, J] @ [A, J, K]``, into ``out``; z has as many elements, in their order.
 
-    A batch of one is taken as a matrix, since torch has more kernels for one. On a CPU a batch is cut in its `batch_parts`.
+    A batch of one is taken as a matrix, since torch has more kernels for one. On a CPU a batch is cut in its `batch_parts`, on a GPU the
+    long sums of half types are cut (`long_products`).
     """
     parts = batch_parts(a, b) if a.ndim == 3 else []
     if len(parts) > 1:
@@ -46,7 +48,10 @@ def product(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue = PLAIN) -> No
     if a.ndim == 3 and a.shape[0] == 1:
         a, b, out = a[0], b[0], out[0]
     addend = None if z is None else z.reshape(out.shape)
-    if a.ndim == 2:
+    if (total := by_parts(a, b)) is not None:
+        total.mul_(alpha)
+        out.copy_(total if addend is None else total.add_(addend, alpha=beta))
+    elif a.ndim == 2:
         if addend is not None:
             torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
         elif alpha != 1:
@@ -101,6 +106,8 @@ def scaled_product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of matrices, or of batches, in this dtype: theirs, or float32 where they are of a half one, rounded once."""
+    if (found := by_parts(a, b)) is not None:
+        return found.to(dtype)
     multiply = torch.mm if a.ndim == 2 else torch.bmm
     if dtype == a.dtype:
         return multiply(a, b)

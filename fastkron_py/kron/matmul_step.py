@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from fastkron_py.runtime.precision import has_precisions, torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
+from fastkron_py.tiling.long_products import Cut, cut_of, write_parts
+from fastkron_py.tiling.partials import sum_launcher
 
 BY_TORCH: Final = ("matmul", "copying")  # algorithms
 _UNIT: Final = 8  # elements of half types that take 16 bytes
@@ -103,12 +106,27 @@ class MatmulStep(NamedTuple):
 
 def _new_product(build: Builder, a: Tensor, b: Tensor, alpha: Scalar | int) -> Tensor:
     """``alpha * a @ b`` of matrices or batches, in memory that torch makes: the fewest operations of the host."""
+    if (cut := cut_of(a, b)) is not None:
+        return _long_product(build, a, b, cut, alpha, a.dtype)
     described = describe((*a.shape[:-1], b.shape[-1]), a.dtype)
     if isinstance(alpha, Scalar):
         made: Tensor = build.call(scaled_product, (a, b), described, scalars=(alpha,))
     else:
         made = build.call(torch.mm if a.ndim == 2 else torch.bmm, (a, b), described)
     return made
+
+
+def _without_padding(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)  # even where the rest of a matrix is contiguous
+
+
+def _long_product(build: Builder, a: Tensor, b: Tensor, cut: Cut, alpha: Scalar | int, dtype: torch.dtype) -> Tensor:
+    """The same of matrices whose sum is cut."""
+    parts = build.empty((cut.all_parts, a.shape[0], b.shape[1]), torch.float32)
+    build.call(partial(write_parts, cut=cut), (a, b, parts))
+    total = build.empty(parts.shape[1:], dtype)
+    build.launch(sum_launcher(math.prod(total.shape), cut.all_parts), (parts, total), (alpha,))
+    return total
 
 
 def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algorithm: str, precision: str, dtype: torch.dtype) -> Tensor:
@@ -135,6 +153,10 @@ def add_gradient(build: Builder, u: Tensor, g: Tensor, alpha: Scalar | int, algo
         is_whole, is_plain = (p, q) == (a.shape[-2], b.shape[-1]), not dtype.is_complex and not has_precisions(dtype)
         if is_whole and is_plain and dtype == a.dtype:
             return _new_product(build, a, b, alpha).view(groups, p, q)
+        if (cut := cut_of(a, b)) is not None:
+            df = _long_product(build, a, b, cut, alpha, dtype)
+            padded: Tensor = df if is_whole else build.call(_without_padding, (df[:p, :q],), describe((p, q), dtype))
+            return padded.view(groups, p, q)
 
     def run(a: Tensor, b: Tensor, alpha: float) -> Tensor:
         a = a.conj() if a.is_complex() else a

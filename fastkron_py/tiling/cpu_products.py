@@ -12,6 +12,7 @@ from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
+from fastkron_py.tiling.long_products import by_parts
 
 ROUNDS: Final = 8  # of a batch's products, one for each thread: where there are more, an idle thread in the last one is little
 THREAD_WORK: Final = 1 << 21  # multiply-adds of a thread, from which all threads share one product well
@@ -80,7 +81,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``[I, J] @ [J, K]`` of one dtype on any device, without gradients."""
+    """``[I, J] @ [J, K]`` of one dtype on any device."""
+    if (found := by_parts(a, b)) is not None:
+        return found.to(a.dtype)
     dtype = product_dtype(a)
     return matrix_product(a, b, True) if dtype == a.dtype else matrix_product(a.to(dtype), b.to(dtype), True).to(a.dtype)
 

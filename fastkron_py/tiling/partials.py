@@ -1,9 +1,33 @@
 """The second stage of sums over programs: the programs' partial sums, added up in a fixed order."""
 
+import math
+from typing import Final
+
 import triton
 import triton.language as tl
 
+from fastkron_py.runtime.launch import LaunchConfig, Launcher
+from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.addresses import scalar
+
+_SUMMED: Final = 2048  # partial sums that a program adds up at a time
+
+
+def sum_launcher(size: int, programs: int, groups: int = 1, programs_first: bool = True, columns: int = 0) -> Launcher:
+    """The launch of `_sum_partials_kernel` on partial sums ``[programs, groups, size]``, or ``[groups, programs, size]``."""
+    rows = min(128, next_power_of_two(programs))
+    block = min(next_power_of_two(size), max(32, _SUMMED // rows))
+    arguments = {
+        "stride_b": size if programs_first else programs * size,
+        "stride_r": groups * size if programs_first else size,
+        "programs": programs,
+        "SIZE": size,
+        "BLOCK_R": rows,
+        "BLOCK": block,
+        "COLUMNS": columns,
+        "num_warps": 4,
+    }
+    return Launcher([LaunchConfig(_sum_partials_kernel, (groups * math.ceil(size / block),), arguments)])
 
 
 @triton.jit(do_not_specialize=["alpha"])

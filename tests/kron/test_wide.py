@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from canonical_cases import backward, dense, expected_gradients, in_double, mult
 
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.wide import best_algorithm, best_gradient_algorithm, gradient_config, multiply_config, ring_stages
+from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
@@ -158,3 +160,50 @@ def test_x_is_copied_where_runs_begin_on_16_bytes(
     launch = multiply_launch(mode(1, 100, after, p, 256, 4), common, (0, 256, 1), is_fixed=True)
     assert launch.arguments["IS_COPIED"] is (copied is not None)
     assert copied in (None, launch.arguments["VECTORS"][0])
+
+
+@pytest.mark.parametrize("shape", [(1, 40, (66,), (70,), 1), (1, 1, (72,), (80,), 30), (1, 14, (3, 66), (2, 72), 1)], ids=str)
+@pytest.mark.parametrize("algorithm", ["matmul", "copying"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_long_sums_of_half_types_are_cut(
+    dtype: torch.dtype, algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastkron_py.kron import backward as backward_module
+    from fastkron_py.kron import forward, matmul_step
+    from fastkron_py.tiling import long_products
+
+    monkeypatch.setattr(forward, "best_algorithm", lambda mode, has_wgmma, is_chained: algorithm)
+    monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
+    monkeypatch.setattr(long_products, "LONG", 20)
+    monkeypatch.setattr(long_products, "LONG_ALONG", 20)
+    monkeypatch.setattr(long_products, "_LEAST", 8)
+    cuts = []
+    monkeypatch.setattr(matmul_step, "write_parts", lambda *given, cut: cuts.append(cut) or long_products.write_parts(*given, cut))
+    groups, rows, ps, qs, columns = shape
+    torch.manual_seed(0)
+    x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
+    wanted = dense(x, factors)
+    dy = torch.randn_like(wanted).to(dtype)
+    assert_close(multiply(x, factors), wanted, steps=8)
+    dx, dfs = backward(dy, x, factors, alpha=-2.0)
+    for got, slope in zip([dx, *dfs], expected_gradients(dy, x, factors), strict=True):
+        assert_close(got, -2 * slope, steps=8)
+    assert cuts
+
+
+def test_float64_takes_wide_factors_in_the_order_of_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """94 x (830, 750) to (274, 256): the first factor narrows more, but its product is slower while the second mode is 750 wide."""
+    from fastkron_py.kron import forward
+    from fastkron_py.kron.plan.plan import plan
+
+    monkeypatch.setattr(devices, "gpu_of", lambda device: HOPPER)
+
+    def order(dtype: torch.dtype, ps: tuple[int, ...], qs: tuple[int, ...]) -> list[int]:
+        x = torch.empty(1, 94, math.prod(ps), 1, dtype=dtype)
+        factors = [torch.empty(1, p, q, dtype=dtype) for p, q in zip(ps, qs, strict=True)]
+        made = forward.multiply_problem(x, factors, torch.device("cpu"), "highest")
+        planned = plan(ps, qs, forward.plan_problem(made))
+        return [launch.start for launch in forward._in_order(made, planned)]
+
+    assert order(torch.float64, (830, 750), (274, 256)) == [1, 0]
+    assert order(torch.float32, (830, 750), (274, 256)) == [0, 1]
