@@ -16,6 +16,7 @@ from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.kron.shapes import result_shape
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
+from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.runtime.precision import resolved, torch_products
 from fastkron_py.runtime.program import Scalar, bits
 from fastkron_py.tiling.cpu_products import has_onednn, matrix_product, threads
@@ -265,7 +266,9 @@ def small_product(
     is_one_product = count == 1 and not backward and x.element_size() >= 4  # whose result is all the memory that it takes
     if not (is_one_product or torch_small.is_small(problem)):
         return None
-    steps = differentiable_plan(problem).steps
+    dtype = torch.float32 if x.dtype in HALF_DTYPES and not in_half else x.dtype
+    small = torch_small.Small(differentiable_plan(problem).steps, shape, rows, columns, dtype, left)
+    multiply_small = torch_small.small_multiply(small, count)
 
     def multiply(x: Tensor, *given: Any) -> Tensor:
         factors, z, (alpha, beta) = given[:count], given[count:-2], given[-2:]
@@ -274,7 +277,7 @@ def small_product(
         if count == 1 and alpha == 1 and not z and precision is None:
             return matrix_product(factors[0], x, False) if left else matrix_product(x, factors[0], True)
         with torch_products(x, precision):
-            return torch_small.multiply_small(x, factors, steps, shape, (rows, columns), z[0] if z else None, alpha, beta, left)
+            return multiply_small(x, factors, z[0] if z else None, alpha, beta)
 
     return multiply if in_half else torch_small.in_float32(multiply, x.dtype)
 

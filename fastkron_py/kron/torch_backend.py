@@ -18,7 +18,7 @@ from fastkron_py.kron.chunks import WHOLE, Chunk, chunks
 from fastkron_py.kron.matmul import PLAIN, Epilogue
 from fastkron_py.kron.plan.torch_plan import AS_IT_IS, COLUMNS, ROWS, Plan, Problem, Step, differentiable_plan, plan
 from fastkron_py.kron.torch_modes import matrix_gradient, multiplied_out, multiply_step, ready, split
-from fastkron_py.kron.torch_small import is_small, multiply_small, multiply_small_groups, takes_bfloat16
+from fastkron_py.kron.torch_small import Small, is_small, multiply_small_groups, small_multiply, takes_bfloat16
 from fastkron_py.runtime.checks import HALF_DTYPES
 from fastkron_py.tiling.cpu_products import by_onednn, has_onednn, threads
 from fastkron_py.tiling.cpu_slices import sum_dtype
@@ -80,7 +80,8 @@ def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: floa
             if groups > 1:
                 return multiply_small_groups(x, factors, z, alpha, beta)
             steps = differentiable_plan(problem).steps
-            return multiply_small(x, [f[0] for f in factors], steps, (1, length, n, columns), (length, columns), z, alpha, beta)
+            small = Small(steps, (1, length, n, columns), length, columns, x.dtype)
+            return small_multiply(small, len(factors))(x, [f[0] for f in factors], z, alpha, beta)
         chosen, dtype = _plan_for(x, factors)
         layout = chosen.layout
         matrices = _matrices(factors, chosen.steps, dtype)

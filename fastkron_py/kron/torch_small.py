@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,10 @@ from fastkron_py.kron.plan.torch_costs import IN_PLACE, TO_BACK, TO_FRONT, TRANS
 from fastkron_py.kron.plan.torch_plan import Problem, Step, plan, records
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.tiling.cpu_costs import takes_onednn
 from fastkron_py.tiling.cpu_products import matrix_product
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 SMALL_ELEMENTS = 1 << 20  # of operand and of result
 ONE_FACTOR = 1 << 18  # of one factor's: it is one product in any case
@@ -51,48 +55,54 @@ def takes_bfloat16(problem: Problem, x: Tensor) -> bool:
     return plan(problem._replace(itemsize=2)).seconds < plan(problem).seconds + converting(elements, len(problem.shapes))
 
 
-def multiply_small(
-    x: Tensor,
-    factors: Sequence[Tensor],
-    steps: Sequence[Step],
-    shape: Sequence[int],
-    sides: tuple[int, int],
-    z: Tensor | None,
-    alpha: float,
-    beta: float,
-    transposed: bool = False,
-) -> Tensor:
-    """``alpha * x (F1 (x) ... (x) FN) + beta * z``, one product for each factor.
+class Small(NamedTuple):
+    """A small multiply ``alpha * x (F1 (x) ... (x) FN) + beta * z``, one product for each factor.
 
-    Args:
-        x: L * K * R elements in this order, of any shape and strides.
-        factors: ``[P_i, Q_i]``, or ``[Q_i, P_i]``.
+    Attributes:
         steps: of all factors but those of one element, whose product scales the smallest tensor that there is.
         shape: of the result, L * N * R elements in this order.
-        sides: L, R.
-        z: that expands to the result's shape, or None.
-        alpha: scales the product.
-        beta: scales z.
+        rows: L.
+        columns: R.
+        dtype: in which it is computed.
         transposed: factors are ``[Q_i, P_i]``, as the left form has them: autograd would record that they are turned, and turned back.
-
-    Returns:
-        The result, contiguous.
     """
-    rows, columns = sides
-    operands = [x, *[factors[step.first] for step in steps]]
-    if len(steps) < len(factors):
-        kept = [step.first for step in steps]
-        least = min(range(len(operands)), key=lambda i: operands[i].numel())
-        operands[least] = operands[least] * _product([f for i, f in enumerate(factors) if i not in kept])
-    y, *matrices = operands
-    y = y if y.is_contiguous() else y[None]
-    for step, f in zip(steps, matrices, strict=True):
-        factor = _Factor(f, transposed)
-        if step.way in (TO_BACK, TO_FRONT):
-            y = _rotated(y, factor, sides, step.way)
-        else:
-            y = _multiplied(y, factor, rows * step.before, step.after * columns, step.way)
-    return scaled(y.contiguous().reshape(shape), z, alpha, beta)
+
+    steps: tuple[Step, ...]
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    transposed: bool = False
+
+
+@lru_cache(maxsize=1024)
+def small_multiply(small: Small, count: int) -> Callable[..., Tensor]:
+    """A function of x, the factors, z or None, alpha and beta to the result, which is contiguous.
+
+    Everything that sizes tell is worked out here: in a call it would take longer than the products. x has L * K * R elements in this
+    order, of any shape and strides. Factors are ``[P_i, Q_i]``, or ``[Q_i, P_i]``. z expands to the result's shape.
+
+    Args:
+        small: the multiply.
+        count: of factors.
+    """
+    shape, numbers = small.shape, [step.first for step in small.steps]
+    units = [i for i in range(count) if i not in numbers]
+    sizes = [small.rows * small.columns * math.prod([step.p for step in small.steps]), *[step.p * step.q for step in small.steps]]
+    smallest = [-1, *numbers][sizes.index(min(sizes))]  # -1 is x
+    modes = list(zip(numbers, [_mode_multiply(step, small) for step in small.steps], strict=True))
+
+    def multiply(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:
+        if units:
+            unit = _product([factors[i] for i in units])
+            x = x * unit if smallest < 0 else x
+            factors = [f * unit if i == smallest else f for i, f in enumerate(factors)]
+        y = x if x.is_contiguous() else x[None]
+        for number, mode_multiply in modes:
+            y = mode_multiply(y, factors[number])
+        return scaled(y.contiguous().reshape(shape), z, alpha, beta)
+
+    return multiply
 
 
 def _product(units: Sequence[Tensor]) -> Tensor:
@@ -103,59 +113,66 @@ def _product(units: Sequence[Tensor]) -> Tensor:
     return found
 
 
-class _Factor(NamedTuple):
-    """A factor, ``[Q, P]`` if transposed, whose views are made where they are used."""
-
-    given: Tensor
-    transposed: bool
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """P, Q."""
-        first, second = self.given.shape
-        return (second, first) if self.transposed else (first, second)
-
-    @property
-    def last(self) -> Tensor:
-        """``[P, Q]``, which comes last in a product."""
-        return self.given.mT if self.transposed else self.given
-
-    @property
-    def first(self) -> Tensor:
-        """``[Q, P]``, which comes first."""
-        return self.given if self.transposed else self.given.mT
+def _matrix_product(small: Small, height: int, terms: int, width: int, is_last: bool) -> Product:
+    """``[height, terms] @ [terms, width]``, of which the factor is the last or the first one."""
+    takes = takes_onednn(terms, width, height, True) if is_last else takes_onednn(terms, height, width, False)
+    return partial(matrix_product, is_last=is_last) if small.dtype == torch.float32 and takes else torch.mm
 
 
-def _multiplied(x: Tensor, f: _Factor, count: int, tail: int, way: str) -> Tensor:
-    """A mode ``[count, P, tail]`` multiplied by ``[P, Q]``, with its elements in order ``[count, Q, tail]``.
+def _mode_multiply(step: Step, small: Small) -> Product:
+    """A function of a mode ``[count, P, tail]`` and its factor to the product, with its elements in order ``[count, Q, tail]``.
 
     Transposed matrices are returned as batches of one: torch copies them up to 9 times faster, since threads share these.
     """
-    p, q = f.sizes
+    p, q, way, transposed = step.p, step.q, step.way, small.transposed
+    count, tail = small.rows * step.before, step.after * small.columns
+    if way in (TO_BACK, TO_FRONT):
+        return _rotating_multiply(step, small)
     if p == q == 1:
-        return x * f.given
+        return torch.mul
+    if tail > 1 and count > 1:
+        return _batch_multiply(step, small)
+    others = count * tail
+    last, first = _matrix_product(small, others, p, q, True), _matrix_product(small, q, p, others, False)
+    if tail == 1 and way == IN_PLACE:
+        return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f)
     if tail == 1:
-        rows = x.reshape(count, p)
-        return matrix_product(rows, f.last, True) if way == IN_PLACE else matrix_product(f.first, rows.mT, False).mT[None]
-    if count == 1:
-        columns = x.reshape(p, tail)
-        return matrix_product(columns.mT, f.last, True).mT[None] if way == TRANSPOSED else matrix_product(f.first, columns, False)
-    matrices = x.reshape(count, p, tail)
-    if way == IN_PLACE and p == 1 and x.dtype != torch.bfloat16:
-        return matrices * f.first
-    if way == IN_PLACE:
-        return batch_product(f.first.expand(count, q, p), matrices)
+        return lambda x, f: first(f if transposed else f.mT, x.reshape(others, p).mT).mT[None]
     if way == TRANSPOSED:
-        return matrix_product(matrices.mT.reshape(count * tail, p), f.last, True).view(count, tail, q).mT
-    return matrix_product(f.first, matrices.transpose(0, 1).reshape(p, count * tail), False).view(q, count, tail).transpose(0, 1)
+        return lambda x, f: last(x.reshape(p, others).mT, f.mT if transposed else f).mT[None]
+    return lambda x, f: first(f if transposed else f.mT, x.reshape(p, others))
 
 
-def _rotated(x: Tensor, f: _Factor, sides: tuple[int, int], way: str) -> Tensor:
+def _batch_multiply(step: Step, small: Small) -> Product:
+    """The same where there is more than one matrix ``[P, tail]``."""
+    p, q, way, transposed = step.p, step.q, step.way, small.transposed
+    count, tail = small.rows * step.before, step.after * small.columns
+    others = count * tail
+    if way == IN_PLACE and p == 1 and small.dtype != torch.bfloat16:
+        return lambda x, f: x.reshape(count, p, tail) * (f if transposed else f.mT)
+    if way == IN_PLACE:
+        return lambda x, f: batch_product((f if transposed else f.mT).expand(count, q, p), x.reshape(count, p, tail))
+    if way == TRANSPOSED:
+        last = _matrix_product(small, others, p, q, True)
+        return lambda x, f: last(x.reshape(count, p, tail).mT.reshape(others, p), f.mT if transposed else f).view(count, tail, q).mT
+    first = _matrix_product(small, q, p, others, False)
+
+    def moved(x: Tensor, f: Tensor) -> Tensor:
+        columns = x.reshape(count, p, tail).transpose(0, 1).reshape(p, others)
+        return first(f if transposed else f.mT, columns).view(q, count, tail).transpose(0, 1)
+
+    return moved
+
+
+def _rotating_multiply(step: Step, small: Small) -> Product:
     """The first mode ``[P, others, R]`` multiplied, as ``[others, Q, R]``; or the last one, ``[L, others, P]``, as ``[L, Q, others]``."""
-    p, q = f.sizes
-    if way == TO_BACK:
-        return matrix_product(f.first, x.reshape(p, -1), False).view(q, -1, sides[1]).transpose(0, 1)
-    return matrix_product(x.reshape(-1, p), f.last, True).view(sides[0], -1, q).mT
+    p, q, transposed, rows, columns = step.p, step.q, small.transposed, small.rows, small.columns
+    others = rows * step.before * step.after * columns
+    if step.way == TO_BACK:
+        first = _matrix_product(small, q, p, others, False)
+        return lambda x, f: first(f if transposed else f.mT, x.reshape(p, others)).view(q, -1, columns).transpose(0, 1)
+    last = _matrix_product(small, others, p, q, True)
+    return lambda x, f: last(x.reshape(others, p), f.mT if transposed else f).view(rows, -1, q).mT
 
 
 def multiply_small_groups(x: Tensor, factors: Sequence[Tensor], z: Tensor | None, alpha: float, beta: float) -> Tensor:

@@ -436,9 +436,8 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
     problem, way = torch_plan.Problem(tuple(shapes), rows // columns, columns), torch_costs.TO_BACK if left else torch_costs.TO_FRONT
     rotated, _ = torch_plan._rotated(problem, runs, way, torch_costs.Rates(8))
     for steps in (*found, rotated, *([s._replace(way=way) for s in still] for way in WAYS)):
-        y = torch_small.multiply_small(
-            x, [f.mT for f in factors] if left else factors, steps, dy.shape, (rows // columns, columns), dy, 0.5, 2.0
-        )
+        small = torch_small.Small(tuple(steps), tuple(dy.shape), rows // columns, columns, dy.dtype, left)
+        y = torch_small.small_multiply(small, len(factors))(x, factors, dy, 0.5, 2.0)
         assert y.is_contiguous()
         assert_close(y.detach(), truth.detach())
         for got, wanted in zip(torch.autograd.grad(y, arguments, dy), gradients, strict=True):
@@ -482,12 +481,13 @@ def test_bfloat16_is_multiplied_as_it_is_where_that_takes_less_time(monkeypatch)
 def test_transposed_results_are_copied_as_batches():
     """torch copies a transposed matrix on one thread, and one with a short side 5 times slower than a batch of one."""
     x, f = torch.randn(200, 14, dtype=torch.float64), torch.randn(14, 9, dtype=torch.float64)
-    seen = torch_small._multiplied(x, torch_small._Factor(f, False), 200, 1, torch_costs.MOVED)
+    step = torch_plan.Step(0, 1, 14, 9, 1, 1, torch_costs.MOVED)
+    small = torch_small.Small((step,), (200, 9), 200, 1, x.dtype)
+    seen = torch_small._mode_multiply(step, small)(x, f)
     assert seen.shape == (1, 200, 9)
     assert not seen.is_contiguous()
-    steps = [torch_plan.Step(0, 1, 14, 9, 1, 1, torch_costs.MOVED)]
     for given in (x, x.mT.contiguous().mT):
-        y = torch_small.multiply_small(given, [f], steps, (200, 9), (200, 1), None, 1.0, 0.0)
+        y = torch_small.small_multiply(small, 1)(given, [f], None, 1.0, 0.0)
         assert y.is_contiguous()
         assert y.shape == (200, 9)
         assert_close(y, x @ f)
