@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import long_products
-from fastkron_py.tiling.long_products import LONG, LONG_ALONG, Cut, cut, cut_of, matrix_product, write_parts
+from fastkron_py.tiling.long_products import LONG, LONG_ALONG, LONG_WHOLE, Cut, cut, cut_of, matrix_product, write_parts
 
 
 @pytest.mark.parametrize("terms", [LONG + 1, 2561, 4034, 93636, 93632, 94144, 264301, 1 << 20])
@@ -40,7 +40,14 @@ def test_products_that_are_not_cut() -> None:
     assert cut_of(a[1:].mT, b[1:]) is None
     assert cut_of(a.float().mT, b.float()) is None
     assert cut_of(a.mT[None], b[None]) is None
-    assert cut_of(torch.empty(8, LONG_ALONG, dtype=torch.bfloat16), torch.empty(LONG_ALONG, 8, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("terms", [LONG_ALONG - 1, LONG_WHOLE])
+def test_sums_that_torch_computes_right_are_not_cut(terms: int) -> None:
+    """Shorter ones along an operand's memory, and whole steps."""
+    a, b = torch.empty(8, terms, dtype=torch.bfloat16), torch.empty(terms, 8, dtype=torch.bfloat16)
+    assert cut_of(a, b) is None
+    assert cut_of(torch.empty(8, 2 * terms - 1, dtype=torch.bfloat16), torch.empty(2 * terms - 1, 8, dtype=torch.bfloat16)) is not None
 
 
 def operands(terms: int, dtype: torch.dtype, is_along_sum: bool) -> tuple[Tensor, Tensor]:
@@ -57,7 +64,7 @@ def by_parts(a: Tensor, b: Tensor) -> Tensor:
     return parts.sum(0)
 
 
-@pytest.mark.parametrize("terms", [5120, 5123])
+@pytest.mark.parametrize("terms", [5121, 5123])
 @pytest.mark.parametrize("is_along_sum", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_parts_add_up_to_the_product(dtype: torch.dtype, is_along_sum: bool, terms: int) -> None:
