@@ -154,11 +154,11 @@ def _call(given: Call, grid: Any) -> Tensor:
     except REFUSALS as error:
         refuse(where, error)
     # Free memory goes along: a rank that ran out of it later would leave the others waiting in an exchange.
-    # So does what its launches can do with blocks, on which depends what peers find where.
+    # So does whether its launches read and write blocks: peers find parts accordingly.
     # And its GPU's figures, since all ranks come to the same plan.
     told = able.reads + 2 * able.writes + 4 * _figures(where.device)
     agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), told))
-    # What needs no exchange begins while the ranks hear of each other.
+    # Work without an exchange begins while the ranks hear of each other.
     factors = merged(call.factors)
     own = _own_factors(call, factors)
     y = None if own is None else _multiply(call, own, None)

@@ -1,4 +1,4 @@
-"""What operators over a grid of ranks share: the operator of one rank, its conversions, and numbers that are equal on every rank."""
+"""The common parts of operators over a grid: the operator of one rank, its conversions, and numbers that are equal on every rank."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GridOperator(Generic[Local]):
         made._local, made._grid, made._reduction = local, grid, reduction
         return made
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
 
     @property
     def local(self) -> Local:

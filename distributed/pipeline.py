@@ -193,7 +193,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def fit(chosen: Plan, free: Sequence[int], ranks: Sequence[int]) -> Plan:
-    """The plan, or the same with more chunks if that is what the memory asks for. Plain Python, the same on every rank.
+    """The plan, or the same with more chunks if memory is short. Plain Python, the same on every rank.
 
     Args:
         chosen: for a problem whose x is allocated already.
@@ -241,7 +241,7 @@ def needed(chosen: Plan) -> int:
 
 @lru_cache(maxsize=256)
 def _smaller(chosen: Plan) -> list[Plan]:
-    """The same stages with more chunks than these, fewest first; then packed, without what another transport needs for itself."""
+    """The same stages with more chunks than these, fewest first; then packed, without another transport's own memory."""
     problem = chosen.problem
     return [
         plan(problem, chosen.grid, stages=chosen.stages, chunks=c, links=chosen.links, transport=transport)
@@ -252,7 +252,7 @@ def _smaller(chosen: Plan) -> list[Plan]:
 
 
 def _advice(chosen: Plan, limit: int) -> str:
-    """The grid of as many ranks that needs least; else what else there is."""
+    """The grid of as many ranks that needs least; else any other one."""
     best = min((p for p in _other_grids(chosen)), key=needed)
     if needed(best) <= limit:
         return f"a {best.grid[0]} x {best.grid[1]} grid with chunks={best.chunks} needs {gib(needed(best))}"

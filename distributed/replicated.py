@@ -1,10 +1,10 @@
 """Tensors that are equal on every rank, such as factors: their gradients are sums over ranks, taken in one all-reduce.
 
-`replicate` hands them on, and its derivative sums what each rank found; `total` is that sum, and its derivative hands on again.
-So where a loss is the sum of what the ranks compute from their blocks, gradients of replicated tensors come out whole and equal
+`replicate` hands them on, and its derivative sums the ranks' gradients; `total` is that sum, and its derivative hands on again.
+So where a loss is the sum of the ranks' parts, each of its block, gradients of replicated tensors come out whole and equal
 on every rank, and functions of these gradients (equal on every rank too) count once in second derivatives.
 
-Where the loss is the mean of what the ranks compute, as wrappers for data parallelism take it, both are means over the ranks. They are
+Where the loss is the mean of the ranks' losses, as wrappers for data parallelism take it, both are means over the ranks. They are
 each other's derivative all the same: tensors that ranks hold in parts count by their mean then, and replicated ones count once.
 """
 

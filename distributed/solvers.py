@@ -203,7 +203,7 @@ class _Solve(torch.autograd.Function):
         if not any(wanted):
             return None, adjoint, *[None for _ in wanted]
         with torch.enable_grad():
-            # Views of their own: what x itself owes to factors and shift belongs to its own derivative.
+            # Views of their own: x's dependence on factors and shift belongs to its own derivative.
             own = [t.view_as(t) if need else t.detach() for t, need in zip((shift, *factors), wanted, strict=True)]
             grid = system.grid
             (spread,) = replicate([own[0]], grid.group, grid.device, system.reduction) if wanted[0] else (own[0],)
@@ -237,19 +237,19 @@ def agree_on_solve(
         product: the operator, the same on every rank.
         grid: the ranks.
         b: right-hand side, this rank's block or a DTensor; None without.
-        prepare: what a rank makes of its factors, once arguments fit; it may refuse them.
+        prepare: from a rank's factors to its preparation, once arguments fit; it may refuse them.
         shift: number or 0-dimensional tensor.
         call: the method's name.
         mask: of the equations, this rank's rows.
         options: of conjugate gradients.
 
     Returns:
-        This rank's block of b, and what was prepared.
+        This rank's block of b, and the preparation.
 
     Raises:
         TypeError: an argument of another type or dtype, on any rank.
         ValueError: something does not fit, or differs from rank to rank.
-        torch.linalg.LinAlgError: what was prepared could not be, on any rank.
+        torch.linalg.LinAlgError: the preparation failed, on any rank.
     """
     index, first = next((i, f) for i, f in enumerate(product.factors) if isinstance(f, Tensor))
     try:

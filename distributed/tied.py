@@ -1,7 +1,7 @@
 """Derivatives that reach the same collectives on every rank.
 
 The library records a product of one row in autograd by other operations than a product of many. Some of them refer in the derivative of
-x, say, to x itself, though it is 0 there, and some do not. In derivatives of second order, what ranks exchanged to make x would then be
+x, say, to x itself, though it is 0 there, and some do not. In derivatives of second order, the exchanges that made x would then be
 exchanged back on some ranks, which would wait for the others. So the derivatives of every rank's own product refer to all its operands.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Tied(torch.autograd.Function):
-    """The same tensors after an empty one, which stands for all of them: what refers to it refers to them."""
+    """The same tensors after an empty one, which stands for all of them: a reference to it is one to them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

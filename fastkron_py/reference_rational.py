@@ -1,4 +1,4 @@
-"""The definition of the group-wise rational function, written plainly: what its kernels are compared with."""
+"""The definition of the group-wise rational function, written plainly. Kernels are compared with it."""
 
 from __future__ import annotations
 

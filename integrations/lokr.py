@@ -1,4 +1,4 @@
-"""What the integrations of PEFT and LyCORIS share: an adapter's product with an operand, and its place in the result."""
+"""The common parts of the integrations of PEFT and LyCORIS: an adapter's product with an operand, and its place in the result."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ranks: how they meet, the grid that they form, how they agree, and what happens when one of them is gone."""
+"""Ranks: how they meet, the grid that they form, how they agree, and how they end when one of them is gone."""

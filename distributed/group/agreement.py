@@ -1,10 +1,10 @@
-"""All ranks agree on what they are about to do, or all of them raise the same error.
+"""All ranks agree on the call that they are about to make, or all of them raise the same error.
 
 Every call exchanges a digest of its description, 16 bytes and up to four numbers, over the grid's `Control`. It is not
 left out for descriptions that were agreed on before: a rank that left it
 out because it knows its own would go on into an exchange of data, while one whose description is new waited here
 for it, and both would hang; no rank can know alone that another one's call differs. So nothing is decided but by
-digests that all have seen. What repeated calls do save is making the description's digest, which is kept.
+digests that all have seen. Repeated calls do save making the description's digest, which is kept.
 
 A description has the grid's layout in it: the same ranks in other rows and columns would exchange other blocks, or wait for each other.
 
@@ -60,7 +60,7 @@ class Control:
         with stage("ProcessGrid: connecting", self.ranks):
             with _lock:
                 _living.add(self)
-            # Any: torch's stubs leave out what a backend inherits.
+            # Any: torch's stubs leave out inherited methods of a backend.
             self._group: Any = dist.ProcessGroupGloo(store, position, len(self.ranks), group_timeout())
             self._barrier = (
                 None if len(self.ranks) == 1 else open_barrier(self.gathered, position, self.ranks, group_timeout().total_seconds())
@@ -169,7 +169,7 @@ class Members(Protocol):
 
 
 class Agreement:
-    """A check under way. What it says is known when `settle` returns."""
+    """A check under way. Its verdict is known when `settle` returns."""
 
     def __init__(self, grid: Members, call: str, text: str, local: Sequence[int], error: Exception | None) -> None:
         self._control, self._ranks = grid.control, grid.ranks
@@ -203,11 +203,11 @@ class Agreement:
 
 
 def announce(grid: Members, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> Agreement:
-    """Begin to compare what all ranks of a grid are about to do. Collective: every rank makes one such call for each step.
+    """Begin to compare the calls that all ranks of a grid are about to make. Collective: every rank makes one such call for each step.
 
     Args:
         grid: the ranks.
-        description: what has to be the same everywhere, by name, as JSON has it (numbers, strings, lists), with the
+        description: values that have to be the same everywhere, by name, as JSON has it (numbers, strings, lists), with the
             call's name as "call"; or the error that this rank met when it looked at its arguments, for all to raise.
         local: up to four numbers that may differ, for all to know.
 
@@ -231,7 +231,7 @@ def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: S
 
     Args:
         grid: the ranks.
-        description: what has to be the same everywhere, or an error for all to raise.
+        description: values that have to be the same everywhere, or an error for all to raise.
         local: up to four numbers that may differ, for all to know.
 
     Returns:
@@ -239,7 +239,7 @@ def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: S
 
     Raises:
         ValueError: descriptions differ; the message names the field and who had what.
-        Exception: what a rank came with.
+        Exception: a rank's error.
         CollectiveError: a rank has died or not come.
 
     Example:
@@ -253,7 +253,7 @@ def refuse(grid: Members, error: Exception) -> NoReturn:
 
     Args:
         grid: the ranks.
-        error: what was found.
+        error: the error, if there is one.
     """
     agree(grid, error)
     raise error  # not reached: all ranks have raised

@@ -63,7 +63,7 @@ class Barrier:
         _lock(descriptor, position)
 
     def tell(self, numbers: Sequence[int]) -> Round:
-        """Tell the others up to six numbers of 64 bits; what they tell is known when the round is waited for."""
+        """Tell the others up to six numbers of 64 bits; theirs are known when the round is waited for."""
         if self._open is not None:
             self._open.wait()
         self._sequence += 1

@@ -109,7 +109,7 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     except (TypeError, ValueError) as wrong:
         error = wrong
     launch = _found_launch(seconds)
-    # What was told before stays in the store, torchrun's above all: addresses of ranks as they were, and the verdict on them.
+    # Earlier messages stay in the store, torchrun's above all: addresses of ranks as they were, and the verdict on them.
     generation = launch.store.add(f"fastkron_py/generation/{launch.rank}", 1)
     store = dist.PrefixStore(f"fastkron_py/{generation}", launch.store)
     reports = _exchange(store, launch, _report(backend, launch, seconds, error), seconds)

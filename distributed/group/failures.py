@@ -51,7 +51,7 @@ class CollectiveError(RuntimeError):
 
 
 class stage:  # noqa: N801  # used as a function is; a generator would take several times as long, for every exchange of every chunk
-    """Give what fails inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
+    """Give errors inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
 
     Args:
         name: the operation, for example ``"kron_matmul: exchange 2 of 3"``.
@@ -132,5 +132,5 @@ def pack_error(error: Exception) -> PackedError:
 
 
 def unpack_error(packed: PackedError) -> Exception:
-    """The error to raise, made anew from what another rank sent."""
+    """The error to raise, made anew from another rank's message."""
     return _KINDS.get(packed["kind"], RuntimeError)(packed["message"])

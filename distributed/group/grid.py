@@ -140,7 +140,7 @@ class ProcessGrid:
 
     @property
     def layout(self) -> str:
-        """Which ranks are in which row and column, and whose groups they use: what ranks compare before each call."""
+        """Which ranks are in which row and column, and whose groups they use. Ranks compare this before each call."""
         return self._layout
 
     def block(self, shape: Sequence[int]) -> tuple[slice, slice]:

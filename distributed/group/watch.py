@@ -72,7 +72,7 @@ told: list[str] = []
 
 
 def note(text: str, device: torch.device, ranks: Sequence[int], event: torch.cuda.Event | None = None) -> None:
-    """A GPU waits for an exchange with these ranks: its current stream, or what an event follows. Remember it until it is done."""
+    """A GPU waits for an exchange with these ranks: its current stream, or the work before an event. Remember it until it is done."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
     if event is None:
@@ -100,7 +100,7 @@ def _stop() -> None:
     if _failed and (text := _stuck()):
         _tell(f"{text}: the GPU still waits for it at the end of this process, which is ended with code {EXIT_CODE}")
         _flush()
-        os._exit(EXIT_CODE)  # what else runs at exit would wait for the GPU, for ever
+        os._exit(EXIT_CODE)  # other handlers at exit would wait for the GPU, for ever
 
 
 def _stuck() -> str | None:
@@ -129,7 +129,7 @@ def unfinished() -> str | None:
 
 
 def _disarm(_: Exception) -> None:
-    """After an error the caller decides: what was under way stays named in messages, and ends nothing before this process leaves."""
+    """After an error the caller decides: exchanges under way stay named in messages, and end nothing before this process leaves."""
     global _failed
     _failed = True
     kept = [waiting._replace(ranks=()) for waiting in _under_way.copy()]
@@ -182,7 +182,7 @@ def _watch(device: torch.device | None) -> None:
             why = f"{_cause(missing)} {seconds:.1f} s ago, and the group's timeout is {limit:g} s"
             _aside(_tell_all, f"{found.text}: {why}: this process is ended, with code {EXIT_CODE}; its threads:")
             # Not by an exception, which a main thread that waits for its GPU would never see, nor by SIGABRT: a process with a GPU leaves a
-            # core file of its whole address space. What runs at exit is left out, since it would wait for the GPU too.
+            # core file of its whole address space. Handlers at exit are left out, since they would wait for the GPU too.
             os._exit(EXIT_CODE)
 
 

@@ -1,1 +1,1 @@
-"""Who holds which columns, what an exchange costs, and which stages, chunks and transport a product takes: plain Python without tensors."""
+"""Who holds which columns, an exchange's cost, and which stages, chunks and transport a product takes: plain Python without tensors."""

@@ -13,15 +13,15 @@ from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
 from fastkron_py.kron.plan.plan import PlanProblem, plans
 
-# The model of launches is asked for very many rows; what a launch costs by itself is added here.
+# The model of launches is asked for very many rows; the cost of a launch by itself is added here.
 MANY_ROWS: Final = 1 << 20
 LAUNCH_SECONDS: Final = 4e-6
 # Seconds for each element of a copy that transposes, which torch makes element by element whatever their size (on an H200).
 TRANSPOSE_SECONDS: Final = 7.5e-12
 # Pairs of ranks looked at for the largest cost: all of 64 ranks, some senders of more. Of a uniform exchange one tells all.
 PAIRS: Final = 1 << 12
-# Buffers beside x and the result: an operand and what one launch leaves the next; the operand of the next chunk too, and the product of the
-# one before, where there are several.
+# Buffers beside x and the result: an operand and the result of one launch for the next; with several chunks also the operand of the next
+# one and the product of the one before.
 BUFFERS: Final = (2, 4, 5)
 
 
@@ -203,7 +203,7 @@ class Load(NamedTuple):
 
 
 def load(leg: Leg, rank: int, site: Site, itemsize: int, links: Links) -> Load:
-    """What a rank, by its position in a row group, sends in an exchange."""
+    """The elements that a rank, by its position in a row group, sends in an exchange."""
     host = _host(rank, site.size, site.stride, links.ranks_per_host)
     inside = sum([leg.size(rank, peer) for peer in host if peer != rank])
     near, count = _messages(leg, rank, host)
@@ -316,7 +316,7 @@ def seconds_needed(steps: Sequence[Step], sizes: Sequence[int], links: Links) ->
     alone = max(sizes[0], sizes[-1]) / rows
     beside = multiply
     for s in steps:
-        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * s.links.round  # what goes to other hosts goes slowly
+        taken = s.links.exchange_seconds(s.bytes_sent, 0, s.messages, 0) + s.calls * s.links.round  # messages to other hosts are slow
         beside += taken * (1 - s.links.beside * (1 - alone))
     return max(begun, beside, max(multiply, exchange) + min(multiply, exchange) * alone)
 

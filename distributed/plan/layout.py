@@ -3,7 +3,7 @@
 A distribution of n columns over G ranks is G + 1 ascending *offsets*: rank r holds columns ``offsets[r]`` to
 ``offsets[r + 1]``, perhaps none. A stage multiplies whole slices of its ranks' columns by Q columns of factors and
 leaves, on each rank, all Q rows and a range of the S columns of a matrix [Q, S]; the next stage wants ranges of that
-matrix in row-major order. An `Exchange` is what takes the one to the other: what a pair of ranks exchanges is a range of rows and
+matrix in row-major order. An `Exchange` takes the one to the other: a pair of ranks exchanges a range of rows and
 columns, and where the target cuts rows of the matrix, up to three of them.
 """
 
@@ -153,7 +153,7 @@ class Exchange:
 
     @cached_property
     def straight(self) -> bool:
-        """Whether what a rank sends lies in its block in the order in which it is sent: whole rows, one after the other."""
+        """Whether a rank's message lies in its block in the order in which it is sent: whole rows, one after the other."""
         return not self.transposed and aligned(self.target, self.columns)
 
     @cached_property

@@ -53,8 +53,8 @@ class Plan:
         peak_memory: bytes of the rank that needs most: x, the result and buffers, with gradients also the saved operands.
         seconds: modelled time of the forward product, of GPUs and links or of the processor.
         transport: how exchanges are carried out: "packed" for an all-to-all; "messages", of whole rows, as runs of memory from where they
-            lie to where they belong; "peer memory" between GPUs of one host. What one cannot carry (a chunk with no row for some rank,
-            GPUs that cannot reach each other) is packed all the same.
+            lie to where they belong; "peer memory" between GPUs of one host. Exchanges that one cannot carry (a chunk with no row for some
+            rank, GPUs that cannot reach each other) are packed all the same.
     """
 
     problem: Problem

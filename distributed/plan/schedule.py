@@ -28,7 +28,7 @@ PULL: Final = "pull"
 def wave(chunks: Sequence[Work]) -> None:
     """Run chunks so that links and multiprocessors both have work: chunk c takes its step s at tick ``c + LAG * s``.
 
-    What an exchange brings is waited for one tick after the next chunk's has begun, so that while chunk c is multiplied, chunk c + 1
+    An exchange is waited for one tick after the next chunk's has begun, so that while chunk c is multiplied, chunk c + 1
     arrives, and nothing that is sent later waits for a multiply that it does not need. The same order on every rank.
     """
     done: set[int] = set()
@@ -175,7 +175,7 @@ class Schedule:
         return len(self.tasks) - 1
 
     def _receive(self, i: int, number: int) -> None:
-        """Wait for an exchange, and unpack; of what is taken over nothing is packed."""
+        """Wait for an exchange, and unpack; of rows that are taken over nothing is packed."""
         task = self.tasks[number]
         unpacked = self._move(i, task.chunk).after
         self._compute("copy" if any(unpacked) else "wait", task.chunk, unpacked, (number,))

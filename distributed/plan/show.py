@@ -168,7 +168,7 @@ def _exchange(axes: Any, top: float, leg: Leg, title: tuple[str, str]) -> None:
 
 
 def merge(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Rectangles of the same rows, put together: what one rank holds as up to three of them."""
+    """Rectangles of the same rows, put together: one rank holds up to three of them."""
     rows = sorted({(r.row, r.row_stop) for r in rectangles})
     found = []
     for row, row_stop in rows:

@@ -84,7 +84,7 @@ def simulate(plan: Plan, *, calls: int = 1, scale: float = 1.0, slow: Mapping[in
     """Simulate the schedule that `fastkron_py.distributed.pipeline` runs.
 
     Args:
-        plan: what is simulated; of gradients, the forward pass.
+        plan: of the simulated product; of gradients, the forward pass.
         calls: how often the product is computed, one call after the other: while a GPU works, its processor begins the next.
         scale: of the modelled time of multiplies, where they have been measured on one GPU.
         slow: how many times longer multiplies and copies take, by rank; 1 where it is not given.

@@ -27,7 +27,7 @@ class Packed(Transport):
         return replace(links, beside=links.beside_packed)
 
     def copies(self, transposed: bool) -> tuple[int, int]:
-        """Long runs are packed or unpacked; between stages both, and what a multiply has left is packed element by element."""
+        """Long runs are packed or unpacked; between stages both, and a multiply's result is packed element by element."""
         return 1, int(transposed)
 
     def send(self, transfer: Transfer, local: Tensor) -> Parcel:
@@ -86,7 +86,7 @@ def pack(transfer: Transfer, local: Tensor) -> Tensor:
 
 
 def unpack(transfer: Transfer, arrived: Tensor, out: Tensor) -> None:
-    """Put what came from the peers, one after the other, in place in a block."""
+    """Put the peers' messages, one after the other, in place in a block."""
     for part, view in _pairs(transfer, arrived, out, outgoing=False):
         copy(view, part)
 

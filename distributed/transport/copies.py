@@ -1,7 +1,7 @@
 """Copies between blocks and buffers on a GPU: in words as wide as the layouts allow, in long runs, on a stream of their own.
 
 Strided (2D) copies, of matrices whose rows lie apart, are one call to CUDA's driver, which torch does not offer: torch copies such a matrix
-by a kernel, which takes multiprocessors from multiplies, or row by row, and each row costs the processor what this does.
+by a kernel, which takes multiprocessors from multiplies, or row by row, and each row costs the processor as much as this.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _in_words(t: Tensor) -> bool:
 
 
 def beside(device: torch.device, copies: Callable[[], Any]) -> torch.cuda.Event | None:
-    """Have copies made on a stream of their own, after what the current stream has been given; the event after them."""
+    """Have copies made on a stream of their own, after the work that the current stream has been given; the event after them."""
     if device.type != "cuda":
         copies()
         return None

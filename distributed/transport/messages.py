@@ -23,7 +23,7 @@ Runs = Sequence[Sequence[Tensor]]
 
 
 class Cut(NamedTuple):
-    """One rank's block of a straight exchange, cut into what it has in common with each rank.
+    """One rank's block of a straight exchange, cut into the parts that it has in common with each rank.
 
     Attributes:
         runs: with each other rank, row by row.
@@ -59,8 +59,8 @@ def begin_messages(group: dist.ProcessGroup, device: torch.device, going: Runs, 
     Args:
         group: the ranks.
         device: of the tensors.
-        going: what goes to each rank.
-        coming: what comes from each, as many runs of the same sizes as that one sends.
+        going: rows for each rank.
+        coming: rows from each, in runs of the sizes in which that one sends them.
     """
     given = [runs for runs in (*going, *coming) if runs]
     if not given:
@@ -84,7 +84,7 @@ def begin_messages(group: dist.ProcessGroup, device: torch.device, going: Runs, 
 
 
 class Works:
-    """The messages of one transfer, and the copies of what a rank keeps, on a stream of their own where there are streams."""
+    """The messages of one transfer, and the copies of rows that a rank keeps, on a stream of their own where there are streams."""
 
     def __init__(self, works: Sequence[dist.Work], copied: torch.cuda.Event | None) -> None:
         self._works, self._copied = works, copied
@@ -98,7 +98,7 @@ class Works:
 
 
 class Messages(Transport):
-    """For whole rows, some on every rank: nothing is packed, and only what a rank keeps is copied."""
+    """For whole rows, some on every rank: nothing is packed, and only a rank's own rows are copied."""
 
     name = "messages"
     label = "sent in runs"

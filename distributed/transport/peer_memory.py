@@ -5,7 +5,7 @@
 *Pull* is for products by whole rows. A rank's part of the rows comes in columns: its own, which stay where they are in x, and those that
 peers push into a slot of its. The product goes to the result where it is this rank's, and to another slot where it is a peer's, who pulls
 it into its result. So every column crosses a link once each way and is copied nowhere else, where the product can read and write columns
-in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and what a rank keeps is copied too.
+in blocks (`kron.kernels.blocks`). Where it cannot, slots hold whole rows, and a rank's own rows are copied too.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Pushed(NamedTuple):
         done: the event.
         dtype: of the elements.
         block: where they belong, if that is known; with this rank's own part after the event, if that is not left.
-        own: what has this rank's own part, where that is left: copies that do not wait for earlier work of the current stream must not
+        own: a tensor with this rank's part, where that is left: copies that do not wait for earlier work of the current stream must not
             write to memory that this work may use.
     """
 

@@ -184,7 +184,7 @@ def open_slots(grid: ProcessGrid, group: dist.ProcessGroup, row_groups: Sequence
     if all(len({hosts[r] for r in ranks}) == 1 for ranks in row_groups):
         try:
             made = Slots(group, grid.device, -(-slot_bytes // ALIGNMENT) * ALIGNMENT)
-        except (RuntimeError, ImportError, AttributeError):  # no peer access, or a torch or a driver without what slots need
+        except (RuntimeError, ImportError, AttributeError):  # no peer access, or a torch or a driver too old for slots
             made = None
         torch.cuda.synchronize(grid.device)  # flags are 0 before a peer sets one
         if not all(row[0] for row in agree(grid, {"step": "slots in peer memory"}, local=(int(made is not None),))):

@@ -247,14 +247,14 @@ class Transfer:
         return self.text
 
     def wait(self, work: Any, arrived: Tensor) -> None:
-        """Wait for what brings parts to a buffer: on CPUs the host, on GPUs the current stream."""
+        """Wait for the parts of a buffer: on CPUs the host, on GPUs the current stream."""
         with self.stage(arrived):
             work.wait()
         note(self.stage_text(arrived), arrived.device, self.row_group.ranks)
 
 
 def ready_now(t: Tensor) -> torch.cuda.Event | None:
-    """An event after which what is known of a tensor by now can be read, whatever the current stream is given later; None on CPUs."""
+    """An event after which a tensor's present contents can be read, whatever the current stream is given later; None on CPUs."""
     return torch.cuda.current_stream(t.get_device()).record_event() if t.is_cuda else None
 
 
@@ -275,7 +275,7 @@ def at_source(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangl
 
 
 def at_target(exchange: Exchange, local: Tensor, rows: int, me: int, r: Rectangle) -> Tensor:
-    """A rectangle in a block of columns of ``[rows, q * s]``: parts of one row of q, or whole ones but for what others sent."""
+    """A rectangle in a block of columns of ``[rows, q * s]``: parts of one row of q, or whole ones but for the others' parts."""
     width = exchange.target_size(me)
     place = r.row * exchange.columns + r.column - exchange.target[me]
     return local.as_strided((rows, *r.shape), (width, exchange.columns, 1), local.storage_offset() + place)

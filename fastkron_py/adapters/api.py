@@ -156,7 +156,7 @@ def _check_sizes(given: Operands) -> None:
 
 
 def product(given: Operands, scale: float, precision: str | None, key: Hashable = None) -> Tensor:
-    """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, by the operator; compilers see what it is composed of.
+    """``base + scale * x @ kron(w1, w2).T`` of tensors that have been checked, by the operator; compilers see its parts.
 
     Args:
         given: x ``[*, M, in1 * in2]``, both factors, of x's dtype or float32, and base ``[*, M, out1 * out2]`` or None.

@@ -19,7 +19,7 @@ from fastkron_py.runtime.program import Program
 
 
 def check_out(out: Any, given: Operands, scale: Tensor | None) -> None:
-    """A tensor of the result's shape, dtype and device; no gradient is recorded of what is written to it.
+    """A tensor of the result's shape, dtype and device; no gradient is recorded of writing to it.
 
     Raises:
         TypeError: no dense tensor, or another dtype.

@@ -59,7 +59,7 @@ def _fake_backward(dy: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _backward_second(saved: Saved, *cotangents: Tensor | None) -> list[Tensor | None]:
-    """Cotangents of dy and of the tensors; of what was kept, which the tensors make, none."""
+    """Cotangents of dy and of the tensors; of the kept tensors, which the others make, none."""
     dy, *tensors = saved.tensors[: COUNT + 1]
     if all([c is None for c in cotangents]):
         return [None] * len(saved.tensors)
@@ -71,7 +71,7 @@ def _backward_second(saved: Saved, *cotangents: Tensor | None) -> list[Tensor | 
 
 
 def _gradients_in_torch(tensors: Sequence[Any], options: Sequence[Any]) -> list[Tensor]:
-    """The gradients that are needed; what was kept, which the tensors make, is not read."""
+    """The gradients that are needed; the kept tensors, which the others make, are not read."""
     dy, *given = tensors[: COUNT + 1]
     needs, (scale, *rest) = options[:COUNT], options[COUNT:]
 

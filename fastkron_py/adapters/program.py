@@ -25,7 +25,7 @@ Side = tuple[int, bool]  # a matrix: the number of its factor, and whether it is
 def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = False, out: Tensor | None = None) -> Program:
     """The program of `fastkron::lokr_linear`: x, the factors' matrices and base; scale, beta, precision and backend.
 
-    With saves it returns beside the result what the backward pass reads: matrices that it made, its intermediate, and what multiplies save.
+    With saves it also returns tensors for the backward pass: matrices that it made, its intermediate, and those of multiplies.
     With out it writes the result there, and returns nothing: to base, or to one more tensor.
     """
     scale, _, precision, backend = options
@@ -56,7 +56,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], saves: bool = Fals
 
 
 def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """The program of `fastkron::lokr_linear_backward`: dy, x, the factors' matrices, what was kept; needs, scale, precision, backend."""
+    """The program of `fastkron::lokr_linear_backward`: dy, x, the factors' matrices, the kept tensors; needs, scale, precision, backend."""
     needs, (scale, precision, backend) = options[:COUNT], options[COUNT:]
     build = Builder(tensors)
     dy, x, *matrices = build.inputs[: COUNT + 1]
@@ -120,7 +120,7 @@ class _Weights:
         backend: of the multiplies.
         precision: of float32 products.
         is_expanded: of each, whether it is a pair that is multiplied out.
-        ready: what multiplies take: for Triton of x's dtype.
+        ready: operands of multiplies: for Triton of x's dtype.
         made: the matrices of these that are not the call's own.
     """
 
@@ -133,7 +133,7 @@ class _Weights:
         precision: str | None,
         kept: list[Tensor] | None = None,
     ) -> None:
-        """Add the steps that make them to a program, or take them from the front of what was kept."""
+        """Add the steps that make them to a program, or take them from the front of the kept tensors."""
         self.x, self.given = x, (Factor(*matrices[:2]), Factor(*matrices[2:]))
         self.backend, self.precision = backend, precision
         plan = plan_of(*self.given, math.prod(x.shape[:-1]), build.device)

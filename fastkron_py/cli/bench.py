@@ -77,7 +77,7 @@ def bench(
     command += [] if seconds is None else ["--seconds", str(seconds)]
     command += [part for label in only or [] for part in ("--only", label)]
     command += [] if device is None else ["--device", device]
-    # The benchmarks' own command line checks what it is given.
+    # The benchmarks' own command line checks its arguments.
     raise typer.Exit(subprocess.run(command, cwd=root, check=False).returncode)  # noqa: S603
 
 

@@ -96,7 +96,7 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
                 try:
                     operands = tuner.example(shape.rows, shape.factors, settings.left, settings.precision, settings.dtype, settings.device)
                     results.append((shape, tuner.run(*operands, settings.precision, budget, report, True, compiling)))
-                except (ValueError, RuntimeError) as error:  # what does not fit into memory, too
+                except (ValueError, RuntimeError) as error:  # problems that do not fit into memory, too
                     failed.append(shape)
                     progress.console.print(escape(f"{shape}: {error}"), style="red")
                 progress.update(task, completed=budget)

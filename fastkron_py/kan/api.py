@@ -28,7 +28,7 @@ EVALUATIONS: Final = ("recurrence", "lut")
 LUT_SIZE: Final = 4096
 MOST_LUT_SIZE: Final = 1 << 20
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What a kernel does to x once it has been brought here, by torch, as far as it takes more than one element at a time.
+# Operations that a kernel applies to x once it is here, by torch, as far as they take more than one element at a time.
 _ELEMENTWISE: Final = {"tanh": "tanh", "clamp": "clamp", "minmax": "clamp", "layer_norm": "tanh", "none": "none"}
 _CACHED: Final = ("tanh", "clamp", "none")  # normalisations that leave x to the kernel, so that guards on it are guards on its operand
 
@@ -162,7 +162,7 @@ def check_real(name: str, value: Any, expected: str = "a number") -> Any:
 
 
 def check_arguments(basis: Any, parameters: Any, normalization: Any, evaluation: Any, lut_size: Any, terms: int) -> None:
-    """Refuse what `poly_kan` would refuse of a layer that has no tensors yet."""
+    """Refuse arguments that `poly_kan` would refuse of a layer that has no tensors yet."""
     checked = _checked(basis, parameters, normalization, None, evaluation, lut_size)
     _check_terms(terms, checked)
 
@@ -206,7 +206,7 @@ def _poly_kan(
     if dtype is not None:
         like, coefficients, bias = (cast(t, dtype) for t in (x.new_empty(0), coefficients, bias))
     _check_shapes(x, like, coefficients, bias, checked)
-    # What depends on many numbers of x is done before x is rounded, in float32 at least, as autocast does it for torch's norms.
+    # Operations on many numbers of x are done before x is rounded, in float32 at least, as autocast does it for torch's norms.
     if normalization == "minmax":
         x = _to_unit_range(wide(x), checked.bounds)
     elif normalization == "layer_norm":
@@ -248,7 +248,7 @@ def own_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def usable_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds, where low is above high -1 and 1: of what has no numbers."""
+    """Bounds, where low is above high -1 and 1: of an x without numbers."""
     absent = low > high
     return torch.where(absent, -1.0, low), torch.where(absent, 1.0, high)
 

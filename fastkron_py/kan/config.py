@@ -20,7 +20,7 @@ _FEWEST_DEGREES: Final = 3  # of a group of them in the forward pass
 
 
 class Sizes(NamedTuple):
-    """What a layer's launches depend on."""
+    """The sizes and dtypes that a layer's launches depend on."""
 
     rows: int
     num_in: int

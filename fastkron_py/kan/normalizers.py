@@ -16,7 +16,7 @@ from fastkron_py.tiling.approximations import quick_exp2, quick_reciprocal
 
 @triton.jit
 def _tanh(x):
-    # By exp of what is not positive: finite, however large x is.
+    # By exp of numbers that are not positive: finite, however large x is.
     e = tl.exp(-2 * tl.abs(x))
     t = (1 - e) / (1 + e)
     return tl.where(x < 0, -t, t)

@@ -73,7 +73,7 @@ def halves(build: Builder, t: Tensor, with_low: bool, pads: bool) -> tuple[Tenso
 
 
 class Transposed(NamedTuple):
-    """Matrices transposed, for a tensor core that cuts off what TF32 does not hold; rows are runs of memory."""
+    """Matrices transposed, for a tensor core that cuts off the bits TF32 does not hold; rows are runs of memory."""
 
     itself: Tensor  # [..., N, M], or a few columns more
     low: Tensor  # its low halves, where they were asked for, else the same

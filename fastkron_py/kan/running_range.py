@@ -28,7 +28,7 @@ LEAST_CALLS: Final = 64  # of a layer between a batch's forward pass and its sec
 MOST_CALLS: Final = 4096
 MOST_BYTES: Final = 2**20  # of a layer's memory beyond the least
 
-# A CUDA graph would keep what the operator found when it was captured.
+# A CUDA graph would keep the range that the operator found when it was captured.
 _TAGS: Final = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 LIBRARY.define("running_range(Tensor own, Tensor running, Tensor after, Tensor handle) -> Tensor", tags=_TAGS)
 

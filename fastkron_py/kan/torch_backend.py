@@ -94,7 +94,7 @@ def _matrix(coefficients: Tensor, layer: LayerConfig, dtype: torch.dtype) -> Ten
 
 
 def _addend(coefficients: Tensor, bias: Tensor | None, layer: LayerConfig) -> Tensor | None:
-    """What is added to each row ``[O]``: bias, and the sum of a constant value's coefficients."""
+    """The addend of each row ``[O]``: bias, and the sum of a constant value's coefficients."""
     parts = [] if bias is None else [wide(bias)]
     if layer.first:
         parts.append(wide(coefficients[0]).sum(-1))

@@ -218,7 +218,7 @@ def _add_single(
 def _groups(
     ps: tuple[int, ...], qs: tuple[int, ...], need_factors: Sequence[bool], numbers: Numbers, rows: int, columns: int, gpu: GPU
 ) -> list[Group]:
-    """The groups that hold a wanted factor; what lies outside of the first and the last one is multiplied only."""
+    """The groups that hold a wanted factor; factors outside of the first and the last one are multiplied only."""
     wanted = [i for i, need in enumerate(need_factors) if need]
     first, stop = wanted[0], wanted[-1] + 1
     shapes = tuple(zip(ps[first:stop], qs[first:stop], strict=True))

@@ -67,7 +67,7 @@ def _exponent(order: int) -> int:
 
 
 def shrunk(sizes: tuple[int, ...], dtype: torch.dtype) -> float:
-    """What makes up for the smaller factors."""
+    """The scale that makes up for the smaller factors."""
     return float(1 << sum(_exponent(order) for order in sizes)) if dtype == torch.float16 else 1.0
 
 

@@ -80,7 +80,7 @@ def _goethals_seidel(n: int) -> Matrix | None:
 
 
 def _orbits(n: int, multiplier: int) -> list[list[int]]:
-    """What repeated multiplication modulo n makes of each number from 1 to n - 1."""
+    """The cycles of the numbers from 1 to n - 1 under repeated multiplication modulo n."""
     seen: set[int] = set()
     found = []
     for i in range(1, n):

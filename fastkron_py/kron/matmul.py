@@ -78,7 +78,7 @@ def batch_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matrices(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Batches ``[A, I, J]``, or a batch of one without that dimension: what `product` takes without making views of its own."""
+    """Batches ``[A, I, J]``, or a batch of one without that dimension: as `product` takes them without views of its own."""
     return tuple([t[0] for t in operands]) if operands[0].shape[0] == 1 else operands
 
 

@@ -1,4 +1,4 @@
-"""What scales the result of a multiply: scalars, and a tensor."""
+"""The scales of a multiply's result: scalars, and a tensor."""
 
 from __future__ import annotations
 

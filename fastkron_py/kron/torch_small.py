@@ -114,7 +114,7 @@ def _product(units: Sequence[Tensor]) -> Tensor:
 
 
 def _matrix_product(small: Small, height: int, terms: int, width: int, is_last: bool) -> Product:
-    """``[height, terms] @ [terms, width]``, of which the factor is the last or the first one."""
+    """``[height, terms] @ [terms, width]``, where the factor is the last or the first one."""
     takes = takes_onednn(terms, width, height, True) if is_last else takes_onednn(terms, height, width, False)
     return partial(matrix_product, is_last=is_last) if small.dtype == torch.float32 and takes else torch.mm
 

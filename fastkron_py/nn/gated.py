@@ -121,7 +121,7 @@ class GatedMLP(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """What ``print(layer)`` shows."""
+        """The sizes that ``print(layer)`` shows."""
         shown = f"{self.in_features}, {self.hidden_features}, {self.out_features}, activation={self.activation!r}"
         shown += f", bias={self.up_gate_bias is not None}, layout={self.layout!r}"
         return shown + ("" if self.backward == "save" else f", backward={self.backward!r}")

@@ -1,4 +1,4 @@
-"""What LoKr layers share: the adapter's parameters, its dropout, merging, and its states under LyCORIS's and PEFT's names."""
+"""The common parts of LoKr layers: the adapter's parameters, its dropout, merging, and its states under LyCORIS's and PEFT's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of polynomial Kolmogorov-Arnold networks share: a basis, its range, and how coefficients are drawn."""
+"""The common parts of layers of polynomial Kolmogorov-Arnold networks: a basis, its range, and how coefficients are drawn."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class EdgeFunctions(nn.Module):
         """
         if self.low is None or self.high is None:
             return None
-        wide = torch.promote_types(self.low.dtype, torch.float32)  # half types cannot hold what lies between their largest numbers
+        wide = torch.promote_types(self.low.dtype, torch.float32)  # half types cannot hold the difference of their largest numbers
         running = torch.stack([self.low, self.high]).to(wide)
         if not self.training or x.numel() == 0:
             return running, None

@@ -275,7 +275,7 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
         )
     """
     if isinstance(source, nn.Module):
-        # deepcopy leaves alone what its memo already holds, so each layer is replaced wherever it is referred to, and never copied.
+        # deepcopy leaves objects alone that its memo already holds, so each layer is replaced wherever it is referred to, and never copied.
         found: dict[int, Any] = {}
         replaced = []
         for module in source.modules():
@@ -304,7 +304,7 @@ def convert_kan(source: nn.Module | Mapping[str, Tensor]) -> nn.Module:
 
 
 def _converted(module: nn.Module, memo: dict[int, Any]) -> PolyKANLinear | None:
-    """The layer in its place, or None if it is of neither library; memo holds what was copied already."""
+    """The layer in its place, or None if it is of neither library; memo holds the copies made before."""
     own = {*module._parameters, *module._buffers}
     if CHEBYKAN in own:
         return _from_chebykan(module)

@@ -176,7 +176,7 @@ def walk(runs: Runs, itemsize: int, multiprocessors: int, preference: Preference
         runs: of the tensors, not empty.
         itemsize: of the largest dtype among the tensors.
         multiprocessors: of the device.
-        preference: what to come close to.
+        preference: the number to come close to.
     """
     vector = vector_width(runs, itemsize)
     # Narrow vectors: more of them, so that a thread has about as many elements.

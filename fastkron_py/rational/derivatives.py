@@ -109,7 +109,7 @@ def vmap_forward(
 def vmap_gradients(
     call: Callable[..., Sequence[Tensor]], size: int, in_dims: Sequence[Any], dy: Tensor, x: Tensor, a: Tensor, b: Tensor, *options: Any
 ) -> tuple[list[Tensor], list[int]]:
-    """Batched gradients, one for each sample also of what the samples share; in_dims of (dy, x, a, b)."""
+    """Batched gradients, one for each sample also of tensors that the samples share; in_dims of (dy, x, a, b)."""
     need_x, need_coefficients = options[:2]
     dy, x, a, b = (_first(t, dim, size) for t, dim in zip((dy, x, a, b), in_dims[:4], strict=True))
     groups = max(a.shape[1], b.shape[1])

@@ -48,7 +48,7 @@ def is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
     ):
         return False
     dtype, columns, gpu = autocast or x.dtype, weight.shape[0], devices.gpu_of(x.device)
-    # Before all else, since it is what most often says no.
+    # Before all else, since it most often says no.
     if dtype not in _DTYPES or not fuses(x.numel() // x.shape[-1], columns, x.shape[-1], dtype.itemsize, wants_gradient(tensors), gpu):
         return False
     if transforms_active() or not takes_fast_path(tensors):

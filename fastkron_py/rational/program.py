@@ -78,7 +78,7 @@ def _runs_of(tensors: Sequence[Tensor], a: Tensor, b: Tensor) -> Runs | None:
 
 
 def _first(layouts: Sequence[Sequence[Tensor]], find: Callable[[Sequence[Tensor]], Any]) -> tuple[Any, Sequence[Tensor]]:
-    """What is found of the first memory order that a backend can walk over, and that order; the last one tried is contiguous."""
+    """The function's result for the first memory order that a backend can walk over, and that order; the last one tried is contiguous."""
     found = ((find(tensors), tensors) for tensors in layouts)
     return next((one, tensors) for one, tensors in found if one is not None)
 

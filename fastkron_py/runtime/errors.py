@@ -1,4 +1,4 @@
-"""One wording for every refused argument: the argument, what was expected, what came."""
+"""One wording for every refused argument: the argument, the expectation, the value that came."""
 
 from __future__ import annotations
 

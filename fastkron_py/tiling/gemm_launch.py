@@ -27,7 +27,7 @@ class Overlap(NamedTuple):
     The first is a plain launch: when it begins, all that was launched ahead of it has ended, and can be read. It lets the next one
     begin as soon as all its own programs have begun, so the same holds for that one. The next one's programs, having stored their tiles,
     wait for the end of the launch ahead, and are only then over. So whatever is launched after the last one, or waits for it, comes after
-    the end of all: it may read what they wrote, write what they read, and free it.
+    the end of all: it may read their results, write to their operands, and free both.
     """
 
     next: bool = False  # may begin before this one has ended

@@ -14,7 +14,7 @@ def high_half(x):
 
 @triton.jit
 def rounded(x):
-    """X with half a unit of what TF32 holds of it added, so that cutting the rest off rounds. Not for NaN, which would wrap to zero."""
+    """X with half a unit in TF32's last place added, so that cutting the rest off rounds. Not for NaN, which would wrap to zero."""
     return (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
 
 

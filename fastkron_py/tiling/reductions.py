@@ -11,7 +11,7 @@ _RUN: Final = 256  # rows that are added up at first
 
 
 def column_sums(t: Tensor) -> Tensor:
-    """``[N]`` of t ``[M, N]`` of any strides, added up in float32 at least: the gradient of what was added to each row.
+    """``[N]`` of t ``[M, N]`` of any strides, added up in float32 at least: the gradient of a vector that was added to each row.
 
     In two stages: for one over many rows torch takes as much memory as four of t (65536 x 256 in bfloat16, on an H100), and twice the time.
     """

@@ -2,7 +2,7 @@
 
 The choice is made where an operator is built, and then belongs to the operator, by its class: backward passes run on
 threads of autograd's own, where no context variable of the caller's is seen. So a hook in the constructor of
-`KroneckerProductLinearOperator` asks a context variable, and changes the class of what was built. More hooks save work
+`KroneckerProductLinearOperator` asks a context variable, and changes the class of the new operator. More hooks save work
 around such operators (`interpolation`). All are in place only while some context has the integration on.
 """
 

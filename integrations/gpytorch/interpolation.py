@@ -100,7 +100,7 @@ def _quiet() -> None:
 
 
 class _Sides(NamedTuple):
-    """Weights of an interpolated operator, and what they were made from."""
+    """Weights of an interpolated operator, and the tensors they were made from."""
 
     versions: tuple[int, ...]
     left: Weights
@@ -118,7 +118,7 @@ class _Kept:
 
 
 def _sides(operator: Any) -> _Sides:
-    """The weights, remembered while nobody writes to what they were made from."""
+    """The weights, remembered while nobody writes to the tensors they were made from."""
     left, right = (
         (operator.left_interp_indices, operator.left_interp_values),
         (operator.right_interp_indices, operator.right_interp_values),

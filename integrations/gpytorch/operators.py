@@ -26,7 +26,7 @@ class FastProducts:
     the forward pass did, because the class says how to multiply.
     """
 
-    _made: Any = None  # what parts were made of, its versions, and the parts; see _parts
+    _made: Any = None  # the tensors that parts were made of, their versions, and the parts; see _parts
 
     def _factors(self) -> tuple[Sequence[Any], Tensor | None]:
         """Factors, and a number that multiplies their product."""

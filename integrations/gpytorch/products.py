@@ -64,7 +64,7 @@ def multiply(parts: Parts, rhs: Tensor, batch: Sequence[int]) -> Tensor:
         ValueError: a factor on another device than rhs.
     """
     check_operand(parts, rhs, "right-hand side")
-    if parts.matrices is not None and rhs.ndim == 2 and not batch:  # what most are
+    if parts.matrices is not None and rhs.ndim == 2 and not batch:  # as most are
         return kron_matmul_left(parts.matrices, rhs)
     runs = runs_of(parts.parts)
     whole = torch.broadcast_shapes(tuple(batch), rhs.shape[:-2])

@@ -85,7 +85,7 @@ def revert_llama(model: nn.Module) -> None:
     leave_all("model", model, leave)
 
 
-# ---- what stands in the way --------------------------------------------------------------------
+# ---- obstacles --------------------------------------------------------------------
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ def _advance(state, n, FIRST: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """From degree n; at n = FIRST - 1, for FIRST = 0, to degree 0."""
     t, current, previous = state
     m = 2 * n + (A + B)
-    share = 1 / tl.where(n > 0, 2 * (n + 1) * (n + (A + B + 1)) * m, 1.0)  # else what is selected below counts
+    share = 1 / tl.where(n > 0, 2 * (n + 1) * (n + (A + B + 1)) * m, 1.0)  # else the selection below counts
     a = (m + 1) * (m + 2) * m * share
     b = (A * A - B * B) * (m + 1) * share
     c = 2 * (n + A) * (n + B) * (m + 2) * share

@@ -151,7 +151,7 @@ def _multiply(
     ALIGN_IN: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """One warpgroup, with one half of each tile's o: products of what lies in the ring."""
+    """One warpgroup, with one half of each tile's o: products of the ring's tiles."""
     WIDTH: gl.constexpr = TILE[0] * TILE[3]
     OPTIONS: gl.constexpr = (TERMS, TILE[0])
     step = gl.program_id(0) * 0

@@ -170,7 +170,7 @@ def _multiply(
     ALIGN_IN: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """One warpgroup, with one half of each tile's rows: products of what lies in the ring, times the derivatives."""
+    """One warpgroup, with one half of each tile's rows: products of the ring's tiles, times the derivatives."""
     BLOCK_N: gl.constexpr = TILE[0]
     DEGREES: gl.constexpr = TILE[3]
     WIDTH: gl.constexpr = DEGREES * BLOCK_N

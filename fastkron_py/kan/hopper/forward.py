@@ -4,7 +4,7 @@ Plain Triton keeps a left operand that was made by a program in registers, and w
 Here warpgroups have one trade each (`hopper_ring`): one makes basis tiles and has coefficients copied, two multiply. Programs take
 tile after tile, and the next one's operands are made while sums are stored.
 
-Float32-class products sum up a few steps at a time: tensor cores cut their sums off instead of rounding, so what they have is added to a
+Float32-class products sum up a few steps at a time: tensor cores cut their sums off instead of rounding, so their sums are added to a
 sum in float32 before it grows long.
 
 Gluon has no interpreter: `poly_kan` holds the same sum in plain Triton, for every other device and for tests.
@@ -111,7 +111,7 @@ def _multiply(
     ALIGN_OUT: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """One warpgroup, with one half of each tile's rows: products of what lies in the ring."""
+    """One warpgroup, with one half of each tile's rows: products of the ring's tiles."""
     rows, _num_in, num_out, _blocks_per_split, items = sizes
     BLOCK_N: gl.constexpr = BLOCKS[1]
     step = gl.program_id(0) * 0

@@ -78,7 +78,7 @@ def _factor_halves(f, DEPTH: gl.constexpr):
     """(high, low) of a factor, such that products with infinities are right without a look at the products.
 
     The low half makes up for the shortfall, but for numbers that need no low half: products of small integers stay exact. It is never
-    zero where f is not, and has f's sign: an infinity of x times it is what it is times f. An infinity of f itself goes to the
+    zero where f is not, and has f's sign: an infinity of x times it is the same as times f. An infinity of f itself goes to the
     low half, which multiplies x alone.
     """
     low = f - high_half(f)

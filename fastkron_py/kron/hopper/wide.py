@@ -7,7 +7,7 @@ operand is transposed or copied in memory.
 Warpgroups have one trade each (`tiling.hopper.ring`). One brings the right operand: it loads it, in whichever direction it is runs of
 memory, splits it for three-pass TF32 and stores it with k innermost, as tensor cores want TF32. One brings the left operand in the same
 way, or in float32, where runs begin on 16 bytes, copies it as it lies by cp.async. Two multiply. A copied left operand they take from
-shared memory to registers, and split it there: its traffic in shared memory is a third of what two stored halves have.
+shared memory to registers, and split it there: its traffic in shared memory is a third of that of two stored halves.
 
 Gluon has no interpreter: `kernels.sliced_multiply` and `kernels.factor_gradient` hold the same sums in plain Triton.
 """
@@ -203,7 +203,7 @@ def _multiply(
     RING: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """One warpgroup, with one half of each tile's rows: products of what lies in the ring."""
+    """One warpgroup, with one half of each tile's rows: products of the ring's tiles."""
     BLOCK_N: gl.constexpr = BLOCKS[1]
     OPTIONS: gl.constexpr = (IS_SLICES, WHERE, EPILOGUE)
     step = gl.program_id(0) * 0

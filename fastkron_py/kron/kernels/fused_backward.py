@@ -1,6 +1,6 @@
 """Kernel of the fused backward pass: factor gradients and the next gradient from one reading of both operands.
 
-A tile of whole slices of the input u and of the incoming gradient g is loaded once. What lies between the steps of a
+A tile of whole slices of the input u and of the incoming gradient g is loaded once. An intermediate between the steps of a
 chain is computed again on chip; each step's factor gradient is a product over the tile's slices that is summed in
 registers over all tiles of a program and stored once, as the program's partial sum.
 """
@@ -126,7 +126,7 @@ def _fused_multiply_bwd_kernel(
         if CHAIN:
             g_transposed = swapped(g, BLOCK_S, QA, QB, PARTS)
             if not EXACT:
-                # Zeros times an infinity of the factor are NaN, and what stands in padding is summed.
+                # Zeros times an infinity of the factor are NaN, and padding is summed.
                 in_p = _valid(mask_s, P_SIZES[0], PA, Q_SIZES[1] * PARTS, QB * PARTS, BLOCK_S)
             if NEED_A:
                 u_transposed = _last_mode(u, fb, BLOCK_S, PA, PB * PARTS, QB * PARTS, ACC, PRECISION)

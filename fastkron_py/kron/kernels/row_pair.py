@@ -18,7 +18,7 @@ from fastkron_py.tiling.addresses import dot, factor_tile, load_factor
 def in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
     """(t / scale in a half type, scale), scale a power of two: 1 in bfloat16, which has float32's range.
 
-    In float16 it is that of t's largest finite element, so that nothing between two steps overflows, and what matters has all its bits.
+    In float16 it is that of t's largest finite element, so that nothing between two steps overflows, and large ones have all bits.
     By row it is that of each row's: a row lies within a warp, so no warp waits for another. An infinity may then stand for the largest
     element, which takes fewer instructions: its row of the product is infinite or NaN whatever the other elements are.
     """

@@ -1,4 +1,4 @@
-"""What `KroneckerProduct.add_diagonal` makes of its argument."""
+"""The operators that `KroneckerProduct.add_diagonal` makes from its argument."""
 
 from __future__ import annotations
 

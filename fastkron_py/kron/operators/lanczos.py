@@ -52,7 +52,7 @@ def trace_of_log(apply: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
         w = apply(q) - beta.unsqueeze(-2).to(z.dtype) * before
         alpha = (q.conj() * w).sum(-2).real.double()
         w = w - alpha.unsqueeze(-2).to(z.dtype) * q
-        ended = q.abs().amax(-2) == 0  # decoupled from what follows: any number with a logarithm does
+        ended = q.abs().amax(-2) == 0  # decoupled from the rest: any number with a logarithm does
         alphas.append(torch.where(ended, 1.0, alpha))
         beta = torch.linalg.vector_norm(w, dim=-2).double()
         beta = torch.where(beta > 4 * torch.finfo(z.dtype).eps * alpha.abs(), beta, 0.0)

@@ -1,4 +1,4 @@
-"""What the lazy operators share: arrays of one kind, conversions that go array by array, and torch's own functions on them."""
+"""The common parts of lazy operators: arrays of one kind, conversions that go array by array, and torch's own functions on them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class LazyOperator:
         return self._dense()
 
     def _shown(self, sign: str, more: str = "") -> str:
-        """The operator as a text: its factors' sizes with a sign between them, what else it is made of, shape, dtype and device."""
+        """The operator as a text: its factors' sizes with a sign between them, its other parts, shape, dtype and device."""
         sizes = f" {sign} ".join(f"I_{f}" if is_identity(f) else "x".join(map(str, f.shape)) for f in self._factors[:8])
         others = f" {sign} ... ({len(self._factors)} factors)" if len(self._factors) > 8 else ""
         return f"{type(self).__name__}({sizes}{others}{more}, shape={self._shape}, dtype={self.dtype}, device={self.device})"
@@ -228,7 +228,7 @@ class LazyOperator:
             function: of the tensors; integers that stand for identities are among them as they are.
             arrays: that it is given.
             names: how errors call them.
-            autocast: whether autocast is in force there, if it is at all. It would round what is solved with.
+            autocast: whether autocast is in force there, if it is at all. It would round the operator that is solved with.
         """
         bridge = find_bridge(*_matrices(arrays, names))
         with bridge.context():

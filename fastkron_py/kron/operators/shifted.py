@@ -150,7 +150,7 @@ def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
 
 
 def nearest_kronecker(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Vectors whose Kronecker product is near to a positive one: the mean of its logarithms, and what each mode adds to that."""
+    """Vectors whose Kronecker product is near to a positive one: the mean of its logarithms, and each mode's deviation from it."""
     logs = vector.log().unflatten(-1, list(sizes))
     dims = list(range(-len(sizes), 0))
     mean = logs.mean(dims)

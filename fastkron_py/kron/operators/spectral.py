@@ -178,7 +178,7 @@ class _LogForm(NamedTuple):
 
 
 class _OfForm(torch.autograd.Function):
-    """What the three functions below share: arguments are a form and tensors."""
+    """The common part of the three functions below: arguments are a form and tensors."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

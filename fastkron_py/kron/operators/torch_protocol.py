@@ -25,7 +25,7 @@ _REFLECTED: Final = {"__matmul__": "__rmatmul__", "__mul__": "__rmul__"}
 
 
 def torch_function(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Call the operator's method that does what func does; NotImplemented where there is none."""
+    """Call the operator's method for func; NotImplemented where there is none."""
     # Dynamo finds functions that are written in Python by identity only, not in a table.
     if func is Tensor.__rmatmul__:
         return args[1].__matmul__(args[0])

@@ -259,7 +259,7 @@ def _extent(pads: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def run_sectors(before: int, after: int) -> int:
-    """Sectors that a tile's run of slices is to fill, given what lies before and after its modes; 0: slices are whole rows.
+    """Sectors that a tile's run of slices is to fill, given the elements before and after its modes; 0: slices are whole rows.
 
     Where something comes after, x is read in such runs as well, and two sectors each are faster.
     """

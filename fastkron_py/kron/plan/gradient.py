@@ -90,13 +90,13 @@ def _pads(shapes: Sequence[tuple[int, int]], start: int, stop: int, parts: int) 
 
 
 def tile_width(group: Group, shapes: Sequence[tuple[int, int]], parts: int = 1) -> int:
-    """Padded real numbers of a slice, of u, g or what lies between, whichever is most."""
+    """Padded real numbers of a slice, of u, g or the intermediate, whichever is most."""
     (pa, qa), (pb, qb) = _pads(shapes, group.start, group.split, parts), _pads(shapes, group.split, group.stop, parts)
     return parts * max(pa, qa) * max(pb, qb)
 
 
 def is_fused(group: Group, shapes: Sequence[tuple[int, int]], numbers: Numbers, last: bool, gpu: GPU) -> bool:
-    """Whether one kernel can do a group: the single statement of what may be fused in the backward pass.
+    """Whether one kernel can do a group: the single statement of the groups that may be fused in the backward pass.
 
     Args:
         group: its factors.
@@ -161,7 +161,7 @@ def gradient_plan(shapes: tuple[tuple[int, int], ...], numbers: Numbers, rows: i
         shapes: (P, Q) of the factors (all positive).
         numbers: of the problem.
         rows: number of products that share the factors (rows of x times batches).
-        columns: what comes after the last factor's mode; above 1 no slice is one run of memory.
+        columns: elements after the last factor's mode; above 1 no slice is one run of memory.
         gpu: where it runs.
     """
     count = len(shapes)

@@ -1,6 +1,6 @@
 """The order in which a backward pass takes its groups of factors. Closed-form.
 
-The first group's factors are not multiplied to x again, and what each group reads is as wide as the factors behind it have left x and
+The first group's factors are not multiplied to x again, and each group reads tensors as wide as the factors behind it have left x and
 those before it have left dy. So a group of many operations goes first, and a group that narrows x goes last.
 """
 

@@ -1,6 +1,6 @@
 """Where a multiply with a gradient is cut in two, to save the intermediate for the backward pass. Closed-form.
 
-A backward pass reads x again to make its intermediates. Where the factors of one side narrow x, what they leave is so small
+A backward pass reads x again to make its intermediates. Where the factors of one side narrow x, their result is so small
 that it may as well be saved: that spares the backward pass a reading of x. Wide factors are bound by their operations. Each is a
 launch of its own, so a multiply by them makes intermediates anyway, and one that is saved spares a product.
 """
@@ -17,7 +17,7 @@ from fastkron_py.kron.plan.wide import RESIDENT, multiply_seconds
 from fastkron_py.runtime.gpu import GPU
 
 LEAST_BYTES: Final = 1 << 16  # of x: below, a pass is a launch either way
-MOST_SAVED: Final = 1 / 4  # of x's elements; of wide factors, as many as the larger of x and the result has
+MOST_SAVED: Final = 1 / 4  # of x's elements; for wide factors, the elements of the larger of x and the result
 WORTH: Final = 0.95  # of the modelled time without
 
 

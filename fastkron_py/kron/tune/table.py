@@ -34,7 +34,7 @@ def remember(entry: Entry) -> None:
 
 
 def forget() -> None:
-    """Forget what this process has tuned and read; files are read again when next asked for."""
+    """Forget the choices that this process has tuned and read; files are read again when next asked for."""
     _mine.clear()
     _cached.cache_clear()
     _shipped.cache_clear()

@@ -77,7 +77,7 @@ def _add_coefficients(
     B_FIRST: tl.constexpr,
     ALONG: tl.constexpr,  # terms are summed along their last dimension first
 ):
-    """(sum_a, sum_b) with one more term each: the coefficients' gradients, of what `_rational_slopes` gives."""
+    """(sum_a, sum_b) with one more term each: the coefficients' gradients, from the results of `_rational_slopes`."""
     POWERS: tl.constexpr = A_COUNT if A_COUNT > B_FIRST + B_COUNT else B_FIRST + B_COUNT
     next_a = ()
     next_b = ()

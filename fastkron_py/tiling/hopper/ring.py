@@ -1,7 +1,7 @@
 """A ring of operands between warpgroups with one trade each: a producer, and two that multiply.
 
 The producer computes one operand and has the copy engine bring the other. The two that multiply hold 64 rows of a tile of sums each, and do
-nothing but products of what lies ready. Each of the ring's buffers has two barriers in shared memory: products wait for
+nothing but products of tiles that are ready. Each of the ring's buffers has two barriers in shared memory: products wait for
 "full", the producer for "empty"; nobody waits for all others. There is no fourth trade, for copies:
 each thread of 16 warps would begin with 128 registers, which a sum of 64 x 256 alone takes.
 """
@@ -90,7 +90,7 @@ def begin_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISI
 
 @gluon.jit
 def bring_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION: gl.constexpr):
-    """Copy an operand, and tell the barrier of the copies' bytes, and that what this warpgroup stored is ready."""
+    """Copy an operand, and tell the barrier of the copies' bytes, and that this warpgroup's stores are ready."""
     mbarrier.expect(full, copied_bytes(desc, PRECISION))
     begin_operand(desc, low_desc, row, column, buffer, low_buffer, full, PRECISION)
 
