@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help=f"that one benchmark may take ({SECONDS:g}; quick: {QUICK_SECONDS:g})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="in place of the benchmark's own")
     parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="cases with this in their label; may be repeated")
-    parser.add_argument("--compile", type=int, default=0, metavar="N", help="first compile what all of it needs, in N processes at once")
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="first compile all kernels, in N processes at once")
     drawing = parser.add_argument_group("problems that are drawn")
     drawing.add_argument("--seed", type=int, default=DRAW.seed, help="of the generator")
     drawing.add_argument("--count", type=int, default=DRAW.count, help="of problems")

@@ -18,7 +18,7 @@ def missing(module: str) -> str | None:
 
 
 def needs_cuda(device: torch.device) -> str | None:
-    """The obstacle of what has no meaning on a CPU."""
+    """The obstacle of benchmarks that have no meaning on a CPU."""
     return None if device.type == "cuda" else "only differs on CUDA"
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.counters kron_half [--only "8192 x 64^2" ...] [--contender NAME] [--out FILE]
 
 runs each case under Nsight Compute (``ncu``, which comes with CUDA) and prints, for each launch, how busy memory and the tensor cores
-are and what the warps wait for. Counters say what bounds a kernel; times are taken without them, by the benchmarks.
+are and the causes for which warps wait. Counters tell a kernel's bound; times are taken without them, by the benchmarks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.registry import DRAW, Benchmark, Case
 from benchmarks.runner import chosen_cases
 
 SECONDS: Final = 120.0
-# Column of the table: the counter, and what its value is divided by.
+# Column of the table: the counter, and the divisor of its value.
 PERCENT: Final = ".avg.pct_of_peak_sustained_elapsed"
 STALL: Final = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 COUNTERS: Final = {
@@ -77,7 +77,7 @@ def measure(benchmark: str, label: str, contender: str, ncu: str) -> list[dict[s
     """Counters of each launch of one call, in order.
 
     Raises:
-        RuntimeError: Nsight Compute could not count; with what it said.
+        RuntimeError: Nsight Compute could not count; with its message.
     """
     metrics = ",".join(name for name, _ in COUNTERS.values())
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]

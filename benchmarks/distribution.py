@@ -19,7 +19,7 @@ WORST: Final = 10
 
 
 class Row(NamedTuple):
-    """One problem: a peer's median over this library's, and what the table splits by."""
+    """One problem: a peer's median over this library's, and the groups by which the table splits."""
 
     ratio: float
     seconds: float  # of this library

@@ -1,4 +1,4 @@
-"""One picture of what has been measured on a GPU: ``python -m benchmarks.overview [PICTURE] [--results DIR]``.
+"""One picture of the measurements on a GPU: ``python -m benchmarks.overview [PICTURE] [--results DIR]``.
 
 A dot is a case of a benchmark: how many times as long another library takes for it, both timed in the same run. Lines are
 geometric means. A group names the GPU of its records.
@@ -17,7 +17,7 @@ from benchmarks.plots import COLOURS, INK, STYLE
 from benchmarks.ratios import geometric_mean, medians
 
 RESULTS = Path(__file__).parent / "results"
-# What is compared, in groups: (name of the benchmark, contender) to what the picture calls it.
+# Comparisons, in groups: (name of the benchmark, contender) to the picture's label.
 ROWS: dict[str, dict[tuple[str, str], str]] = {
     "Kronecker products": {
         ("kron", "GPyTorch"): "forward, GPyTorch",

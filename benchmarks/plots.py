@@ -23,7 +23,7 @@ STYLE = {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.c
 
 
 def draw(found: dict[str, Any], stem: Path) -> list[Path]:
-    """Draw what there is to draw of a benchmark's results; returns the files."""
+    """Draw a benchmark's results as far as there are pictures of them; returns the files."""
     with pyplot.rc_context(STYLE):
         if "distribution" in found:
             return [_sorted_ratios(found, stem.with_suffix(".png"))]

@@ -1,4 +1,4 @@
-"""Ratios of what a benchmark measured."""
+"""Ratios of a benchmark's measurements."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Contender:
 
     Attributes:
         name: as it is shown.
-        prepare: from a case's inputs to the call that is timed; what a user would do once belongs here.
+        prepare: from a case's inputs to the call that is timed; work that a user would do once belongs here.
         obstacle: why the contender cannot run on a device, or None; called before `prepare`.
         restore: brings the call's result into the reference's layout, before the check and outside the time.
         tolerance: in place of the case's, where it is larger: for a contender of another accuracy class.
@@ -67,7 +67,7 @@ class Case:
 
     Attributes:
         label: as it is shown.
-        parameters: what the benchmark's `Benchmark.inputs` makes the inputs from.
+        parameters: from which the benchmark's `Benchmark.inputs` makes the inputs.
         dtype: of inputs and results.
         tolerance: the largest error at which a contender is timed.
         floor_bytes: bytes that any implementation has to move: each input read once, the output written once.
@@ -126,7 +126,7 @@ class Benchmark:
     """A named comparison.
 
     Attributes:
-        name: what the command line calls it.
+        name: on the command line.
         description: one sentence.
         device: the device type that it is meant for.
         cases: its rows.
@@ -139,13 +139,13 @@ class Benchmark:
         eager: the time of a call is that of many in a row, launches included, and the host's share of it is taken too.
         repeats: a second result has to equal the first bit for bit.
         peers_first: the others give the result that this library's is compared with, so they are checked before it, last ones first.
-        shares: from a call to the share of its time that goes into what this library replaces; None where it is not taken.
+        shares: from a call to the share of its time that goes into operations that this library replaces; None where it is not taken.
         case_seconds: that timing one case may take at most.
         rounds: fewest and most, in place of the runner's.
         graphs: whether small problems are also timed in a CUDA graph.
         unit_bytes: from the inputs to the bytes that peak memory is told in multiples of; None where it is not taken.
-        apart: times the contenders itself: (parameters, device) to what it found, by contender.
-        details: from the inputs, after all, to what else is to stand in the case's JSON.
+        apart: times the contenders itself: (parameters, device) to its findings, by contender.
+        details: from the inputs, after all, to further entries of the case's JSON.
         notes: shown and written with the results.
     """
 

@@ -120,7 +120,7 @@ def line(case: dict[str, Any]) -> str:
 
 
 def save(found: dict[str, Any], out: Path) -> Path:
-    """Write NAME.json to the folder, in one step: what was there before stays until the new one is whole."""
+    """Write NAME.json to the folder, in one step: the file before it stays until the new one is whole."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{found['benchmark']}.json"
     draft = path.with_suffix(".json.part")

@@ -27,7 +27,7 @@ ROUNDS = (9, 200)
 QUICK_SECONDS = 60.0
 QUICK_SECONDS_PER_CASE = 0.5
 QUICK_ROUNDS = (3, 20)
-TIMING_SHARE = 0.5  # of a case's time; the rest is for inputs, checks and what is measured besides
+TIMING_SHARE = 0.5  # of a case's time; the rest is for inputs, checks and other measurements
 GRAPH_SHARE = 0.25  # of the timing, for replays and for the host's part each
 GRAPH_BYTES = 32 << 20  # problems that move fewer bytes are also timed in a CUDA graph
 FAILURES = (RuntimeError, ValueError, TypeError, MemoryError, ImportError, TimeoutError)
@@ -51,7 +51,7 @@ class Result:
     repeats: bool | None = None  # a second result equals the first bit for bit
     peak_bytes: int | None = None
     peak_of_x: float | None = None
-    share: float | None = None  # of the call's time, in what this library replaces
+    share: float | None = None  # of the call's time, in operations that this library replaces
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Budget:
         return cls(each, QUICK_ROUNDS if quick else ROUNDS, time.monotonic() + seconds)
 
     def within(self, benchmark: Benchmark) -> Budget:
-        """The same, with what the benchmark itself says of one case."""
+        """The same, with the benchmark's own limits for one case."""
         return dataclasses.replace(self, seconds=min(self.seconds, benchmark.case_seconds), rounds=benchmark.rounds or self.rounds)
 
 
@@ -108,7 +108,7 @@ class _Watched:
 
 
 def free(device: torch.device) -> None:
-    """Hand back what a failed or finished call held, tracebacks' and graphs' cycles included."""
+    """Hand back a failed or finished call's memory, tracebacks' and graphs' cycles included."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -223,7 +223,7 @@ def _time(
 def _run_case(
     benchmark: Benchmark, case: Case, device: torch.device, budget: Budget, tell: Callable[[str], None]
 ) -> tuple[list[Result], dict[str, Any]]:
-    """Results, and what else is written down."""
+    """Results, and other facts that are written down."""
     problem = benchmark.inputs(case.parameters, device)
     results: dict[str, Result] = {}
     calls: dict[str, Call] = {}

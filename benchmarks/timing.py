@@ -127,8 +127,8 @@ def measure(
     """Time calls, interleaved.
 
     Args:
-        calls: already checked, so called once before; the first is what the others are compared with.
-        timer: what takes the time of one.
+        calls: already checked, so called once before; the others are compared with the first.
+        timer: from a call to its seconds.
         seconds: to spend on all of them together, within `rounds`.
         rounds: fewest and most rounds. Calls `SLOW` times as slow as the first, or longer than `LONG`, take part in a few only.
         progress: called after every round.
@@ -174,7 +174,7 @@ def graphed(call: Call) -> Call:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer; without effect outside the main thread, and where there is no SIGALRM."""
+    """Raise TimeoutError in calls that take longer; without effect outside the main thread, and where there is no SIGALRM."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return

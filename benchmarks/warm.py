@@ -1,6 +1,6 @@
-"""Compile what benchmarks' contenders need, in several processes at once and before anything is timed.
+"""Compile the kernels of benchmarks' contenders, in several processes at once and before anything is timed.
 
-Compilers keep what they made on disk, where the process that times finds it: Triton its kernels, torch.compile its graphs. What is left for
+Compilers keep their results on disk, where the process that times finds it: Triton its kernels, torch.compile its graphs. What is left for
 that process, such as torch.compile's tracing, it does itself.
 """
 

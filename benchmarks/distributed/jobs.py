@@ -2,7 +2,7 @@
 
     python -m benchmarks.distributed [--ranks N] [--out DIR] [--quick] [--only scaling|faults|examples] [--device cpu]
 
-does all of it and writes distributed_details.json and .png, each part as soon as it is done, so that a run that is stopped leaves what it
+does all of it and writes distributed_details.json and .png, each part as soon as it is done, so that a run that is stopped leaves those it
 has; ``python -m benchmarks distributed`` takes the scaling alone, as a table.
 """
 
@@ -142,7 +142,7 @@ def survivor(how: str, code: int, after: float | None, output: str, errors: str,
         after: seconds from the kill to its end.
         output: its stdout, a line of JSON if it met an error.
         errors: its stderr.
-        late: what is said where it did not end by itself.
+        late: the message where it did not end by itself.
     """
     errors = errors.replace(f"{ROOT}/", "")  # results are committed
     told = [line for line in errors.splitlines() if line.startswith(TOLD)]
@@ -296,7 +296,7 @@ register(
         check=lambda problem, result: 0.0,
         baseline="rows",
         apart=_apart,
-        notes=("One job measures all; python -m benchmarks.distributed shows efficiency, bytes and what was hidden, too.",),
+        notes=("One job measures all; python -m benchmarks.distributed shows efficiency, bytes and hidden time, too.",),
     )
 )
 
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tell(found: dict[str, Any], new: dict[str, Any], path: Path) -> None:
-    """Write all that was found, and show what is new."""
+    """Write all that was found, and show the new part."""
     path.write_text(json.dumps(found, indent=1) + "\n")
     if new.get("scaling", {}).get("products"):
         draw(found, path.with_suffix(".png"))

@@ -74,7 +74,7 @@ def scalings(gpus: bool, quick: bool) -> Iterator[Scaling]:
 
 
 class Ranks:
-    """This rank, and what all of them measure together."""
+    """This rank, and the measurements that all of them share."""
 
     def __init__(self) -> None:
         self.info = init_process_group(timeout=120)

@@ -126,7 +126,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check(problem: Problem, y: Tensor) -> float:
-    """Error of rows and columns spread over all of y; of pairs ``[M, 2 H]``, up before gate, that of what they are gated to."""
+    """Error of rows and columns spread over all of y; of pairs ``[M, 2 H]``, up before gate, that of their gated values."""
     y = y[problem.rows]
     if y.shape[1] == 2 * problem.hidden:
         up, gate = (t[:, problem.columns].double() for t in y.chunk(2, 1))
@@ -276,8 +276,8 @@ for _dtype, _name in (("bfloat16", "gated"), ("float16", "gated_float16")):
             repeats=True,
             unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
             notes=(
-                "cuBLAS alone stores both projections and gates nothing; its error is that of gating what it stored.",
-                "Peers' weights are concatenated, [2 * hidden, in]. Peak memory is what a call holds at most beyond x and the weight.",
+                "cuBLAS alone stores both projections and gates nothing; its error is that of gating the pairs it stored.",
+                "Peers' weights are concatenated, [2 * hidden, in]. Peak memory is the most that a call holds beyond x and the weight.",
             ),
         )
     )
@@ -317,7 +317,7 @@ for _whole, _name, _what in (
             check=check_gradients,
             baseline="cuBLAS, in place",
             unit_bytes=lambda problem: problem.x.shape[0] * problem.hidden * problem.x.element_size(),
-            notes=("Peak memory is what a call holds at most beyond its arguments and dy; gradients are among it.",),
+            notes=("Peak memory is the most that a call holds beyond its arguments and dy; gradients are among it.",),
         )
     )
 

@@ -40,11 +40,11 @@ class Model:
         return 2 * self.layers * (self.kv_heads * self.head_size if grouped else self.width) * BYTES
 
     def tokens(self, chunk: int = CHUNK, before: int = EAGER, grouped: bool = True) -> float:
-        """That fit into what is saved."""
+        """That fit into the memory that is saved."""
         return self.saved_bytes(chunk, before) / self.token_bytes(grouped)
 
     def layer_share(self) -> float:
-        """Activations of a decoder layer beside what they were, attention with them: (5 D + U) / (5 D + 3 U)."""
+        """Activations of a decoder layer beside those of before, attention with them: (5 D + U) / (5 D + 3 U)."""
         return (5 * self.width + FUSED * self.hidden) / (5 * self.width + EAGER * self.hidden)
 
 

@@ -1,4 +1,4 @@
-"""Gaussian processes on grids: tables, models and the steps that are timed; gpytorch is imported by what runs them only."""
+"""Gaussian processes on grids: tables, models and the steps that are timed; gpytorch is imported only where they run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _cars(cars: list[dict[str, Any]], dims: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class GPProblem:
-    """A table, a grid, a kind of model, and what a contender's result is compared with."""
+    """A table, a grid, a kind of model, and the reference of a contender's result."""
 
     name: str
     kind: str  # "SKI", "SKIP" or "LOVE"
@@ -156,7 +156,7 @@ def prediction(problem: GPProblem) -> Callable[[], list[Tensor]]:
 
 
 class Stopwatch:
-    """Seconds of a block, to the end of what it had a GPU do."""
+    """Seconds of a block, to the end of its work on a GPU."""
 
     seconds = 0.0
 
@@ -193,7 +193,7 @@ def check(problem: GPProblem, result: list[Tensor]) -> float:
 
 
 def vectors_bytes(problem: GPProblem) -> int:
-    """Bytes of all vectors of a CG step on the grid: what a Kronecker product reads and writes."""
+    """Bytes of all vectors of a CG step on the grid, as a Kronecker product reads and writes them."""
     columns = 1 if problem.kind == "LOVE" else problem.probes + 1
     return 4 * problem.grid * columns
 

@@ -53,7 +53,7 @@ def _ours(make: Callable[[GPProblem], Call]) -> Callable[[GPProblem], Call]:
 
 
 def _check_memory(problem: GPProblem) -> None:
-    """Refuse what is known to run out of memory, before it has computed for seconds until it does.
+    """Refuse contenders that are known to run out of memory, before they have computed for seconds until they do.
 
     Raises:
         MemoryError: a GPU has less memory than a step of KISS-GP with Toeplitz factors takes.
@@ -138,7 +138,7 @@ NOTES = (
     "LOVE's errors are measured from dense factors in float64.",
     "auto-mpg is the real table where vega_datasets is installed; the others are random tables of the same number of rows and inputs.",
     "Peak memory is in multiples of a CG step's vectors on the grid (SKIP: on one input's grid).",
-    "Share: of Kronecker products and their gradients in the time of a call, measured in one call; what is left bounds the gain.",
+    "Share: of Kronecker products and their gradients in the time of a call, measured in one call; the rest bounds the gain.",
     f"LOVE: variances at {problems.TEST_ROWS} points, fewer from 6 inputs on: for each, stock GPyTorch looks up 16^inputs elements.",
 )
 

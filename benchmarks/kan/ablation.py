@@ -1,4 +1,4 @@
-"""This project's kernel held to what PolyKAN's has at each of its steps."""
+"""This project's kernel with the features of PolyKAN's at each of its steps."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ register(
         baseline="torch.compile of the recurrence",
         repeats=True,
         unit_bytes=lambda problem: problem.x.numel() * problem.x.element_size(),
-        notes=(WEIGHT_NOTE, TF32_NOTE, "Peak memory is what a call holds at most beyond x, the coefficients and the incoming gradient."),
+        notes=(WEIGHT_NOTE, TF32_NOTE, "Peak memory is the most that a call holds beyond x, the coefficients and the incoming gradient."),
     )
 )
 
@@ -148,9 +148,9 @@ register(
         check=check,
         baseline="torch acos/cos",
         notes=(
-            "The steps are this project's kernel held to what the paper's has at that step: one tile of 16 rows a program and a table of "
-            "4096 entries, coefficients [in, out, degree + 1]; then tiles of 32 x 32 of batch and outputs; then the reduction split in two "
-            "stages; then coefficients [d, o, j]; then the recurrence in place of the table. fastkron_py chooses all of that itself.",
+            "The steps are this project's kernel with the features of the paper's at that step: one tile of 16 rows a program and a table "
+            "of 4096 entries, coefficients [in, out, degree + 1]; then tiles of 32 x 32 of batch and outputs; then the reduction split in "
+            "two stages; then coefficients [d, o, j]; then the recurrence in place of the table. fastkron_py chooses all of that itself.",
             TABLE_NOTE,
         ),
     )

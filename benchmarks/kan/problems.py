@@ -24,7 +24,7 @@ TOLERANCES = {"float32": 1e-5, "tf32": 4e-3, "bfloat16": 1.5e-2}
 
 @dataclass(frozen=True)
 class Problem:
-    """x ``[M, I]``, coefficients ``[degree + 1, O, I]``, dy ``[M, O]``; what is wanted of them, and how float32 is multiplied."""
+    """x ``[M, I]``, coefficients ``[degree + 1, O, I]``, dy ``[M, O]``; the gradients wanted, and how float32 is multiplied."""
 
     x: Tensor
     coefficients: Tensor

@@ -73,7 +73,7 @@ LIMITS: Final = {
 
 
 def sizes(m: int, ps: Sequence[int], qs: Sequence[int]) -> Iterator[int]:
-    """Elements of x and of what each factor leaves, from the last to the first."""
+    """Elements of x and of each factor's result, from the last to the first."""
     elements = m * math.prod(ps)
     yield elements
     for p, q in zip(reversed(ps), reversed(qs), strict=True):

@@ -58,7 +58,7 @@ register(
         apart=_processes,
         notes=(
             "First call with its results waited for, after torch's context is up; the import is counted beyond torch's.",
-            "The second process finds what the first one compiled in Triton's cache on disk.",
+            "The second process finds the first one's kernels in Triton's cache on disk.",
         ),
     )
 )

@@ -1,6 +1,6 @@
 """`modes`: each algorithm for one mode, or for its factor's gradient, beside the one that the plan takes.
 
-The closed form of times (`kron/plan/wide.py`, `kron/plan/matmul_times.py`) is fitted to what this finds; each case's JSON has its times.
+The closed form of times (`kron/plan/wide.py`, `kron/plan/matmul_times.py`) is fitted to these times; each case's JSON has its times.
 """
 
 from __future__ import annotations

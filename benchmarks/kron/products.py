@@ -161,7 +161,7 @@ register(
         repeats=True,
         unit_bytes=lambda problem: problem.x.numel() * problem.x.element_size(),
         notes=(
-            "Peak memory is what a call holds at most beyond x, the factors and the incoming gradient: "
+            "Peak memory is the most that a call holds beyond x, the factors and the incoming gradient: "
             "dx and the factors' gradients are in it.",
             FASTKRON_NOTE + " Its memory may have been counted from another start.",
         ),

@@ -41,7 +41,7 @@ def _split(y: Tensor, qubit: int) -> Tensor:
 
 
 def _bmm(c: Circuit) -> Tensor:
-    """Each qubit is permuted to the end, and back: a product for each of what comes before it."""
+    """Each qubit is permuted to the end, and back: a product for each row of the others."""
     y = c.state
     for qubit, gate in c.gates.items():
         moved = _split(y, qubit).permute(0, 2, 1)
