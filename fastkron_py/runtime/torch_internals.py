@@ -7,7 +7,6 @@ dispatcher. Results are the same. ``python -m fastkron_py info`` says so. oneDNN
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fastkron_py.runtime.cpu import zen
 
 logger = logging.getLogger("fastkron_py")
 
@@ -120,9 +121,9 @@ def multiplies_bfloat16() -> bool:
 def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
     """``a @ b`` of float32 matrices by oneDNN, in new memory and without gradients; None where torch's BLAS is as fast, or on a failure.
 
-    MKL has no AVX-512 kernels for AMD's CPUs, and Zen 5 multiplies 512 bits at once. TorchInductor calls the same operator of torch.
+    MKL has no AVX-512 kernels for AMD's CPUs, of which Zen 4 and Zen 5 have these instructions. TorchInductor calls the same operator.
     """
-    if not torch.backends.mkldnn.is_available() or not _is_zen5():
+    if not torch.backends.mkldnn.is_available() or zen() == 0:
         return None
     found: list[Callable[[Tensor, Tensor], Tensor]] = []
 
@@ -145,18 +146,6 @@ def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
 def _onednn_linear() -> Callable[..., Any]:
     linear: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
     return linear
-
-
-def _is_zen5() -> bool:
-    """Whether the CPU is AMD's of family 26, which began with Zen 5, or later, as Linux tells; False elsewhere."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            fields = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
-    except OSError:
-        return False
-    about = {name.strip(): value.strip() for name, _, value in fields}
-    family = about.get("cpu family", "")
-    return about.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= 26
 
 
 # ---- trying them ---------------------------------------------------------------------------------

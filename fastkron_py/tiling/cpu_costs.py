@@ -10,6 +10,8 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from fastkron_py.runtime.cpu import zen
+
 VECTOR: Final = 16  # innermost widths below this run at a fraction of the speed
 MULTIPLY_ADD: Final = 0.02
 ELEMENT: Final = 0.06  # read or written by a product
@@ -41,10 +43,19 @@ HALF_CALL: Final = 8000.0
 HALF_MATRIX: Final = 75.0
 
 
-# Products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`).
-ONEDNN_CALL: Final = 34e3
-ONEDNN_MULTIPLY_ADD: Final = 0.009
-ONEDNN_ELEMENT: Final = 0.08
+class OneDNN(NamedTuple):
+    """The constants of products of float32 in oneDNN, where that is faster than BLAS (`torch_internals.onednn_product`)."""
+
+    call: float
+    multiply_add: float
+    element: float
+
+
+# By AMD's generation (`runtime.cpu.zen`): Zen 5 multiplies 512 bits at once, Zen 4 256.
+ONEDNN: Final = {5: OneDNN(34e3, 0.009, 0.08), 4: OneDNN(25e3, 0.018, 0.05)}
+# On Zen 4 the gain is small: products of this number of multiply-adds at least, whose results, in new memory, have few elements.
+ZEN4_WORK: Final = 1 << 26
+ZEN4_WRITTEN: Final = 1 << 19
 ONEDNN_MATRIX: Final = 0.9  # more, of F in F^T @ X, which is copied
 ONEDNN_TERMS: Final = 4096  # at most: its sums round more than BLAS's
 
@@ -133,16 +144,19 @@ def onednn_time(mode: Mode, is_last: bool, rates: Rates) -> float:
     """The same by oneDNN, whose result is in new memory."""
     if mode.p > ONEDNN_TERMS:
         return math.inf
-    seconds = ONEDNN_CALL + ONEDNN_MULTIPLY_ADD * mode.work + fresh_time(mode.written, rates)
-    seconds += ONEDNN_ELEMENT * (mode.read + mode.written + mode.p * mode.q)
+    costs = ONEDNN.get(zen(), ONEDNN[5])
+    seconds = costs.call + costs.multiply_add * mode.work + fresh_time(mode.written, rates)
+    seconds += costs.element * (mode.read + mode.written + mode.p * mode.q)
     return seconds if is_last else seconds + ONEDNN_MATRIX * mode.p * mode.q
 
 
 @lru_cache(maxsize=4096)
 def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
     """Whether oneDNN multiplies float32 ``[n, P] @ [P, Q]``, or ``[Q, P] @ [P, n]``, in less time than BLAS."""
-    mode, rates = Mode(1, p, q, n), Rates(4)
-    return mode.work > 0 and onednn_time(mode, is_last, rates) < (_blas_last if is_last else _blas_first)(mode, rates)
+    mode, rates = Mode(1, p, q, n), Rates(4, threads=2)
+    if zen() == 4 and (mode.work < ZEN4_WORK or mode.written > ZEN4_WRITTEN):
+        return False
+    return mode.work > 0 and onednn_time(mode, is_last, rates) < (last_time if is_last else first_time)(mode, rates)
 
 
 def fresh_time(elements: int, rates: Rates) -> float:

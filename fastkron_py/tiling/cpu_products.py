@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.runtime.cpu import zen
 from fastkron_py.runtime.eager import wants_gradient
 from fastkron_py.tiling.cpu_costs import ONEDNN_TERMS, takes_onednn
 from fastkron_py.tiling.long_products import by_parts
@@ -25,8 +26,8 @@ def _onednn_product(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def has_onednn(x: Tensor) -> bool:
-    """Whether products of tensors like x, half types in float32, may be oneDNN's."""
-    return _onednn_product(x) is not None
+    """Whether plans count on oneDNN for products of tensors like x, half types in float32: not on Zen 4, where few are faster."""
+    return _onednn_product(x) is not None and zen() != 4
 
 
 def threads(x: Tensor) -> int:

@@ -11,10 +11,10 @@ import torch
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import multiply, torch_backend
-from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime import cpu, torch_internals
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
-from fastkron_py.tiling import cpu_products
+from fastkron_py.tiling import cpu_costs, cpu_products
 from fastkron_py.tiling.cpu_costs import takes_onednn
 from fastkron_py.tiling.cpu_products import by_onednn
 
@@ -148,9 +148,22 @@ def test_the_model():
     assert not takes_onednn(300, 0, 1353, True)
 
 
+def test_the_model_of_zen_4(monkeypatch):
+    """Large products whose results are small; plans do not count on them."""
+    monkeypatch.setattr(torch_internals, "onednn_product", lambda: torch.mm)
+    for generation, small, fresh in ((5, True, True), (4, False, False)):
+        monkeypatch.setattr(cpu_costs, "zen", lambda generation=generation: generation)
+        monkeypatch.setattr(cpu_products, "zen", lambda generation=generation: generation)
+        takes = cpu_costs.takes_onednn.__wrapped__
+        assert takes(451, 451, 900, True)
+        assert takes(300, 300, 600, True) is small
+        assert takes(300, 300, 3000, True) is fresh
+        assert cpu_products.has_onednn(torch.empty(0)) is (generation == 5)
+
+
 def test_a_product_that_fails_is_not_taken(monkeypatch):
     """Whatever torch's private name does in another version: BLAS takes its place."""
-    monkeypatch.setattr(torch_internals, "_is_zen5", lambda: True)
+    monkeypatch.setattr(torch_internals, "zen", lambda: 5)
     for broken in (lambda *given: given[0], lambda *given: 1 / 0):
         monkeypatch.setattr(torch_internals, "_onednn_linear", lambda broken=broken: broken)
         torch_internals.onednn_product.cache_clear()
@@ -169,13 +182,14 @@ def test_a_product_that_fails_is_not_taken(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n\nprocessor\t: 1\n", True),
-        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\n", False),  # Zen 4 multiplies 256 bits at once
-        ("vendor_id\t: GenuineIntel\ncpu family\t: 26\n", False),
-        ("CPU implementer\t: 0x41\n", False),
-        ("", False),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n\nprocessor\t: 1\n", 5),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t: avx2 avx512f\n", 4),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t: avx2\n", 0),  # Zen 3
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 26\n", 0),
+        ("CPU implementer\t: 0x41\n", 0),
+        ("", 0),
     ],
 )
 def test_the_cpu_is_told_apart(text, wanted, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(text))
-    assert torch_internals._is_zen5() is wanted
+    assert cpu.zen.__wrapped__() == wanted
