@@ -24,7 +24,7 @@ from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
-from fastkron_py.tiling.long_products import matrix_product
+from fastkron_py.tiling.long_products import cut_product
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,7 +100,7 @@ def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
             dz = next(found)
             rows = dz.reshape(-1, weight.shape[0])
             dx = dz @ weight if need_x else None
-            dweight = matrix_product(rows.mT, x.reshape(-1, x.shape[-1])) if need_weight else None
+            dweight = cut_product(rows.mT, x.reshape(-1, x.shape[-1])) if need_weight else None
             dbias = rows.sum(0) if need_bias else None
         if need_coefficients:
             da, db = next(found), next(found)

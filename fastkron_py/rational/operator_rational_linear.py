@@ -21,7 +21,7 @@ from fastkron_py.rational.derivatives import taken, vmap_forward
 from fastkron_py.rational.operator import rational, rational_backward
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.operator import Operator, Saved
-from fastkron_py.tiling.long_products import matrix_product
+from fastkron_py.tiling.long_products import cut_product
 
 
 def _fake(
@@ -46,7 +46,7 @@ def _backward(saved: Saved, dz: Tensor) -> tuple[Tensor | None, ...]:
         rows = dz.reshape(-1, weight.shape[0])
         if need_weight:
             y = rational(x, a, b, *saved.options)
-            dweight = matrix_product(rows.mT, y.reshape(-1, weight.shape[1]))
+            dweight = cut_product(rows.mT, y.reshape(-1, weight.shape[1]))
             del y
         if need_x or need_a or need_b:
             found = rational_backward(dz @ weight, x, a, b, need_x, need_a or need_b, version, backend)

@@ -121,7 +121,7 @@ def multiplies_bfloat16() -> bool:
 def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
     """``a @ b`` of float32 matrices by oneDNN, in new memory and without gradients; None where torch's BLAS is as fast, or on a failure.
 
-    MKL has no AVX-512 kernels for AMD's CPUs, of which Zen 4 and Zen 5 have these instructions. TorchInductor calls the same operator.
+    MKL has no AVX-512 kernels for AMD's CPUs. Zen 4 and Zen 5 have these instructions. TorchInductor calls the same operator.
     """
     if not torch.backends.mkldnn.is_available() or zen() == 0:
         return None

@@ -153,10 +153,10 @@ def onednn_time(mode: Mode, is_last: bool, rates: Rates) -> float:
 @lru_cache(maxsize=4096)
 def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
     """Whether oneDNN multiplies float32 ``[n, P] @ [P, Q]``, or ``[Q, P] @ [P, n]``, in less time than BLAS."""
-    mode, rates = Mode(1, p, q, n), Rates(4, threads=2)
+    mode, rates = Mode(1, p, q, n), Rates(4)
     if zen() == 4 and (mode.work < ZEN4_WORK or mode.written > ZEN4_WRITTEN):
         return False
-    return mode.work > 0 and onednn_time(mode, is_last, rates) < (last_time if is_last else first_time)(mode, rates)
+    return mode.work > 0 and onednn_time(mode, is_last, rates) < (_blas_last if is_last else _blas_first)(mode, rates)
 
 
 def fresh_time(elements: int, rates: Rates) -> float:

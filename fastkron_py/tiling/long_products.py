@@ -99,7 +99,7 @@ def by_parts(a: Tensor, b: Tensor) -> Tensor | None:
     return partial.sum(0)
 
 
-def matrix_product(a: Tensor, b: Tensor) -> Tensor:
+def cut_product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, by parts where its sum is cut."""
     found = by_parts(a, b)
     return a @ b if found is None else found.to(a.dtype)

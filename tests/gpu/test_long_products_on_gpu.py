@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 HALF = (torch.float16, torch.bfloat16)
-# (P, Q, terms) of which torch's products lacked terms on an H200
+# (P, Q, terms) of products by torch that lacked terms on an H200
 WRONG = [(384, 384, 93_636), (88, 608, 97_347), (8, 664, 13_832), (976, 72, 32_772), (272, 408, 67_592), (24, 176, 180_264)]
 LAST = 70
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import long_products
-from fastkron_py.tiling.long_products import LONG, LONG_ALONG, LONG_WHOLE, Cut, cut, cut_of, matrix_product, write_parts
+from fastkron_py.tiling.long_products import LONG, LONG_ALONG, LONG_WHOLE, Cut, cut, cut_of, cut_product, write_parts
 
 
 @pytest.mark.parametrize("terms", [LONG + 1, 2561, 4034, 93636, 93632, 94144, 264301, 1 << 20])
@@ -81,4 +81,4 @@ def test_a_sum_without_its_last_terms_is_found_wrong() -> None:
 def test_other_devices_take_torch_s_product(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = operands(5123, torch.bfloat16, False)
     monkeypatch.setattr(long_products, "write_parts", None)
-    assert torch.equal(matrix_product(a, b), a @ b)
+    assert torch.equal(cut_product(a, b), a @ b)
