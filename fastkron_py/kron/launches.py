@@ -31,7 +31,7 @@ from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chai
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, sides, turns_of
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, tiling, turns_of
 from fastkron_py.kron.plan.wide import is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
@@ -262,18 +262,24 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
 def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
     """The launch configuration of two steps on one slice at a time."""
     batches, steps = problem.shape[0], problem.launch.steps
-    first, second = steps[0], steps[-1]
-    config = row_pair_config(steps, problem.epilogue, gpu)
-    sizes, pads = (first.p, first.q, second.p, second.q), sides(steps)
+    first, second, matrices = steps[0], steps[-1], matrices_of(steps)
+    config, found = row_pair_config(steps, problem.epilogue, gpu), tiling(steps)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
+    factors = [(step.start - first.start, step.stop - first.start) for step in (first, second)]
+    left, right = factors[::-1] if found.turned else factors
     arguments = common | {
         "programs": programs,
-        "SPLIT": first.stop - first.start,
-        "MIDDLE": matrices_of(steps),
-        "SUMS": matrices_of(steps) // turns_of(steps),
-        "SIZES": sizes,
-        "PADS": pads,
-        "EXACT": sizes == pads,
+        "LEFT": left,
+        "RIGHT": right,
+        "MIDDLE": matrices,
+        "SUMS": matrices // turns_of(steps),
+        "PADS": found.pads,
+        "P_PARTS": found.p_parts,
+        "Q_PARTS": found.q_parts,
+        "TURNED": found.turned,
+        "PAIRED": found.turned and problem.epilogue == "quantize" and second.q % 2 == 0,
+        "X_SIZES": (first.p, second.p),
+        "Y_SIZES": (first.q, second.q),
         "STAGES": config.stages,
         "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
         "STORE": store_quantized if problem.epilogue == "quantize" else store_product,

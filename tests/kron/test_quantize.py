@@ -25,6 +25,8 @@ LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, "int4": 7}
 SHAPES = {
     "a launch": [(64, 64), (32, 32)],
     "padded": [(40, 36), (36, 34)],
+    "in two parts, turned": [(70, 86), (36, 38)],
+    "in two parts": [(36, 38), (70, 86)],
     "a wide first step": [(140, 132), (70, 66)],
     "multiplied out": [(8, 8), (5, 5), (8, 8), (4, 4)],
     "small": [(3, 4), (5, 6)],
@@ -84,7 +86,7 @@ def test_clipping(shapes: list[tuple[int, int]], kind: Any, backend_name: str, d
     assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.7), wanted, torch.float16, kind, 0.7)  # of the same program
 
 
-@pytest.mark.parametrize("shapes", [[(40, 64), (40, 65)], [(8, 24), (31, 17)], [(8, 8), (8, 5), (9, 9)]], ids=str)
+@pytest.mark.parametrize("shapes", [[(40, 64), (40, 65)], [(70, 66), (34, 35)], [(8, 24), (31, 17)], [(8, 8), (8, 5), (9, 9)]], ids=str)
 def test_odd_columns_of_the_second_step(shapes: list[tuple[int, int]], backend_name: str, device: torch.device) -> None:
     """Two of int4 are in a byte, also where one ends a row of a slice and one begins the next."""
     x, factors, wanted = problem(shapes, torch.float16, device)

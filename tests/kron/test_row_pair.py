@@ -12,7 +12,7 @@ from canonical_cases import dense, multiply, problem, watch_kernels
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import row_pair
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, sides, turns_of
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, tiling, turns_of
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
@@ -33,6 +33,10 @@ SHAPES = {
     "two in the middle, a factor before": (1, 2, (3, 8, 5, 2, 64), (2, 8, 6, 2, 64), 1),
     "eight in the middle, in two turns": (1, 2, (64, 8, 64), (64, 8, 64), 1),
     "six in the middle, in two turns, padded": (1, 2, (64, 6, 35), (40, 6, 64), 1),
+    "parts on the right": (1, 3, (64, 86), (64, 86), 1),
+    "parts on the right, turned": (2, 3, (86, 64), (80, 40), 1),
+    "a first step of 32, turned": (1, 3, (32, 40), (32, 48), 1),
+    "two wide steps, turned": (1, 2, (150, 100), (130, 128), 1),
     "a narrow first step": (1, 5, (16, 64), (16, 64), 1),
     "a narrow first step, padded": (2, 3, (12, 100), (10, 70), 1),
     "a narrow second step": (1, 3, (64, 16), (64, 16), 1),
@@ -40,7 +44,7 @@ SHAPES = {
     "two narrow steps, a factor before": (1, 2, (3, 20, 30), (2, 24, 17), 1),
 }
 DTYPES = [torch.bfloat16, torch.float16]
-SIDES = [(40, 36), (140, 70), (40, 2, 35), (20, 40), (40, 12)]
+SIDES = [(40, 36), (70, 36), (140, 70), (40, 2, 35), (20, 40), (40, 12)]
 
 
 LARGE = ("eight in the middle, in two turns",)  # takes the interpreter half a minute; six in the middle take two turns too
@@ -138,14 +142,14 @@ def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     assert any(launch.kernel == "row_pair" for launch in launches)
 
 
-@pytest.mark.parametrize("ps", [(300, 64), (200, 32), (64, 200), (2, 300), (64, 7), (7, 64)], ids=str)
+@pytest.mark.parametrize("ps", [(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
     assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
 
 
-PAIRS = [(33, 32), (64, 64), (64, 128), (128, 64), (128, 128), (172, 64), (172, 60), (256, 128)]
-NARROW = [(16, 16), (16, 100), (32, 128), (128, 16), (20, 40), (8, 8)]
+PAIRS = [(33, 32), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (86, 128), (172, 64), (172, 60), (172, 128), (64, 192), (256, 128)]
+NARROW = [(16, 16), (16, 100), (31, 128), (128, 16), (20, 40), (8, 8)]
 TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
 
 
@@ -153,18 +157,30 @@ TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), 
 @pytest.mark.parametrize("shape", [*PAIRS, *NARROW, *TRIPLES], ids=str)
 def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: str) -> None:
     """By the model, which `tests/compile` holds against the compiler."""
-    steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
-    config = row_pair_config(steps, epilogue, HOPPER)
-    _, qa, _, qb = sides(steps)
-    assert shared_memory(steps, config.stages, epilogue == "axpby") * config.programs_per_sm <= HOPPER.shared_memory
-    assert matrices_of(steps) // turns_of(steps) * qa * qb // (32 * config.num_warps) <= 128  # sums in a thread's registers
+    assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "axpby", "quantize"])
 @pytest.mark.parametrize(("ps", "qs"), [((60, 100), (140, 100)), ((100, 64), (200, 128)), ((33, 65), (129, 33))], ids=str)
 def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs: tuple[int, ...], epilogue: str) -> None:
-    steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]
-    config = row_pair_config(steps, epilogue, HOPPER)
-    _, qa, pb, qb = sides(steps)
-    assert qa * max(pb, qb) // (32 * config.num_warps) <= 128
-    assert shared_memory(steps, config.stages, epilogue == "axpby") * config.programs_per_sm <= HOPPER.shared_memory
+    assert_fits(tuple([Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]), epilogue)
+
+
+def assert_fits(steps: tuple[Step, ...], epilogue: str) -> None:
+    """Shared memory has the programs of a multiprocessor, and a thread's registers its sums."""
+    config, tiles = row_pair_config(steps, epilogue, HOPPER), tiling(steps)
+    assert shared_memory(tiles, config.stages, epilogue == "axpby") * config.programs_per_sm <= HOPPER.shared_memory
+    assert matrices_of(steps) // turns_of(steps) * tiles.sums // (32 * config.num_warps) <= 128
+
+
+def test_tiles_waste_as_little_as_they_can() -> None:
+    """86 columns come as 64 and 32, and the factor with 64 or 128 columns is on the left, whichever it is."""
+
+    def of(p: int, q: int) -> Any:
+        return tiling((Step(0, 1, p, p), Step(1, 2, q, q)))
+
+    assert (of(86, 128).turned, of(128, 86).turned) == (True, False)
+    assert of(86, 128).pads == of(128, 86).pads == (128, 128)
+    assert of(86, 128).p_parts == of(128, 86).q_parts == ((0, 64), (64, 32))
+    assert (of(172, 64).pads, of(172, 64).p) == ((64, 64), 192)
+    assert (of(20, 100).turned, of(20, 100).p_parts) == (False, ((0, 128),))

@@ -29,27 +29,67 @@ def scale_of(largest, alpha):
 
 
 @triton.jit
-def store_values(y, scale, out_ptr, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    """Store ``y / scale``, a tile of columns from start on, as the format of out_ptr, ``[ROWS, COLUMNS]`` contiguous."""
+def column_of(row):
+    """The column of the result in a row of a turned tile whose columns are stored in pairs: a thread of a product has rows m and m + 8."""
+    return row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+
+
+@triton.jit
+def _in_pairs(v, TURNED: tl.constexpr):
+    """(even, odd columns of a tile), of a turned one with rows in the order of `column_of`."""
+    if TURNED:
+        even, odd = tl.split(v.reshape(v.shape[0] // 16, 2, 8, v.shape[1]).permute(0, 2, 3, 1))
+        return even.reshape(v.shape[0] // 2, v.shape[1]).T, odd.reshape(v.shape[0] // 2, v.shape[1]).T
+    else:
+        return tl.split(v.reshape(v.shape[0], v.shape[1] // 2, 2))
+
+
+@triton.jit
+def _two_bytes(even, odd, FORMAT: tl.constexpr):
+    """Two values of a byte each in int16, the even column's in the low half."""
+    if tl.int8 == FORMAT:
+        return ((_rounded(even, 127.0) & 255) | (_rounded(odd, 127.0) << 8)).to(tl.int16)
+    else:  # float8_e4m3fn: the instruction limits values to 448, and takes two at once, where Triton would put bytes together afterwards
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], dtype=tl.int16, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def store_values(
+    y, scale, out_ptr, first_row, first_column, TURNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr
+):
+    """Store ``y / scale``, a tile from a row and a column on, as the format of out_ptr, ``[ROWS, COLUMNS]`` contiguous.
+
+    Two columns are stored at once where there is an even number of them; only then may the tile be in the order of `column_of`.
+
+    TURNED: whether the tile is the transpose of those elements.
+    INSIDE: whether all of the tile is in the matrix.
+    """
+    FORMAT: tl.constexpr = out_ptr.dtype.element_ty
     v = tl.where(scale == scale, y * (1.0 / scale), 0.0)
-    R: tl.constexpr = v.shape[0]
-    C: tl.constexpr = v.shape[1]
-    row = tl.arange(0, R)[:, None]
-    if out_ptr.dtype.element_ty == tl.uint8:
-        v = _rounded(v, 7.0)
-        low, high = tl.split(v.reshape(R, C // 2, 2))
-        v = (low & 15) | ((high & 15) << 4)
-        pair = start // 2 + tl.arange(0, C // 2)[None, :]
-        at, inside = row * (COLUMNS // 2) + pair, (row < ROWS) & (pair < COLUMNS // 2)
+    if tl.uint8 == FORMAT:
+        even, odd = _in_pairs(v, TURNED)
+        v = ((_rounded(even, 7.0) & 15) | ((_rounded(odd, 7.0) & 15) << 4)).to(tl.uint8)
+        _store_tile(v, out_ptr, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
+    elif COLUMNS % 2 == 0:
+        even, odd = _in_pairs(v, TURNED)
+        pairs = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        _store_tile(_two_bytes(even, odd, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     else:
-        column = start + tl.arange(0, C)[None, :]
-        v = _rounded(v, 127.0) if out_ptr.dtype.element_ty == tl.int8 else tl.minimum(tl.maximum(v, -448.0), 448.0)
-        at, inside = row * COLUMNS + column, (row < ROWS) & (column < COLUMNS)
-    v = v.to(out_ptr.dtype.element_ty)
-    if WHOLE:
-        tl.store(out_ptr + at, v)
+        v = _rounded(v, 127.0) if tl.int8 == FORMAT else tl.minimum(tl.maximum(v, -448.0), 448.0)
+        v = v.to(FORMAT)
+        _store_tile(v.T if TURNED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
+
+
+@triton.jit
+def _store_tile(v, ptr, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr):
+    """Store a tile of a contiguous matrix."""
+    row, column = first_row + tl.arange(0, v.shape[0])[:, None], first_column + tl.arange(0, v.shape[1])[None, :]
+    if INSIDE:
+        tl.store(ptr + (row * COLUMNS + column), v)
     else:
-        tl.store(out_ptr + at, v, mask=inside)
+        tl.store(ptr + (row * COLUMNS + column), v, mask=(row < ROWS) & (column < COLUMNS))
 
 
 @triton.jit
@@ -77,4 +117,4 @@ def _quantize_rows_kernel(
     STORED: tl.constexpr = N // 2 if out_ptr.dtype.element_ty == tl.uint8 else N
     for start in range(0, N, BLOCK):
         y = tl.load(y_ptr + row * N + start + column, mask=start + column < N, other=0.0).to(tl.float32)
-        store_values(y, scale, out_ptr + row * STORED, start, 1, N, False)
+        store_values(y, scale, out_ptr + row * STORED, 0, start, False, 1, N, False)

@@ -2,7 +2,12 @@
 
 A slice ``[PA, PB]`` lies in memory as a matrix X, so that ``y = (A^T X) B`` needs no transposition: X and the factors are
 taken as they lie in shared memory, A^T X stays in registers, and the result is stored as it is. While a program multiplies one slice,
-the next one is on its way. A slice ``[PA, R, PB]`` with a factor R x R in the middle is R such matrices, one after the other: each
+the next one is on its way. Turned, it is ``y^T = (B^T X^T) A``: tensor cores take 64 or 128 rows at a time of the factor on the left, but
+any number of columns, and the plan (`plan.row_pair`) puts that factor left which wastes fewer rows.
+
+X's columns come in parts, each a power of two: 86 of them are 64 and 32, where one part would be 128.
+
+A slice ``[PA, R, PB]`` with a factor R x R in the middle is R such matrices, one after the other: each
 is multiplied by A and added to sums in registers, which are multiplied by B after the last one. Where the registers hold fewer than R
 sums, the slice is read once more for the others, from L2.
 """
@@ -10,8 +15,27 @@ sums, the slice is read once more for the others, from L2.
 import triton
 import triton.language as tl
 
-from fastkron_py.kron.kernels.quantize import largest_of, scale_of, store_values
-from fastkron_py.tiling.addresses import dot, factor_tile, load_factor
+from fastkron_py.kron.kernels.quantize import column_of, largest_of, scale_of, store_values
+from fastkron_py.tiling.addresses import dot, factor_tile
+
+
+@triton.jit
+def _largest(t, BY_ROW: tl.constexpr):
+    """The largest absolute value of each row, or of all finite elements.
+
+    By row an infinity may stand for the largest element, which takes fewer instructions: its row of the product is infinite or NaN
+    whatever the other elements are.
+    """
+    counted = t if BY_ROW else tl.where(tl.abs(t) < float("inf"), t, 0.0)
+    largest = tl.max(tl.abs(counted), 1, keep_dims=True)
+    return largest if BY_ROW else tl.max(largest)
+
+
+@triton.jit
+def _scales(largest):
+    """(1 / scale, scale), a power of two, by which the largest number becomes about 1."""
+    exponent = tl.maximum(tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253), 1)
+    return ((254 - exponent) << 23).to(tl.float32, bitcast=True), (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -19,73 +43,284 @@ def in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
     """(t / scale in a half type, scale), scale a power of two: 1 in bfloat16, which has float32's range.
 
     In float16 it is that of t's largest finite element, so that nothing between two steps overflows, and large ones have all bits.
-    By row it is that of each row's: a row lies within a warp, so no warp waits for another. An infinity may then stand for the largest
-    element, which takes fewer instructions: its row of the product is infinite or NaN whatever the other elements are.
+    By row it is that of each row's: a row lies within a warp, so no warp waits for another.
     """
     if tl.bfloat16 == HALF:
         return t.to(HALF), 1.0
     else:
-        counted = t if BY_ROW else tl.where(tl.abs(t) < float("inf"), t, 0.0)
-        largest = tl.max(tl.abs(counted), 1, keep_dims=True)
-        if not BY_ROW:
-            largest = tl.max(largest)
-        exponent = tl.maximum(tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253), 1)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        return (t * inverse).to(HALF), (exponent << 23).to(tl.float32, bitcast=True)
+        inverse, scale = _scales(_largest(t, BY_ROW))
+        return (t * inverse).to(HALF), scale
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
-    """Matrices of zeros."""
+def _in_halves(parts, COUNT: tl.constexpr, HALF: tl.constexpr, BY_ROW: tl.constexpr):
+    """`in_half` of tiles side by side, which have the same rows and one scale, or one for each row."""
     found = ()
-    for _ in tl.static_range(COUNT):
-        found = found + (tl.zeros((ROWS, COLUMNS), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005 - the compiler takes no *found
+    if tl.bfloat16 == HALF:
+        for i in tl.static_range(COUNT):
+            found = found + (parts[i].to(HALF),)  # type: ignore[assignment]  # noqa: RUF005 - the compiler takes no *found
+        return found, 1.0
+    else:
+        largest = _largest(parts[0], BY_ROW)
+        for i in tl.static_range(1, COUNT):
+            largest = tl.maximum(largest, _largest(parts[i], BY_ROW))
+        inverse, scale = _scales(largest)
+        for i in tl.static_range(COUNT):
+            found = found + ((parts[i] * inverse).to(HALF),)  # type: ignore[assignment]  # noqa: RUF005
+        return found, scale
+
+
+@triton.jit
+def _columns(PARTS: tl.constexpr, AT: tl.constexpr):
+    """The columns of a part."""
+    return PARTS[AT][0] + tl.arange(0, PARTS[AT][1])[None, :]
+
+
+@triton.jit
+def _in_memory(PARTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr):
+    """(rows, columns) in memory of a part with this number of rows."""
+    if TURNED:
+        return PARTS[AT][0] + tl.arange(0, PARTS[AT][1])[:, None], tl.arange(0, ROWS)[None, :]
+    else:
+        return tl.arange(0, ROWS)[:, None], _columns(PARTS, AT)
+
+
+@triton.constexpr_function
+def _is_inside(part, rows, turned, sizes):
+    """Whether a part with this number of rows has no padding; sizes are (rows, columns) in memory."""
+    most_rows, most_columns = (sizes[1], sizes[0]) if turned else (sizes[0], sizes[1])
+    return rows == most_rows and part[0] + part[1] <= most_columns
+
+
+@triton.jit
+def _load_part(
+    ptr, PARTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr
+):
+    """Load a part of a matrix of these SIZES in memory, whose rows are STEP apart; 0 in the padding."""
+    row, column = _in_memory(PARTS, AT, ROWS, TURNED)
+    if _is_inside(PARTS[AT], ROWS, TURNED, SIZES):
+        part = tl.load(ptr + (row * STEP + column))
+    else:
+        part = tl.load(ptr + (row * STEP + column), mask=(row < SIZES[0]) & (column < SIZES[1]), other=0.0)
+    return part.T if TURNED else part
+
+
+@triton.jit
+def _load_parts(ptr, PARTS: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr):
+    """`_load_part` of each part."""
+    found = ()
+    for i in tl.static_range(len(PARTS)):
+        part = _load_part(ptr, PARTS, i, ROWS, TURNED, STEP, SIZES)
+        found = found + (part,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @triton.jit
-def _mixed(mixed, t, factor_ptr, stride, COUNT: tl.constexpr):
+def _rows(COUNT: tl.constexpr, PAIRED: tl.constexpr):
+    """The columns of the factor on the left in a tile's rows."""
+    row = tl.arange(0, COUNT)
+    return column_of(row) if PAIRED else row
+
+
+@triton.jit
+def _factor(ptrs, strides, batch, p, q, SHAPES: tl.constexpr, FACTORS: tl.constexpr):
+    """A tile of the product of factors, in float32; of one factor as it is, which needs no scale.
+
+    Loaded as it is, a factor on the left stays in shared memory, where products take it. Triton keeps a computed one in registers.
+    """
+    if FACTORS[1] - FACTORS[0] == 1:
+        ptr = ptrs[FACTORS[0]] + batch * strides[FACTORS[0]][0]
+        at = p.to(tl.int64) * strides[FACTORS[0]][1] + q.to(tl.int64) * strides[FACTORS[0]][2]
+        return tl.load(ptr + at, mask=(p < SHAPES[FACTORS[0]][0]) & (q < SHAPES[FACTORS[0]][1]), other=0.0)
+    else:
+        return factor_tile(ptrs, strides, batch, p, q, SHAPES, FACTORS[0], FACTORS[1], tl.float32)
+
+
+@triton.jit
+def _left_factor(
+    ptrs, strides, batch, SHAPES: tl.constexpr, FACTORS: tl.constexpr, PADS: tl.constexpr, PAIRED: tl.constexpr, HALF: tl.constexpr
+):
+    """(the factor on the left, transposed, its scale)."""
+    p, q = tl.arange(0, PADS[0])[None, :], _rows(PADS[1], PAIRED)[:, None]
+    f = _factor(ptrs, strides, batch, p, q, SHAPES, FACTORS)
+    if FACTORS[1] - FACTORS[0] == 1:
+        return f, 1.0
+    else:
+        return in_half(f, HALF, False)
+
+
+@triton.jit
+def _right_factor(
+    ptrs, strides, batch, SHAPES: tl.constexpr, FACTORS: tl.constexpr, P_PARTS: tl.constexpr, Q_PARTS: tl.constexpr, HALF: tl.constexpr
+):
+    """(the parts of the factor on the right, those of its first columns before others, their scale)."""
+    found = ()
+    for j in tl.static_range(len(Q_PARTS)):
+        for i in tl.static_range(len(P_PARTS)):
+            p = P_PARTS[i][0] + tl.arange(0, P_PARTS[i][1])[:, None]
+            f = _factor(ptrs, strides, batch, p, _columns(Q_PARTS, j), SHAPES, FACTORS)
+            found = found + (f,)  # type: ignore[assignment]  # noqa: RUF005
+    if FACTORS[1] - FACTORS[0] == 1:
+        return found, 1.0
+    else:
+        return _in_halves(found, len(P_PARTS) * len(Q_PARTS), HALF, False)
+
+
+@triton.jit
+def _first_product(left, xs, COUNT: tl.constexpr, PRECISION: tl.constexpr):
+    """The left factor times each part of X."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        product = dot(left, xs[i], tl.zeros((left.shape[0], xs[i].shape[1]), tl.float32), PRECISION)
+        found = found + (product,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _sum_of_products(ts, factors, FIRST: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr):
+    """``[rows, columns]`` of parts of t times parts of a factor, from number FIRST on."""
+    product = tl.zeros((ts[0].shape[0], factors[FIRST].shape[1]), tl.float32)
+    for i in tl.static_range(COUNT):
+        product = dot(ts[i], factors[FIRST + i], product, PRECISION)
+    return product
+
+
+@triton.jit
+def _second_product(ts, factors, scale, HALF: tl.constexpr, P_COUNT: tl.constexpr, Q_COUNT: tl.constexpr, PRECISION: tl.constexpr):
+    """The parts of the result."""
+    found = ()
+    for j in tl.static_range(Q_COUNT):
+        product = _sum_of_products(ts, factors, j * P_COUNT, P_COUNT, PRECISION)
+        if tl.bfloat16 != HALF:
+            product *= scale
+        found = found + (product,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _zero(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr):
+    """Matrices of zeros, each in parts."""
+    found = ()
+    for _ in tl.static_range(COUNT):
+        for i in tl.static_range(len(PARTS)):
+            found = found + (_zero(ROWS, PARTS[i][1]),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _mixed(mixed, ts, factor_ptr, stride, COUNT: tl.constexpr, PARTS: tl.constexpr):
     """The matrices, each plus t times an element of a factor's row."""
     found = ()
     for k in tl.static_range(COUNT):
-        product = t * tl.load(factor_ptr + k * stride).to(tl.float32)
-        found = found + (mixed[k] + product,)  # type: ignore[assignment]  # noqa: RUF005
+        f = tl.load(factor_ptr + k * stride).to(tl.float32)
+        for i in tl.static_range(len(PARTS)):
+            found = found + (mixed[k * len(PARTS) + i] + ts[i] * f,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @triton.jit
-def _load_matrix(ptr, p, b, ROW: tl.constexpr, SIZES: tl.constexpr, EXACT: tl.constexpr):
-    """Load a matrix ``[PA, PB]`` with this stride of rows, 0 in the padding."""
-    if EXACT:
-        return tl.load(ptr + (p * ROW + b))
+def _without_padding(mixed, FIRST: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """The parts from number FIRST on, 0 in padded columns: an infinity of a factor makes NaN of them, which 0 does not cancel."""
+    found = ()
+    for i in tl.static_range(len(PARTS)):
+        part = mixed[FIRST + i]
+        if PARTS[i][0] + PARTS[i][1] > SIZE:
+            part = tl.where(_columns(PARTS, i) < SIZE, part, 0.0)
+        found = found + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _store_part(
+    y,
+    y_ptr,
+    z_ptr,
+    z_stride,
+    alpha,
+    beta,
+    PARTS: tl.constexpr,
+    AT: tl.constexpr,
+    TURNED: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Store a part of a matrix of the result, with z; as in `_load_part`."""
+    INSIDE: tl.constexpr = _is_inside(PARTS[AT], y.shape[0], TURNED, SIZES)
+    row, column = _in_memory(PARTS, AT, y.shape[0], TURNED)
+    mask = (row < SIZES[0]) & (column < SIZES[1])
+    n = row * STEP + column
+    y = EPILOGUE(y.T if TURNED else y, alpha, beta, z_ptr, n.to(tl.int64) * z_stride, mask).to(y_ptr.dtype.element_ty)
+    if INSIDE:
+        tl.store(y_ptr + n, y)
     else:
-        return tl.load(ptr + (p * ROW + b), mask=(p < SIZES[0]) & (b < SIZES[2]), other=0.0)
+        tl.store(y_ptr + n, y, mask=mask)
 
 
 @triton.jit
 def store_product(
-    y, y_ptr, z_ptr, z_stride, q, c, alpha, beta, ROW: tl.constexpr, SIZES: tl.constexpr, EXACT: tl.constexpr, EPILOGUE: tl.constexpr
+    ys,
+    y_ptr,
+    z_ptr,
+    z_stride,
+    alpha,
+    beta,
+    PARTS: tl.constexpr,
+    TURNED: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
 ):
-    """Store a matrix ``[QA, QB]`` of the result, whose rows have this stride, with z."""
-    mask = (q < SIZES[1]) & (c < SIZES[3])
-    n = (q * ROW + c).to(tl.int64)
-    y = EPILOGUE(y, alpha, beta, z_ptr, n * z_stride, mask).to(y_ptr.dtype.element_ty)
-    if EXACT:
-        tl.store(y_ptr + (q * ROW + c), y)
+    """Store the parts of a matrix of the result, with z."""
+    for j in tl.static_range(len(PARTS)):
+        _store_part(ys[j], y_ptr, z_ptr, z_stride, alpha, beta, PARTS, j, TURNED, STEP, SIZES, EPILOGUE)
+
+
+@triton.jit
+def _largest_of_part(y, PARTS: tl.constexpr, AT: tl.constexpr, TURNED: tl.constexpr, SIZES: tl.constexpr):
+    """The bits of a part's largest absolute value."""
+    if _is_inside(PARTS[AT], y.shape[0], TURNED, SIZES):
+        return largest_of(y)
     else:
-        tl.store(y_ptr + (q * ROW + c), y, mask=mask)
+        along, across = (SIZES[0], SIZES[1]) if TURNED else (SIZES[1], SIZES[0])
+        row = _rows(y.shape[0], TURNED and SIZES[1] % 2 == 0)[:, None]
+        return largest_of(tl.where((row < across) & (_columns(PARTS, AT) < along), y, 0.0))
+
+
+@triton.jit
+def _store_values_of_part(y, scale, y_ptr, PARTS: tl.constexpr, AT: tl.constexpr, TURNED: tl.constexpr, SIZES: tl.constexpr):
+    """Store a part as small numbers."""
+    row, column = (PARTS[AT][0], 0) if TURNED else (0, PARTS[AT][0])
+    store_values(y, scale, y_ptr, row, column, TURNED, SIZES[0], SIZES[1], _is_inside(PARTS[AT], y.shape[0], TURNED, SIZES))
 
 
 @triton.jit
 def store_quantized(
-    y, y_ptr, scale_ptr, stride, q, c, alpha, beta, ROW: tl.constexpr, SIZES: tl.constexpr, EXACT: tl.constexpr, EPILOGUE: tl.constexpr
+    ys,
+    y_ptr,
+    scale_ptr,
+    z_stride,
+    alpha,
+    beta,
+    PARTS: tl.constexpr,
+    TURNED: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
 ):
     """Store a slice, which is a row of the result, as small numbers, and its scale in z's place."""
-    if not EXACT:
-        y = tl.where((q < SIZES[1]) & (c < SIZES[3]), y, 0.0)
-    scale = scale_of(largest_of(y), alpha)
+    largest = 0
+    for j in tl.static_range(len(PARTS)):
+        largest = tl.maximum(largest, _largest_of_part(ys[j], PARTS, j, TURNED, SIZES))
+    scale = scale_of(largest, alpha)
     tl.store(scale_ptr, scale)
-    store_values(y, scale, y_ptr, 0, SIZES[1], SIZES[3], EXACT)
+    for j in tl.static_range(len(PARTS)):
+        _store_values_of_part(ys[j], scale, y_ptr, PARTS, j, TURNED, SIZES)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])
@@ -105,59 +340,59 @@ def _row_pair_fwd_kernel(
     before,
     after,  # 1
     SHAPES: tl.constexpr,
-    SPLIT: tl.constexpr,  # factors before this one are A's, the others B's, or all but this one
-    MIDDLE: tl.constexpr,  # rows and columns of this one, in the middle; else 1
+    LEFT: tl.constexpr,  # (first, one past the last) of the factors on the left,
+    RIGHT: tl.constexpr,  # and on the right
+    MIDDLE: tl.constexpr,  # rows and columns of the one after those on the left, where A is left; else 1
     SUMS: tl.constexpr,  # of MIDDLE's columns, in registers at once
-    SIZES: tl.constexpr,  # (PA, QA, PB, QB)
-    PADS: tl.constexpr,
+    PADS: tl.constexpr,  # (rows, columns) of the factor on the left in tiles
+    P_PARTS: tl.constexpr,  # (first, number) of X's columns in each part,
+    Q_PARTS: tl.constexpr,  # and of the result's
+    TURNED: tl.constexpr,  # B is on the left, else A
+    PAIRED: tl.constexpr,  # rows of turned tiles are in the order of `column_of`
+    X_SIZES: tl.constexpr,  # rows and columns of X in memory
+    Y_SIZES: tl.constexpr,  # and of the result
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    EXACT: tl.constexpr,  # sizes are those of the tiles
     STAGES: tl.constexpr,  # slices that are loaded ahead, and the present one
     PRECISION: tl.constexpr,
     STORE: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    PA: tl.constexpr = PADS[0]
-    QA: tl.constexpr = PADS[1]
-    PB: tl.constexpr = PADS[2]
-    QB: tl.constexpr = PADS[3]
     HALF: tl.constexpr = x_ptr.dtype.element_ty
+    COUNT: tl.constexpr = len(P_PARTS)
     batch = (tl.program_id(0) // programs).to(tl.int64)
-    fb = load_factor(factor_ptrs, factor_strides, batch, 0, 0, SHAPES, SPLIT + (MIDDLE > 1), len(SHAPES), PB, QB, tl.float32)
-    fb, scale_b = in_half(fb, HALF, False)
-    ap, aq = tl.arange(0, PA)[None, :], tl.arange(0, QA)[:, None]
-    fa = factor_tile(factor_ptrs, factor_strides, batch, ap, aq, SHAPES, 0, SPLIT, tl.float32)
-    fa, scale_a = in_half(fa, HALF, False)
-    p, b = tl.arange(0, PA)[:, None], tl.arange(0, PB)[None, :]
-    q, c = tl.arange(0, QA)[:, None], tl.arange(0, QB)[None, :]
+    right, scale_right = _right_factor(factor_ptrs, factor_strides, batch, SHAPES, RIGHT, P_PARTS, Q_PARTS, HALF)
+    left, scale_left = _left_factor(factor_ptrs, factor_strides, batch, SHAPES, LEFT, PADS, PAIRED, HALF)
+    P: tl.constexpr = X_SIZES[0] if TURNED else X_SIZES[1]
     first = tl.program_id(0) % programs
     TURNS: tl.constexpr = MIDDLE // SUMS
-    mixed = _zeros(QA, PB, SUMS)
+    mixed = _zeros(PADS[1], P_PARTS, SUMS)
     for i in tl.range(MIDDLE * TURNS * tl.cdiv(num_slices - first, programs), num_stages=STAGES):
         row, j = tl.cast(first + i // (MIDDLE * TURNS) * programs, tl.int64), tl.cast(0, tl.int64)
         h, turn = i % MIDDLE, i // MIDDLE % TURNS * SUMS
         if HEAD:
             row, j = row // before, row % before
-        x_row = x_ptr + batch * x_strides[0] + row * x_strides[1] + j * x_strides[2]
-        z_row = z_ptr + batch * z_strides[0] + row * z_strides[1] + j * z_strides[2]
-        y_row = y_ptr + batch * y_strides[0] + row * y_strides[1] + j * y_strides[2]
-        x = _load_matrix(x_row + h * SIZES[2], p, b, SIZES[2] * MIDDLE, SIZES, EXACT)
-        t = dot(fa, x, tl.zeros((QA, PB), tl.float32), PRECISION)
+        x_slice = x_ptr + batch * x_strides[0] + row * x_strides[1] + j * x_strides[2]
+        z_slice = z_ptr + batch * z_strides[0] + row * z_strides[1] + j * z_strides[2]
+        y_slice = y_ptr + batch * y_strides[0] + row * y_strides[1] + j * y_strides[2]
+        xs = _load_parts(x_slice + h * X_SIZES[1], P_PARTS, PADS[0], TURNED, X_SIZES[1] * MIDDLE, X_SIZES)
+        ts = _first_product(left, xs, COUNT, PRECISION)
         if MIDDLE > 1:
-            f = factor_ptrs[SPLIT] + batch * factor_strides[SPLIT][0] + h * factor_strides[SPLIT][1] + turn * factor_strides[SPLIT][2]
-            mixed = _mixed(mixed, t, f, factor_strides[SPLIT][2], SUMS)
+            f = (
+                factor_ptrs[LEFT[1]]
+                + batch * factor_strides[LEFT[1]][0]
+                + h * factor_strides[LEFT[1]][1]
+                + turn * factor_strides[LEFT[1]][2]
+            )
+            mixed = _mixed(mixed, ts, f, factor_strides[LEFT[1]][2], SUMS, P_PARTS)
         else:
-            mixed = (t,)
+            mixed = ts
         if h == MIDDLE - 1:
             for k in tl.static_range(SUMS):
-                u = mixed[k]
-                if SIZES[2] != PB:  # an infinity of a factor makes NaN of padding, which 0 does not cancel
-                    u = tl.where(b < SIZES[2], u, 0.0)
-                u, scale = in_half(u, HALF, True)
-                y = dot(u, fb, tl.zeros((QA, QB), tl.float32), PRECISION)
-                if tl.bfloat16 != HALF:
-                    y = y * (scale * (scale_a * scale_b))
-                z_k = z_row + (turn + k) * SIZES[3] * z_strides[3]
-                STORE(y, y_row + (turn + k) * SIZES[3], z_k, z_strides[3], q, c, alpha, beta, SIZES[3] * MIDDLE, SIZES, EXACT, EPILOGUE)
-            mixed = _zeros(QA, PB, SUMS)
+                us = _without_padding(mixed, k * COUNT, P_PARTS, P)
+                us, scale = _in_halves(us, COUNT, HALF, True)
+                ys = _second_product(us, right, scale * (scale_left * scale_right), HALF, COUNT, len(Q_PARTS), PRECISION)
+                at = (turn + k) * Y_SIZES[1]
+                z_k = z_slice + at * z_strides[3]
+                STORE(ys, y_slice + at, z_k, z_strides[3], alpha, beta, Q_PARTS, TURNED, Y_SIZES[1] * MIDDLE, Y_SIZES, EPILOGUE)
+            mixed = _zeros(PADS[1], P_PARTS, SUMS)

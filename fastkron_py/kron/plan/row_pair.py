@@ -1,23 +1,26 @@
-"""Two steps on one slice at a time in half types: the sizes that the kernel takes, its time, and its launch. Closed-form."""
+"""Two steps on one slice at a time in half types: the sizes that the kernel takes, its tiles, its time, and its launch. Closed-form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Final
 
 from fastkron_py.kron.plan.steps import Step, padded
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
-# Rows and columns of the first step, which are padded to those of a warpgroup's products, and of the second one.
-LEAST_FIRST: Final = 33
-LEAST_SECOND: Final = 32
+# Rows and columns of the factor on the left, which are padded to those of a warpgroup's products, and of the one on the right.
+LEAST_LEFT: Final = 33
+LEAST_RIGHT: Final = 32
 # Narrower steps are multiplied by single warps.
 NARROWEST: Final = 8
-WIDEST: Final = 128
-WIDEST_FIRST: Final = 256
-LEAST_SECOND_OF_WIDE: Final = 64  # narrower ones spill
-MOST_SUMS: Final = 128  # of a thread, of a slice with a factor in the middle or of a quantised row
+WIDEST: Final = 128  # of these, and of steps with a factor in the middle
+WIDEST_LEFT: Final = 256
+WIDEST_RIGHT: Final = 192
+LEAST_RIGHT_OF_WIDE: Final = 64  # beside a factor over WIDEST on the left; narrower ones spill
+LEAST_PARTED: Final = 65  # columns that come in two parts
+MOST_SUMS: Final = 128  # of a thread
 MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
 TURN: Final = 1.3  # times that a further turn takes of moving its operand
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
@@ -25,14 +28,18 @@ OPERATIONS: Final = 230  # floating-point operations in the time in which an ele
 OPERATIONS_OF_WARPS: Final = 110  # by single warps
 SMALL_MATRICES: Final = 1.2  # times as long with a factor in the middle and matrices of 128 x 64, whose products are short
 MOST_STAGES: Final = 4
-SMALL_SLICE: Final = 4096  # elements, up to which all stages are used,
+SMALL_SLICE: Final = 2048  # elements, up to which all stages and programs are used,
 SMALL_TILE: Final = 8192  # and of a matrix beside a factor in the middle; up to which four warps are enough
-NARROW_TILE: Final = 1024  # and of narrow steps
+NARROW_TILE: Final = 1024  # and of narrow steps,
+MOST_NARROW: Final = 4096  # which have at most this number
+MOST_PROGRAMS: Final = 4  # of a multiprocessor
 LEAST_OF_TWO: Final = 256  # elements beyond which two warps are faster where rows are whole vectors
-WARP_FACTOR: Final = 4096  # elements of the first factor that a warp loads without spills
+WARP_FACTOR: Final = 4096  # elements of the factor on the left that a warp loads without spills
 MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
 LOADING: Final = 4.0  # launches' time that they take to load a second factor wider than
 LOADING_WIDTH: Final = 64  # this
+
+Parts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -44,17 +51,94 @@ class RowPairConfig:
     programs_per_sm: int
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of the two steps of a slice, or of the outer ones of three.
+
+    Attributes:
+        turned: the second step's factor is on the left of the products, else the first one's.
+        pads: rows and columns of the factor on the left, each a power of two.
+        p_parts: rows of the factor on the right, in parts (first, number), each a power of two.
+        q_parts: its columns.
+    """
+
+    turned: bool
+    pads: tuple[int, int]
+    p_parts: Parts
+    q_parts: Parts
+
+    @cached_property
+    def p(self) -> int:
+        """Rows of the factor on the right, padded."""
+        return sum([size for _, size in self.p_parts])
+
+    @cached_property
+    def q(self) -> int:
+        """Columns of the factor on the right, padded."""
+        return sum([size for _, size in self.q_parts])
+
+    @cached_property
+    def elements(self) -> int:
+        """Of the larger one of a matrix of x and one of the result, padded."""
+        return max(self.pads) * max(self.p, self.q)
+
+    @cached_property
+    def sums(self) -> int:
+        """Of a warp group's products, at once."""
+        return self.pads[1] * max(self.p, self.q)
+
+    def operations(self, turns: int = 1) -> int:
+        """Floating-point operations of a matrix that is read in this number of turns."""
+        return 2 * self.pads[1] * self.p * (turns * self.pads[0] + self.q)
+
+
 def is_narrow(steps: Sequence[Step]) -> bool:
     """Whether a warpgroup's products would pad one of the steps: single warps have smaller ones."""
-    first, second = steps[0], steps[-1]
-    return min(first.p, first.q) < LEAST_FIRST or min(second.p, second.q) < LEAST_SECOND
+    least, most = sorted([min(steps[0].p, steps[0].q), min(steps[-1].p, steps[-1].q)])
+    return least < LEAST_RIGHT or most < LEAST_LEFT
 
 
-def sides(steps: Sequence[Step]) -> tuple[int, int, int, int]:
-    """Padded (PA, QA, PB, QB) of two steps, or of the outer ones of three."""
+def in_parts(size: int) -> Parts:
+    """A number of columns in one part or two, each a power of two that a product takes."""
+    if size < LEAST_PARTED:
+        return ((0, padded(size)),)
+    first = padded(size) // 2
+    return ((0, first), (first, padded(size - first)))
+
+
+def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
+    """The tilings that a program has registers for."""
     first, second = steps[0], steps[-1]
-    least = 0 if is_narrow(steps) else padded(LEAST_FIRST)
-    return max(least, first.p_pad), max(least, first.q_pad), second.p_pad, second.q_pad
+    if is_narrow(steps):
+        found = Tiling(False, (first.p_pad, first.q_pad), ((0, second.p_pad),), ((0, second.q_pad),))
+        if max(*found.pads, found.p, found.q) <= WIDEST and found.elements <= MOST_NARROW:
+            yield found
+        return
+    for turned, left, right in ((False, first, second), (True, second, first)):
+        if min(left.p, left.q) < LEAST_LEFT or (turned and len(steps) == 3):
+            continue
+        pads = (max(padded(LEAST_LEFT), left.p_pad), max(padded(LEAST_LEFT), left.q_pad))
+        p_parts, q_parts = [in_parts(n) if len(steps) == 2 else ((0, padded(n)),) for n in (right.p, right.q)]
+        found = Tiling(turned, pads, p_parts, q_parts)
+        is_wide = max(pads) > WIDEST
+        is_small = max(pads) <= WIDEST_LEFT and max(found.p, found.q) <= WIDEST_RIGHT and found.sums <= MOST_SUMS * 32 * warps_of(found)
+        if is_small and not (is_wide and min(found.p, found.q) < LEAST_RIGHT_OF_WIDE):
+            yield found
+
+
+@lru_cache(maxsize=4096)
+def _best_tiling(steps: tuple[Step, ...]) -> Tiling | None:
+    """The tiling of fewest operations, or None where the kernel takes none; of equal ones the turned one, which is stored faster."""
+    found = [t for t in _tilings(steps) if shared_memory(t, 1, False) <= HOPPER.shared_memory]
+    return min(found, key=lambda t: (t.operations(), not t.turned)) if found else None
+
+
+def tiling(steps: Sequence[Step]) -> Tiling:
+    """The tiling of steps that `row_pairs` or `row_triples` gives; ValueError for others."""
+    found = _best_tiling(tuple(steps))
+    if found is None:
+        raise ValueError(f"steps: expected two that the kernel takes; got {steps}")
+    return found
 
 
 def matrices_of(steps: Sequence[Step]) -> int:
@@ -64,8 +148,11 @@ def matrices_of(steps: Sequence[Step]) -> int:
 
 def turns_of(steps: Sequence[Step]) -> int:
     """Times that a slice is read: registers hold the sums of some of the middle factor's columns at once."""
-    matrices = matrices_of(steps)
-    return next((n for n in range(1, matrices) if matrices % n == 0 and _sums(steps) <= n * MOST_SUMS), matrices)
+    if len(steps) == 2:
+        return 1
+    matrices, found = matrices_of(steps), tiling(steps)
+    sums = matrices * found.sums // (32 * _warps_of_triple(found))
+    return next((n for n in range(1, matrices) if matrices % n == 0 and sums <= n * MOST_SUMS), matrices)
 
 
 def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
@@ -79,7 +166,7 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
     """
     for split in range(start + 1, stop):
         first, second = Step.of(ps, qs, start, split), Step.of(ps, qs, split, stop)
-        if min(first.p, first.q, second.p, second.q) >= NARROWEST and _fits((first, second)):
+        if min(first.p, first.q, second.p, second.q) >= NARROWEST and _best_tiling((first, second)) is not None:
             yield first, second
 
 
@@ -95,101 +182,89 @@ def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> 
     for at in range(start + 1, stop - 1):
         steps = first, middle, second = Step.of(ps, qs, start, at), Step.of(ps, qs, at, at + 1), Step.of(ps, qs, at + 1, stop)
         widths = (first.p, first.q, second.p, second.q)
-        is_small = middle.p == middle.q > 1 and turns_of(steps) <= MOST_TURNS
-        if is_small and min(widths) >= LEAST_FIRST and max(widths) <= WIDEST:
+        is_small = middle.p == middle.q > 1 and min(widths) >= LEAST_LEFT and max(widths) <= WIDEST
+        if is_small and turns_of(steps) <= MOST_TURNS:
             yield steps
 
 
-def _warps_of_triple(qa: int) -> int:
+def warps_of(tiling: Tiling) -> int:
+    """The warps of a program of two steps that are not narrow."""
+    return 8 if tiling.elements > SMALL_TILE and tiling.pads[1] > WIDEST // 2 else 4
+
+
+def _warps_of_triple(tiling: Tiling) -> int:
     """The warps that products of this number of rows, 64 or 128, are split over."""
-    return 8 if qa > WIDEST // 2 else 4
+    return 8 if tiling.pads[1] > WIDEST // 2 else 4
 
 
-def _sums(steps: Sequence[Step]) -> int:
-    """Sums of a slice that a thread holds."""
-    _, qa, pb, qb = sides(steps)
-    return matrices_of(steps) * qa * max(pb, qb) // (32 * _warps_of_triple(qa))
-
-
-def _fits(pair: tuple[Step, Step]) -> bool:
-    pa, qa, pb, qb = sides(pair)
-    if is_narrow(pair):
-        return max(pa, qa, pb, qb) <= WIDEST and max(pa, qa) * max(pb, qb) <= SMALL_SLICE
-    if max(pa, qa) > WIDEST and min(pb, qb) < LEAST_SECOND_OF_WIDE:
-        return False
-    return max(pb, qb) <= WIDEST and max(pa, qa) <= WIDEST_FIRST and shared_memory(pair, 1, False) <= HOPPER.shared_memory
-
-
-def shared_memory(steps: Sequence[Step], stages: int, adds: bool) -> int:
+def shared_memory(tiling: Tiling, stages: int, adds: bool) -> int:
     """Bytes of a program, as Triton allocates them, at most.
 
-    It holds slices of x and of z that are loaded ahead, and both factors. The result takes another layout by way of shared memory,
-    which a lone stage has free.
+    It holds slices of x and of z that are loaded ahead, and both factors. Each part of a result takes another layout by way of shared
+    memory, which a lone stage has free; of a turned one, half of it at a time.
 
     Args:
-        steps: A and B, and in between the factor in the middle, if there is one.
+        tiling: its tiles.
         stages: slices in work.
         adds: z is added.
     """
-    pa, qa, pb, qb = sides(steps)
-    ahead = stages - 1
-    elements = stages * pa * pb + (ahead * qa * qb if adds and len(steps) == 2 else 0) + pb * qb + qa * pa
-    is_whole = (pb, qb) == (steps[-1].p, steps[-1].q)
-    return 2 * (elements + (min(qa, WIDEST) * (qb if is_whole else WIDEST) if ahead else 0))
+    (p, q), ahead = tiling.pads, stages - 1
+    part = min(WIDEST, q) * max([size for _, size in tiling.q_parts]) // (2 if tiling.turned else 1)
+    elements = stages * p * tiling.p + (ahead * q * tiling.q if adds else 0) + tiling.p * tiling.q + p * q
+    return 2 * (elements + (part if ahead else 0))
 
 
 def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
     """Modelled time, in units of moving one element once.
 
     Args:
-        steps: as in `shared_memory`.
+        steps: as in `tiling`.
         moved: elements that are read and written, of all slices.
     """
-    pa, qa, pb, qb = sides(steps)
-    turns, operations = turns_of(steps), OPERATIONS_OF_WARPS if is_narrow(steps) else OPERATIONS
+    found, turns, speed = tiling(steps), turns_of(steps), OPERATIONS_OF_WARPS if is_narrow(steps) else OPERATIONS
     read, stored = steps[0].p * steps[-1].p, steps[0].q * steps[-1].q
     matrices = moved / (read + stored)
     traffic = TRAFFIC * moved + TURN * (turns - 1) * matrices * read
-    time = max(traffic, matrices * 2 * qa * pb * (turns * pa + qb) / operations)
-    return time * SMALL_MATRICES if len(steps) == 3 and pa * pb == SMALL_TILE else time
+    time = max(traffic, matrices * found.operations(turns) / speed)
+    return time * SMALL_MATRICES if len(steps) == 3 and found.pads[0] * found.p == SMALL_TILE else time
 
 
 def row_pair_start(steps: Sequence[Step]) -> float:
     """Modelled time before the first slice, besides the launch's own and in units of it."""
-    return LOADING if is_narrow(steps) and max(sides(steps)[2:]) > LOADING_WIDTH else 0.0
+    found = tiling(steps)
+    return LOADING if is_narrow(steps) and max(found.p, found.q) > LOADING_WIDTH else 0.0
 
 
 def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairConfig:
     """The launch of the steps.
 
     Args:
-        steps: as in `shared_memory`.
+        steps: as in `tiling`.
         epilogue: as in `LaunchProblem`; "axpby", "times" and "over" read z.
         gpu: where it runs.
     """
-    pa, qa, pb, qb = sides(steps)
-    adds = epilogue in ("axpby", "times", "over")
+    found, adds = tiling(steps), epilogue in ("axpby", "times", "over")
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
-    is_large = len(steps) == 2 and qa * qb > SMALL_TILE
-    in_registers = qa * max(pb, qb) <= 4 * 32 * MOST_SUMS
-    if epilogue == "quantize" and is_large and in_registers and 2 * shared_memory(steps, 1, False) <= gpu.shared_memory:
-        return RowPairConfig(4, 1, 2)  # one multiplies while the other waits for its row's largest number
-    most = MOST_STAGES if pa * pb <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE) else MOST_STAGES - 1
-    stages = next((n for n in range(most, 1, -1) if shared_memory(steps, n, adds) <= gpu.shared_memory), 1)
-    programs = min(4, max(1, gpu.shared_memory // shared_memory(steps, stages, adds)))
-    if len(steps) == 2:
-        return RowPairConfig(8 if max(pa, qa) * max(pb, qb) > SMALL_TILE else 4, stages, programs)
-    warps = _warps_of_triple(qa)
-    return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
+    is_small = found.pads[0] * found.p <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE)
+    most = MOST_STAGES if is_small else MOST_STAGES - 1
+    stages = next((n for n in range(most, 1, -1) if shared_memory(found, n, adds) <= gpu.shared_memory), 1)
+    programs = max(1, gpu.shared_memory // shared_memory(found, stages, adds))
+    if len(steps) == 3:
+        warps = _warps_of_triple(found)
+        return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
+    warps, rounds = warps_of(found), epilogue == "quantize"
+    if rounds and programs == 1 and warps == 4 and 2 * shared_memory(found, 1, False) <= gpu.shared_memory:
+        return RowPairConfig(warps, 1, 2)  # one multiplies while the other waits for its row's largest number
+    return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds or is_small else MOST_PROGRAMS - 1))
 
 
 def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
     """The launch of narrow steps: one warp, or two where rows are whole vectors, or more that load a wide first factor."""
-    pa, qa, pb, qb = sides(steps)
-    is_exact = (pa, qa, pb, qb) == (steps[0].p, steps[0].q, steps[-1].p, steps[-1].q)
-    tile = max(pa, qa) * max(pb, qb)
-    warps = 2 if (is_exact and tile > LEAST_OF_TWO) or tile > 2 * NARROW_TILE else 1
-    warps = max(warps, pa * qa // WARP_FACTOR)
-    stages = MOST_STAGES if pa * pb <= NARROW_TILE else MOST_STAGES - 1
-    return RowPairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(steps, stages, adds))))
+    found = tiling(steps)
+    p, q = found.pads
+    is_exact = (p, q, found.p, found.q) == (steps[0].p, steps[0].q, steps[-1].p, steps[-1].q)
+    warps = 2 if (is_exact and found.elements > LEAST_OF_TWO) or found.elements > 2 * NARROW_TILE else 1
+    warps = max(warps, p * q // WARP_FACTOR)
+    stages = MOST_STAGES if p * found.p <= NARROW_TILE else MOST_STAGES - 1
+    return RowPairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
