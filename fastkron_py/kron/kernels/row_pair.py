@@ -32,31 +32,21 @@ def _largest(t, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def _scales(largest):
-    """(1 / scale, scale), a power of two, by which the largest number becomes about 1."""
-    exponent = tl.maximum(tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253), 1)
-    return ((254 - exponent) << 23).to(tl.float32, bitcast=True), (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def in_half(t, HALF: tl.constexpr, BY_ROW: tl.constexpr):
-    """(t / scale in a half type, scale), scale a power of two: 1 in bfloat16, which has float32's range.
+    """(t / scale in a half type, scale), scale a power of two: 1 in bfloat16, which has float32's range, and of a t that is in HALF.
 
     In float16 it is that of t's largest finite element, so that nothing between two steps overflows, and large ones have all bits.
     By row it is that of each row's: a row lies within a warp, so no warp waits for another.
     """
-    if tl.bfloat16 == HALF:
-        return t.to(HALF), 1.0
-    else:
-        inverse, scale = _scales(_largest(t, BY_ROW))
-        return (t * inverse).to(HALF), scale
+    found, scale = _in_halves((t,), 1, HALF, BY_ROW)
+    return found[0], scale
 
 
 @triton.jit
 def _in_halves(parts, COUNT: tl.constexpr, HALF: tl.constexpr, BY_ROW: tl.constexpr):
     """`in_half` of tiles side by side, which have the same rows and one scale, or one for each row."""
     found = ()
-    if tl.bfloat16 == HALF:
+    if tl.bfloat16 == HALF or parts[0].dtype == HALF:
         for i in tl.static_range(COUNT):
             found = found + (parts[i].to(HALF),)  # type: ignore[assignment]  # noqa: RUF005 - the compiler takes no *found
         return found, 1.0
@@ -64,10 +54,11 @@ def _in_halves(parts, COUNT: tl.constexpr, HALF: tl.constexpr, BY_ROW: tl.conste
         largest = _largest(parts[0], BY_ROW)
         for i in tl.static_range(1, COUNT):
             largest = tl.maximum(largest, _largest(parts[i], BY_ROW))
-        inverse, scale = _scales(largest)
+        exponent = tl.maximum(tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253), 1)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         for i in tl.static_range(COUNT):
             found = found + ((parts[i] * inverse).to(HALF),)  # type: ignore[assignment]  # noqa: RUF005
-        return found, scale
+        return found, (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -142,11 +133,7 @@ def _left_factor(
 ):
     """(the factor on the left, transposed, its scale)."""
     p, q = tl.arange(0, PADS[0])[None, :], _rows(PADS[1], PAIRED)[:, None]
-    f = _factor(ptrs, strides, batch, p, q, SHAPES, FACTORS)
-    if FACTORS[1] - FACTORS[0] == 1:
-        return f, 1.0
-    else:
-        return in_half(f, HALF, False)
+    return in_half(_factor(ptrs, strides, batch, p, q, SHAPES, FACTORS), HALF, False)
 
 
 @triton.jit
@@ -160,10 +147,7 @@ def _right_factor(
             p = P_PARTS[i][0] + tl.arange(0, P_PARTS[i][1])[:, None]
             f = _factor(ptrs, strides, batch, p, _columns(Q_PARTS, j), SHAPES, FACTORS)
             found = found + (f,)  # type: ignore[assignment]  # noqa: RUF005
-    if FACTORS[1] - FACTORS[0] == 1:
-        return found, 1.0
-    else:
-        return _in_halves(found, len(P_PARTS) * len(Q_PARTS), HALF, False)
+    return _in_halves(found, len(P_PARTS) * len(Q_PARTS), HALF, False)
 
 
 @triton.jit
@@ -378,13 +362,9 @@ def _row_pair_fwd_kernel(
         xs = _load_parts(x_slice + h * X_SIZES[1], P_PARTS, PADS[0], TURNED, X_SIZES[1] * MIDDLE, X_SIZES)
         ts = _first_product(left, xs, COUNT, PRECISION)
         if MIDDLE > 1:
-            f = (
-                factor_ptrs[LEFT[1]]
-                + batch * factor_strides[LEFT[1]][0]
-                + h * factor_strides[LEFT[1]][1]
-                + turn * factor_strides[LEFT[1]][2]
-            )
-            mixed = _mixed(mixed, ts, f, factor_strides[LEFT[1]][2], SUMS, P_PARTS)
+            strides = factor_strides[LEFT[1]]
+            f = factor_ptrs[LEFT[1]] + batch * strides[0] + h * strides[1] + turn * strides[2]
+            mixed = _mixed(mixed, ts, f, strides[2], SUMS, P_PARTS)
         else:
             mixed = ts
         if h == MIDDLE - 1:
