@@ -55,6 +55,7 @@ PROBLEMS: dict[str, tuple[torch.dtype, int, int, list[tuple[int, int]], int]] = 
     "float16 16^4": (torch.float16, 1, 1024, [(16, 16)] * 4, 1),
     "float16 64^2": (torch.float16, 1, 1024, [(64, 64)] * 2, 1),
     "bfloat16 86, 128": (torch.bfloat16, 1, 1024, [(86, 86), (128, 128)], 1),
+    "bfloat16 256, 36": (torch.bfloat16, 1, 1024, [(256, 256), (36, 36)], 1),
     "bfloat16 172, 64": (torch.bfloat16, 1, 1024, [(172, 172), (64, 64)], 1),
     "float16 172, 60": (torch.float16, 1, 1024, [(172, 172), (60, 60)], 1),
     "bfloat16 128, 2, 128": (torch.bfloat16, 1, 1024, [(128, 128), (2, 2), (128, 128)], 1),

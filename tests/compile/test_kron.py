@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT), pytest.mark.xdist_gr
 LARGE_TILES = ("16^5", "8^7")
 ROW_PAIRS = (
     *("bfloat16 128^2", "float16 64^2", "bfloat16 172, 64", "float16 172, 60", "bfloat16 70 to 140, 100"),
-    *("bfloat16 32, 64", "float16 100, 12", "bfloat16 86, 128"),
+    *("bfloat16 32, 64", "float16 100, 12", "bfloat16 86, 128", "bfloat16 256, 36"),
 )
 ROW_TRIPLES = ("bfloat16 128, 2, 128", "float16 128, 4, 64", "bfloat16 64, 4, 64", "float16 100, 2, 100", "bfloat16 64, 8, 64")
 WHOLE_ROWS = (

@@ -60,12 +60,14 @@ class Tiling:
         pads: rows and columns of the factor on the left, each a power of two.
         p_parts: rows of the factor on the right, in parts (first, number), each a power of two.
         q_parts: its columns.
+        is_whole: the factor on the right has no padding.
     """
 
     turned: bool
     pads: tuple[int, int]
     p_parts: Parts
     q_parts: Parts
+    is_whole: bool
 
     @cached_property
     def p(self) -> int:
@@ -84,7 +86,7 @@ class Tiling:
 
     @cached_property
     def sums(self) -> int:
-        """Of a warp group's products, at once."""
+        """Of all threads of a program, for one of the two products."""
         return self.pads[1] * max(self.p, self.q)
 
     def operations(self, turns: int = 1) -> int:
@@ -110,7 +112,8 @@ def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
     """The tilings that a program has registers for."""
     first, second = steps[0], steps[-1]
     if is_narrow(steps):
-        found = Tiling(False, (first.p_pad, first.q_pad), ((0, second.p_pad),), ((0, second.q_pad),))
+        is_whole = (second.p, second.q) == (second.p_pad, second.q_pad)
+        found = Tiling(False, (first.p_pad, first.q_pad), ((0, second.p_pad),), ((0, second.q_pad),), is_whole)
         if max(*found.pads, found.p, found.q) <= WIDEST and found.elements <= MOST_NARROW:
             yield found
         return
@@ -119,9 +122,10 @@ def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
             continue
         pads = (max(padded(LEAST_LEFT), left.p_pad), max(padded(LEAST_LEFT), left.q_pad))
         p_parts, q_parts = [in_parts(n) if len(steps) == 2 else ((0, padded(n)),) for n in (right.p, right.q)]
-        found = Tiling(turned, pads, p_parts, q_parts)
-        is_wide = max(pads) > WIDEST
-        is_small = max(pads) <= WIDEST_LEFT and max(found.p, found.q) <= WIDEST_RIGHT and found.sums <= MOST_SUMS * 32 * warps_of(found)
+        is_whole = all([sum(parts[-1]) == n for parts, n in ((p_parts, right.p), (q_parts, right.q))])
+        found = Tiling(turned, pads, p_parts, q_parts, is_whole)
+        is_wide, most = max(pads) > WIDEST, MOST_SUMS * 32 * warps_of(found, matrices_of(steps))
+        is_small = max(pads) <= WIDEST_LEFT and max(found.p, found.q) <= WIDEST_RIGHT and found.sums <= most
         if is_small and not (is_wide and min(found.p, found.q) < LEAST_RIGHT_OF_WIDE):
             yield found
 
@@ -151,7 +155,7 @@ def turns_of(steps: Sequence[Step]) -> int:
     if len(steps) == 2:
         return 1
     matrices, found = matrices_of(steps), tiling(steps)
-    sums = matrices * found.sums // (32 * _warps_of_triple(found))
+    sums = matrices * found.sums // (32 * warps_of(found, matrices))
     return next((n for n in range(1, matrices) if matrices % n == 0 and sums <= n * MOST_SUMS), matrices)
 
 
@@ -187,30 +191,26 @@ def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> 
             yield steps
 
 
-def warps_of(tiling: Tiling) -> int:
-    """The warps of a program of two steps that are not narrow."""
-    return 8 if tiling.elements > SMALL_TILE and tiling.pads[1] > WIDEST // 2 else 4
+def warps_of(tiles: Tiling, matrices: int) -> int:
+    """The warps of a program that are not narrow steps': matrices beside a factor in the middle need the registers of eight."""
+    return 8 if tiles.pads[1] > WIDEST // 2 and (matrices > 1 or tiles.elements > SMALL_TILE) else 4
 
 
-def _warps_of_triple(tiling: Tiling) -> int:
-    """The warps that products of this number of rows, 64 or 128, are split over."""
-    return 8 if tiling.pads[1] > WIDEST // 2 else 4
-
-
-def shared_memory(tiling: Tiling, stages: int, adds: bool) -> int:
+def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     """Bytes of a program, as Triton allocates them, at most.
 
     It holds slices of x and of z that are loaded ahead, and both factors. Each part of a result takes another layout by way of shared
-    memory, which a lone stage has free; of a turned one, half of it at a time.
+    memory, which a lone stage has free: 128 rows at a time where nothing is padded, and half of a turned one.
 
     Args:
-        tiling: its tiles.
+        tiles: of its steps.
         stages: slices in work.
-        adds: z is added.
+        adds: z is added, and loaded ahead.
     """
-    (p, q), ahead = tiling.pads, stages - 1
-    part = min(WIDEST, q) * max([size for _, size in tiling.q_parts]) // (2 if tiling.turned else 1)
-    elements = stages * p * tiling.p + (ahead * q * tiling.q if adds else 0) + tiling.p * tiling.q + p * q
+    (p, q), ahead = tiles.pads, stages - 1
+    part = (min(WIDEST, q) if tiles.is_whole else q) * max([size for _, size in tiles.q_parts])
+    part //= 2 if tiles.turned and q <= WIDEST else 1
+    elements = stages * p * tiles.p + (ahead * q * tiles.q if adds else 0) + tiles.p * tiles.q + p * q
     return 2 * (elements + (part if ahead else 0))
 
 
@@ -243,17 +243,17 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
         epilogue: as in `LaunchProblem`; "axpby", "times" and "over" read z.
         gpu: where it runs.
     """
-    found, adds = tiling(steps), epilogue in ("axpby", "times", "over")
+    found, matrices = tiling(steps), matrices_of(steps)
+    adds = matrices == 1 and epilogue in ("axpby", "times", "over")  # of several matrices, z is loaded after the last one
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
-    is_small = found.pads[0] * found.p <= (SMALL_SLICE if len(steps) == 2 else SMALL_TILE)
+    is_small = found.pads[0] * found.p <= (SMALL_SLICE if matrices == 1 else SMALL_TILE)
     most = MOST_STAGES if is_small else MOST_STAGES - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(found, n, adds) <= gpu.shared_memory), 1)
     programs = max(1, gpu.shared_memory // shared_memory(found, stages, adds))
-    if len(steps) == 3:
-        warps = _warps_of_triple(found)
+    warps, rounds = warps_of(found, matrices), epilogue == "quantize"
+    if matrices > 1:
         return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
-    warps, rounds = warps_of(found), epilogue == "quantize"
     if rounds and programs == 1 and warps == 4 and 2 * shared_memory(found, 1, False) <= gpu.shared_memory:
         return RowPairConfig(warps, 1, 2)  # one multiplies while the other waits for its row's largest number
     return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds or is_small else MOST_PROGRAMS - 1))
