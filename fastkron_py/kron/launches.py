@@ -31,7 +31,7 @@ from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chai
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, tiling, turns_of
+from fastkron_py.kron.plan.row_pair import QUANTIZING, matrices_of, row_pair_config, tiling, turns_of
 from fastkron_py.kron.plan.wide import is_wide, looped_seconds, multiply_config
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
@@ -99,12 +99,12 @@ _EPILOGUES: Final = {
     "axpby": (epilogue_axpby, epilogue_axpby_complex),
     "times": (epilogue_times, epilogue_times_complex),
     "over": (epilogue_over, epilogue_over_complex),
-    "quantize": (epilogue_plain, epilogue_plain),
+    **dict.fromkeys(QUANTIZING, (epilogue_plain, epilogue_plain)),
 }
 
 
 def epilogue_of(name: str, dtype: torch.dtype) -> Any:
-    """The device function of an epilogue: "plain", "scale", "axpby", "times", "over", or "quantize", whose product is as it is."""
+    """The device function of an epilogue: "plain", "scale", "axpby", "times", "over", or one of `QUANTIZING`: the product as it is."""
     return _EPILOGUES[name][dtype.is_complex]
 
 
@@ -116,8 +116,8 @@ class LaunchProblem:
         launch: its steps.
         dtype: of all tensors.
         precision: of float32 products.
-        epilogue: "plain", "scale", "axpby", "times" or "over" z, or "quantize", which stores small numbers and each slice's scale in z's
-            place.
+        epilogue: "plain", "scale", "axpby", "times" or "over" z, or one of `QUANTIZING`, which stores small numbers and each slice's
+            scale in z's place.
         shape: (B, L, before, after) around the launch's modes.
         transposed: the modes, which are the last ones of x, are the first ones of y.
         mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
@@ -255,13 +255,12 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
         resident = batches == 1 and launch.p <= block_p and launch.q <= block_q
         arguments |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "RESIDENT": resident}
     kernel = _sliced_multiply_fwd_kernel if isinstance(config, SingleConfig) else _fused_multiply_fwd_kernel
-    grid = (min(num_tiles, gpu.multiprocessors * config.programs_per_sm),)
-    return LaunchConfig(kernel, grid, arguments | {"num_tiles": num_tiles})
+    return LaunchConfig(kernel, (min(num_tiles, gpu.multiprocessors * config.programs_per_sm),), arguments | {"num_tiles": num_tiles})
 
 
 def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
     """The launch configuration of two steps on one slice at a time."""
-    batches, steps = problem.shape[0], problem.launch.steps
+    batches, steps, rounds = problem.shape[0], problem.launch.steps, problem.epilogue in QUANTIZING
     first, second, matrices = steps[0], steps[-1], matrices_of(steps)
     config, found = row_pair_config(steps, problem.epilogue, gpu), tiling(steps)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
@@ -277,12 +276,12 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
         "P_PARTS": found.p_parts,
         "Q_PARTS": found.q_parts,
         "TURNED": found.turned,
-        "PAIRED": found.turned and problem.epilogue == "quantize" and second.q % 2 == 0,
+        "PAIRED": found.turned and rounds and second.q % 2 == 0,
         "X_SIZES": (first.p, second.p),
         "Y_SIZES": (first.q, second.q),
         "STAGES": config.stages,
         "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
-        "STORE": store_quantized if problem.epilogue == "quantize" else store_product,
+        "STORE": store_quantized if rounds else store_product,
         "num_warps": config.num_warps,
     }
     return LaunchConfig(_row_pair_fwd_kernel, (batches * programs,), arguments)

@@ -53,7 +53,7 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
         launch,
         x.dtype,
         precision,
-        "quantize",
+        "quantize" if kind == "float8_e4m3fn" else "quantize_integers",
         (1, rows, 1, 1),
         False,
         1,

@@ -33,6 +33,7 @@ SHAPES = {
     "one factor": [(7, 10)],
     "long rows": [(3, 50), (2, 70)],
 }
+NOT_FINITE = ["a launch", "padded", "in two parts, turned", "small"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 PRODUCT = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5, torch.float64: 1e-5}  # of the row's largest value
 
@@ -122,7 +123,7 @@ def test_formats(kind: Any, backend_name: str, device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:All-NaN")
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize("shapes", [SHAPES["a launch"], SHAPES["small"]], ids=["a launch", "small"])
+@pytest.mark.parametrize("shapes", [SHAPES[name] for name in NOT_FINITE], ids=NOT_FINITE)
 def test_rows_that_are_not_finite_have_no_scale(shapes: list[tuple[int, int]], kind: Any, backend_name: str, device: torch.device) -> None:
     x, factors, wanted = problem(shapes, torch.bfloat16, device, (4,))
     x[0, 1], x[2, 3] = float("nan"), float("inf")

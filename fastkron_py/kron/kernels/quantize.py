@@ -16,9 +16,11 @@ _LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def largest_of(y):
-    """The bits of the largest absolute value, whose order is that of the values: infinities and NaN are the largest."""
-    return tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+def largest_by_row(y):
+    """The bits of each row's largest absolute value, whose order is that of the values: infinities and NaN are the largest."""
+    even, odd = tl.split(y.reshape(y.shape[0], y.shape[1] // 2, 2))
+    larger = tl.maximum(tl.abs(even), tl.abs(odd), propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(larger.to(tl.int32, bitcast=True), 1)
 
 
 @triton.jit
@@ -26,6 +28,18 @@ def scale_of(largest, alpha):
     """The scale of a row: 1 for zeros, NaN where an element is not finite, and a normal number, which has an inverse, otherwise."""
     scale = tl.maximum(largest.to(tl.float32, bitcast=True) * scalar(alpha, tl.float32), _LEAST)
     return tl.where(largest >= _INFINITY, float("nan"), tl.where(largest == 0, 1.0, scale))
+
+
+@triton.constexpr_function
+def largest_number(kind):
+    """Of a format."""
+    return 7.0 if kind == tl.uint8 else 127.0 if kind == tl.int8 else 448.0
+
+
+@triton.jit
+def clips(alpha, FORMAT: tl.constexpr):
+    """Whether a row's largest value is beyond the largest number of the format."""
+    return scalar(alpha, tl.float32) * largest_number(FORMAT) < 1 - 1e-6
 
 
 @triton.jit
@@ -45,40 +59,59 @@ def _in_pairs(v, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _two_bytes(even, odd, FORMAT: tl.constexpr):
+def _rounded(y, inverse):
+    """The nearest integer of y / scale, in the low half of an int32."""
+    return tl.fma(y, inverse, _ROUNDING).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _two_bytes(even, odd, inverse, FORMAT: tl.constexpr):
     """Two values of a byte each in int16, the even column's in the low half."""
     if tl.int8 == FORMAT:
-        return ((_rounded(even, 127.0) & 255) | (_rounded(odd, 127.0) << 8)).to(tl.int16)
-    else:  # float8_e4m3fn: the instruction limits values to 448, and takes two at once, where Triton would put bytes together afterwards
+        return ((_rounded(even, inverse) & 255) | (_rounded(odd, inverse) << 8)).to(tl.int16)
+    else:  # float8_e4m3fn: the instruction takes two values, where Triton would put bytes together afterwards
         return tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], dtype=tl.int16, is_pure=True, pack=1
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd * inverse, even * inverse], dtype=tl.int16, is_pure=True, pack=1
         )
 
 
 @triton.jit
 def store_values(
-    y, scale, out_ptr, first_row, first_column, TURNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr
+    y,
+    scale,
+    out_ptr,
+    first_row,
+    first_column,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INSIDE: tl.constexpr,
+    CLIPPED: tl.constexpr,
 ):
     """Store ``y / scale``, a tile from a row and a column on, as the format of out_ptr, ``[ROWS, COLUMNS]`` contiguous.
 
     Two columns are stored at once where there is an even number of them; only then may the tile be in the order of `column_of`.
+    Where the scale is NaN, values are of no meaning.
 
     TURNED: whether the tile is the transpose of those elements.
     INSIDE: whether all of the tile is in the matrix.
+    CLIPPED: whether values are beyond the largest number of the format.
     """
     FORMAT: tl.constexpr = out_ptr.dtype.element_ty
-    v = tl.where(scale == scale, y * (1.0 / scale), 0.0)
+    if CLIPPED and tl.float8e4nv != FORMAT:  # whose conversion limits values
+        most = largest_number(FORMAT) * scale
+        y = tl.minimum(tl.maximum(y, -most), most)
+    inverse = 1.0 / scale
     if tl.uint8 == FORMAT:
-        even, odd = _in_pairs(v, TURNED)
-        v = ((_rounded(even, 7.0) & 15) | ((_rounded(odd, 7.0) & 15) << 4)).to(tl.uint8)
+        even, odd = _in_pairs(y, TURNED)
+        v = ((_rounded(even, inverse) & 15) | ((_rounded(odd, inverse) & 15) << 4)).to(tl.uint8)
         _store_tile(v, out_ptr, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     elif COLUMNS % 2 == 0:
-        even, odd = _in_pairs(v, TURNED)
+        even, odd = _in_pairs(y, TURNED)
         pairs = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-        _store_tile(_two_bytes(even, odd, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
+        _store_tile(_two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     else:
-        v = _rounded(v, 127.0) if tl.int8 == FORMAT else tl.minimum(tl.maximum(v, -448.0), 448.0)
-        v = v.to(FORMAT)
+        v = (_rounded(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -448.0), 448.0)).to(FORMAT)
         _store_tile(v.T if TURNED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
 
 
@@ -90,11 +123,6 @@ def _store_tile(v, ptr, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl
         tl.store(ptr + (row * COLUMNS + column), v)
     else:
         tl.store(ptr + (row * COLUMNS + column), v, mask=(row < ROWS) & (column < COLUMNS))
-
-
-@triton.jit
-def _rounded(v, most):
-    return (tl.minimum(tl.maximum(v, -most), most) + _ROUNDING).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["alpha"])
@@ -111,10 +139,10 @@ def _quantize_rows_kernel(
     largest = 0
     for start in range(0, N, BLOCK):
         y = tl.load(y_ptr + row * N + start + column, mask=start + column < N, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, largest_of(y))
+        largest = tl.maximum(largest, tl.max(largest_by_row(y), 0))
     scale = scale_of(largest, alpha)
     tl.store(scales_ptr + row, scale)
     STORED: tl.constexpr = N // 2 if out_ptr.dtype.element_ty == tl.uint8 else N
     for start in range(0, N, BLOCK):
         y = tl.load(y_ptr + row * N + start + column, mask=start + column < N, other=0.0).to(tl.float32)
-        store_values(y, scale, out_ptr + row * STORED, 0, start, False, 1, N, False)
+        store_values(y, scale, out_ptr + row * STORED, 0, start, False, 1, N, False, True)

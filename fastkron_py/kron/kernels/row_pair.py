@@ -15,7 +15,7 @@ sums, the slice is read once more for the others, from L2.
 import triton
 import triton.language as tl
 
-from fastkron_py.kron.kernels.quantize import column_of, largest_of, scale_of, store_values
+from fastkron_py.kron.kernels.quantize import clips, column_of, largest_by_row, scale_of, store_values
 from fastkron_py.tiling.addresses import dot, factor_tile
 
 
@@ -266,21 +266,12 @@ def store_product(
 
 
 @triton.jit
-def _largest_of_part(y, PARTS: tl.constexpr, AT: tl.constexpr, TURNED: tl.constexpr, SIZES: tl.constexpr):
-    """The bits of a part's largest absolute value."""
-    if _is_inside(PARTS[AT], y.shape[0], TURNED, SIZES):
-        return largest_of(y)
-    else:
-        along, across = (SIZES[0], SIZES[1]) if TURNED else (SIZES[1], SIZES[0])
-        row = _rows(y.shape[0], TURNED and SIZES[1] % 2 == 0)[:, None]
-        return largest_of(tl.where((row < across) & (_columns(PARTS, AT) < along), y, 0.0))
-
-
-@triton.jit
-def _store_values_of_part(y, scale, y_ptr, PARTS: tl.constexpr, AT: tl.constexpr, TURNED: tl.constexpr, SIZES: tl.constexpr):
-    """Store a part as small numbers."""
-    row, column = (PARTS[AT][0], 0) if TURNED else (0, PARTS[AT][0])
-    store_values(y, scale, y_ptr, row, column, TURNED, SIZES[0], SIZES[1], _is_inside(PARTS[AT], y.shape[0], TURNED, SIZES))
+def _store_values(ys, scale, y_ptr, PARTS: tl.constexpr, TURNED: tl.constexpr, SIZES: tl.constexpr, CLIPPED: tl.constexpr):
+    """Store the parts of a slice as small numbers."""
+    for j in tl.static_range(len(PARTS)):
+        row, column = (PARTS[j][0], 0) if TURNED else (0, PARTS[j][0])
+        inside = _is_inside(PARTS[j], ys[j].shape[0], TURNED, SIZES)
+        store_values(ys[j], scale, y_ptr, row, column, TURNED, SIZES[0], SIZES[1], inside, CLIPPED)
 
 
 @triton.jit
@@ -297,14 +288,22 @@ def store_quantized(
     SIZES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store a slice, which is a row of the result, as small numbers, and its scale in z's place."""
-    largest = 0
-    for j in tl.static_range(len(PARTS)):
-        largest = tl.maximum(largest, _largest_of_part(ys[j], PARTS, j, TURNED, SIZES))
-    scale = scale_of(largest, alpha)
+    """Store a slice, which is a row of the result, as small numbers, and its scale in z's place.
+
+    Elements in the padding are 0, or not finite where elements of the row are not either.
+    """
+    largest = largest_by_row(ys[0])
+    for j in tl.static_range(1, len(PARTS)):
+        largest = tl.maximum(largest, largest_by_row(ys[j]))
+    scale = scale_of(tl.max(largest, 0), alpha)
     tl.store(scale_ptr, scale)
-    for j in tl.static_range(len(PARTS)):
-        _store_values_of_part(ys[j], scale, y_ptr, PARTS, j, TURNED, SIZES)
+    FORMAT: tl.constexpr = y_ptr.dtype.element_ty
+    if tl.float8e4nv == FORMAT:
+        _store_values(ys, scale, y_ptr, PARTS, TURNED, SIZES, False)
+    elif clips(alpha, FORMAT):
+        _store_values(ys, scale, y_ptr, PARTS, TURNED, SIZES, True)
+    else:  # limits would take as many instructions as all the rest of rounding
+        _store_values(ys, scale, y_ptr, PARTS, TURNED, SIZES, False)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])

@@ -22,6 +22,11 @@ LEAST_RIGHT_OF_WIDE: Final = 64  # beside a factor over WIDEST on the left; narr
 LEAST_PARTED: Final = 65  # columns that come in two parts
 MOST_SUMS: Final = 128  # of a thread
 MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
+QUANTIZING: Final = ("quantize", "quantize_integers")
+"""Epilogues that round each slice: to float8, and to integers."""
+MOST_SUMS_OF_FOUR: Final = 96  # of a thread, where four warps round a slice,
+LEAST_OF_FOUR: Final = 32  # columns of their parts,
+LOADED_AHEAD: Final = 4  # and elements that rows of x are multiples of, which are copied without registers
 TURN: Final = 1.3  # times that a further turn takes of moving its operand
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
 OPERATIONS: Final = 230  # floating-point operations in the time in which an element is moved (measured on an H200),
@@ -240,7 +245,7 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
 
     Args:
         steps: as in `tiling`.
-        epilogue: as in `LaunchProblem`; "axpby", "times" and "over" read z.
+        epilogue: as in `LaunchProblem`; "axpby", "times" and "over" read z, those of `QUANTIZING` round.
         gpu: where it runs.
     """
     found, matrices = tiling(steps), matrices_of(steps)
@@ -251,11 +256,15 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
     most = MOST_STAGES if is_small else MOST_STAGES - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(found, n, adds) <= gpu.shared_memory), 1)
     programs = max(1, gpu.shared_memory // shared_memory(found, stages, adds))
-    warps, rounds = warps_of(found, matrices), epilogue == "quantize"
+    warps, rounds = warps_of(found, matrices), epilogue in QUANTIZING
     if matrices > 1:
         return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
-    if rounds and programs == 1 and warps == 4 and 2 * shared_memory(found, 1, False) <= gpu.shared_memory:
-        return RowPairConfig(warps, 1, 2)  # one multiplies while the other waits for its row's largest number
+    if rounds and programs == 1:  # of two, one multiplies while the other waits for its row's largest number
+        if warps == 4 and 2 * shared_memory(found, 1, False) <= gpu.shared_memory:
+            return RowPairConfig(4, 1, 2)
+        by_four = epilogue == "quantize_integers" and _rounds_by_four(found, steps[-1].p)
+        if by_four and 2 * shared_memory(found, 2, False) <= gpu.shared_memory:
+            return RowPairConfig(4, 2, 2)
     return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds or is_small else MOST_PROGRAMS - 1))
 
 
@@ -268,3 +277,10 @@ def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig
     warps = max(warps, p * q // WARP_FACTOR)
     stages = MOST_STAGES if p * found.p <= NARROW_TILE else MOST_STAGES - 1
     return RowPairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
+def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
+    """Whether four warps have the registers for a tile of eight and round integers faster (float8 takes longer; measured on an H200)."""
+    narrowest = min([size for _, size in (*tiles.p_parts, *tiles.q_parts)])
+    is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 128 and narrowest >= LEAST_OF_FOUR
+    return tiles.turned and is_short and columns % LOADED_AHEAD == 0
+
+
