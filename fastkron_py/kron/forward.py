@@ -17,16 +17,18 @@ from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_
 from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
 from fastkron_py.kron.plan.plan import VECTOR, Launch, Place, PlanProblem, places, plan, transposes
 from fastkron_py.kron.plan.whole_row import takes_whole_rows
-from fastkron_py.kron.plan.wide import WIDE, best_algorithm, has_choice, multiply_seconds
+from fastkron_py.kron.plan.wide import WIDE, best_algorithm, chained_seconds, has_choice, is_wide, looped_seconds, multiply_seconds
 from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.kron.units import lone_units, without_units
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
+from fastkron_py.runtime.sizes import SECTOR_BYTES
 
-MOST_ORDERED: Final = 4  # launches of wide factors, whose orders are compared
-WORTH_ORDERING: Final = 0.95  # of the modelled time of the plan's order
+MOST_ORDERED: Final = 4  # launches, whose orders are compared
+WORTH_ORDERING: Final = 0.95  # of the modelled time of the plan's order,
+WORTH_ORDERING_RUNS: Final = 0.85  # and where short runs are avoided, whose time is less certain
 
 
 def is_mergeable(t: Tensor) -> bool:
@@ -157,26 +159,33 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
 
 
 def _in_order(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
-    """The launches of wide factors alone in the order of least time, in float64; others as they are planned.
+    """The launches in the order of least time, where the plan's order may cost much; others as they are planned.
 
     The plan has those first that narrow most, which moves the fewest elements. Torch's products in float64 are bound by their
-    operations, and some take longer where another mode stands. The kernel for Hopper, which takes float32, does not show it.
+    operations, and some take longer where another mode stands. The kernel for Hopper, which takes float32, does not show it. With few
+    columns, a launch of the last modes writes runs that are shorter than a sector, so that it should write few.
     """
     is_wide_alone = all([launch.stop - launch.start == 1 and min(launch.p, launch.q) > WIDE for launch in launches])
-    is_float64 = problem.dtype in (torch.float64, torch.complex128)
-    if not (is_float64 and is_wide_alone and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches])):
+    (groups, rows, _, columns), itemsize = problem.shape, problem.dtype.itemsize
+    has_short_runs = columns > 1 and columns * itemsize < SECTOR_BYTES
+    may_gain = has_short_runs or (problem.dtype in (torch.float64, torch.complex128) and is_wide_alone)
+    if not (may_gain and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches])):
         return launches
-    has_wide, (groups, rows, _, columns) = kernels.has_wide(problem.device, problem.dtype), problem.shape
+    has_wide = kernels.has_wide(problem.device, problem.dtype)
 
     def seconds(order: Iterable[Launch]) -> float:
         total = 0.0
         for launch, place in zip(order, places(list(order), problem.sizes, columns, False), strict=True):
             mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
-            total += multiply_seconds(mode, has_wide)
+            if launch.kernel == "chained":
+                total += chained_seconds(mode)
+            else:
+                total += multiply_seconds(mode, has_wide) if is_wide(launch.p, launch.q) else looped_seconds(mode)
         return total
 
     best = list(min(permutations(launches), key=seconds))
-    return best if seconds(best) < WORTH_ORDERING * seconds(launches) else launches
+    worth = WORTH_ORDERING_RUNS if has_short_runs else WORTH_ORDERING
+    return best if seconds(best) < worth * seconds(launches) else launches
 
 
 def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:

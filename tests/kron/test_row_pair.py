@@ -142,6 +142,13 @@ def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     assert any(launch.kernel == "row_pair" for launch in launches)
 
 
+@pytest.mark.parametrize(("ps", "rows", "is_taken"), [((98, 167), 2, False), ((98, 167), 200, True), ((96, 160), 2, True)], ids=str)
+def test_few_slices_do_not_wait_for_odd_wide_factors(ps: tuple[int, ...], rows: int, is_taken: bool) -> None:
+    """Rows of 167 elements are loaded one element at a time, before the first slice."""
+    launches = plan(ps, ps, PlanProblem(2, rows, 1, True, 1, "bfloat16"))
+    assert any(launch.kernel == "row_pair" for launch in launches) is is_taken
+
+
 @pytest.mark.parametrize("ps", [(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:

@@ -210,4 +210,4 @@ def test_a_result_without_elements(shapes: list[tuple[int, int]], left: bool, de
 def test_cuts(shapes: tuple[tuple[int, int], ...], rows: int, cut: Cut | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert find_cut(Whole(shapes, rows, 1, Numbers(4), 3), HOPPER) == cut
-    assert find_cut(Whole(shapes, 8, 1, Numbers(4), 3), HOPPER) is None  # small
+    assert find_cut(Whole(shapes, 4, 1, Numbers(4), 3), HOPPER) is None  # small

@@ -79,6 +79,13 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
         ((173, 2, 321, 313), 2, "copying"),
         ((258, 2, 1019, 347), 8, "copying"),
         ((1512, 1, 370, 370), 8, "matmul"),
+        ((2, 9, 212, 536), 2, "matmul"),
+        ((37, 7, 234, 111), 4, "matmul"),
+        ((96, 8, 90, 510), 4, "wgmma"),
+        ((8, 26, 300, 70), 8, "matmul"),
+        ((5, 13, 1014, 1014), 2, "copying"),
+        ((1149, 1, 99, 99), 4, "matmul"),
+        ((15657, 6, 41, 41), 2, "looped"),
     ],
     ids=str,
 )
@@ -207,3 +214,21 @@ def test_float64_takes_wide_factors_in_the_order_of_least_time(monkeypatch: pyte
 
     assert order(torch.float64, (830, 750), (274, 256)) == [1, 0]
     assert order(torch.float32, (830, 750), (274, 256)) == [0, 1]
+
+
+def test_few_columns_are_not_written_last_where_others_widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 5 elements are shorter than a sector: 4 to 97 is not last, though it widens most; 16 columns are a whole sector."""
+    from fastkron_py.kron import forward
+    from fastkron_py.kron.plan.plan import plan
+
+    monkeypatch.setattr(devices, "gpu_of", lambda device: HOPPER)
+
+    def last(columns: int) -> int:
+        ps, qs = (73, 13, 4), (1735, 39, 97)
+        x = torch.empty(1, 1, math.prod(ps), columns, dtype=torch.bfloat16)
+        factors = [torch.empty(1, p, q, dtype=torch.bfloat16) for p, q in zip(ps, qs, strict=True)]
+        made = forward.multiply_problem(x, factors, torch.device("cpu"), "highest")
+        return forward._in_order(made, plan(ps, qs, forward.plan_problem(made)))[-1].start
+
+    assert last(5) != 2
+    assert last(16) == 2

@@ -12,7 +12,13 @@ from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
 _MATMUL: Final = 0.95  # of a GPU's rate that they reach
 _TORCH_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
 _MOST_IDLE: Final = 1.75  # times that torch's products of few tiles take: it splits their sums
-_PLACED: Final = 1.2e-6  # seconds that its products take more where something comes after the mode,
+_COLD: Final = 2.5e-6  # seconds that a product of operands in memory takes more than one of operands in L2
+# Seconds of a product's sums, however few tiles it has: of each term, by bytes of an element; of half types where rows do not begin on
+# 16 bytes; and at most, in one product, whose sum torch splits.
+_TERM: Final = {2: 3.4e-9, 4: 3.4e-8, 8: 1e-8}
+_TERM_UNALIGNED: Final = 2.2e-8
+_MOST_TERMS: Final = 8e-6
+_PLACED: Final = 1.2e-6  # seconds that a gradient's products take more where something comes after the mode,
 _PLACED_TERMS: Final = 4e-6  # and more where sums have this number of terms
 _MANY_TERMS: Final = 256
 # Times that torch's products of half types take where rows do not begin on 16 bytes, and where their elements are odd in number.
@@ -21,6 +27,7 @@ _ODD: Final = 8.4
 _SMALL: Final = 64  # widths that copies pad by less,
 _HALF_UNITS: Final = (8, 16)  # to multiples of the first number in half types, and of the second one beyond,
 _BYTES: Final = 16  # that wider rows of other types are multiples of
+_COPIED_SUMS: Final = 0.5  # of a product's sums, where the operand was copied before: it is in L2
 _COPIES: Final = 2.4  # passes' time that copies of the operand and of the result take,
 _GRADIENT_COPIES: Final = 3.3  # and those of both operands of a gradient,
 _GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operations' time
@@ -29,8 +36,7 @@ _GRADIENT_PRODUCT: Final = 1.1  # whose product takes this many times its operat
 _TILE: Final = {2: 1.6e-6, 4: 1.3e-6, 8: 2.2e-6}
 _TILE_TERM: Final = {2: 5.6e-9, 4: 2e-8, 8: 5e-8}
 _TILE_TERM_UNALIGNED: Final = 2.5e-8  # of half types
-_DOUBLE_TERM: Final = 1e-9  # seconds that each term of a sum in float64 takes torch at least, in a gradient of few tiles,
-_DOUBLE_PRODUCT_TERM: Final = 1.2e-8  # and in other products
+_DOUBLE_TERM: Final = 1e-9  # seconds that each term of a sum in float64 takes torch at least, in a gradient of few tiles
 
 
 def _matmul_rate(mode: Mode) -> float:
@@ -59,32 +65,46 @@ def _gradient_slowdown(mode: Mode) -> float:
     return _slowdown_of(mode, (mode.after, mode.q))
 
 
-def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int) -> float:
-    """Seconds that a batch of torch's products takes at least: of matrices [height, terms] and [terms, width]."""
+def _batch_seconds(mode: Mode, count: int, height: int, width: int, terms: int, least: float) -> float:
+    """Seconds of a batch of torch's products: of matrices [height, terms] and [terms, width].
+
+    least: rounds of tiles on all multiprocessors that it takes at least.
+    """
     if count == 1:
         return 0.0  # one product, whose sum torch splits
     tiles = count * ceil(height, 128) * ceil(width, 128)
     shared, term = (2, _TILE_TERM[mode.itemsize]) if _slowdown(mode) == 1 else (1, _TILE_TERM_UNALIGNED)
-    return max(1.0, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE[mode.itemsize] + terms * term)
+    return max(least, tiles / (shared * mode.gpu.multiprocessors)) * (_TILE[mode.itemsize] + terms * term)
 
 
 def _placed(mode: Mode, terms: int) -> float:
-    """Seconds that torch's products take more in place, for sums of this number of terms."""
+    """Seconds that a gradient's products take more in place, for sums of this number of terms."""
     return _PLACED + _PLACED_TERMS * min(1.0, terms / _MANY_TERMS) if mode.after > 1 else 0.0
+
+
+def _sum_seconds(mode: Mode, count: int) -> float:
+    """Seconds of the sums of a product, or of a batch of them."""
+    seconds = mode.p * (_TERM[mode.itemsize] if _slowdown(mode) == 1 else _TERM_UNALIGNED)
+    return min(seconds, _MOST_TERMS) if count == 1 else seconds
 
 
 def matmul_seconds(mode: Mode) -> float:
     """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
+    sums = _sum_seconds(mode, mode.batches * (mode.runs if mode.after > 1 else 1))
+    copied = mode.result_seconds(2) if mode.adds else 0.0  # z
+    return max(_product_seconds(mode), mode.traffic() + sums) + _COLD + LAUNCH + copied
+
+
+def _product_seconds(mode: Mode) -> float:
+    """The same by operations, traffic and tiles alone."""
     gpu, tile = mode.gpu, _TORCH_TILE[mode.itemsize]
     work = mode.operations / filled(mode.q, 32) * _slowdown(mode) / _matmul_rate(mode)
     count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
     tiles = ceil(height, tile) * ceil(mode.q, tile) * count
     work *= min(_MOST_IDLE, ceil(tiles, gpu.multiprocessors) * gpu.multiprocessors / tiles)
     if mode.after > 1:
-        work = max(work / filled(mode.after, 32), _batch_seconds(mode, count, mode.q, mode.after, mode.p))
-    elif mode.itemsize == 8:
-        work = max(work, mode.p * _DOUBLE_PRODUCT_TERM)
-    return max(work, mode.traffic()) + _placed(mode, mode.p) + LAUNCH + (mode.result_seconds(2) if mode.adds else 0.0)  # a copy of z
+        work = max(work / filled(mode.after, 32), _batch_seconds(mode, count, mode.q, mode.after, mode.p, 0.0))
+    return max(work, mode.traffic())
 
 
 def takes_copies(mode: Mode) -> bool:
@@ -107,7 +127,9 @@ def _aligned(mode: Mode) -> Mode:
 
 def copying_seconds(mode: Mode) -> float:
     """Seconds of a copy of the operand with the mode last, of the factor, of one product, and of the result's copy."""
-    return matmul_seconds(_aligned(mode)) + max(mode.traffic(_COPIES), 2 * LAUNCH) + LAUNCH
+    aligned = _aligned(mode)
+    product = _product_seconds(aligned) + _COPIED_SUMS * _sum_seconds(aligned, 1) + LAUNCH
+    return product + max(mode.traffic(_COPIES), 2 * LAUNCH) + LAUNCH
 
 
 def gradient_product_seconds(mode: Mode) -> float:
@@ -119,7 +141,7 @@ def gradient_product_seconds(mode: Mode) -> float:
         least = mode.slices * _DOUBLE_TERM if mode.itemsize == 8 and has_few_tiles else 0.0
         return max(work, mode.traffic(), least) + _placed(mode, mode.after) + 2 * LAUNCH
     sums = 2.0 * mode.batches * mode.runs * mode.p * mode.q * mode.itemsize / gpu.bandwidth
-    least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after)
+    least = _batch_seconds(mode, mode.batches * mode.runs, mode.p, mode.q, mode.after, 1.0)
     return max(work / filled(mode.after, 16), least, mode.traffic()) + sums + _placed(mode, mode.after) + 3 * LAUNCH
 
 

@@ -240,7 +240,8 @@ def _candidates(
             found.append((scattered * _half_share(plain, problem.half, after) * _cost(plain, float(outside), float(moved)), plain))
     if pairs and last:
         for steps in (*row_pairs(ps, qs, start, stop), *row_triples(ps, qs, start, stop)):
-            cost = HALF * row_pair_cost(steps, float(moved)) + row_pair_start(steps) * problem.launch_cost
+            start_cost = row_pair_start(steps, problem.rows * outside) * problem.launch_cost
+            cost = HALF * row_pair_cost(steps, float(moved)) + start_cost
             found.append((cost, Launch(steps, "row_pair")))
         for rows in whole_rows(ps, qs, start, stop) if problem.whole_rows else ():
             found.append((HALF * whole_row_cost(float(moved), max(1, problem.rows * outside)), Launch(rows, "whole_row")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,12 +22,12 @@ WIDEST_RIGHT: Final = 192
 LEAST_RIGHT_OF_WIDE: Final = 64  # beside a factor over WIDEST on the left; narrower ones spill
 LEAST_PARTED: Final = 65  # columns that come in two parts
 MOST_SUMS: Final = 128  # of a thread
-MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
 QUANTIZING: Final = ("quantize", "quantize_integers")
 """Epilogues that round each slice: to float8, and to integers."""
 MOST_SUMS_OF_FOUR: Final = 96  # of a thread, where four warps round a slice,
 LEAST_OF_FOUR: Final = 32  # columns of their parts,
 LOADED_AHEAD: Final = 4  # and elements that rows of x are multiples of, which are copied without registers
+MOST_TURNS: Final = 2  # in which a slice with a factor in the middle is read, and
 TURN: Final = 1.3  # times that a further turn takes of moving its operand
 TRAFFIC: Final = 1.13  # times that a launch takes of a reading and a writing, and
 OPERATIONS: Final = 230  # floating-point operations in the time in which an element is moved (measured on an H200),
@@ -43,6 +44,10 @@ WARP_FACTOR: Final = 4096  # elements of the factor on the left that a warp load
 MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
 LOADING: Final = 4.0  # launches' time that they take to load a second factor wider than
 LOADING_WIDTH: Final = 64  # this
+VECTOR: Final = 8  # elements of a load, of rows that are whole vectors
+LOADS: Final = 60  # of a thread, in a launch's time,
+FREE_LOADS: Final = 120  # and those that other launches take as long as,
+LOADS_OF_SLICE: Final = 8  # and as long as for each slice (measured on an H200, widths up to 167)
 
 Parts = tuple[tuple[int, int], ...]
 
@@ -234,10 +239,21 @@ def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
     return time * SMALL_MATRICES if len(steps) == 3 and found.pads[0] * found.p == SMALL_TILE else time
 
 
-def row_pair_start(steps: Sequence[Step]) -> float:
-    """Modelled time before the first slice, besides the launch's own and in units of it."""
+def row_pair_start(steps: Sequence[Step], slices: int) -> float:
+    """Modelled time before the first slice, besides the launch's own and in units of it.
+
+    Args:
+        steps: as in `tiling`.
+        slices: of all programs. Other launches take longer for each, too, where rows are no whole vectors.
+    """
     found = tiling(steps)
-    return LOADING if is_narrow(steps) and max(found.p, found.q) > LOADING_WIDTH else 0.0
+    if is_narrow(steps):
+        return LOADING if max(found.p, found.q) > LOADING_WIDTH else 0.0
+    first, second = steps[0], steps[-1]
+    left, right = (second, first) if found.turned else (first, second)
+    rows = ((math.prod(found.pads), left.q), (found.p * found.q, right.q), (found.pads[0] * found.p, second.p))
+    loads = sum([elements / math.gcd(length, VECTOR) for elements, length in rows]) / (32 * warps_of(found, matrices_of(steps)))
+    return max(0.0, loads - FREE_LOADS - LOADS_OF_SLICE * slices) / LOADS
 
 
 def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairConfig:
@@ -268,6 +284,13 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
     return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds or is_small else MOST_PROGRAMS - 1))
 
 
+def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
+    """Whether four warps have the registers for a tile of eight and round integers faster (float8 takes longer; measured on an H200)."""
+    narrowest = min([size for _, size in (*tiles.p_parts, *tiles.q_parts)])
+    is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 128 and narrowest >= LEAST_OF_FOUR
+    return tiles.turned and is_short and columns % LOADED_AHEAD == 0
+
+
 def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
     """The launch of narrow steps: one warp, or two where rows are whole vectors, or more that load a wide first factor."""
     found = tiling(steps)
@@ -277,10 +300,3 @@ def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig
     warps = max(warps, p * q // WARP_FACTOR)
     stages = MOST_STAGES if p * found.p <= NARROW_TILE else MOST_STAGES - 1
     return RowPairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
-def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
-    """Whether four warps have the registers for a tile of eight and round integers faster (float8 takes longer; measured on an H200)."""
-    narrowest = min([size for _, size in (*tiles.p_parts, *tiles.q_parts)])
-    is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 128 and narrowest >= LEAST_OF_FOUR
-    return tiles.turned and is_short and columns % LOADED_AHEAD == 0
-
-

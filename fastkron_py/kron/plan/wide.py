@@ -33,9 +33,9 @@ _MOST_SPLITS: Final = 132
 
 # Shares of a GPU's rate that the algorithms reach, measured on an H200.
 _WGMMA: Final = {2: 0.25, 4: 0.97, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
-_WGMMA_START: Final = 1e-6  # seconds before the first step,
+_WGMMA_START: Final = {2: 1.4e-6, 4: 2.8e-6, 8: 1e-6}  # seconds before the first step,
 _WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
-_WGMMA_UNALIGNED: Final = 1.4  # times that a step takes where rows of the last mode do not begin on 16 bytes,
+_WGMMA_UNALIGNED: Final = 1.5  # times that a step takes where rows of the last mode do not begin on 16 bytes,
 _WGMMA_COPIED: Final = 0.8  # where x is copied as it lies,
 _WGMMA_FEW: Final = 1.2  # where runs of slices are short,
 _WGMMA_SCATTERED: Final = 3.0  # and times that it takes where k runs over slices that are not one run
@@ -47,19 +47,23 @@ _GRADIENT_UNEVEN: Final = {2: 0.14, 4: 0.13, 8: 0.38}  # the same of a gradient,
 _GRADIENT_SCATTERED: Final = {2: 0.05, 4: 0.065, 8: 0.39}  # and where blocks of slices are not one run
 _GRADIENT_START: Final = 3.9e-6  # seconds that its programs take at least
 _PROGRAMS: Final = 2  # of the plain kernel on a multiprocessor
-_PARTIAL_SECTORS: Final = 3.5  # passes' time to write a result in runs shorter than a sector
+# Passes' time to write a result in runs as long as a sector that each share sectors with other runs; half of it in runs of two sectors.
+_PARTIAL_SECTORS: Final = 1.35
 _LOOP_START: Final = 2e-6  # seconds before the first step of the plain kernel,
 _LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least
 _RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
+_RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors
+_HALF_VECTOR: Final = 8  # of this number of elements;
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel,
 _CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
-_CHAINED_UNEVEN_START: Final = 3e-6  # so that it takes these seconds more,
+_CHAINED_UNEVEN_START: Final = 8e-6  # so that it takes these seconds more,
 _CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none
 _VECTOR: Final = 4  # elements
 _WORTH: Final = 0.75  # of its time, which another algorithm has to beat: where all launches are kernels, they read whole runs of memory
 # Seconds that the plain kernel takes at least for a factor of more than ALONE rows or columns, by bytes of an element: it waits for its
 # first tile, and in three-pass TF32 for its instructions. A multiply of less traffic chooses among the algorithms as well.
 _LEAST: Final = {4: 12e-6, 8: 5e-6}
+_LEAST_HALF: Final = 4.5e-6  # and of half types, which do not choose
 # The same of a factor of more than WIDE, which it keeps on chip.
 _LEAST_RESIDENT: Final = {2: 9e-6, 4: 19e-6}
 
@@ -136,7 +140,7 @@ def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
     elif 1 < mode.after < BLOCK_K:
         slowdown = _WGMMA_FEW
     seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
-    return max(seconds, mode.traffic()) + _WGMMA_START + LAUNCH, config
+    return max(seconds, mode.traffic()) + _WGMMA_START[mode.itemsize] + LAUNCH, config
 
 
 @lru_cache(maxsize=1024)
@@ -161,13 +165,24 @@ def gemm_seconds(mode: Mode) -> float:
     return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + LAUNCH
 
 
+def _written_passes(mode: Mode) -> float:
+    """Passes' time that the plain kernel takes more to write runs that are no whole sectors."""
+    length = mode.after * mode.itemsize
+    is_whole = mode.after == 1 or length % SECTOR_BYTES == 0
+    return 0.0 if is_whole else _PARTIAL_SECTORS * SECTOR_BYTES / length * mode.q / (mode.p + mode.q)
+
+
 def looped_seconds(mode: Mode) -> float:
     """Seconds of the plain Triton kernel, which loops over blocks of the factor where that is too wide to stay on chip."""
     gpu, is_double = mode.gpu, mode.itemsize == 8
     uneven = mode.p % 64 or mode.q % 64
     if max(mode.p, mode.q) <= RESIDENT and not is_double:
-        least = (_LEAST if max(mode.p, mode.q) <= WIDE else _LEAST_RESIDENT).get(mode.itemsize, 0.0)
-        return max(mode.traffic(_RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)), least) + LAUNCH
+        least = (_LEAST if max(mode.p, mode.q) <= WIDE else _LEAST_RESIDENT).get(mode.itemsize, _LEAST_HALF)
+        passes = _RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)
+        if mode.itemsize == 2 and mode.after > 1:
+            in_vectors = _RESIDENT_BEFORE + _written_passes(mode)
+            passes = in_vectors if mode.after % _HALF_VECTOR == 0 else max(passes, in_vectors)
+        return max(mode.traffic(passes), least) + LAUNCH
     block_s = min(64 if is_double else 128, max(16, next_power_of_two(mode.slices)))
     block_p, block_q = 32 if is_double else 64, min(64, max(16, next_power_of_two(mode.q)))
     tiles = ceil(mode.slices, block_s) * ceil(mode.q, block_q) * mode.batches
@@ -175,9 +190,7 @@ def looped_seconds(mode: Mode) -> float:
     share = (_LOOPED_UNEVEN if uneven else _LOOPED)[mode.itemsize]
     rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
     step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP)
-    has_partial_sectors = mode.after > 1 and mode.after * mode.itemsize < SECTOR_BYTES
-    passes = 1.3 + (_PARTIAL_SECTORS * mode.q / (mode.p + mode.q) if has_partial_sectors else 0.0)
-    return max(waves * ceil(mode.p, block_p) * step, mode.traffic(passes)) + _LOOP_START + LAUNCH
+    return max(waves * ceil(mode.p, block_p) * step, mode.traffic(1.3 + _written_passes(mode))) + _LOOP_START + LAUNCH
 
 
 def chained_seconds(mode: Mode) -> float:
