@@ -50,14 +50,16 @@ _PROGRAMS: Final = 2  # of the plain kernel on a multiprocessor
 # Passes' time to write a result in runs as long as a sector that each share sectors with other runs; half of it in runs of two sectors.
 _PARTIAL_SECTORS: Final = 1.35
 _LOOP_START: Final = 2e-6  # seconds before the first step of the plain kernel,
-_LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least
+_LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least,
+_LOOP_STEP_UNALIGNED: Final = 6e-6  # more of half types where rows of the last mode do not begin on 16 bytes
 _RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
 _RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors
 _HALF_VECTOR: Final = 8  # of this number of elements;
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel,
 _CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
 _CHAINED_UNEVEN_START: Final = 8e-6  # so that it takes these seconds more,
-_CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none
+_CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none,
+_CHAINED_ODD_START: Final = {2: 5e-6, 4: 0.0}  # with these seconds more
 _VECTOR: Final = 4  # elements
 _WORTH: Final = 0.75  # of its time, which another algorithm has to beat: where all launches are kernels, they read whole runs of memory
 # Seconds that the plain kernel takes at least for a factor of more than ALONE rows or columns, by bytes of an element: it waits for its
@@ -189,14 +191,16 @@ def looped_seconds(mode: Mode) -> float:
     waves = ceil(tiles, _PROGRAMS * gpu.multiprocessors)
     share = (_LOOPED_UNEVEN if uneven else _LOOPED)[mode.itemsize]
     rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
-    step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP)
+    is_unaligned = mode.itemsize == 2 and mode.after == 1 and mode.p % _HALF_VECTOR != 0
+    step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP_UNALIGNED if is_unaligned else _LOOP_STEP)
     return max(waves * ceil(mode.p, block_p) * step, mode.traffic(1.3 + _written_passes(mode))) + _LOOP_START + LAUNCH
 
 
 def chained_seconds(mode: Mode) -> float:
     """Seconds of the register-chained kernel, which keeps a factor of up to 128 rows and columns on chip."""
     if mode.after > 1:
-        passes, start = _CHAINED_ODD if mode.after % _VECTOR else _CHAINED, 0.0
+        is_odd = mode.after % _VECTOR != 0
+        passes, start = (_CHAINED_ODD, _CHAINED_ODD_START[mode.itemsize]) if is_odd else (_CHAINED, 0.0)
     elif mode.p % _VECTOR or mode.q % _VECTOR:
         passes, start = _CHAINED_UNEVEN, _CHAINED_UNEVEN_START
     else:
