@@ -29,7 +29,7 @@ def _list(console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the named benchmarks; without names, all that fit this machine. Returns 1 if a contender's result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, fromfile_prefix_chars="@")
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; without one, all that fit this machine")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json and the plots")
     parser.add_argument("--quick", action="store_true", help="a few cases and rounds, to see that it works")

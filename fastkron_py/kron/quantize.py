@@ -51,7 +51,8 @@ def kron_quantize(
     Sun et al., 2025). A row's scale is ``clip_ratio * max|y| / largest``, with the largest number of the format: 127 of int8, 448 of
     float8_e4m3fn, 7 of int4. Values beyond are clipped; ties are rounded to even. Two factors of up to 256 and 128 rows and columns
     in half types are multiplied, and their rows rounded, in one launch on GPUs with warpgroup products (Hopper); elsewhere rounding takes
-    a launch of its own. A row of zeros has scale 1; one with an infinity or a NaN has a scale of NaN. There are no gradients.
+    a launch of its own. A row of zeros has scale 1. A row with an infinity or a NaN has a scale of NaN, and values without a meaning. There
+    are no gradients.
 
     Args:
         x: ``[*, K]``, a torch tensor of float16, bfloat16, float32 or float64.
