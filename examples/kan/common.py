@@ -266,7 +266,7 @@ def train(
 
 
 def choose_rate(problem: Problem, build: Callable[[], nn.Module], settings: Settings, tick: Callable[[float], None]) -> float:
-    """The rate with the best validation in trainings a third as long, none of which is used further."""
+    """The rate with the best validation in trainings a third as long, which are not used further."""
     if len(settings.rates) == 1:
         return settings.rates[0]
     short = Settings(trial_epochs(settings), settings.rates, 1, settings.device)

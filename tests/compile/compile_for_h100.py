@@ -81,7 +81,7 @@ COMPLEX = ("complex64 2^18", "complex64 4^3, left", "complex64 32^2", "complex64
 BACKWARD = ("16^4", "32^4", "64^3", "128^2", "256^2", "300, 451", "4, 300", "8^5", "float64 32^3", *COMPLEX)
 # How modes of wide factors are multiplied; of the others, by torch's products, which need no compiler.
 ALGORITHMS = {"256^2": "wgmma", "300, 451": "looped", "bfloat16 131, 7": "copying", "complex64 64^2": "looped"}
-# name: (dtype, shape of x, the points' dimension), of 8192 points of which 6553 are kept
+# name: (dtype, shape of x, the points' dimension), of 8192 points; 6553 are kept
 POINTS: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {
     "points": (torch.float32, (8192,), -1),
     "points, rows of bfloat16": (torch.bfloat16, (33, 8192), -1),

@@ -94,7 +94,7 @@ def test_halves_repeat_bit_for_bit(bias: bool, whole: bool, frozen: str, backwar
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
 def test_halves_in_two_launches(backward: str, served: Served, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some columns in one, the others in another, of which each begins in the middle of both halves."""
+    """Some columns in one, the others in another. Each begins in the middle of both halves."""
     small = GemmTile(16, 16, 16, 4, 2)
     monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 16, small), GemmSpan(16, sizes.columns, small)))
     CACHE.forget()

@@ -70,7 +70,7 @@ def written_out(given: list[Any]) -> Tensor:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("whole", "bias", "backward"), [(True, True, "save"), (False, False, "save"), (True, False, "recompute")])
 def test_values_and_gradients(place: str, whole: bool, bias: bool, backward: str, backend_name: str, device: torch.device) -> None:
-    """Three times on other memory and numbers, of which the second and the third can be repetitions; nothing is copied or joined."""
+    """Three times on other memory and numbers. The second and the third can be repetitions; nothing is copied or joined."""
     with fastkron_py.backend(backend_name):
         for _ in range(3):
             given = tensors(place, device, whole, bias)

@@ -15,7 +15,7 @@ from fastkron_py import reference
 from fastkron_py.nn.rational_functions import initial
 from fastkron_py.rational.api_layer_norm import layer_norm_rational
 
-# Attention's backward pass on a GPU may have no deterministic form, of which torch then warns.
+# Attention's backward pass on a GPU may have no deterministic form. Torch then warns.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis:UserWarning")]
 
 import_torchvision()

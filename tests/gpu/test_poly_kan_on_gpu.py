@@ -216,7 +216,7 @@ def test_memory_that_is_written_behind_a_cached_call(cached) -> None:
 
 
 def test_addresses_and_numbers_of_a_cached_call(cached, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other memory; twice the dy, of which all gradients are doubled; an address from which nothing is copied has a program of its own."""
+    """Other memory; twice the dy, which doubles all gradients; an address from which nothing is copied has a program of its own."""
     x, c, dy, precision, long = cached
     y, dx, dc = gradients(x.clone(), c.clone(), 2 * dy, precision)
     assert equal([y, dx / 2, dc / 2], long)

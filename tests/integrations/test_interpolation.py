@@ -24,7 +24,7 @@ N, M, GRID = 7, 5, 12
 
 
 def weights(n: int, k: int, batch: tuple[int, ...], place: torch.device) -> tuple[Tensor, Tensor]:
-    """Grid points in no order, one of them twice in each row, and weights of which some are zero."""
+    """Grid points in no order, one of them twice in each row, and weights, some of them zero."""
     indices = torch.randint(GRID, (*batch, n, k), device=place)
     indices[..., 1] = indices[..., 0]
     values = torch.randn(*batch, n, k, device=place)

@@ -185,7 +185,7 @@ def test_half_types(name: str, adapter_dtype: torch.dtype) -> None:
     use_fastkron(net)
     got = model(x.bfloat16())
     assert got.dtype == torch.bfloat16
-    # Five layers, each of which rounds its operands, its result and the adapter's.
+    # Each of five layers rounds its operands, its result and the adapter's.
     torch.testing.assert_close(got.float(), want, rtol=0, atol=5 * 6 * 2**-8 * want.abs().max().item())
 
 

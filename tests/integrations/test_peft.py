@@ -228,7 +228,7 @@ def test_autocast() -> None:
     use_fastkron(model)
     with torch.autocast("cpu", torch.bfloat16):
         got = model(x)
-    # Six layers, each of which rounds its operands, its result and the adapter's.
+    # Each of six layers rounds its operands, its result and the adapter's.
     torch.testing.assert_close(got.float(), want, rtol=0, atol=6 * 4 * 2**-8 * want.abs().max().item())
 
 

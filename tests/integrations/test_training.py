@@ -25,7 +25,7 @@ COSTLY = ("ski with scales inside", "ski by preconditioned CG")
 
 
 def pair(case: Case, dtype: torch.dtype) -> Any:
-    """A case in one of its dtypes, of which `make test` runs the last."""
+    """A case in one of its dtypes. `make test` runs the last one."""
     is_full = dtype != case.dtypes[-1] or case.name in COSTLY
     return pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}", marks=[pytest.mark.full] if is_full else [])
 

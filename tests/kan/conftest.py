@@ -11,7 +11,7 @@ from fastkron_py.kan import operator
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators of which programs were built."""
+    """The operators whose programs were built."""
     names: list[str] = []
     for declared in (operator.poly_kan, operator.poly_kan_backward):
         build = declared._build

@@ -205,7 +205,7 @@ def test_needs_and_second_derivatives(device: torch.device, generator: torch.Gen
 
 
 def test_second_derivatives_by_way_of_the_bias(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Its gradient is dy's, of which dy's own gradient is made of what all three gradients get."""
+    """Its gradient is dy's. dy's own gradient depends on the cotangents of all three gradients."""
     x, c, dy = (t.detach().double().requires_grad_() for t in sample(device, generator))
     bias = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
     weights = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(device) for t in (x, c, bias)]

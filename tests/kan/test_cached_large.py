@@ -74,7 +74,7 @@ BOTH = ["poly_kan", "poly_kan_backward"]
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_again(name: str, dialect: str, built: list[str], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a bias, and 101 rows, of which no float32 matrix that is transposed has whole vectors."""
+    """With a bias, and 101 rows: no transposed float32 matrix has whole vectors."""
     dtype, precision, bound = PRODUCTS[name]
     x, c, dy = problem(101, 72, 40, 4, dtype, CPU, generator)
     bias = torch.randn(40, generator=generator).to(dtype)

@@ -48,7 +48,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
 
 
 def draw(device: torch.device, *, left: bool = False, dtype: torch.dtype = torch.float32, needs: str = "x12") -> list[Tensor]:
-    """[x, F1, F2] of which those named require gradients."""
+    """[x, F1, F2]; those named require gradients."""
     shapes = [(12, 5) if left else (5, 12), (3, 2), (4, 3)]
     if left:
         shapes[1:] = [(2, 3), (3, 4)]

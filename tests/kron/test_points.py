@@ -187,7 +187,7 @@ def test_large_reaches_take_wide_offsets() -> None:
         x = launch.operand_of(torch.empty_strided(shape, strides, device="meta"), dim)
         config = launch.points_launch(x, 2**16, torch.float32, 32).configs[0]
         assert config.arguments["INDEX"] == (tl.int64 if shape[-1] != 2**16 else tl.int32)
-    x = launch.operand_of(torch.empty(1, 2**30, device="meta"), -2)  # of which a tile of the result has four
+    x = launch.operand_of(torch.empty(1, 2**30, device="meta"), -2)  # a tile of the result has four of these rows
     assert launch.points_launch(x, 4, torch.float32, 32).configs[0].arguments["INDEX"] == tl.int64
 
 

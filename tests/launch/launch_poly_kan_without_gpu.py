@@ -48,7 +48,7 @@ def keeping(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def apart(buffers: Sequence[tuple[int, Any]]) -> tuple[list[int], int]:
-    """Offsets for a program's buffers, none of which takes another one's memory."""
+    """Offsets for a program's buffers, which share no memory."""
     offsets = list(itertools.accumulate([-(-size // 512) * 512 for size, _ in buffers], initial=0))
     return offsets[:-1], offsets[-1]
 

@@ -24,7 +24,7 @@ from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.gpu import HOPPER
 
 LAUNCHES: list[dict[str, Any]] = []
-BUILT: list[str] = []  # operators of which a program was built
+BUILT: list[str] = []  # operators whose program was built
 CURRENT = {"device": 0, "stream": 11}
 
 

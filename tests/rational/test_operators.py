@@ -92,7 +92,7 @@ def test_gradcheck_in_forward_mode(backend_name: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("version", ["A", "B"])
 def test_second_derivatives_where_arguments_are_zero(version: str, backend_name: str, device: torch.device) -> None:
-    """As autograd of the formula gives them, of which differences could not tell."""
+    """As autograd of the formula gives them. Differences could not tell."""
     x, a, b = leaves((3, 4), 2, device, (3, 2), version)
     with torch.no_grad():
         x[0], b[0] = 0.0, 0.0

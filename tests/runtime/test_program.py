@@ -380,7 +380,7 @@ def test_descriptors(is_compiled: bool) -> None:
         torch.testing.assert_close(torch.stack([first, second]), torch.stack([x[2:].sum(), 2 * y.sum()]), rtol=1e-12, atol=1e-11)
     assert total.seen[:2] == [(not is_compiled, [4, 8], [8, 1]), (not is_compiled, [2, 500], [500, 1])]
     assert not program.takes((drawn(ROWS * COLUMNS + 1)[1:].view(ROWS, COLUMNS), y))
-    assert program.takes((x, drawn(COUNT + 1)[1:]))  # of which no descriptor is made
+    assert program.takes((x, drawn(COUNT + 1)[1:]))  # a descriptor cannot be made of it
 
 
 @RUNS

@@ -216,7 +216,7 @@ def test_thousands_of_ranks(world_size: int, m: int) -> None:
 
 
 def test_the_model_of_exchanges_agrees_with_what_was_measured() -> None:
-    """NCCL's all-to-all on eight H200: microseconds by bytes a rank, an eighth of which stays."""
+    """NCCL's all-to-all on eight H200: microseconds by bytes a rank; an eighth of them stays."""
     for size, seconds in ((1 << 20, 36e-6), (16 << 20, 73e-6), (256 << 20, 765e-6), (1 << 30, 2873e-6)):
         assert NVLINK.exchange_seconds(size * 7 / 8, 0, 7, 0) == pytest.approx(seconds, rel=0.07)
     assert NVLINK.exchange_seconds(0, 0, 0, 0) == 0

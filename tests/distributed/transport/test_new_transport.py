@@ -146,7 +146,7 @@ def over_mail(m, sizes, stages, left, some):
 
 @pytest.mark.parametrize(("stages", "left", "some"), [("rows", False, 300), ("rows", True, 300), ((1, 2), False, 230), ((1, 2), True, 400)])
 def test_products_and_gradients_go_over_it(ranks: RankPool, stages: object, left: bool, some: int) -> None:
-    """Some is between the elements of the two exchanges, of which the larger is packed then."""
+    """Some is between the elements of the two exchanges: the larger one is packed then."""
     sizes = ((3, 5), (4, 2), (5, 3))
     for counts in filter(None, ranks.run(over_mail, 7, sizes, stages, left, some)):
         (letters, refused), (fewer, more), none = counts
