@@ -15,7 +15,8 @@ from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
 from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
-from fastkron_py.kron.plan.plan import VECTOR, Launch, Place, PlanProblem, places, plan, transposes
+from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
+from fastkron_py.kron.plan.steps import HALF_VECTOR
 from fastkron_py.kron.plan.whole_row import takes_whole_rows
 from fastkron_py.kron.plan.wide import WIDE, best_algorithm, chained_seconds, has_choice, is_wide, looped_seconds, multiply_seconds
 from fastkron_py.kron.scale import PLAIN, Scale
@@ -168,8 +169,8 @@ def _in_order(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
     is_wide_alone = all([launch.stop - launch.start == 1 and min(launch.p, launch.q) > WIDE for launch in launches])
     (groups, rows, _, columns), itemsize = problem.shape, problem.dtype.itemsize
     has_short_runs = columns > 1 and columns * itemsize < SECTOR_BYTES
-    may_gain = has_short_runs or (problem.dtype in (torch.float64, torch.complex128) and is_wide_alone)
-    if not (may_gain and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches])):
+    is_double = problem.dtype in (torch.float64, torch.complex128) and is_wide_alone
+    if not ((is_double or has_short_runs) and 2 <= len(launches) <= MOST_ORDERED and any([launch.p != launch.q for launch in launches])):
         return launches
     has_wide = kernels.has_wide(problem.device, problem.dtype)
 
@@ -184,7 +185,7 @@ def _in_order(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
         return total
 
     best = list(min(permutations(launches), key=seconds))
-    worth = WORTH_ORDERING_RUNS if has_short_runs else WORTH_ORDERING
+    worth = WORTH_ORDERING if is_double else WORTH_ORDERING_RUNS
     return best if seconds(best) < worth * seconds(launches) else launches
 
 
@@ -255,7 +256,7 @@ def with_whole_rows(build: Builder, x: Tensor, problem: MultiplyProblem) -> Mult
     if not kernels.has_whole_row(problem.device, problem.dtype) or problem.shape[3] > 1:
         return problem
     ps, qs = ([s[i] for s in problem.factor_shapes[problem.start :]] for i in (-2, -1))
-    has_vectors = problem.x.batch % VECTOR == problem.x.row % VECTOR == 0
+    has_vectors = problem.x.batch % HALF_VECTOR == problem.x.row % HALF_VECTOR == 0
     return problem._replace(whole_rows=has_vectors and takes_whole_rows(ps, qs) and build.is_aligned(x))
 
 

@@ -98,8 +98,9 @@ def store_values(
     CLIPPED: whether values are beyond the largest number of the format.
     """
     FORMAT: tl.constexpr = out_ptr.dtype.element_ty
+    MOST: tl.constexpr = largest_number(FORMAT)
     if CLIPPED and tl.float8e4nv != FORMAT:  # whose conversion limits values
-        most = largest_number(FORMAT) * scale
+        most = MOST * scale
         y = tl.minimum(tl.maximum(y, -most), most)
     inverse = 1.0 / scale
     if tl.uint8 == FORMAT:
@@ -111,7 +112,7 @@ def store_values(
         pairs = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         _store_tile(_two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     else:
-        v = (_rounded(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -448.0), 448.0)).to(FORMAT)
+        v = (_rounded(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -MOST), MOST)).to(FORMAT)
         _store_tile(v.T if TURNED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
 
 

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
 from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pair_start, row_pairs, row_triples
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Step
 from fastkron_py.kron.plan.whole_row import whole_row_cost, whole_rows
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
@@ -161,7 +161,6 @@ HALF_CHAIN: Final = 16
 HALF_NARROW: Final = 0.9
 HALF_SCATTERED: Final = 2.0
 SCATTERED_CHAIN: Final = 2.3  # times as long a plain chain takes in place, before other modes
-VECTOR: Final = 8
 
 
 def _half_share(launch: Launch, half: str, after: int) -> float:
@@ -178,12 +177,12 @@ def _half_share(launch: Launch, half: str, after: int) -> float:
         return 1.0
     sides = [min(s.p, s.q) for s in launch.steps]
     if len(sides) == 1 and sides[0] < HALF_CHAIN:
-        return HALF_SCATTERED if after % VECTOR else HALF_NARROW
+        return HALF_SCATTERED if after % HALF_VECTOR else HALF_NARROW
     if launch.kernel == "chained" or any(s.stop - s.start > 1 for s in launch.steps):
         return 1.0
     is_single = len(sides) == 1
     in_half = is_single or half == "bfloat16"
-    least = HALF_CHAIN if not is_single else HALF_BEFORE if after % VECTOR == 0 else HALF_SINGLE
+    least = HALF_CHAIN if not is_single else HALF_BEFORE if after % HALF_VECTOR == 0 else HALF_SINGLE
     return HALF if in_half and min(sides) >= least else 1.0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
 
-from fastkron_py.kron.plan.steps import Step, padded
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Step, padded
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
 # Rows and columns of the factor on the left, which are padded to those of a warpgroup's products, and of the one on the right.
@@ -44,7 +44,6 @@ WARP_FACTOR: Final = 4096  # elements of the factor on the left that a warp load
 MOST_WARPS: Final = 24  # of a multiprocessor, for narrow steps
 LOADING: Final = 4.0  # launches' time that they take to load a second factor wider than
 LOADING_WIDTH: Final = 64  # this
-VECTOR: Final = 8  # elements of a load, of rows that are whole vectors
 LOADS: Final = 60  # of a thread, in a launch's time,
 FREE_LOADS: Final = 120  # and those that other launches take as long as,
 LOADS_OF_SLICE: Final = 8  # and as long as for each slice (measured on an H200, widths up to 167)
@@ -252,7 +251,7 @@ def row_pair_start(steps: Sequence[Step], slices: int) -> float:
     first, second = steps[0], steps[-1]
     left, right = (second, first) if found.turned else (first, second)
     rows = ((math.prod(found.pads), left.q), (found.p * found.q, right.q), (found.pads[0] * found.p, second.p))
-    loads = sum([elements / math.gcd(length, VECTOR) for elements, length in rows]) / (32 * warps_of(found, matrices_of(steps)))
+    loads = sum([elements / math.gcd(length, HALF_VECTOR) for elements, length in rows]) / (32 * warps_of(found, matrices_of(steps)))
     return max(0.0, loads - FREE_LOADS - LOADS_OF_SLICE * slices) / LOADS
 
 
@@ -275,19 +274,17 @@ def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairCo
     warps, rounds = warps_of(found, matrices), epilogue in QUANTIZING
     if matrices > 1:
         return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
-    if rounds and programs == 1:  # of two, one multiplies while the other waits for its row's largest number
-        if warps == 4 and 2 * shared_memory(found, 1, False) <= gpu.shared_memory:
-            return RowPairConfig(4, 1, 2)
-        by_four = epilogue == "quantize_integers" and _rounds_by_four(found, steps[-1].p)
-        if by_four and 2 * shared_memory(found, 2, False) <= gpu.shared_memory:
-            return RowPairConfig(4, 2, 2)
+    held = 1 if warps == 4 else 2  # stages of each of two programs
+    by_four = warps == 4 or (epilogue == "quantize_integers" and _rounds_by_four(found, steps[-1].p))
+    if rounds and programs == 1 and by_four and 2 * shared_memory(found, held, False) <= gpu.shared_memory:
+        return RowPairConfig(4, held, 2)  # one multiplies while the other waits for its row's largest number
     return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds or is_small else MOST_PROGRAMS - 1))
 
 
 def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
     """Whether four warps have the registers for a tile of eight and round integers faster (float8 takes longer; measured on an H200)."""
     narrowest = min([size for _, size in (*tiles.p_parts, *tiles.q_parts)])
-    is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 128 and narrowest >= LEAST_OF_FOUR
+    is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 32 * 4 and narrowest >= LEAST_OF_FOUR
     return tiles.turned and is_short and columns % LOADED_AHEAD == 0
 
 

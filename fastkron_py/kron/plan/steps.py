@@ -10,6 +10,7 @@ from typing import Final
 
 # The smallest side of a tensor-core product in Triton.
 DOT_SIDE: Final = 16
+HALF_VECTOR: Final = 8  # elements of half types in the 16 bytes that a thread loads or stores at once
 
 
 def padded(size: int, parts: int = 1) -> int:

@@ -14,7 +14,7 @@ from fastkron_py.kron.plan.matmul_times import (
     takes_copies,
 )
 from fastkron_py.kron.plan.mode import BLOCK_K, LAUNCH, Mode, ceil, filled
-from fastkron_py.kron.plan.steps import padded
+from fastkron_py.kron.plan.steps import HALF_VECTOR, padded
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
 
 # Factors wider than this, on either side, choose among the algorithms below. A factor that is the only one does from the second width
@@ -53,8 +53,7 @@ _LOOP_START: Final = 2e-6  # seconds before the first step of the plain kernel,
 _LOOP_STEP: Final = 2e-6  # and seconds that a step takes at least,
 _LOOP_STEP_UNALIGNED: Final = 6e-6  # more of half types where rows of the last mode do not begin on 16 bytes
 _RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
-_RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors
-_HALF_VECTOR: Final = 8  # of this number of elements;
+_RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors;
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel,
 _CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
 _CHAINED_UNEVEN_START: Final = 8e-6  # so that it takes these seconds more,
@@ -183,7 +182,7 @@ def looped_seconds(mode: Mode) -> float:
         passes = _RESIDENT[mode.itemsize] * (1.5 if uneven else 1.0)
         if mode.itemsize == 2 and mode.after > 1:
             in_vectors = _RESIDENT_BEFORE + _written_passes(mode)
-            passes = in_vectors if mode.after % _HALF_VECTOR == 0 else max(passes, in_vectors)
+            passes = in_vectors if mode.after % HALF_VECTOR == 0 else max(passes, in_vectors)
         return max(mode.traffic(passes), least) + LAUNCH
     block_s = min(64 if is_double else 128, max(16, next_power_of_two(mode.slices)))
     block_p, block_q = 32 if is_double else 64, min(64, max(16, next_power_of_two(mode.q)))
@@ -191,7 +190,7 @@ def looped_seconds(mode: Mode) -> float:
     waves = ceil(tiles, _PROGRAMS * gpu.multiprocessors)
     share = (_LOOPED_UNEVEN if uneven else _LOOPED)[mode.itemsize]
     rate = gpu.rate(mode.itemsize) / mode.passes * share / gpu.multiprocessors / _PROGRAMS
-    is_unaligned = mode.itemsize == 2 and mode.after == 1 and mode.p % _HALF_VECTOR != 0
+    is_unaligned = mode.itemsize == 2 and mode.after == 1 and mode.p % HALF_VECTOR != 0
     step = max(2 * block_s * block_p * block_q / rate, _LOOP_STEP_UNALIGNED if is_unaligned else _LOOP_STEP)
     return max(waves * ceil(mode.p, block_p) * step, mode.traffic(1.3 + _written_passes(mode))) + _LOOP_START + LAUNCH
 
