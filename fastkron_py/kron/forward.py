@@ -151,11 +151,13 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     groups, rows, _, _ = problem.shape
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
     mode = mode._replace(adds=final and problem.z is not None)
-    if not has_choice(mode, problem.stop - problem.start == 1, launch.kernel == "chained"):
+    is_chained, is_alone = launch.kernel == "chained", problem.stop - problem.start == 1
+    if not has_choice(mode, is_alone, is_chained):
         return "kernels"
-    found = best_algorithm(mode, kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
+    has_wgmma = kernels.has_wide(problem.device, problem.dtype)
+    found = best_algorithm(mode, has_wgmma, is_chained, is_alone)
     if found == "gemm" and problem.epilogue != "axpby":  # that main loop adds z, and has no other epilogue
-        found = best_algorithm(mode._replace(adds=False), kernels.has_wide(problem.device, problem.dtype), launch.kernel == "chained")
+        found = best_algorithm(mode._replace(adds=False), has_wgmma, is_chained, is_alone)
     return found if found == "gemm" or found in BY_TORCH else "kernels"
 
 

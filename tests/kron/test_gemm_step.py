@@ -13,7 +13,7 @@ from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 
 
-def _algorithm(mode: Mode, has_wgmma: bool, is_chained: bool) -> str:
+def _algorithm(mode: Mode, *_: bool) -> str:
     return "gemm" if mode.adds and takes_gemm(mode) else "matmul"
 
 

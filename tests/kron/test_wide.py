@@ -36,7 +36,7 @@ def test_every_algorithm_is_right(
     from fastkron_py.kron import backward as backward_module  # imports Triton, which reads TRITON_INTERPRET
     from fastkron_py.kron import forward
 
-    monkeypatch.setattr(forward, "best_algorithm", lambda mode, has_wgmma, is_chained: algorithm)
+    monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
     groups, rows, ps, qs, columns = shape
     torch.manual_seed(0)
@@ -86,12 +86,33 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
         ((5, 13, 1014, 1014), 2, "copying"),
         ((1149, 1, 99, 99), 4, "matmul"),
         ((15657, 6, 41, 41), 2, "looped"),
+        ((1, 3, 646, 508), 2, "matmul"),
+        ((1, 71, 841, 841), 2, "matmul"),
+        ((5, 1, 559, 559), 2, "matmul"),
+        ((1, 1004, 2418, 2418), 2, "copying"),
     ],
     ids=str,
 )
 def test_the_fastest_measured_algorithm_is_chosen(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
     """The algorithms that were the fastest on an H200."""
     assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("sizes", "itemsize", "algorithm"),
+    [
+        ((664, 1, 112, 112), 2, "matmul"),
+        ((12000, 1, 128, 128), 2, "matmul"),
+        ((700, 1, 128, 128), 4, "matmul"),
+        ((3000, 1, 80, 80), 4, "matmul"),
+        ((12000, 1, 64, 64), 4, "chained"),
+        ((40000, 1, 112, 112), 4, "chained"),
+    ],
+    ids=str,
+)
+def test_the_chained_kernel_is_chosen_where_it_was_measured_the_fastest(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
+    """The faster of it and of torch's product on an H200."""
+    assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, is_chained=True, is_alone=True) == algorithm
 
 
 @pytest.mark.parametrize(
@@ -179,7 +200,7 @@ def test_long_sums_of_half_types_are_cut(
     from fastkron_py.kron import forward, matmul_step
     from fastkron_py.tiling import long_products
 
-    monkeypatch.setattr(forward, "best_algorithm", lambda mode, has_wgmma, is_chained: algorithm)
+    monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
     monkeypatch.setattr(long_products, "LONG", 20)
     monkeypatch.setattr(long_products, "LONG_ALONG", 20)

@@ -14,10 +14,12 @@ _TORCH_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torc
 _MOST_IDLE: Final = 1.75  # times that torch's products of few tiles take: it splits their sums
 _COLD: Final = 2.5e-6  # seconds that a product of operands in memory takes more than one of operands in L2
 # Seconds of a product's sums, however few tiles it has: of each term, by bytes of an element; of half types where rows do not begin on
-# 16 bytes; and at most, in one product, whose sum torch splits.
+# 16 bytes, and in one product of few tiles there; and at most, in one product, whose sum torch splits.
 _TERM: Final = {2: 3.4e-9, 4: 3.4e-8, 8: 1e-8}
 _TERM_UNALIGNED: Final = 2.2e-8
+_TERM_UNALIGNED_FEW: Final = 1.1e-8
 _MOST_TERMS: Final = 8e-6
+_MOST_TERMS_FEW: Final = 4.5e-6
 _PLACED: Final = 1.2e-6  # seconds that a gradient's products take more where something comes after the mode,
 _PLACED_TERMS: Final = 4e-6  # and more where sums have this number of terms
 _MANY_TERMS: Final = 256
@@ -82,25 +84,33 @@ def _placed(mode: Mode, terms: int) -> float:
     return _PLACED + _PLACED_TERMS * min(1.0, terms / _MANY_TERMS) if mode.after > 1 else 0.0
 
 
-def _sum_seconds(mode: Mode, count: int) -> float:
-    """Seconds of the sums of a product, or of a batch of them."""
-    seconds = mode.p * (_TERM[mode.itemsize] if _slowdown(mode) == 1 else _TERM_UNALIGNED)
-    return min(seconds, _MOST_TERMS) if count == 1 else seconds
+def _products(mode: Mode) -> tuple[int, int]:
+    """The number of torch's products of a multiply, and the tiles of all."""
+    tile, is_last = _TORCH_TILE[mode.itemsize], mode.after == 1
+    count, height = mode.batches * (1 if is_last else mode.runs), mode.slices if is_last else mode.after
+    return count, ceil(height, tile) * ceil(mode.q, tile) * count
+
+
+def _sum_seconds(mode: Mode) -> float:
+    """Seconds of the sums of torch's products of a multiply."""
+    count, tiles = _products(mode)
+    term, most = _TERM[mode.itemsize], _MOST_TERMS
+    if _slowdown(mode) > 1:
+        is_few = count == 1 and tiles <= mode.gpu.multiprocessors
+        term, most = (_TERM_UNALIGNED_FEW, _MOST_TERMS_FEW) if is_few else (_TERM_UNALIGNED, _MOST_TERMS)
+    return min(mode.p * term, most) if count == 1 else mode.p * term
 
 
 def matmul_seconds(mode: Mode) -> float:
     """Seconds of torch's product of a mode in place: one matrix product, or one for each run where something comes after the mode."""
-    sums = _sum_seconds(mode, mode.batches * (mode.runs if mode.after > 1 else 1))
     copied = mode.result_seconds(2) if mode.adds else 0.0  # z
-    return max(_product_seconds(mode), mode.traffic() + sums) + _COLD + LAUNCH + copied
+    return max(_product_seconds(mode), mode.traffic() + _sum_seconds(mode)) + _COLD + LAUNCH + copied
 
 
 def _product_seconds(mode: Mode) -> float:
     """The same by operations, traffic and tiles alone."""
-    gpu, tile = mode.gpu, _TORCH_TILE[mode.itemsize]
+    gpu, (count, tiles) = mode.gpu, _products(mode)
     work = mode.operations / filled(mode.q, 32) * _slowdown(mode) / _matmul_rate(mode)
-    count, height = (mode.batches, mode.slices) if mode.after == 1 else (mode.batches * mode.runs, mode.after)
-    tiles = ceil(height, tile) * ceil(mode.q, tile) * count
     work *= min(_MOST_IDLE, ceil(tiles, gpu.multiprocessors) * gpu.multiprocessors / tiles)
     if mode.after > 1:
         work = max(work / filled(mode.after, 32), _batch_seconds(mode, count, mode.q, mode.after, mode.p, 0.0))
@@ -128,7 +138,7 @@ def _aligned(mode: Mode) -> Mode:
 def copying_seconds(mode: Mode) -> float:
     """Seconds of a copy of the operand with the mode last, of the factor, of one product, and of the result's copy."""
     aligned = _aligned(mode)
-    product = _product_seconds(aligned) + _COPIED_SUMS * _sum_seconds(aligned, 1) + LAUNCH
+    product = _product_seconds(aligned) + _COPIED_SUMS * _sum_seconds(aligned) + LAUNCH
     return product + max(mode.traffic(_COPIES), 2 * LAUNCH) + LAUNCH
 
 

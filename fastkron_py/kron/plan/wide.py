@@ -55,12 +55,15 @@ _LOOP_STEP_UNALIGNED: Final = 6e-6  # more of half types where rows of the last 
 _RESIDENT: Final = {2: 1.7, 4: 4.0, 8: 4.0}  # passes' time of the plain kernel with the whole factor on chip,
 _RESIDENT_BEFORE: Final = 1.3  # and of half types where runs of slices are whole vectors;
 _CHAINED: Final = {2: 2.1, 4: 1.3}  # and of the register-chained kernel,
+_CHAINED_START: Final = {2: 1e-6, 4: 4e-6}  # which waits these seconds for a factor of more than WIDE rows,
+_CHAINED_FACTOR: Final = 3e-6  # and these for one of 128 rows and columns;
 _CHAINED_UNEVEN: Final = {2: 5.0, 4: 1.45}  # whose loads are short where slices are no whole vectors,
 _CHAINED_UNEVEN_START: Final = 8e-6  # so that it takes these seconds more,
 _CHAINED_ODD: Final = {2: 3.5, 4: 2.1}  # and where runs of slices are none,
 _CHAINED_ODD_START: Final = {2: 5e-6, 4: 0.0}  # with these seconds more
 _VECTOR: Final = 4  # elements
 _WORTH: Final = 0.75  # of its time, which another algorithm has to beat: where all launches are kernels, they read whole runs of memory
+_WORTH_ALONE: Final = 0.85  # the same of rows by one factor, which torch's products read in whole runs as well
 # Seconds that the plain kernel takes at least for a factor of more than ALONE rows or columns, by bytes of an element: it waits for its
 # first tile, and in three-pass TF32 for its instructions. A multiply of less traffic chooses among the algorithms as well.
 _LEAST: Final = {4: 12e-6, 8: 5e-6}
@@ -197,19 +200,19 @@ def looped_seconds(mode: Mode) -> float:
 
 def chained_seconds(mode: Mode) -> float:
     """Seconds of the register-chained kernel, which keeps a factor of up to 128 rows and columns on chip."""
-    if mode.after > 1:
-        is_odd = mode.after % _VECTOR != 0
-        passes, start = (_CHAINED_ODD, _CHAINED_ODD_START[mode.itemsize]) if is_odd else (_CHAINED, 0.0)
-    elif mode.p % _VECTOR or mode.q % _VECTOR:
+    start = _CHAINED_FACTOR * mode.p * mode.q / RESIDENT**2 if is_wide(mode.p, mode.q) else 0.0
+    start += _CHAINED_START[mode.itemsize] if mode.p > WIDE else 0.0
+    passes = _CHAINED
+    if mode.after > 1 and mode.after % _VECTOR:
+        passes, start = _CHAINED_ODD, max(start, _CHAINED_ODD_START[mode.itemsize])
+    elif mode.after == 1 and (mode.p % _VECTOR or mode.q % _VECTOR):
         passes, start = _CHAINED_UNEVEN, _CHAINED_UNEVEN_START
-    else:
-        passes, start = _CHAINED, 0.0
     return mode.traffic(passes[mode.itemsize]) + start + 2 * LAUNCH
 
 
-def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> str:
+def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False, is_alone: bool = False) -> str:
     """The fastest of `multiply_times`, whose arguments are the same."""
-    times = multiply_times(mode, has_wgmma, is_chained)
+    times = multiply_times(mode, has_wgmma, is_chained, is_alone)
     return min(times, key=times.__getitem__)
 
 
@@ -219,15 +222,17 @@ def multiply_seconds(mode: Mode, has_wgmma: bool) -> float:
     return min(multiply_times(mode, has_wgmma).values())
 
 
-def multiply_times(mode: Mode, has_wgmma: bool, is_chained: bool = False) -> dict[str, float]:
+def multiply_times(mode: Mode, has_wgmma: bool, is_chained: bool = False, is_alone: bool = False) -> dict[str, float]:
     """Seconds of each algorithm that multiplies a mode: "chained", "wgmma", "matmul", "gemm", "copying" or "looped".
 
     Args:
         mode: the multiply.
         has_wgmma: whether the kernel for Hopper may be used.
         is_chained: whether the plan takes the register-chained kernel, in place of it and of the plain one.
+        is_alone: whether there is no other launch.
     """
-    times = {"chained": _WORTH * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
+    worth = _WORTH_ALONE if is_alone and mode.after == 1 else _WORTH
+    times = {"chained": worth * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
     if has_wgmma and not is_chained:
         times["wgmma"], _ = multiply_config(mode)
     if mode.batches == 1 or mode.after == 1:
