@@ -117,18 +117,21 @@ def _copying_product(source: Tensor, matrix: Tensor, moved: bool, out: Tensor, e
     """
     groups, count, p, tail = source.shape
     q = matrix.shape[2]
+    source = source.to(matrix.dtype)
+    operand = source.transpose(1, 2) if moved else source.mT
+    # The copy is in the result's memory where it fits: the first use of new pages takes longer than the copy.
+    a = out.view(-1)[: operand.numel()].view(operand.shape) if p <= q else matrix.new_empty(operand.shape)
+    a.copy_(operand)
     if moved:
-        a = ready(source.to(matrix.dtype).transpose(1, 2).reshape(groups, p, count * tail), matrix.dtype)
         columns = a.new_empty(groups, q, count * tail)
-        columns = _first_product(matrix.mT.expand(groups, q, p), a, columns, Epilogue(epilogue.alpha))
+        columns = _first_product(matrix.mT.expand(groups, q, p), a.view(groups, p, count * tail), columns, Epilogue(epilogue.alpha))
         out.copy_(columns.view(groups, q, count, tail).transpose(1, 2))
     else:
-        a = source.mT.to(matrix.dtype).reshape(groups, count * tail, p)
         rows = a.new_empty(groups, count * tail, q)
         if matrix.shape[0] == 1:
             rows = _tall_product(a.view(-1, p), matrix[0], rows.view(-1, q), Epilogue(epilogue.alpha))
         else:
-            product(a, matrix, rows, Epilogue(epilogue.alpha))
+            product(a.view(groups, count * tail, p), matrix, rows, Epilogue(epilogue.alpha))
         out.copy_(rows.view(groups, count, tail, q).mT)
     if epilogue.z is not None:
         out.add_(epilogue.z.reshape(out.shape), alpha=epilogue.beta)

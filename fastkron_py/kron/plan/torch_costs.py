@@ -36,6 +36,8 @@ COPY: Final = 0.12  # an element copied
 HALF_COPY: Final = 0.25  # the same of half types, in products of these
 COPY_RUN: Final = 1.1  # more, over the number of elements that stay side by side
 COPIES: Final = 4  # calls that the copies of both operands take
+NEW: Final = 0.4  # an element of a copy in new memory,
+NEW_ELEMENTS: Final = 1 << 16  # beyond these: smaller ones are in pages that the process has
 SHORT_RUN: Final = 5.0  # an element of a product with one term, over the length of its rows
 TRANSPOSE: Final = 0.45  # an element of a transposed matrix
 TRANSPOSE_NARROW: Final = 3.0  # more, over the shorter side
@@ -155,10 +157,10 @@ class Ways(NamedTuple):
 
 def best_ways(mode: Mode, backward: bool, is_last: bool, rates: Rates) -> Ways:
     """The least time of a step; in a backward pass all of its three products, or two of the last step."""
-    seconds, way = _least(_copying(mode, rates))
+    seconds, way = _least(_kept(mode, rates))
     if not backward:
         return Ways(seconds, way, IN_PLACE, IN_PLACE)
-    back_seconds, back = _least(_copying(mode._replace(p=mode.q, q=mode.p), rates))
+    back_seconds, back = _least(_kept(mode._replace(p=mode.q, q=mode.p), rates))
     gradient_seconds, gradient = _least(gradient_ways(mode, rates))
     return Ways((0.0 if is_last else seconds) + back_seconds + gradient_seconds, way, back, gradient)
 
@@ -207,15 +209,27 @@ def scaling(count: int, elements: int, backward: bool, rates: Rates) -> float:
     return (count * rates.call + 2 * rates.element * elements) * (3 if backward else 1) if count else 0.0
 
 
-def _copying(mode: Mode, rates: Rates) -> dict[str, float]:
-    """The times of products into buffers that are kept; copies are in new memory."""
-    copies = fresh_time(mode.read, rates) + fresh_time(mode.written, rates)
-    return {way: seconds + (0.0 if way == IN_PLACE else copies) for way, seconds in product_ways(mode, rates).items()}
+def _kept(mode: Mode, rates: Rates) -> dict[str, float]:
+    """The times of products into buffers that are kept. The operand's copy is in the result's where it fits, others are in new ones."""
+    copies = _new(mode.written, rates) + (_new(mode.read, rates) if mode.p > mode.q else 0.0)
+    return _with_copies(mode, copies, rates)
 
 
 def _recorded(mode: Mode, rates: Rates) -> dict[str, float]:
-    """The times of products into new memory."""
-    return {way: seconds + fresh_time(mode.written, rates) for way, seconds in _copying(mode, rates).items()}
+    """The times of products into new memory, with their copies."""
+    written = fresh_time(mode.written, rates)
+    copying = _with_copies(mode, fresh_time(mode.read, rates) + written, rates)
+    return {way: seconds + written for way, seconds in copying.items()}
+
+
+def _with_copies(mode: Mode, copies: float, rates: Rates) -> dict[str, float]:
+    """The times of products, and of memory for copies."""
+    return {way: seconds + (0.0 if way == IN_PLACE else copies) for way, seconds in product_ways(mode, rates).items()}
+
+
+def _new(elements: int, rates: Rates) -> float:
+    """More time of a copy in memory whose pages may be new to the process."""
+    return NEW * rates.scale * max(0, elements - NEW_ELEMENTS)
 
 
 def _least(ways: dict[str, float]) -> tuple[float, str]:
