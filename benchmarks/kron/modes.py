@@ -42,7 +42,7 @@ class Inputs:
     def modelled(self) -> dict[str, float]:
         """Seconds of each algorithm by the closed form."""
         mode, has_wgmma, is_chained = _described(self)
-        return multiply_times(mode, has_wgmma, is_chained) if self.dy is None else gradient_times(mode, has_wgmma)
+        return multiply_times(mode, has_wgmma, is_chained, is_alone=True) if self.dy is None else gradient_times(mode, has_wgmma)
 
 
 def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
