@@ -97,8 +97,8 @@ class _Partials:
         pairs = zip(self.needs, self.shapes, strict=True)
         found = [build.empty((self.groups, *shape), self.dtype) if need else None for need, shape in pairs]
         build.launch(self.split, (total, tuple(factors), tuple([t for t in found if t is not None])))
-        turned = zip(found, self.shapes, self.transposed, strict=True)
-        return [t.view(self.groups, q, p).mT if t is not None and is_transposed else t for t, (p, q), is_transposed in turned]
+        stored = zip(found, self.shapes, self.transposed, strict=True)
+        return [t.view(self.groups, q, p).mT if t is not None and is_transposed else t for t, (p, q), is_transposed in stored]
 
     def _added_up(self, build: Builder, partial: Tensor, shape: tuple[int, ...], dtype: torch.dtype, alpha: Scalar | int) -> Tensor:
         """The sum of the partial sums times alpha; a lone one is that sum."""

@@ -265,7 +265,7 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
     config, found = row_pair_config(steps, problem.epilogue, gpu), tiling(steps)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
     factors = [(step.start - first.start, step.stop - first.start) for step in (first, second)]
-    left, right = factors[::-1] if found.turned else factors
+    left, right = factors[::-1] if found.transposed else factors
     arguments = common | {
         "programs": programs,
         "LEFT": left,
@@ -275,8 +275,8 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
         "PADS": found.pads,
         "P_PARTS": found.p_parts,
         "Q_PARTS": found.q_parts,
-        "TURNED": found.turned,
-        "PAIRED": found.turned and rounds and second.q % 2 == 0,
+        "TRANSPOSED": found.transposed,
+        "PAIRED": found.transposed and rounds and second.q % 2 == 0,
         "X_SIZES": (first.p, second.p),
         "Y_SIZES": (first.q, second.q),
         "STAGES": config.stages,

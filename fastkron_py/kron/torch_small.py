@@ -64,7 +64,7 @@ class Small(NamedTuple):
         rows: L.
         columns: R.
         dtype: in which it is computed.
-        transposed: factors are ``[Q_i, P_i]``, as the left form has them: autograd would record that they are turned, and turned back.
+        transposed: factors are ``[Q_i, P_i]``, as the left form has them: autograd would record two transposes.
     """
 
     steps: tuple[Step, ...]

@@ -25,7 +25,7 @@ LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, "int4": 7}
 SHAPES = {
     "a launch": [(64, 64), (32, 32)],
     "padded": [(40, 36), (36, 34)],
-    "in two parts, turned": [(70, 86), (36, 38)],
+    "in two parts, transposed": [(70, 86), (36, 38)],
     "in two parts": [(36, 38), (70, 86)],
     "a wide first step": [(140, 132), (70, 66)],
     "multiplied out": [(8, 8), (5, 5), (8, 8), (4, 4)],
@@ -33,7 +33,7 @@ SHAPES = {
     "one factor": [(7, 10)],
     "long rows": [(3, 50), (2, 70)],
 }
-NOT_FINITE = ["a launch", "padded", "in two parts, turned", "small"]
+NOT_FINITE = ["a launch", "padded", "in two parts, transposed", "small"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 PRODUCT = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5, torch.float64: 1e-5}  # of the row's largest value
 

@@ -34,9 +34,9 @@ SHAPES = {
     "eight in the middle, in two turns": (1, 2, (64, 8, 64), (64, 8, 64), 1),
     "six in the middle, in two turns, padded": (1, 2, (64, 6, 35), (40, 6, 64), 1),
     "parts on the right": (1, 3, (64, 86), (64, 86), 1),
-    "parts on the right, turned": (2, 3, (86, 64), (80, 40), 1),
-    "a first step of 32, turned": (1, 3, (32, 40), (32, 48), 1),
-    "two wide steps, turned": (1, 2, (150, 100), (130, 128), 1),
+    "parts on the right, transposed": (2, 3, (86, 64), (80, 40), 1),
+    "a first step of 32, transposed": (1, 3, (32, 40), (32, 48), 1),
+    "two wide steps, transposed": (1, 2, (150, 100), (130, 128), 1),
     "a narrow first step": (1, 5, (16, 64), (16, 64), 1),
     "a narrow first step, padded": (2, 3, (12, 100), (10, 70), 1),
     "a narrow second step": (1, 3, (64, 16), (64, 16), 1),
@@ -208,11 +208,11 @@ def test_tiles_waste_as_little_as_they_can() -> None:
     def of(p: int, q: int) -> Any:
         return tiling((Step(0, 1, p, p), Step(1, 2, q, q)))
 
-    assert (of(86, 128).turned, of(128, 86).turned) == (True, False)
+    assert (of(86, 128).transposed, of(128, 86).transposed) == (True, False)
     assert of(86, 128).pads == of(128, 86).pads == (128, 128)
     assert of(86, 128).p_parts == of(128, 86).q_parts == ((0, 64), (64, 32))
     assert (of(172, 64).pads, of(172, 64).p) == ((64, 64), 192)
-    assert (of(20, 100).turned, of(20, 100).p_parts) == (False, ((0, 128),))
+    assert (of(20, 100).transposed, of(20, 100).p_parts) == (False, ((0, 128),))
 
 
 def test_two_programs_round_to_integers_where_registers_suffice() -> None:

@@ -44,14 +44,14 @@ def clips(alpha, FORMAT: tl.constexpr):
 
 @triton.jit
 def column_of(row):
-    """The column of the result in a row of a turned tile whose columns are stored in pairs: a thread of a product has rows m and m + 8."""
+    """The column of the result in a row of a transposed tile that is stored in pairs: a thread of a product has rows m and m + 8."""
     return row // 16 * 16 + row % 8 * 2 + row // 8 % 2
 
 
 @triton.jit
-def _in_pairs(v, TURNED: tl.constexpr):
-    """(even, odd columns of a tile), of a turned one with rows in the order of `column_of`."""
-    if TURNED:
+def _in_pairs(v, TRANSPOSED: tl.constexpr):
+    """(even, odd columns of a tile), of a transposed one with rows in the order of `column_of`."""
+    if TRANSPOSED:
         even, odd = tl.split(v.reshape(v.shape[0] // 16, 2, 8, v.shape[1]).permute(0, 2, 3, 1))
         return even.reshape(v.shape[0] // 2, v.shape[1]).T, odd.reshape(v.shape[0] // 2, v.shape[1]).T
     else:
@@ -82,7 +82,7 @@ def store_values(
     out_ptr,
     first_row,
     first_column,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INSIDE: tl.constexpr,
@@ -93,7 +93,7 @@ def store_values(
     Two columns are stored at once where there is an even number of them; only then may the tile be in the order of `column_of`.
     Where the scale is NaN, values are of no meaning.
 
-    TURNED: whether the tile is the transpose of those elements.
+    TRANSPOSED: whether the tile is the transpose of those elements.
     INSIDE: whether all of the tile is in the matrix.
     CLIPPED: whether values are beyond the largest number of the format.
     """
@@ -104,16 +104,16 @@ def store_values(
         y = tl.minimum(tl.maximum(y, -most), most)
     inverse = 1.0 / scale
     if tl.uint8 == FORMAT:
-        even, odd = _in_pairs(y, TURNED)
+        even, odd = _in_pairs(y, TRANSPOSED)
         v = ((_rounded(even, inverse) & 15) | ((_rounded(odd, inverse) & 15) << 4)).to(tl.uint8)
         _store_tile(v, out_ptr, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     elif COLUMNS % 2 == 0:
-        even, odd = _in_pairs(y, TURNED)
+        even, odd = _in_pairs(y, TRANSPOSED)
         pairs = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         _store_tile(_two_bytes(even, odd, inverse, FORMAT), pairs, first_row, first_column // 2, ROWS, COLUMNS // 2, INSIDE)
     else:
         v = (_rounded(y, inverse) if tl.int8 == FORMAT else tl.minimum(tl.maximum(y * inverse, -MOST), MOST)).to(FORMAT)
-        _store_tile(v.T if TURNED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
+        _store_tile(v.T if TRANSPOSED else v, out_ptr, first_row, first_column, ROWS, COLUMNS, INSIDE)
 
 
 @triton.jit

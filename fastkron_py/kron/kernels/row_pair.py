@@ -2,8 +2,8 @@
 
 A slice ``[PA, PB]`` lies in memory as a matrix X, so that ``y = (A^T X) B`` needs no transposition: X and the factors are
 taken as they lie in shared memory, A^T X stays in registers, and the result is stored as it is. While a program multiplies one slice,
-the next one is on its way. Turned, it is ``y^T = (B^T X^T) A``: tensor cores take 64 or 128 rows at a time of the factor on the left, but
-any number of columns, and the plan (`plan.row_pair`) puts that factor left which wastes fewer rows.
+the next one is on its way. Transposed, it is ``y^T = (B^T X^T) A``: tensor cores take 64 or 128 rows at a time of the factor on the left,
+but any number of columns, and the plan (`plan.row_pair`) puts that factor left which wastes fewer rows.
 
 X's columns come in parts, each a power of two: 86 of them are 64 and 32, where one part would be 128.
 
@@ -68,40 +68,40 @@ def _columns(PARTS: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
-def _in_memory(PARTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr):
+def _in_memory(PARTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """(rows, columns) in memory of a part with this number of rows."""
-    if TURNED:
+    if TRANSPOSED:
         return PARTS[AT][0] + tl.arange(0, PARTS[AT][1])[:, None], tl.arange(0, ROWS)[None, :]
     else:
         return tl.arange(0, ROWS)[:, None], _columns(PARTS, AT)
 
 
 @triton.constexpr_function
-def _is_inside(part, rows, turned, sizes):
+def _is_inside(part, rows, transposed, sizes):
     """Whether a part with this number of rows has no padding; sizes are (rows, columns) in memory."""
-    most_rows, most_columns = (sizes[1], sizes[0]) if turned else (sizes[0], sizes[1])
+    most_rows, most_columns = (sizes[1], sizes[0]) if transposed else (sizes[0], sizes[1])
     return rows == most_rows and part[0] + part[1] <= most_columns
 
 
 @triton.jit
 def _load_part(
-    ptr, PARTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr
+    ptr, PARTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr
 ):
     """Load a part of a matrix of these SIZES in memory, whose rows are STEP apart; 0 in the padding."""
-    row, column = _in_memory(PARTS, AT, ROWS, TURNED)
-    if _is_inside(PARTS[AT], ROWS, TURNED, SIZES):
+    row, column = _in_memory(PARTS, AT, ROWS, TRANSPOSED)
+    if _is_inside(PARTS[AT], ROWS, TRANSPOSED, SIZES):
         part = tl.load(ptr + (row * STEP + column))
     else:
         part = tl.load(ptr + (row * STEP + column), mask=(row < SIZES[0]) & (column < SIZES[1]), other=0.0)
-    return part.T if TURNED else part
+    return part.T if TRANSPOSED else part
 
 
 @triton.jit
-def _load_parts(ptr, PARTS: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr):
+def _load_parts(ptr, PARTS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, STEP: tl.constexpr, SIZES: tl.constexpr):
     """`_load_part` of each part."""
     found = ()
     for i in tl.static_range(len(PARTS)):
-        part = _load_part(ptr, PARTS, i, ROWS, TURNED, STEP, SIZES)
+        part = _load_part(ptr, PARTS, i, ROWS, TRANSPOSED, STEP, SIZES)
         found = found + (part,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
@@ -229,17 +229,17 @@ def _store_part(
     beta,
     PARTS: tl.constexpr,
     AT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     STEP: tl.constexpr,
     SIZES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     """Store a part of a matrix of the result, with z; as in `_load_part`."""
-    INSIDE: tl.constexpr = _is_inside(PARTS[AT], y.shape[0], TURNED, SIZES)
-    row, column = _in_memory(PARTS, AT, y.shape[0], TURNED)
+    INSIDE: tl.constexpr = _is_inside(PARTS[AT], y.shape[0], TRANSPOSED, SIZES)
+    row, column = _in_memory(PARTS, AT, y.shape[0], TRANSPOSED)
     mask = (row < SIZES[0]) & (column < SIZES[1])
     n = row * STEP + column
-    y = EPILOGUE(y.T if TURNED else y, alpha, beta, z_ptr, n.to(tl.int64) * z_stride, mask).to(y_ptr.dtype.element_ty)
+    y = EPILOGUE(y.T if TRANSPOSED else y, alpha, beta, z_ptr, n.to(tl.int64) * z_stride, mask).to(y_ptr.dtype.element_ty)
     if INSIDE:
         tl.store(y_ptr + n, y)
     else:
@@ -255,23 +255,23 @@ def store_product(
     alpha,
     beta,
     PARTS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     STEP: tl.constexpr,
     SIZES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     """Store the parts of a matrix of the result, with z."""
     for j in tl.static_range(len(PARTS)):
-        _store_part(ys[j], y_ptr, z_ptr, z_stride, alpha, beta, PARTS, j, TURNED, STEP, SIZES, EPILOGUE)
+        _store_part(ys[j], y_ptr, z_ptr, z_stride, alpha, beta, PARTS, j, TRANSPOSED, STEP, SIZES, EPILOGUE)
 
 
 @triton.jit
-def _store_values(ys, scale, y_ptr, PARTS: tl.constexpr, TURNED: tl.constexpr, SIZES: tl.constexpr, CLIPPED: tl.constexpr):
+def _store_values(ys, scale, y_ptr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, SIZES: tl.constexpr, CLIPPED: tl.constexpr):
     """Store the parts of a slice as small numbers."""
     for j in tl.static_range(len(PARTS)):
-        row, column = (PARTS[j][0], 0) if TURNED else (0, PARTS[j][0])
-        inside = _is_inside(PARTS[j], ys[j].shape[0], TURNED, SIZES)
-        store_values(ys[j], scale, y_ptr, row, column, TURNED, SIZES[0], SIZES[1], inside, CLIPPED)
+        row, column = (PARTS[j][0], 0) if TRANSPOSED else (0, PARTS[j][0])
+        inside = _is_inside(PARTS[j], ys[j].shape[0], TRANSPOSED, SIZES)
+        store_values(ys[j], scale, y_ptr, row, column, TRANSPOSED, SIZES[0], SIZES[1], inside, CLIPPED)
 
 
 @triton.jit
@@ -283,7 +283,7 @@ def store_quantized(
     alpha,
     beta,
     PARTS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     STEP: tl.constexpr,
     SIZES: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -299,11 +299,11 @@ def store_quantized(
     tl.store(scale_ptr, scale)
     FORMAT: tl.constexpr = y_ptr.dtype.element_ty
     if tl.float8e4nv == FORMAT:
-        _store_values(ys, scale, y_ptr, PARTS, TURNED, SIZES, False)
+        _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, False)
     elif clips(alpha, FORMAT):
-        _store_values(ys, scale, y_ptr, PARTS, TURNED, SIZES, True)
+        _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, True)
     else:  # limits would take as many instructions as all the rest of rounding
-        _store_values(ys, scale, y_ptr, PARTS, TURNED, SIZES, False)
+        _store_values(ys, scale, y_ptr, PARTS, TRANSPOSED, SIZES, False)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta"])
@@ -330,8 +330,8 @@ def _row_pair_fwd_kernel(
     PADS: tl.constexpr,  # (rows, columns) of the factor on the left in tiles
     P_PARTS: tl.constexpr,  # (first, number) of X's columns in each part,
     Q_PARTS: tl.constexpr,  # and of the result's
-    TURNED: tl.constexpr,  # B is on the left, else A
-    PAIRED: tl.constexpr,  # rows of turned tiles are in the order of `column_of`
+    TRANSPOSED: tl.constexpr,  # B is on the left, else A
+    PAIRED: tl.constexpr,  # rows of transposed tiles are in the order of `column_of`
     X_SIZES: tl.constexpr,  # rows and columns of X in memory
     Y_SIZES: tl.constexpr,  # and of the result
     HEAD: tl.constexpr,
@@ -346,7 +346,7 @@ def _row_pair_fwd_kernel(
     batch = (tl.program_id(0) // programs).to(tl.int64)
     right, scale_right = _right_factor(factor_ptrs, factor_strides, batch, SHAPES, RIGHT, P_PARTS, Q_PARTS, HALF)
     left, scale_left = _left_factor(factor_ptrs, factor_strides, batch, SHAPES, LEFT, PADS, PAIRED, HALF)
-    P: tl.constexpr = X_SIZES[0] if TURNED else X_SIZES[1]
+    P: tl.constexpr = X_SIZES[0] if TRANSPOSED else X_SIZES[1]
     first = tl.program_id(0) % programs
     TURNS: tl.constexpr = MIDDLE // SUMS
     mixed = _zeros(PADS[1], P_PARTS, SUMS)
@@ -358,7 +358,7 @@ def _row_pair_fwd_kernel(
         x_slice = x_ptr + batch * x_strides[0] + row * x_strides[1] + j * x_strides[2]
         z_slice = z_ptr + batch * z_strides[0] + row * z_strides[1] + j * z_strides[2]
         y_slice = y_ptr + batch * y_strides[0] + row * y_strides[1] + j * y_strides[2]
-        xs = _load_parts(x_slice + h * X_SIZES[1], P_PARTS, PADS[0], TURNED, X_SIZES[1] * MIDDLE, X_SIZES)
+        xs = _load_parts(x_slice + h * X_SIZES[1], P_PARTS, PADS[0], TRANSPOSED, X_SIZES[1] * MIDDLE, X_SIZES)
         ts = _first_product(left, xs, COUNT, PRECISION)
         if MIDDLE > 1:
             strides = factor_strides[LEFT[1]]
@@ -373,5 +373,5 @@ def _row_pair_fwd_kernel(
                 ys = _second_product(us, right, scale * (scale_left * scale_right), HALF, COUNT, len(Q_PARTS), PRECISION)
                 at = (turn + k) * Y_SIZES[1]
                 z_k = z_slice + at * z_strides[3]
-                STORE(ys, y_slice + at, z_k, z_strides[3], alpha, beta, Q_PARTS, TURNED, Y_SIZES[1] * MIDDLE, Y_SIZES, EPILOGUE)
+                STORE(ys, y_slice + at, z_k, z_strides[3], alpha, beta, Q_PARTS, TRANSPOSED, Y_SIZES[1] * MIDDLE, Y_SIZES, EPILOGUE)
             mixed = _zeros(PADS[1], P_PARTS, SUMS)

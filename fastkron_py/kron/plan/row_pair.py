@@ -65,14 +65,14 @@ class Tiling:
     """The tiles of the two steps of a slice, or of the outer ones of three.
 
     Attributes:
-        turned: the second step's factor is on the left of the products, else the first one's.
+        transposed: the second step's factor is on the left of the products, else the first one's.
         pads: rows and columns of the factor on the left, each a power of two.
         p_parts: rows of the factor on the right, in parts (first, number), each a power of two.
         q_parts: its columns.
         is_whole: the factor on the right has no padding.
     """
 
-    turned: bool
+    transposed: bool
     pads: tuple[int, int]
     p_parts: Parts
     q_parts: Parts
@@ -126,13 +126,13 @@ def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
         if max(*found.pads, found.p, found.q) <= WIDEST and found.elements <= MOST_NARROW:
             yield found
         return
-    for turned, left, right in ((False, first, second), (True, second, first)):
-        if min(left.p, left.q) < LEAST_LEFT or (turned and len(steps) == 3):
+    for transposed, left, right in ((False, first, second), (True, second, first)):
+        if min(left.p, left.q) < LEAST_LEFT or (transposed and len(steps) == 3):
             continue
         pads = (max(padded(LEAST_LEFT), left.p_pad), max(padded(LEAST_LEFT), left.q_pad))
         p_parts, q_parts = [in_parts(n) if len(steps) == 2 else ((0, padded(n)),) for n in (right.p, right.q)]
         is_whole = all([sum(parts[-1]) == n for parts, n in ((p_parts, right.p), (q_parts, right.q))])
-        found = Tiling(turned, pads, p_parts, q_parts, is_whole)
+        found = Tiling(transposed, pads, p_parts, q_parts, is_whole)
         is_wide, most = max(pads) > WIDEST, MOST_SUMS * 32 * warps_of(found, matrices_of(steps))
         is_small = max(pads) <= WIDEST_LEFT and max(found.p, found.q) <= WIDEST_RIGHT and found.sums <= most
         if is_small and not (is_wide and min(found.p, found.q) < LEAST_RIGHT_OF_WIDE):
@@ -141,9 +141,9 @@ def _tilings(steps: Sequence[Step]) -> Iterator[Tiling]:
 
 @lru_cache(maxsize=4096)
 def _best_tiling(steps: tuple[Step, ...]) -> Tiling | None:
-    """The tiling of fewest operations, or None where the kernel takes none; of equal ones the turned one, which is stored faster."""
+    """The tiling of fewest operations, or None where the kernel takes none; of equal ones the transposed one, which is stored faster."""
     found = [t for t in _tilings(steps) if shared_memory(t, 1, False) <= HOPPER.shared_memory]
-    return min(found, key=lambda t: (t.operations(), not t.turned)) if found else None
+    return min(found, key=lambda t: (t.operations(), not t.transposed)) if found else None
 
 
 def tiling(steps: Sequence[Step]) -> Tiling:
@@ -209,7 +209,7 @@ def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     """Bytes of a program, as Triton allocates them, at most.
 
     It holds slices of x and of z that are loaded ahead, and both factors. Each part of a result takes another layout by way of shared
-    memory, which a lone stage has free: 128 rows at a time where nothing is padded, and half of a turned one.
+    memory, which a lone stage has free: 128 rows at a time where nothing is padded, and half of a transposed one.
 
     Args:
         tiles: of its steps.
@@ -218,7 +218,7 @@ def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     """
     (p, q), ahead = tiles.pads, stages - 1
     part = (min(WIDEST, q) if tiles.is_whole else q) * max([size for _, size in tiles.q_parts])
-    part //= 2 if tiles.turned and q <= WIDEST else 1
+    part //= 2 if tiles.transposed and q <= WIDEST else 1
     elements = stages * p * tiles.p + (ahead * q * tiles.q if adds else 0) + tiles.p * tiles.q + p * q
     return 2 * (elements + (part if ahead else 0))
 
@@ -249,7 +249,7 @@ def row_pair_start(steps: Sequence[Step], slices: int) -> float:
     if is_narrow(steps):
         return LOADING if max(found.p, found.q) > LOADING_WIDTH else 0.0
     first, second = steps[0], steps[-1]
-    left, right = (second, first) if found.turned else (first, second)
+    left, right = (second, first) if found.transposed else (first, second)
     rows = ((math.prod(found.pads), left.q), (found.p * found.q, right.q), (found.pads[0] * found.p, second.p))
     loads = sum([elements / math.gcd(length, HALF_VECTOR) for elements, length in rows]) / (32 * warps_of(found, matrices_of(steps)))
     return max(0.0, loads - FREE_LOADS - LOADS_OF_SLICE * slices) / LOADS
@@ -285,7 +285,7 @@ def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
     """Whether four warps have the registers for a tile of eight and round integers faster (float8 takes longer; measured on an H200)."""
     narrowest = min([size for _, size in (*tiles.p_parts, *tiles.q_parts)])
     is_short = tiles.sums <= MOST_SUMS_OF_FOUR * 32 * 4 and narrowest >= LEAST_OF_FOUR
-    return tiles.turned and is_short and columns % LOADED_AHEAD == 0
+    return tiles.transposed and is_short and columns % LOADED_AHEAD == 0
 
 
 def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
