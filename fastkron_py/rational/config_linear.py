@@ -14,7 +14,7 @@ _FUSED_TF32: Final = 0.6  # the same in three passes of TF32
 _INSTRUCTIONS: Final = 22  # for a value of P / Q of degrees (5, 4)
 _EXPOSED: Final = 0.6  # of their time, which the other program's products do not hide
 _SEPARATE: Final = 0.96  # share of the bandwidth that the function's own kernel reaches
-_CALLS: Final = 4e-5  # of torch's linear and of a recognised `rational`, in Python and the driver
+_CALLS: Final = 4e-5  # of torch's linear and of a cached call of `rational`, in Python and the driver
 # Of the fused kernel, whose descriptors are made for every call: on an H100's host the layers of KAT-T and KAT-S, whose kernels take 117
 # and 165 us in place of 190 and 221, were slower for it, and those of KAT-B, at 234 us in place of 286, faster.
 _CALL: Final = 2.4e-4

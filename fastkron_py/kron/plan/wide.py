@@ -113,7 +113,7 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
         tiles = ceil(height, BLOCK_M) * ceil(width, block_n) * mode.batches
         all_steps = ceil(depth, BLOCK_K)
         step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
-        finish = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
+        stored = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
         counts = {1, *[min(ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
         for wanted in counts:
             steps = ceil(all_steps, wanted)
@@ -122,7 +122,7 @@ def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, sl
             partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
             programs = min(tiles * splits, mode.gpu.multiprocessors)
             config = WideConfig(block_n, splits, steps, tiles * splits, programs)
-            found.append((waves * (steps * step + finish) + partial, config))
+            found.append((waves * (steps * step + stored) + partial, config))
     return min(found)
 
 
