@@ -159,6 +159,6 @@ def takes_onednn(p: int, q: int, n: int, is_last: bool) -> bool:
     return mode.work > 0 and onednn_time(mode, is_last, rates) < (_blas_last if is_last else _blas_first)(mode, rates)
 
 
-def fresh_time(elements: int, rates: Rates) -> float:
-    """More time that new memory takes than memory that was used before."""
-    return FRESH * rates.scale * max(0, elements - FRESH_ELEMENTS)
+def fresh_time(elements: int, rates: Rates, fresh: float = FRESH, least: int = FRESH_ELEMENTS) -> float:
+    """More time that new memory takes than memory that was used before: this for each element beyond the least number."""
+    return fresh * rates.scale * max(0, elements - least)

@@ -36,8 +36,8 @@ COPY: Final = 0.12  # an element copied
 HALF_COPY: Final = 0.25  # the same of half types, in products of these
 COPY_RUN: Final = 1.1  # more, over the number of elements that stay side by side
 COPIES: Final = 4  # calls that the copies of both operands take
-NEW: Final = 0.4  # an element of a copy in new memory,
-NEW_ELEMENTS: Final = 1 << 16  # beyond these: smaller ones are in pages that the process has
+COPY_FRESH: Final = 0.4  # an element of a copy in new memory, whose pages may be new to the process, too,
+COPY_FRESH_ELEMENTS: Final = 1 << 16  # beyond these
 SHORT_RUN: Final = 5.0  # an element of a product with one term, over the length of its rows
 TRANSPOSE: Final = 0.45  # an element of a transposed matrix
 TRANSPOSE_NARROW: Final = 3.0  # more, over the shorter side
@@ -211,8 +211,8 @@ def scaling(count: int, elements: int, backward: bool, rates: Rates) -> float:
 
 def _kept(mode: Mode, rates: Rates) -> dict[str, float]:
     """The times of products into buffers that are kept. The operand's copy is in the result's where it fits, others are in new ones."""
-    copies = _new(mode.written, rates) + (_new(mode.read, rates) if mode.p > mode.q else 0.0)
-    return _with_copies(mode, copies, rates)
+    new = [mode.written, mode.read] if mode.p > mode.q else [mode.written]
+    return _with_copies(mode, sum([fresh_time(n, rates, COPY_FRESH, COPY_FRESH_ELEMENTS) for n in new]), rates)
 
 
 def _recorded(mode: Mode, rates: Rates) -> dict[str, float]:
@@ -225,11 +225,6 @@ def _recorded(mode: Mode, rates: Rates) -> dict[str, float]:
 def _with_copies(mode: Mode, copies: float, rates: Rates) -> dict[str, float]:
     """The times of products, and of memory for copies."""
     return {way: seconds + (0.0 if way == IN_PLACE else copies) for way, seconds in product_ways(mode, rates).items()}
-
-
-def _new(elements: int, rates: Rates) -> float:
-    """More time of a copy in memory whose pages may be new to the process."""
-    return NEW * rates.scale * max(0, elements - NEW_ELEMENTS)
 
 
 def _least(ways: dict[str, float]) -> tuple[float, str]:
