@@ -15,7 +15,7 @@ from torch import Tensor
 import fastkron_py
 from benchmarks.kron.peers import GPYTORCH, LOOP, OURS
 from benchmarks.kron.problems import TOLERANCES, case, check, inputs
-from benchmarks.registry import Benchmark, Case, Contender, register
+from benchmarks.registry import Benchmark, Call, Case, Contender, register
 
 ROWS = 16384
 LENGTHS = (1024, 4096, 8192, 16384, 32768, 11008, 13824, 14336, 28672)
@@ -58,13 +58,36 @@ def _row(n: int, dtype: str) -> Case:
     )
 
 
+TRANSFORMS = [_row(n, dtype) for dtype in ("bfloat16", "float16", "float32") for n in LENGTHS]
+
+
 def _no_fast_hadamard(device: torch.device) -> str | None:
     return None if importlib.util.find_spec("fast_hadamard_transform") else "fast_hadamard_transform is not installed"
 
 
-def _fast_hadamard(problem: Rows) -> Tensor:
-    transform = importlib.import_module("fast_hadamard_transform").hadamard_transform
-    return transform(problem.x, scale=problem.scale)  # type: ignore[no-any-return]
+def _order(n: int) -> int | None:
+    """The order m of fast_hadamard_transform's matrix for n = m * 2^k; None where it has none."""
+    return {1: 1, 3: 12, 5: 20, 7: 28}.get(n // (n & -n))
+
+
+def _fast_hadamard(problem: Rows) -> Call:
+    interface = importlib.import_module("fast_hadamard_transform.fast_hadamard_transform_interface")
+    order = _order(problem.x.shape[1])
+    transform = interface.hadamard_transform if order == 1 else getattr(interface, f"hadamard_transform_{order}N")
+    return lambda: transform(problem.x, scale=problem.scale)
+
+
+def _in_our_matrix(y: Tensor) -> Tensor:
+    """Exchange fast_hadamard_transform's matrix for that of `hadamard`: Hadamard matrices of one order differ.
+
+    The first rows go back by the transpose of its matrix, the image of the identity, and through `hadamard`.
+    """
+    n = y.shape[1]
+    if _order(n) == 1:
+        return y
+    scale = n**-0.5
+    matrix = _fast_hadamard(Rows(torch.eye(n, device=y.device), torch.empty(0), scale))().double()
+    return fastkron_py.hadamard(y[:CHECKED_ROWS].double() @ matrix.mT, scale=scale)
 
 
 register(
@@ -72,14 +95,16 @@ register(
         name="hadamard",
         description="The Walsh-Hadamard transform of rows, beside the dense product and fast_hadamard_transform.",
         device="cuda",
-        cases=[_row(n, dtype) for dtype in ("bfloat16", "float16", "float32") for n in LENGTHS],
+        cases=TRANSFORMS,
         contenders=[
             Contender("fastkron_py", lambda p: lambda: fastkron_py.hadamard(p.x, scale=p.scale), is_ours=True),
             Contender("dense product", lambda p: lambda: p.x @ p.matrix),
             Contender(
                 "fast_hadamard_transform",
-                lambda p: lambda: _fast_hadamard(p),
+                _fast_hadamard,
                 obstacle=_no_fast_hadamard,
+                restore=_in_our_matrix,
+                labels=frozenset(row.label for row in TRANSFORMS if _order(row.parameters["n"])),
             ),
         ],
         inputs=_inputs,
