@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 _NUMPY = {gl.float32: np.float32, gl.bfloat16: np.float32, gl.float16: np.float32, gl.int32: np.int64, gl.int64: np.int64}
-_OF_TORCH = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_NUMPY |= {gl.float64: np.float64}
+_OF_TORCH = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float64: gl.float64}
 _IN_TORCH = {v: k for k, v in _OF_TORCH.items()}
 
 
@@ -333,8 +334,8 @@ class _Language:
         inside = np.broadcast_to(True if mask is None else _number(mask), pointer.at.shape)
         return Tile(np.where(inside, pointer.memory[np.where(inside, pointer.at, 0)], np.float32(other)), pointer.dtype.element_ty)
 
-    def store(self, pointer: Pointer, value: Tile, mask: Any) -> None:
-        inside = np.broadcast_to(_number(mask), value.a.shape)
+    def store(self, pointer: Pointer, value: Tile, mask: Any = None) -> None:
+        inside = np.broadcast_to(True if mask is None else _number(mask), value.a.shape)
         assert np.isnan(pointer.memory[np.broadcast_to(pointer.at, value.a.shape)[inside]]).all(), "written twice"
         pointer.memory[np.broadcast_to(pointer.at, value.a.shape)[inside]] = value.a[inside]
 
@@ -378,7 +379,15 @@ def _quick_parts(x: Tile) -> tuple[Tile, Tile]:
     return Tile(e), Tile(1 / (1 + e))
 
 
-_BY_NAME = {"round_to_tf32": _nearest_tf32, "_quick_parts": _quick_parts}
+def _scalar(bits: Any, dtype: Any) -> Tile:
+    return Tile(np.asarray(_number(bits), np.int64).view(np.float64).astype(_NUMPY[dtype]), dtype)
+
+
+def _mma_v2(a: Tile, b: Tile, acc: Tile) -> Tile:
+    return Tile((acc.a + a.a.astype(np.float64) @ b.a.astype(np.float64)).astype(np.float32), gl.float32)
+
+
+_BY_NAME = {"round_to_tf32": _nearest_tf32, "_quick_parts": _quick_parts, "scalar": _scalar}
 
 
 def _on(machine: Machine) -> Callable[[Any], Any]:
@@ -396,6 +405,8 @@ def _on(machine: Machine) -> Callable[[Any], Any]:
         "begin_described_copy": machine.begin_described_copy,
         "mbarrier": _MBarrier(machine),
         "barrier": lambda: None,
+        "in_order": language.permute,
+        "mma_v2": _mma_v2,
     }
     made: dict[Any, Any] = {}
 
@@ -435,7 +446,7 @@ def launch(kernel: Any, programs: int, tensors: Sequence[Any], arguments: dict[s
     held: dict[int, np.ndarray] = {}
     for t in tensors:
         given = _run(t) if isinstance(t, Tensor) else t.base.reshape(-1)
-        held.setdefault(_base(t).data_ptr(), given.float().numpy().copy())
+        held.setdefault(_base(t).data_ptr(), (given if given.dtype == torch.float64 else given.float()).numpy().copy())
     held[tensors[-1].data_ptr()][...] = np.nan
     names = [n for n in kernel.arg_names[len(tensors) :]]
     for program in range(programs):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fastkron_py.kron import hadamard_factors
 from fastkron_py.kron.api import ArrayT, Scalar, kron_matmul
-from fastkron_py.kron.hadamard_factors import factor_sizes, matrices, no_order, shrunk
+from fastkron_py.kron.hadamard_factors import LEAST_ALONE, no_order, shrunk
 from fastkron_py.kron.hadamard_matrices import MOST
+from fastkron_py.kron.hadamard_program import program
 from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.autocast import autocasted
+from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.checks import check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error, value_error
+from fastkron_py.runtime.operator import Operator, Saved
 
 
 def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) -> ArrayT:
@@ -53,17 +59,49 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) ->
         raise value_error("x", "at least one dimension", tuple(x.shape))
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise type_error("x", "a floating-point or complex dtype", x.dtype)
-    if torch.compiler.is_compiling():
-        from fastkron_py.kron import hadamard_constants  # whose decorator imports the compiler, and that Triton
+    t, _, _ = autocasted(x, [], None)
+    return cast("ArrayT", _transformed(t, check_scalar("scale", scale, x), precision))
 
-        sizes = hadamard_constants.sizes(_length(x.shape[-1]), x.dtype)
-        factors = [t.to(x.device) for t in hadamard_constants.matrices(sizes, x.dtype)]
+
+def _transformed(x: Tensor, scale: Any, precision: str | None) -> Tensor:
+    """By additions where a kernel has them, else by the factors."""
+    constants: Any = hadamard_factors
+    n, backend, make = x.shape[-1], "", _made
+    if torch.compiler.is_compiling():
+        from fastkron_py.kron import hadamard_constants as constants  # whose decorator imports the compiler, and that Triton
+
+        n = _length(n)
     else:
-        sizes = factor_sizes(x.shape[-1], x.dtype)
-        factors = _kept(sizes, x.dtype, x.device) if type(x) in TENSOR_TYPES else [t.to(x.device) for t in matrices(sizes, x.dtype)]
-    scale = check_scalar("scale", scale, x)
-    y = kron_matmul(x.reshape(-1, x.shape[-1]), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
-    return cast("ArrayT", y.view(x.shape))
+        backend = requested_backend()
+        make = _kept if type(x) in TENSOR_TYPES else _made
+    m, bits = constants.split(n)
+
+    def has_additions(m: int) -> bool:
+        return not isinstance(scale, Tensor) and constants.has_additions(m, bits, x.dtype, x.device, backend)
+
+    if has_additions(m):
+        (matrix,) = make(constants.padded_matrix, (m,), x.device)
+        return cast("Tensor", operator(x, matrix, scale, m, bits, backend))
+    if x.dtype == torch.float64 and bits >= LEAST_ALONE and has_additions(1):  # faster than factors in as many launches
+        parts = kron_matmul(x.reshape(-1, n), [*make(constants.matrices, ((m,), x.dtype), x.device), 1 << bits])
+        y: Tensor = operator(parts.view(*x.shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
+        return y.view(x.shape)
+    sizes = constants.factor_sizes(n)
+    factors = make(constants.matrices, (sizes, x.dtype), x.device)
+    y = kron_matmul(x.reshape(-1, n), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
+    return y.view(x.shape)
+
+
+def _made(make: Callable[..., list[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
+    """Constants on a device; None stays what it is."""
+    return [None if t is None else t.to(device) for t in make(*arguments)]
+
+
+@lru_cache(maxsize=64)
+def _kept(make: Callable[..., list[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
+    """The same, made once."""
+    with torch.inference_mode(False), torch.no_grad():
+        return _made(make, arguments, device)
 
 
 def _length(n: int) -> int:
@@ -75,8 +113,33 @@ def _length(n: int) -> int:
     return found
 
 
-@lru_cache(maxsize=64)
-def _kept(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Any]:
-    """The factors on a device."""
-    with torch.inference_mode(False), torch.no_grad():
-        return [t.to(device) for t in matrices(sizes, dtype)]
+# ---- the operator ---------------------------------------------------------------------------------
+
+
+def _fake(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int, backend: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward(saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    _, matrix = saved.tensors
+    return operator(dy, None if matrix is None else matrix.mT, *saved.options), None
+
+
+def _jvp(saved: Saved, tangents: Sequence[Tensor | None]) -> Any:
+    return operator(tangents[0], saved.tensors[1], *saved.options)
+
+
+def _vmap(size: int, dims: Sequence[Any], tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, int]:
+    return operator(tensors[0].movedim(dims[0], 0), tensors[1], *options), 0
+
+
+operator = Operator(
+    "hadamard(Tensor x, Tensor? matrix, float scale, int m, int bits, str backend) -> Tensor",
+    program=program,
+    fake=_fake,
+    backward=_backward,
+    jvp=_jvp,
+    vmap=_vmap,
+    unsaved=(0,),
+    scalars=(0,),
+)

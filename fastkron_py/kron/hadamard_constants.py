@@ -1,21 +1,38 @@
-"""The factors of a Hadamard transform as constants of a compiled graph."""
+"""The constants of a Hadamard transform as constants of a compiled graph."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.hadamard_factors import factor_sizes
-from fastkron_py.kron.hadamard_factors import matrices as made
+from fastkron_py.kron import hadamard_factors
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """`factor_sizes`."""
-    return factor_sizes(n, dtype)
+def split(n: int) -> tuple[int, int]:
+    """`hadamard_factors.split`."""
+    return hadamard_factors.split(n)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_additions(m: int, bits: int, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    """`hadamard_factors.has_additions`."""
+    return hadamard_factors.has_additions(m, bits, dtype, device, backend)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def padded_matrix(m: int) -> list[Tensor | None]:
+    """`hadamard_factors.padded_matrix`."""
+    return hadamard_factors.padded_matrix(m)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def factor_sizes(n: int) -> tuple[int, ...]:
+    """`hadamard_factors.factor_sizes`."""
+    return hadamard_factors.factor_sizes(n)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """`hadamard_factors.matrices`."""
-    return made(sizes, dtype)
+    return hadamard_factors.matrices(sizes, dtype)

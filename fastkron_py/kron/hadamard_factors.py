@@ -1,4 +1,4 @@
-"""The factors of a Hadamard transform: their orders for rows of a length, and their entries."""
+"""The constants of a Hadamard transform: the orders and entries of its factors, and whether additions take their place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.hadamard_matrices import MOST, Matrix, hadamard_matrix
-from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.runtime.backend import choose_backend, is_interpreting
 from fastkron_py.runtime.errors import value_error
 
 CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans multiply neighbours out as the dtype wants
@@ -19,11 +19,12 @@ CHUNK: Final = 3  # a factor is 8 x 8 at most, but for that of order m: plans mu
 MOST_BITS: Final = 7
 MIDDLE_BITS: Final = (1, 2)
 LEAST_BITS: Final = 5
+LEAST_ALONE: Final = 6  # bits that are transformed by a launch of their own in float64
 
 
 @lru_cache(maxsize=256)
-def factor_sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The orders of the factors for rows of length n, from the first on.
+def split(n: int) -> tuple[int, int]:
+    """(m, k) of rows of length n = m * 2^k.
 
     Raises:
         ValueError: there is no such m.
@@ -35,19 +36,39 @@ def factor_sizes(n: int, dtype: torch.dtype) -> tuple[int, ...]:
     used = next((j for j in range(2, twos + 1) if odd << j <= MOST and hadamard_matrix(odd << j) is not None), None) if odd > 1 else 0
     if used is None:
         raise no_order(n)
-    m, bits = odd << used, twos - used
+    return odd << used, twos - used
+
+
+@lru_cache(maxsize=256)
+def factor_sizes(n: int) -> tuple[int, ...]:
+    """The orders of the factors for rows of length n, from the first on.
+
+    Raises:
+        ValueError: there is no such m.
+    """
+    m, bits = split(n)
     first = (m,) if m > 1 else ()
     room = MOST_BITS - (m - 1).bit_length()
     middle = bits - room - MOST_BITS
     if room >= 0 and middle in MIDDLE_BITS:
         return (*first, *_chunks(room), 1 << middle, *_chunks(MOST_BITS))
-    if n == 1 << 2 * MOST_BITS and dtype in HALF_DTYPES:  # 64 x 4 x 64 is faster than 128 x 128; other types multiply four 16s or so
-        return (8, 8, 4, 8, 8)
     if m == 1:
         return (*_chunks(bits - bits // 2), *_chunks(bits // 2)) or (1,)
     room += bits - room > MOST_BITS  # a wide first step, so that two are enough
     beside = max(0, min(room, bits - LEAST_BITS))
     return (m, *_chunks(beside), *_chunks(bits - beside))
+
+
+@lru_cache(maxsize=256)
+def has_additions(m: int, bits: int, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    """Whether rows of m * 2^bits elements are transformed by additions in one launch, rather than multiplied by factors."""
+    if device.type != "cuda" or is_interpreting() or not torch.cuda.is_available():  # a fake tensor's GPU may not be there
+        return False
+    if choose_backend(backend, torch.empty(0, dtype=dtype, device=device)) == "torch":
+        return False
+    from fastkron_py.kron.hadamard_launch import has_launch  # which imports Triton
+
+    return has_launch(m, bits, dtype, device)
 
 
 def no_order(n: int) -> ValueError:
@@ -83,3 +104,12 @@ def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """The factors on the CPU, in float16 made smaller."""
     shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
     return [torch.tensor(_entries(order), dtype=torch.float64).mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
+
+
+def padded_matrix(m: int) -> list[Tensor | None]:
+    """The matrix of order m on the CPU, in bfloat16, with rows and columns of zeros up to a power of two; None where m is 1."""
+    if m == 1:
+        return [None]
+    matrix = torch.zeros((1 << (m - 1).bit_length(),) * 2, dtype=torch.bfloat16)
+    matrix[:m, :m] = torch.tensor(_entries(m))
+    return [matrix]

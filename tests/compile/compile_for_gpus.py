@@ -47,6 +47,14 @@ KAN: dict[str, tuple[int, int, int, int, torch.dtype, str]] = {
     "kan, small, bfloat16": (64, 256, 512, 15, HALF, "highest"),
     "kan, small, float64": (64, 256, 512, 8, DOUBLE, "highest"),
 }
+# name: (dtype, the order m, k)
+HADAMARD: dict[str, tuple[torch.dtype, int, int]] = {
+    "hadamard 2^12": (SINGLE, 1, 12),
+    "hadamard 2^14, bfloat16": (HALF, 1, 14),
+    "hadamard 2^6, float64": (DOUBLE, 1, 6),
+    "hadamard 28 * 2^9": (SINGLE, 28, 9),
+    "hadamard 12 * 2^8": (SINGLE, 12, 8),
+}
 # name: (dtype, rows, width of both factors)
 COPIED: dict[str, tuple[torch.dtype, int, int]] = {
     "131^2, copied, bfloat16": (HALF, 64, 131),
@@ -80,6 +88,15 @@ def run_copied(dtype: torch.dtype, rows: int, width: int) -> None:
     choose_algorithm("copying")
     run_kron(dtype, rows, width, 2, True)
     choose_algorithm("looped")
+
+
+def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
+    from fastkron_py.kron.hadamard_factors import padded_matrix
+    from fastkron_py.kron.hadamard_program import program
+
+    x, (matrix,) = torch.empty(1000, m << bits, dtype=dtype), padded_matrix(m)
+    given = [x] if matrix is None else [x, matrix]
+    program((x, matrix), (1.0, m, bits, "triton"))(given, (1.0,))
 
 
 def run_kan(rows: int, num_in: int, num_out: int, degree: int, dtype: torch.dtype, precision: str) -> None:
@@ -153,6 +170,7 @@ def problems() -> dict[str, Callable[[], None]]:
     table: list[tuple[Callable[..., None], dict[str, Any]]] = [
         (run_kron, KRON),
         (run_copied, COPIED),
+        (run_hadamard, HADAMARD),
         (take_points, TAKEN),
         (run_kan, KAN),
         (run_rational, RATIONAL),

@@ -92,7 +92,10 @@ def _kan(x: Tensor, coefficients: Tensor) -> Tensor:
 
 
 VERBS = [
-    *(Verb(f"hadamard {n}", fk.hadamard, [(37, n)], (HALF, torch.float16, SINGLE)) for n in (96, 1024, 11008, 16384, 32768)),
+    *(
+        Verb(f"hadamard {n}", fk.hadamard, [(37, n)], (HALF, torch.float16, SINGLE, torch.float64))
+        for n in (64, 96, 1024, 5120, 11008, 14336, 16384, 32768)
+    ),
     *(
         Verb(f"quantize {p},{q} {dtype}", partial(_quantized, dtype=dtype), [(300, p * q), (p, p), (q, q)], (HALF,), False)
         for p, q in ((64, 64), (86, 128), (172, 64), (30, 17))

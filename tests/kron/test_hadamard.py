@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastkron_py
 from fastkron_py import hadamard
-from fastkron_py.kron.hadamard_factors import factor_sizes
+from fastkron_py.kron.hadamard import operator
+from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
 from fastkron_py.kron.plan.plan import PlanProblem, plan
 from fastkron_py.testing import assert_close
@@ -24,7 +25,7 @@ ORDERS = (4, 12, 20, 28, 36, 44, 52, 60, 76, 92, 108, 116, 140, 148, 156, 172)
 def matrix(n: int) -> torch.Tensor:
     """H_m (x) H_(2^k) in float64, from its factors."""
     found = torch.ones(1, 1, dtype=torch.float64)
-    for size in factor_sizes(n, torch.float64):  # in any order: other dtypes have the same product
+    for size in factor_sizes(n):  # in any order: other dtypes have the same product
         power = size & (size - 1) == 0
         h = [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)] if power else hadamard_matrix(size)
         found = torch.kron(found, torch.tensor(np.array(h), dtype=torch.float64))
@@ -64,9 +65,9 @@ def test_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     assert y.dtype == dtype
     expected = x.to(wide) @ matrix(n).to(device, wide) * n**-0.5
     if x.numel():
-        assert_close(y, expected, steps=2 * len(factor_sizes(n, dtype)))  # the interpreter truncates to bfloat16
+        assert_close(y, expected, steps=2 * len(factor_sizes(n)))  # the interpreter truncates to bfloat16
         with pytest.raises(AssertionError):  # a control: two entries of each row exchanged
-            assert_close(y, (x.flip(-1)).to(wide) @ matrix(n).to(device, wide) * n**-0.5, steps=2 * len(factor_sizes(n, dtype)))
+            assert_close(y, (x.flip(-1)).to(wide) @ matrix(n).to(device, wide) * n**-0.5, steps=2 * len(factor_sizes(n)))
 
 
 def test_float16_has_room_between_launches(device: torch.device) -> None:
@@ -138,7 +139,7 @@ def test_a_scale_that_is_no_number() -> None:
 
 @pytest.mark.parametrize("n", [2048, 4096, 8192, 16384, 32768, 11008, 13824, 14336, 24576, 28672])
 def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
-    sizes = factor_sizes(n, torch.bfloat16)
+    sizes = factor_sizes(n)
     assert math.prod(sizes) == n
     (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
     assert launch.kernel == "row_pair"
@@ -149,9 +150,55 @@ def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
 def test_the_product_of_the_factors_is_the_length(order: int, dtype: torch.dtype) -> None:
     """Factors of two are at most 8 x 8, so that plans can multiply neighbours out as they like."""
     for k in range(17):
-        sizes = factor_sizes(order << k, dtype)
+        sizes = factor_sizes(order << k)
         assert math.prod(sizes) == order << k
         assert [size for size in sizes if size > 8 and size & (size - 1) == 0] == []
+
+
+# ---- the operator of additions, by torch: on a GPU it is a kernel (tests/gpu/test_hadamard_on_gpu.py) ----------------------
+
+
+def added(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """The transform by additions."""
+    m, bits = split(x.shape[-1])
+    (padded,) = padded_matrix(m)
+    found: torch.Tensor = operator(x, None if padded is None else padded.to(x.device), scale, m, bits, "torch")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (32,), (5, 24), (2, 3, 112), (0, 16), (2, 0, 12)], ids=str)
+def test_additions(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    n = shape[-1]
+    x = torch.randn(shape, device=device).to(dtype)
+    y = added(x, n**-0.5)
+    assert y.shape == x.shape
+    assert y.dtype == dtype
+    if x.numel():
+        expected = x.double() @ matrix(n).to(device) * n**-0.5
+        assert_close(y, expected, steps=2)
+        if n > 1:
+            with pytest.raises(AssertionError):  # a control: rows the other way round
+                assert_close(y, x.flip(-1).double() @ matrix(n).to(device) * n**-0.5, steps=2)
+
+
+@pytest.mark.parametrize("n", [8, 24])
+def test_derivatives_of_additions(n: int, device: torch.device) -> None:
+    x = torch.randn(3, n, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: added(x, 0.7), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: added(x, 0.7), (x,))
+    value = x.detach()
+    assert_close(torch.func.vmap(lambda x: added(x, 0.7), in_dims=1)(value.view(3, 1, n)), added(value, 0.7)[None])
+    assert torch.equal(torch.func.jvp(lambda x: added(x, 0.7), (value,), (value,))[1], added(value, 0.7))
+    m, bits = split(n)
+    (padded,) = padded_matrix(m)
+    torch.library.opcheck(operator.registered, (x, padded if padded is None else padded.to(device), 0.7, m, bits, "torch"))
+
+
+def test_cpus_multiply_by_factors(device: torch.device) -> None:
+    if device.type == "cpu":
+        assert not has_additions(1, 4, torch.float32, device, "auto")
 
 
 def test_it_is_public() -> None:

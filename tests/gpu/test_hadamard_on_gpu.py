@@ -1,0 +1,142 @@
+"""The Hadamard transform by additions on a GPU: the numbers of float64, in one launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from canonical_cases import watch_kernels
+
+import fastkron_py
+from fastkron_py.kron import hadamard_factors
+from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.testing import assert_close
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "_hadamard_fwd_kernel"
+SINGLE, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
+POWERS = [1, 2, 4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+OTHERS = [48, 80, 112, 96, 640, 768, 1536, 3584, 5120, 12288, 14336, 28672]  # m = 12, 20, 28
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are launched."""
+    device = torch.device("cuda")
+    if not hadamard_factors.has_additions(1, 4, SINGLE, device, "auto"):
+        pytest.skip("needs a GPU whose kernels Triton compiles from Gluon")
+    CACHE.forget()
+    return watch_kernels(monkeypatch)
+
+
+def expected(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """By factors, in float64 on the CPU, of some rows."""
+    return fastkron_py.hadamard(x.double().cpu(), scale=scale).to(x.device)
+
+
+def longest(dtype: torch.dtype) -> int:
+    """Elements of the longest row."""
+    return 32768 if dtype == SINGLE else 16384
+
+
+@pytest.mark.parametrize("rows", [1, 3, 37])
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE, HALF, BRAIN], ids=str)
+@pytest.mark.parametrize("n", POWERS)
+def test_powers_of_two(n: int, dtype: torch.dtype, rows: int, launched: list[str]) -> None:
+    if n > longest(dtype):
+        pytest.skip("longer rows are multiplied by factors")
+    torch.manual_seed(0)
+    x = torch.randn(rows, n, device="cuda").to(dtype)
+    y = fastkron_py.hadamard(x, scale=n**-0.5)
+    assert launched == [KERNEL]
+    assert_close(y, expected(x, n**-0.5), steps=2)
+    assert torch.equal(fastkron_py.hadamard(x, scale=n**-0.5), y)
+    if n > 1:
+        with pytest.raises(AssertionError):  # a control
+            assert_close(y, expected(x.flip(-1), n**-0.5), steps=2)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("n", OTHERS)
+def test_other_lengths_in_float32(n: int, rows: int, launched: list[str]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, n, device="cuda", requires_grad=True)
+    dy = torch.randn(rows, n, device="cuda")
+    y = fastkron_py.hadamard(x, scale=n**-0.5)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert launched == [KERNEL] * 2
+    assert_close(y, expected(x, n**-0.5), steps=3)
+    back = dy.double().cpu().requires_grad_()
+    (transposed,) = torch.autograd.grad(fastkron_py.hadamard(back, scale=n**-0.5), back, dy.double().cpu())  # H^T dy
+    assert_close(dx, transposed.cuda(), steps=3)
+    if n & -n != n // 7:  # 28's matrix is symmetric
+        with pytest.raises(AssertionError):  # a control: H dy
+            assert_close(dx, expected(dy, n**-0.5), steps=3)
+
+
+@pytest.mark.parametrize("n", [12 * 64, 28 * 64, 172 * 64])
+def test_other_lengths_in_float64(n: int, launched: list[str]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(37, n, device="cuda", dtype=DOUBLE, requires_grad=True)
+    y = fastkron_py.hadamard(x, scale=n**-0.5)
+    assert KERNEL in launched
+    assert_close(y, expected(x.detach(), n**-0.5), steps=3)
+    back = x.detach().cpu().requires_grad_()
+    dy = torch.randn_like(back)
+    (wanted,) = torch.autograd.grad(fastkron_py.hadamard(back, scale=n**-0.5), back, dy)
+    (dx,) = torch.autograd.grad(y, x, dy.cuda())
+    assert_close(dx, wanted.cuda(), steps=3)
+
+
+@pytest.mark.parametrize("n", [64, 2048, 4096, 3584])
+@pytest.mark.parametrize("dtype", [SINGLE, BRAIN], ids=str)
+def test_views(n: int, dtype: torch.dtype, launched: list[str]) -> None:
+    """Rows with gaps are read where they are; other strides are copied; addresses need not be aligned."""
+    wide = torch.randn(7, 3, n + 5, device="cuda").to(dtype)
+    views = [wide[..., :n], wide[..., 5:], wide[:, 1, 1 : n + 1], wide[:1, 0, :n].expand(4, n), wide[0, 0, :n]]
+    views.append(torch.randn(n, 6, device="cuda").to(dtype).T)
+    for x in views:
+        y = fastkron_py.hadamard(x, scale=0.25)
+        assert_close(y, expected(x, 0.25), steps=10 if dtype == BRAIN and n == 3584 else 3)
+    if dtype == SINGLE or n != 3584:
+        assert set(launched) == {KERNEL}
+
+
+def test_numbers_without_an_end(launched: list[str]) -> None:
+    """Infinities and NaNs go where additions of them go, and not to other rows."""
+    for n in (256, 28 * 16):
+        x = torch.randn(40, n, device="cuda")
+        x[3, 5], x[9, 7] = float("inf"), float("nan")
+        y = fastkron_py.hadamard(x)
+        assert torch.isinf(y[3]).all()
+        assert torch.isnan(y[9]).all()
+        assert torch.isfinite(y[[i for i in range(40) if i not in (3, 9)]]).all()
+    large = torch.zeros(1, 28 * 16, device="cuda")
+    large[0, 0] = torch.finfo(torch.float32).max
+    assert torch.isfinite(fastkron_py.hadamard(large)).all()
+    assert KERNEL in launched
+
+
+def test_compiled(launched: list[str]) -> None:
+    compiled = torch.compile(lambda x: fastkron_py.hadamard(x, scale=0.25) + 1, fullgraph=True)
+    for n in (256, 28 * 16):
+        x = torch.randn(4, n, device="cuda")
+        assert torch.equal(compiled(x), fastkron_py.hadamard(x, scale=0.25) + 1)
+    assert KERNEL in launched
+
+
+def test_other_ways(launched: list[str]) -> None:
+    """A tensor as the scale has a gradient, autocast its dtype, a backend its own way."""
+    x = torch.randn(4, 64, device="cuda")
+    scale = torch.tensor(0.5, device="cuda", requires_grad=True)
+    y = fastkron_py.hadamard(x, scale=scale)
+    (gradient,) = torch.autograd.grad(y.sum(), scale)
+    assert_close(gradient, expected(x, 1.0).sum())
+    assert KERNEL not in launched
+    with torch.autocast("cuda", dtype=BRAIN):
+        assert fastkron_py.hadamard(x).dtype == BRAIN
+    assert KERNEL in launched
+    launched.clear()
+    with fastkron_py.backend("torch"):
+        assert_close(fastkron_py.hadamard(x), expected(x, 1.0))
+    assert launched == []
