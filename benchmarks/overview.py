@@ -25,7 +25,7 @@ ROWS: dict[str, dict[tuple[str, str], str]] = {
         ("kron_backward", "GPyTorch"): "forward and backward, GPyTorch",
         ("kron_float64", "GPyTorch"): "float64, GPyTorch",
         ("kron_half", "matmul + transpose"): "half types, torch's loop",
-        ("hadamard", "dense product"): "Hadamard transform, dense product",
+        ("hadamard", "fast_hadamard_transform"): "Hadamard transform, fast_hadamard_transform",
         ("quantum", "permute + mm"): "quantum gates, permute and torch.mm",
     },
     "LoKr adapters": {
