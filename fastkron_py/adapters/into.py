@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastkron_py.adapters import program
 from fastkron_py.adapters.factor import Operands
@@ -58,6 +59,7 @@ def write(given: Operands, scale: float, precision: str | None, out: Tensor, key
     full = ("lokr_linear_into", is_base, *[t is None for t in given.listed], scale == 1, precision, *about(tensors), given.x.device)
     made = CACHE.program(full, lambda: program.forward(given.listed, options, out=out))
     made(tensors, options[:2])
+    increment_version(out)  # a backward pass that has saved base raises, as after torch's own writes
     if is_base and key is not None:
         CACHE.keep(key, tensors, made, _in_place, options, "lokr_linear")
 
@@ -65,4 +67,5 @@ def write(given: Operands, scale: float, precision: str | None, out: Tensor, key
 def _in_place(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
     """Run a program whose out is base, the last of the tensors."""
     made(given, options[:2])
+    increment_version(given[-1])
     return given[-1]

@@ -75,6 +75,20 @@ def test_memory_that_a_program_may_not_write_to(backend_name, device, generator)
     assert_close(own, wanted(x, w1, w2, x, 1.0), steps=8)
 
 
+def test_autograd_sees_the_write(backend_name, device) -> None:
+    """A backward pass that has saved base raises, checked and found again, as after a write by torch."""
+    w1, w2, x = torch.randn(2, 2, device=device), torch.randn(3, 3, device=device), torch.randn(5, 6, device=device)
+    for _ in range(2):
+        base, factor = torch.randn(5, 6, device=device), torch.randn(5, 6, device=device, requires_grad=True)
+        product = (factor * base).sum()
+        with torch.no_grad():
+            lokr_linear(x, w1, w2, base=base, out=base)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    with torch.inference_mode():
+        lokr_linear(x, w1, w2, base=torch.zeros(5, 6, device=device), out=torch.zeros(5, 6, device=device))
+
+
 def test_a_kept_call_in_place_runs_its_program_on_its_tensors(monkeypatch, backend_name, device) -> None:
     """Also one that depends on where they are: the program's inputs are the tensors that the call was found for."""
     monkeypatch.setattr(Program, "has_places", property(lambda self: True, lambda self, value: None), raising=False)
