@@ -19,6 +19,7 @@ from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar, check_tensor
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.out import are_apart, can_write, check_out
 
 ArrayT = TypeVar("ArrayT")
 
@@ -97,7 +98,7 @@ def adapted_linear(given: Operands, scale: Any, precision: str | None = None, ou
     if key is not None:
         tensors = given.present
         entry = CACHE.find(key, tensors)
-        if entry is not None and (out is None or into.are_apart(tensors[:-1], out)):
+        if entry is not None and (out is None or are_apart(tensors[:-1], out)):
             y: Tensor = entry(tensors, (scale, *entry.options[1:]))
             return y
     return _checked_product(given, scale, precision, key, out)
@@ -127,14 +128,14 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
     _check_sizes(given)
     scale = check_scalar("scale", scale, x)
     if out is not None:
-        into.check_out(out, given, scale if isinstance(scale, Tensor) else None)
+        check_out(out, given.result_shape, x, [*given.listed, scale if isinstance(scale, Tensor) else None])
     if isinstance(scale, Tensor | complex):  # part of the smaller factor
         given, scale = given._replace(w1=w1.scaled(scale)), 1.0
     is_vector, target = x.ndim == 1, out
     if is_vector:
         base, target = (None if t is None else t.unsqueeze(0) for t in (given.base, out))
         given = given._replace(x=x.unsqueeze(0), base=base)
-    if target is not None and into.can_write(given, target):
+    if target is not None and can_write(given.present, target, given.base):
         into.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
     y = product(given, scale, precision, None if is_vector else key)

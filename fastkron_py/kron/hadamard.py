@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastkron_py.kron import hadamard_factors
 from fastkron_py.kron.api import ArrayT, Scalar, kron_matmul
@@ -17,13 +18,15 @@ from fastkron_py.kron.hadamard_program import program
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.backend import requested_backend
+from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
-from fastkron_py.runtime.errors import type_error, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.operator import Operator, Saved
+from fastkron_py.runtime.out import can_write, check_out, is_same
 
 
-def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) -> ArrayT:
+def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, out: ArrayT | None = None) -> ArrayT:
     """Multiply the last dimension with a Hadamard matrix: ``scale * x @ (H_m (x) H_(2^k))``, n = m * 2^k.
 
     H_(2^k) is Sylvester's matrix, ``H_2 (x) ... (x) H_2`` with ``H_2 = [[1, 1], [1, -1]]``, as in `scipy.linalg.hadamard`.
@@ -35,13 +38,15 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) ->
         x: ``[*, n]``. A torch tensor, or a NumPy or CuPy array; float16, bfloat16, float32, float64, complex64 or complex128.
         scale: scales the result before it is rounded: a finite number, or a 0-dimensional tensor (which gets a gradient).
         precision: as in `kron_matmul`.
+        out: ``[*, n]``, a tensor of the result's dtype: the result is written there. It may be x. No gradient can be recorded, as with
+            every ``out=`` of torch.
 
     Returns:
-        ``[*, n]``, of x's array type and dtype.
+        ``[*, n]``, out itself or contiguous, of x's array type and dtype (under autocast, of autocast's dtype).
 
     Raises:
-        TypeError: x is no array, or of another dtype.
-        ValueError: x has no dimension, or n has no such m.
+        TypeError: x is no array, or of another dtype; out is no tensor of its dtype.
+        ValueError: x has no dimension, n has no such m, or out has another shape or device, or beside arguments that require a gradient.
 
     Example:
         >>> x = torch.randn(100, 14336)  # 28 * 512
@@ -53,6 +58,8 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) ->
         bridge = find_bridge([x], ["x"])
         if isinstance(scale, Tensor):
             raise type_error("scale", f"a number, since x is {bridge.noun}", "a torch tensor")
+        if out is not None:
+            raise type_error("out", f"None, since x is {bridge.noun}", type_name(out))
         with bridge.context():
             return bridge.give_back(hadamard(bridge.load(x, "x"), scale=scale, precision=precision))  # type: ignore[no-any-return]
     if x.ndim == 0:
@@ -60,11 +67,15 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None) ->
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise type_error("x", "a floating-point or complex dtype", x.dtype)
     t, _, _ = autocasted(x, [], None)
-    return cast("ArrayT", _transformed(t, check_scalar("scale", scale, x), precision))
+    scale = check_scalar("scale", scale, x)
+    if out is not None:
+        check_out(out, t.shape, t, [t, scale if isinstance(scale, Tensor) else None])
+    y = _transformed(t, scale, precision, cast("Tensor | None", out))
+    return cast("ArrayT", y if out is None or y is out else cast("Tensor", out).copy_(y))
 
 
-def _transformed(x: Tensor, scale: Any, precision: str | None) -> Tensor:
-    """By additions where a kernel has them, else by the factors."""
+def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Tensor:
+    """By additions where a kernel has them, to out if it can be written; else by the factors."""
     constants: Any = hadamard_factors
     n, backend, make = x.shape[-1], "", _made
     if torch.compiler.is_compiling():
@@ -81,6 +92,8 @@ def _transformed(x: Tensor, scale: Any, precision: str | None) -> Tensor:
 
     if has_additions(m):
         (matrix,) = make(constants.padded_matrix, (m,), x.device)
+        if out is not None and x.numel() and can_write([x], out, x):
+            return _write(x, matrix, (scale, m, bits, backend), out)
         return cast("Tensor", operator(x, matrix, scale, m, bits, backend))
     if x.dtype == torch.float64 and bits >= LEAST_ALONE and has_additions(1):  # faster than factors in as many launches
         parts = kron_matmul(x.reshape(-1, n), [*make(constants.matrices, ((m,), x.dtype), x.device), 1 << bits])
@@ -90,6 +103,16 @@ def _transformed(x: Tensor, scale: Any, precision: str | None) -> Tensor:
     factors = make(constants.matrices, (sizes, x.dtype), x.device)
     y = kron_matmul(x.reshape(-1, n), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
     return y.view(x.shape)
+
+
+def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tensor) -> Tensor:
+    """Write the transform to out, which may be x; options are the operator's."""
+    given = [t for t in (x, matrix, None if is_same(x, out) else out) if t is not None]
+    scale, *others = options
+    key = ("hadamard_into", is_same(x, out), matrix is None, scale == 1, *others, *about(given), x.device)
+    CACHE.program(key, lambda: program((x, matrix), options, out))(given, (scale,))
+    increment_version(out)  # a backward pass that has saved x raises, as after torch's own writes
+    return out
 
 
 def _made(make: Callable[..., list[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:

@@ -11,16 +11,20 @@ from torch import Tensor
 from fastkron_py.runtime.backend import choose_backend
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.runtime.out import is_same
 from fastkron_py.runtime.program import Program, Scalar
 
 _SCALE: Final = Scalar(0)
 
 
-def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
-    """Tensors are x and the matrix of order m; options the scale, m, k and the backend."""
+def program(tensors: Sequence[Any], options: tuple[Any, ...], out: Tensor | None = None) -> Program:
+    """Tensors are x and the matrix of order m; options the scale, m, k and the backend.
+
+    With out it writes the result there, and returns nothing: to x, or to one more tensor.
+    """
     _, m, bits, backend = options
-    build = Builder(tensors)
-    x, matrix = build.inputs
+    build = Builder([*tensors, None if out is None or is_same(tensors[0], out) else out])
+    x, matrix, target = build.inputs
     if x.numel() == 0 or choose_backend(backend, tensors[0]) == "torch":
 
         def by_torch(*given: Any) -> Tensor:
@@ -35,9 +39,9 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     rows = build.reshape(x, (x.numel() // n, n))
     if rows.stride(1) != 1:
         rows = build.contiguous(rows)
-    y = build.empty(rows.shape, x.dtype)
+    y = build.empty(rows.shape, x.dtype) if out is None else rows if target is None else target.view(rows.shape)
     build.launch(hadamard_launch(rows, matrix, m, bits), (rows, rows if matrix is None else matrix, y), (_SCALE,))
-    return build.program([y], [x.shape])
+    return build.program([y], [x.shape]) if out is None else build.program([])
 
 
 def _in_torch(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int) -> Tensor:

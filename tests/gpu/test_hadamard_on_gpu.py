@@ -117,6 +117,31 @@ def test_numbers_without_an_end(launched: list[str]) -> None:
     assert KERNEL in launched
 
 
+@pytest.mark.parametrize("n", [64, 1024, 8192, 28 * 64])
+def test_in_place(n: int, launched: list[str]) -> None:
+    """No memory is taken, in place or for another tensor."""
+    torch.manual_seed(0)
+    x = torch.randn(301, n, device="cuda")
+    wanted = expected(x, 0.25)
+    own, other = x.clone(), torch.full_like(x, torch.nan)
+    fastkron_py.hadamard(x, scale=0.25, out=other.clone())  # compiled
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert fastkron_py.hadamard(own, scale=0.25, out=own) is own
+    assert fastkron_py.hadamard(x, scale=0.25, out=other) is other
+    assert torch.cuda.max_memory_allocated() == before
+    assert set(launched) == {KERNEL}
+    assert_close(own, wanted, steps=3)
+    assert torch.equal(own, other)
+    gaps = torch.full((301, n + 1), torch.nan, device="cuda")[:, 1:]
+    assert_close(fastkron_py.hadamard(x, scale=0.25, out=gaps), wanted, steps=3)
+    factor = torch.randn(301, n, device="cuda", requires_grad=True)
+    product = (factor * x).sum()
+    fastkron_py.hadamard(x, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_compiled(launched: list[str]) -> None:
     compiled = torch.compile(lambda x: fastkron_py.hadamard(x, scale=0.25) + 1, fullgraph=True)
     for n in (256, 28 * 16):

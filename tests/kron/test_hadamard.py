@@ -130,6 +130,37 @@ def test_refusals(x: Any, error: type[Exception], message: str) -> None:
         hadamard(x)
 
 
+@pytest.mark.parametrize("n", [16, 24])
+def test_out(n: int, device: torch.device) -> None:
+    """The result is written to a tensor, of any strides, which may be x or overlap it."""
+    x = torch.randn(3, n, device=device)
+    wanted = x.double() @ matrix(n).to(device) * 0.5
+    wide = torch.full((3, 2 * n), torch.nan, device=device)
+    memory = torch.full((4, n), torch.nan, device=device)
+    memory[:3] = x
+    own = x.clone()
+    for source, out in ((x, torch.full_like(x, torch.nan)), (x, wide[:, ::2]), (own, own), (memory[:3], memory[1:])):
+        assert hadamard(source, scale=0.5, out=out) is out
+        assert_close(out, wanted)
+    factor = torch.randn(3, n, device=device, requires_grad=True)
+    product = (factor * x).sum()
+    hadamard(x, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_outs_that_are_refused() -> None:
+    x = torch.randn(3, 16)
+    with pytest.raises(ValueError, match=r"out: expected the result's shape \(3, 16\); got shape \(16, 3\)"):
+        hadamard(x, out=torch.empty(16, 3))
+    with pytest.raises(TypeError, match="out: expected x's dtype"):
+        hadamard(x, out=torch.empty(3, 16, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"out: expected torch\.no_grad"):
+        hadamard(x.requires_grad_(), out=torch.empty(3, 16))
+    with pytest.raises(TypeError, match="out: expected None, since x is"):
+        hadamard(np.ones((2, 8)), out=np.ones((2, 8)))
+
+
 def test_a_scale_that_is_no_number() -> None:
     with pytest.raises(ValueError, match="scale: expected a finite number"):
         hadamard(torch.ones(2, 8), scale=math.inf)
