@@ -16,7 +16,8 @@ from fastkron_py.kron.hadamard_factors import LEAST_ALONE, no_order, shrunk
 from fastkron_py.kron.hadamard_matrices import MOST
 from fastkron_py.kron.hadamard_program import program
 from fastkron_py.runtime.arrays import find_bridge
-from fastkron_py.runtime.autocast import autocasted
+from fastkron_py.runtime.autocast import autocast_dtype
+from fastkron_py.runtime.autocast import cast as cast_tensor
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE, about
 from fastkron_py.runtime.checks import check_scalar
@@ -24,6 +25,7 @@ from fastkron_py.runtime.eager import TENSOR_TYPES
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.out import can_write, check_out, is_same
+from fastkron_py.runtime.program import Program
 
 
 def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, out: ArrayT | None = None) -> ArrayT:
@@ -66,7 +68,8 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, ou
         raise value_error("x", "at least one dimension", tuple(x.shape))
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise type_error("x", "a floating-point or complex dtype", x.dtype)
-    t, _, _ = autocasted(x, [], None)
+    dtype = autocast_dtype(x)
+    t = x if dtype is None else cast_tensor(x, dtype)
     scale = check_scalar("scale", scale, x)
     if out is not None:
         check_out(out, t.shape, t, [t, scale if isinstance(scale, Tensor) else None])
@@ -94,7 +97,7 @@ def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | Non
         (matrix,) = make(constants.padded_matrix, (m,), x.device)
         if out is not None and x.numel() and can_write([x], out, x):
             return _write(x, matrix, (scale, m, bits, backend), out)
-        return cast("Tensor", operator(x, matrix, scale, m, bits, backend))
+        return _added(x, matrix, (scale, m, bits, backend))
     if x.dtype == torch.float64 and bits >= LEAST_ALONE and has_additions(1):  # faster than factors in as many launches
         parts = kron_matmul(x.reshape(-1, n), [*make(constants.matrices, ((m,), x.dtype), x.device), 1 << bits])
         y: Tensor = operator(parts.view(*x.shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
@@ -105,14 +108,34 @@ def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | Non
     return y.view(x.shape)
 
 
+def _added(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+    """By additions; options are the operator's."""
+    if torch.compiler.is_compiling():
+        return cast("Tensor", operator(x, matrix, *options))
+    given, key = (x,) if matrix is None else (x, matrix), ("hadamard", options[0] == 1, options[0] == 0)
+    entry = CACHE.find(key, given)
+    y: Tensor = operator(x, matrix, *options, key=key) if entry is None else entry(given, options)
+    return y
+
+
 def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tensor) -> Tensor:
     """Write the transform to out, which may be x; options are the operator's."""
     given = [t for t in (x, matrix, None if is_same(x, out) else out) if t is not None]
-    scale, *others = options
-    key = ("hadamard_into", is_same(x, out), matrix is None, scale == 1, *others, *about(given), x.device)
-    CACHE.program(key, lambda: program((x, matrix), options, out))(given, (scale,))
+    key = ("hadamard_into", options[0] == 1, options[0] == 0, is_same(x, out))
+    entry = CACHE.find(key, given)
+    if entry is None:
+        made = CACHE.program((*key, *options[1:], *about(given), x.device), lambda: program((x, matrix), options, out))
+        made(given, options[:1])
+        CACHE.keep(key, given, made, _run, options, operator.name)
+    else:
+        entry(given, options)
     increment_version(out)  # a backward pass that has saved x raises, as after torch's own writes
     return out
+
+
+def _run(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> None:
+    """Run a program that returns nothing."""
+    made(given, options[:1])
 
 
 def _made(make: Callable[..., list[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
