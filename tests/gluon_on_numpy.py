@@ -442,20 +442,22 @@ def _run(t: Tensor) -> Tensor:
 
 
 def launch(kernel: Any, programs: int, tensors: Sequence[Any], arguments: dict[str, Any]) -> None:
-    """Run all programs of a kernel on tensors, or descriptors of contiguous ones; the last is what is written, and begins as NaN."""
+    """Run all programs of a kernel on tensors, tuples of them, or descriptors of contiguous ones. The last is written; it begins as NaN."""
     held: dict[int, np.ndarray] = {}
-    for t in tensors:
-        given = _run(t) if isinstance(t, Tensor) else t.base.reshape(-1)
-        held.setdefault(_base(t).data_ptr(), (given if given.dtype == torch.float64 else given.float()).numpy().copy())
+    for t in [t for given in tensors for t in (given if isinstance(given, tuple) else (given,))]:
+        memory = _run(t) if isinstance(t, Tensor) else t.base.reshape(-1)
+        held.setdefault(_base(t).data_ptr(), (memory if memory.dtype == torch.float64 else memory.float()).numpy().copy())
     held[tensors[-1].data_ptr()][...] = np.nan
+
+    def operand(t: Any) -> Any:
+        if isinstance(t, tuple):
+            return tuple(map(operand, t))
+        return Pointer(held[t.data_ptr()], _OF_TORCH[t.dtype]) if isinstance(t, Tensor) else Described(held[t.base.data_ptr()], t)
+
     names = [n for n in kernel.arg_names[len(tensors) :]]
     for program in range(programs):
         convert = _on(Machine(program, programs))
-        operands = [
-            Pointer(held[t.data_ptr()], _OF_TORCH[t.dtype]) if isinstance(t, Tensor) else Described(held[t.base.data_ptr()], t)
-            for t in tensors
-        ]
         values = [arguments[name] for name in names]
         numbers = [Tile(v) if not name.isupper() else convert(v) for name, v in zip(names, values, strict=True)]
-        convert(kernel)(*operands, *numbers)
+        convert(kernel)(*map(operand, tensors), *numbers)
     tensors[-1].copy_(torch.from_numpy(held[tensors[-1].data_ptr()]).reshape(tensors[-1].shape))

@@ -41,7 +41,7 @@ class _Order(NamedTuple):
 def _order(problem: MultiplyProblem, parts: int) -> _Order:
     """The closed form's launches, or, where launches in place do and there are two others, with the first factor's between them."""
     shapes = problem.factor_shapes
-    planned = plan_problem(problem)._replace(rows=_PLANNED_ROWS, whole_rows=False)
+    planned = plan_problem(problem)._replace(rows=_PLANNED_ROWS, whole_rows=False, small_factors=False)
     found = plan(tuple([s[-2] for s in shapes]), tuple([s[-1] for s in shapes]), planned)
     in_place = problem.dtype.itemsize >= _IN_PLACE_BYTES and len(found) >= _LEAST_IN_PLACE
     transposed = transposes(found, len(shapes), 1) and not in_place

@@ -20,6 +20,7 @@ from fastkron_py.kron.plan.steps import HALF_VECTOR
 from fastkron_py.kron.plan.whole_row import takes_whole_rows
 from fastkron_py.kron.plan.wide import WIDE, best_algorithm, chained_seconds, has_choice, is_wide, looped_seconds, multiply_seconds
 from fastkron_py.kron.scale import PLAIN, Scale
+from fastkron_py.kron.small_factors_launch import has_small_factors
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.kron.units import lone_units, without_units
@@ -106,6 +107,7 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
         kernels.half_of(problem.device, problem.dtype),
         parts_of(problem.dtype),
         problem.whole_rows,
+        has_small_factors(problem.device, problem.dtype, problem.precision),
     )
 
 

@@ -33,6 +33,7 @@ from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
 from fastkron_py.kron.plan.row_pair import QUANTIZING, matrices_of, row_pair_config, tiling, turns_of
 from fastkron_py.kron.plan.wide import is_wide, looped_seconds, multiply_config
+from fastkron_py.kron.small_factors_launch import small_factors_launch
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.launch import LaunchConfig
@@ -212,6 +213,8 @@ def launch_configs(problem: LaunchProblem, config: Config | None = None) -> tupl
         return (_row_pair(problem, common, gpu),)
     if launch.kernel == "whole_row":
         return (whole_row_launch(launch.steps, common, batches, gpu),)
+    if launch.kernel == "small_factors":
+        return (small_factors_launch(launch.steps, problem.factor_strides, itemsize, batches, common),)
     compute, acc, precision = arithmetic(problem.dtype, problem.precision, not chain and len(problem.factor_shapes) == 1)
     parts = parts_of(problem.dtype)
     elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
@@ -239,15 +242,13 @@ def takes_tensor_cores(problem: LaunchProblem) -> bool:
     is_single = len(problem.factor_shapes) == 1 and is_wide(problem.launch.p, problem.launch.q)
     if not is_single or not kernels.has_wide(problem.device, problem.dtype):
         return False
-    seconds, _ = multiply_config(problem.mode())
-    return seconds < looped_seconds(problem.mode())
+    return multiply_config(problem.mode())[0] < looped_seconds(problem.mode())
 
 
 def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig, gpu: GPU) -> LaunchConfig:
     """The launch configuration of a plain Triton kernel: for one step, or for a chain."""
     batches, launch = problem.shape[0], problem.launch
-    num_slices = common["num_slices"]
-    num_tiles = batches * math.ceil(num_slices / config.block_s)
+    num_tiles = batches * math.ceil(common["num_slices"] / config.block_s)
     arguments = common | tile_constants(problem.shape, config.block_s) | {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if isinstance(config, SingleConfig):
         block_p, block_q = (block // parts_of(problem.dtype) for block in (config.block_p, config.block_q))
@@ -290,8 +291,7 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
 def _narrow(problem: LaunchProblem, common: dict[str, Any], config: NarrowConfig, gpu: GPU) -> LaunchConfig:
     """The launch configuration of the kernel for a narrow factor."""
     batches, launch = problem.shape[0], problem.launch
-    num_slices = common["num_slices"]
-    num_tiles = batches * math.ceil(num_slices / config.block_s) * math.ceil(launch.q / config.block_q)
+    num_tiles = batches * math.ceil(common["num_slices"] / config.block_s) * math.ceil(launch.q / config.block_q)
     arguments = common | tile_constants(problem.shape, config.block_s)
     arguments |= {
         "RUN": config.run,
@@ -341,8 +341,8 @@ def _chained(problem: LaunchProblem, common: dict[str, Any], num_slices: int, co
     run = run_of(before, after, config.block_s) if head or tail else config.block_s
     num_tiles = batches * math.ceil(num_slices / config.block_s)
     loop = config.programs_per_sm > 0 and batches == 1
-    p_pads, q_pads = tuple(chained_pad(s.p) for s in steps), tuple(chained_pad(s.q) for s in steps)
     p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
+    p_pads, q_pads = (tuple(map(chained_pad, sizes)) for sizes in (p_sizes, q_sizes))
     padded = (p_sizes, q_sizes) != (p_pads, q_pads)
     arguments = {
         **common,

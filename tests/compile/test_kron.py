@@ -51,6 +51,7 @@ def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
         "_narrow_multiply_fwd_kernel",
         "_row_pair_fwd_kernel",
         "_whole_row_fwd_kernel",
+        "_small_factors_fwd_kernel",
         "_quantize_rows_kernel",
         "_take_points_kernel",
         "_take_runs_kernel",

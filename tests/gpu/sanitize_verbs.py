@@ -118,6 +118,10 @@ VERBS = [
             (33, 301 * 40, (301, 40)),
         )
     ),
+    *(
+        Verb(f"small factors {'x'.join(map(str, sizes))}", _product, [(rows, p), *[(s, s) for s in sizes]], (SINGLE, torch.float64))
+        for rows, p, sizes in ((301, 4096, (4,) * 6), (301, 512, (2,) * 9), (300, 4096, (8,) * 4), (301, 1024, (8, 4, 8, 4)))
+    ),
     Verb("left 256", _left, [(256 * 130, 24), (256, 256), (130, 130)]),
     Verb("kron with z", _shifted, [(65, 300 * 20), (65, 300 * 20), (300, 300), (20, 20)]),
     Verb("kron pair with z", _shifted, [(300, 86 * 128), (300, 86 * 128), (86, 86), (128, 128)], (HALF, torch.float16)),

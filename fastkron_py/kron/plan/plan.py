@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
 from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pair_start, row_pairs, row_triples
+from fastkron_py.kron.plan.small_factors import small_factors_cost, takes
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Step
 from fastkron_py.kron.plan.whole_row import whole_row_cost, whole_rows
 from fastkron_py.runtime.sizes import SECTOR_BYTES
@@ -38,7 +39,7 @@ class Launch:
     Attributes:
         steps: see above.
         kernel: "plain"; "chained", Hopper's, whose tile stays in registers; in half types also "row_pair", of two or three steps on one
-            slice at a time, and "whole_row", of three or four steps on one row at a time.
+            slice at a time, and "whole_row", of three or four steps on one row at a time; "small_factors", of all factors at once.
     """
 
     steps: tuple[Step, ...]
@@ -211,6 +212,7 @@ class PlanProblem(NamedTuple):
     half: str = ""  # "float16" or "bfloat16" where tensor cores take it from shared memory
     parts: int = 1  # real numbers of an element
     whole_rows: bool = False  # rows may be copied whole, in half types
+    small_factors: bool = False  # the kernel for small factors may be used
 
     @property
     def launch_cost(self) -> float:
@@ -244,6 +246,9 @@ def _candidates(
             found.append((cost, Launch(steps, "row_pair")))
         for rows in whole_rows(ps, qs, start, stop) if problem.whole_rows else ():
             found.append((HALF * whole_row_cost(float(moved), max(1, problem.rows * outside)), Launch(rows, "whole_row")))
+    if problem.small_factors and start == 0 and last and problem.before == 1 and takes(ps, qs, itemsize):
+        steps = tuple([Step(i, i + 1, p, p) for i, p in enumerate(ps)])
+        found.append((small_factors_cost(ps, itemsize, float(moved), problem.launch_cost), Launch(steps, "small_factors")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.
         sectors = run_sectors(1 if last and start == 0 and problem.before == 1 else 2, problem.columns)

@@ -1,0 +1,157 @@
+"""Small factors in one launch, in float32 and float64 without tensor cores: the products it takes, its time, and its phases.
+
+A tile is 2^T elements of one row or several. In a phase each thread multiplies the factors whose modes its registers hold whole, in
+full precision; then the elements change threads (see `plan.hadamard`, which has the same phases).
+
+Closed-form: no timing, no device, no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from fastkron_py.kron.plan.hadamard import LANES, LEAST_TILE
+
+SIZES: Final = (2, 4, 8)  # rows and columns of a factor
+_DOUBLE: Final = 8  # bytes
+_LONGEST: Final = {4: 14, 8: 13}  # bits of a row, by bytes of an element
+_VECTOR: Final = {4: 2, 8: 1}  # bits of 16 bytes
+_VALUES: Final = {4: 6, 8: 5}  # bits of a thread's elements
+_LEAST_BITS: Final = 8  # of a row: shorter ones are one factor of the other kernels, multiplied out
+_LARGE_TILE: Final = 13  # bits that leave room for few tiles on a multiprocessor
+# Readings and writings that a launch takes, by bytes of an element, with these sums of products for an element: up to 24, up to 32 (in
+# float64 with factors of 8), and the same of large tiles. Measured on an H200.
+_PASSES: Final = {4: (1.07, 1.25, 1.5, 1.9), 8: (1.1, 1.4, 2.3, 2.3)}
+_LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28
+# In `plan.plan`'s units the register-chained kernel takes 1.05 where it was measured at 1.46, and the plain one 1.1 at 1.17.
+_UNITS: Final = {4: 0.72, 8: 0.95}
+# Launches until the first tiles are multiplied, by bytes of an element: with factors of 2 and 4, and with one of 8.
+_START: Final = {4: (0.15, 1.0), 8: (0.0, 0.5)}
+
+
+class Group(NamedTuple):
+    """A factor's mode in an index."""
+
+    factor: int
+    low: int  # its lowest bit
+    width: int  # bits
+
+
+class GroupPhase(NamedTuple):
+    """Where the bits of an index lie, from the lowest of each on, and the factors that are multiplied."""
+
+    registers: tuple[int, ...]
+    lanes: tuple[int, ...]
+    warps: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+
+class SmallFactors(NamedTuple):
+    """A launch.
+
+    Attributes:
+        tile: bits of an index into a tile.
+        bits: of a row.
+        phases: the first one is that in which elements are loaded, the last one that in which they are stored.
+    """
+
+    tile: int
+    bits: int
+    phases: tuple[GroupPhase, ...]
+
+    @property
+    def num_warps(self) -> int:
+        """Of a program."""
+        return 1 << len(self.phases[0].warps)
+
+
+def takes(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> bool:
+    """Whether the kernel multiplies all of these factors at once."""
+    is_small = len(ps) > 1 and tuple(ps) == tuple(qs) and all([p in SIZES for p in ps])
+    return is_small and itemsize in _LONGEST and sum([_width(p) for p in ps]) <= _LONGEST[itemsize]
+
+
+def small_factors_cost(ps: Sequence[int], itemsize: int, moved: float, launch: float) -> float:
+    """Modelled time, in units of moving one element once.
+
+    Args:
+        ps: sizes of the factors.
+        itemsize: bytes of an element.
+        moved: elements that are read and written.
+        launch: time of a launch.
+    """
+    bits, products, has_eights = sum([_width(p) for p in ps]), sum(ps), max(ps) == max(SIZES)
+    if bits < _LEAST_BITS:
+        return math.inf
+    if bits >= _LARGE_TILE:
+        heavy = 2 + (products > _LIGHT_LARGE_PRODUCTS)
+    else:
+        heavy = int(products > _LIGHT_PRODUCTS or (itemsize == _DOUBLE and min(ps) == max(SIZES)))
+    return _UNITS[itemsize] * _PASSES[itemsize][heavy] * moved + _START[itemsize][has_eights] * launch
+
+
+@lru_cache(maxsize=256)
+def small_factors(ps: tuple[int, ...], itemsize: int) -> SmallFactors:
+    """The launch for square factors of these sizes."""
+    bits = sum([_width(p) for p in ps])
+    tile, vector, values = max(LEAST_TILE, bits), _VECTOR[itemsize], _VALUES[itemsize]
+    left, low = [], 0
+    for factor in reversed(range(len(ps))):
+        left.append(Group(factor, low, _width(ps[factor])))
+        low += _width(ps[factor])
+    found: list[GroupPhase] = []
+    while left or not _is_last(found[-1], vector):
+        taken = _beside_vectors(left, vector, values)
+        if found and len(taken) < len(left):
+            taken = _together(left, values)
+            registers = _bits_of(taken)
+        else:
+            registers = set(range(vector)) | _bits_of(taken)
+        found.append(_phase(tile, registers, values, taken))
+        left = [group for group in left if group not in taken]
+    return SmallFactors(tile, bits, tuple(found))
+
+
+def _width(p: int) -> int:
+    return p.bit_length() - 1
+
+
+def _bits_of(groups: Sequence[Group]) -> set[int]:
+    return {bit for group in groups for bit in range(group.low, group.low + group.width)}
+
+
+def _beside_vectors(left: Sequence[Group], vector: int, values: int) -> list[Group]:
+    """Groups that registers hold beside 16 bytes of neighbours: those that share their bits, then the highest; lanes have the others."""
+    taken = [group for group in left if group.low < vector]
+    if len(set(range(vector)) | _bits_of(taken)) > vector + 1:
+        taken = []
+    near = len(set(range(vector)) | _bits_of(taken))  # a bit of lanes, so that a warp has whole sectors
+    for group in sorted(left, key=lambda group: -group.low):
+        if group.low > near and len(set(range(vector)) | _bits_of([*taken, group])) <= values:
+            taken.append(group)
+    return taken
+
+
+def _together(left: Sequence[Group], values: int) -> list[Group]:
+    """The lowest groups that registers hold."""
+    taken: list[Group] = []
+    for group in sorted(left, key=lambda group: group.low):
+        if len(_bits_of([*taken, group])) <= values:
+            taken.append(group)
+    return taken
+
+
+def _phase(tile: int, registers: set[int], values: int, groups: Sequence[Group]) -> GroupPhase:
+    """The phase with these bits in registers, and others of the highest; lanes have the lowest ones left."""
+    more = [bit for bit in reversed(range(tile)) if bit not in registers]
+    own = sorted([*registers, *more[: values - len(registers)]])
+    others = [bit for bit in range(tile) if bit not in own]
+    return GroupPhase(tuple(own), tuple(others[:LANES]), tuple(others[LANES:]), tuple(groups))
+
+
+def _is_last(phase: GroupPhase, vector: int) -> bool:
+    """Whether elements may be stored from it: 16 bytes of a thread, and whole sectors of a warp."""
+    return set(range(vector)) <= set(phase.registers) and phase.lanes[0] <= vector + 1
