@@ -135,7 +135,7 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
     if is_vector:
         base, target = (None if t is None else t.unsqueeze(0) for t in (given.base, out))
         given = given._replace(x=x.unsqueeze(0), base=base)
-    if target is not None and can_write(given.present, target, given.base):
+    if target is not None and can_write(given.present, target, given.base is not None):
         into.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
     y = product(given, scale, precision, None if is_vector else key)

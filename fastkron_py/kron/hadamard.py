@@ -95,7 +95,7 @@ def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | Non
 
     if has_additions(m):
         (matrix,) = make(constants.padded_matrix, (m,), x.device)
-        if out is not None and x.numel() and can_write([x], out, x):
+        if out is not None and x.numel() and can_write([x], out, True):
             return _write(x, matrix, (scale, m, bits, backend), out)
         return _added(x, matrix, (scale, m, bits, backend))
     if x.dtype == torch.float64 and bits >= LEAST_ALONE and has_additions(1):  # faster than factors in as many launches

@@ -33,17 +33,17 @@ def check_out(out: Any, shape: Sequence[int], like: Tensor, tensors: Sequence[Te
         raise value_error("out", "torch.no_grad(), or arguments that require no gradient", "one that requires a gradient")
 
 
-def can_write(tensors: Sequence[Tensor], out: Tensor, in_place: Tensor | None) -> bool:
-    """Whether a program may write to out: contiguous memory that it does not read, but for one operand, element by element.
+def can_write(tensors: Sequence[Tensor], out: Tensor, in_place: bool) -> bool:
+    """Whether a program may write to out: contiguous memory that it does not read, but for the last operand, element by element.
 
     Args:
         tensors: the operands.
         out: see above.
-        in_place: the operand that out may be; None for none.
+        in_place: whether out may be the last operand.
     """
     if torch.compiler.is_compiling() or not out.is_contiguous() or not takes_fast_path([*tensors, out]):
         return False
-    return are_apart([t for t in tensors if t is not in_place or not is_same(t, out)], out)
+    return are_apart(tensors[:-1] if in_place and is_same(tensors[-1], out) else tensors, out)
 
 
 def is_same(t: Tensor, out: Tensor) -> bool:

@@ -75,6 +75,14 @@ def test_memory_that_a_program_may_not_write_to(backend_name, device, generator)
     assert_close(own, wanted(x, w1, w2, x, 1.0), steps=8)
 
 
+def test_an_x_that_is_base_is_not_written_while_it_is_read(backend_name, device, monkeypatch) -> None:
+    monkeypatch.setattr(into, "write", lambda *given: pytest.fail("x was written"))
+    w1, w2, own = torch.randn(2, 2, device=device), torch.randn(3, 3, device=device), torch.randn(5, 6, device=device)
+    expected = wanted(own, w1, w2, own.clone(), 1.0)
+    lokr_linear(own, w1, w2, base=own, out=own)
+    assert_close(own, expected, steps=8)
+
+
 def test_autograd_sees_the_write(backend_name, device) -> None:
     """A backward pass that has saved base raises, checked and found again, as after a write by torch."""
     w1, w2, x = torch.randn(2, 2, device=device), torch.randn(3, 3, device=device), torch.randn(5, 6, device=device)
