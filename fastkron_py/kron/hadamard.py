@@ -112,16 +112,16 @@ def _added(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...]) -> Tensor
     """By additions; options are the operator's."""
     if torch.compiler.is_compiling():
         return cast("Tensor", operator(x, matrix, *options))
-    given, key = (x,) if matrix is None else (x, matrix), ("hadamard", options[0] == 1, options[0] == 0)
-    entry = CACHE.find(key, given)
-    y: Tensor = operator(x, matrix, *options, key=key) if entry is None else entry(given, options)
+    given = (x,) if matrix is None else (x, matrix)
+    entry = CACHE.find(operator.name, given)  # a program is that of a shape, for any scale
+    y: Tensor = operator(x, matrix, *options, key=operator.name) if entry is None else entry(given, options)
     return y
 
 
 def _write(x: Tensor, matrix: Tensor | None, options: tuple[Any, ...], out: Tensor) -> Tensor:
     """Write the transform to out, which may be x; options are the operator's."""
     given = [t for t in (x, matrix, None if is_same(x, out) else out) if t is not None]
-    key = ("hadamard_into", options[0] == 1, options[0] == 0, is_same(x, out))
+    key = "hadamard_into", is_same(x, out)
     entry = CACHE.find(key, given)
     if entry is None:
         made = CACHE.program((*key, *options[1:], *about(given), x.device), lambda: program((x, matrix), options, out))

@@ -46,10 +46,10 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...], out: Tensor | None
 
 def _in_torch(x: Tensor, matrix: Tensor | None, scale: float, m: int, bits: int) -> Tensor:
     """The same by torch's operations."""
-    y = x.to(torch.float32 if x.dtype in HALF_DTYPES else x.dtype).reshape(-1, m, 1 << bits) if x.numel() else x
-    if matrix is not None and x.numel():
+    y = x.to(torch.float32 if x.dtype in HALF_DTYPES else x.dtype).reshape(-1, m, 1 << bits)
+    if matrix is not None:
         y = matrix[:m, :m].to(y.dtype).mT @ y
-    for bit in range(bits if x.numel() else 0):
+    for bit in range(bits):
         a, b = y.reshape(-1, 2, 1 << bit).unbind(1)
         y = torch.stack([a + b, a - b], 1)
     return (y.reshape(x.shape) * scale).to(x.dtype)

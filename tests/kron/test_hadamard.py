@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastkron_py
 from fastkron_py import hadamard
+from fastkron_py.kron import hadamard_factors
 from fastkron_py.kron.hadamard import operator
 from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
@@ -225,6 +226,15 @@ def test_derivatives_of_additions(n: int, device: torch.device) -> None:
     m, bits = split(n)
     (padded,) = padded_matrix(m)
     torch.library.opcheck(operator.registered, (x, padded if padded is None else padded.to(device), 0.7, m, bits, "torch"))
+
+
+def test_a_kept_call_takes_another_scale(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one shape run one program, whichever scale it was built for."""
+    monkeypatch.setattr(hadamard_factors, "has_additions", lambda *given: True)
+    x = torch.randn(3, 16, device=device)
+    with fastkron_py.backend("torch"):
+        for scale in (1.0, 0.5, 0.0, 1, 2):
+            assert_close(hadamard(x, scale=scale), x.double() @ matrix(16).to(device) * scale)
 
 
 def test_cpus_multiply_by_factors(device: torch.device) -> None:
