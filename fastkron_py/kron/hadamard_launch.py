@@ -12,7 +12,7 @@ from fastkron_py.kron.plan.hadamard import takes, transform
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 
-_REGISTERS: Final = {"maxnreg": 128}  # of a thread with m > 1: two programs on a multiprocessor
+_REGISTERS: Final = 128  # of a thread with m > 1, at most: two programs on a multiprocessor
 
 
 def _kernel() -> Any:
@@ -54,6 +54,6 @@ def hadamard_launch(x: Tensor, matrix: Tensor | None, m: int, bits: int) -> Laun
         "EVEN": m << bits == found.row and x.shape[0] % at_once == 0,
         "WARPS": found.num_warps,
         "num_warps": found.num_warps,
-        **(_REGISTERS if m > 1 else {}),
+        "maxnreg": _REGISTERS if m > 1 else None,
     }
     return Launcher([LaunchConfig(_kernel(), (math.ceil(x.shape[0] / at_once),), arguments)])

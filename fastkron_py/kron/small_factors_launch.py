@@ -43,10 +43,9 @@ def small_factors_launch(
     programs = math.ceil(common["num_slices"] / at_once)
     arguments = common | {
         "programs": programs,
-        "ENTRIES": tuple([(s[1], s[2]) for s in strides]),
         "BITS": found.bits,
         "TILE": found.tile,
-        "PHASES": tuple([(*phase[:3], tuple([tuple(group) for group in phase.groups])) for phase in found.phases]),
+        "PHASES": tuple([(*phase[:3], tuple([(*group, *strides[group.factor][1:]) for group in phase.modes])) for phase in found.phases]),
         "COUNT": len(found.phases),
         "EVEN": common["num_slices"] % at_once == 0,
         "num_warps": found.num_warps,

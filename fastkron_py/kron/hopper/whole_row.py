@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fastkron_py.kron.hopper.tile import in_order, seen_as
+from fastkron_py.kron.kernels.phases import item
 from fastkron_py.kron.kernels.row_pair import in_half
 from fastkron_py.kron.plan import whole_row as plan
 from fastkron_py.runtime.gluon_names import barrier, begin_copy
@@ -39,11 +40,6 @@ def _products(warps, side_by_side):
 def _copied(warps):
     """Sixteen bytes a lane."""
     return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _of(layouts, field):
-    return layouts[field]
 
 
 @gluon.constexpr_function
@@ -191,8 +187,8 @@ def _store(
     QM: gl.constexpr = SIZES[4]
     QC: gl.constexpr = SIZES[6]
     LAYOUT: gl.constexpr = _distributed(LAYOUTS, RESULT, [QA, COLUMNS])
-    ORDER: gl.constexpr = _of(LAYOUTS, RESULT_ORDER)
-    RUN: gl.constexpr = _of(LAYOUTS, RESULT_RUN)
+    ORDER: gl.constexpr = item(LAYOUTS, RESULT_ORDER)
+    RUN: gl.constexpr = item(LAYOUTS, RESULT_RUN)
     RUNS: gl.constexpr = QM * QC // RUN
     y = gl.reshape(in_order(gl.reshape(y, _by_bits(QA, ORDER)), ORDER), [QA, COLUMNS])
     y = gl.convert_layout(y, LAYOUT)  # the same registers under their last names
@@ -260,7 +256,7 @@ def _whole_row_fwd_kernel(
 
     WIDTH: gl.constexpr = SIZES[4] * SIZES[6]
     t = gl.allocate_shared_memory(HALF, [PARTS * MATRICES, max(TILE, SIZES[4]) * SIZES[6]], _shared(LAYOUTS, T_BY_ROWS))
-    SLICES: gl.constexpr = _of(LAYOUTS, SLICES_A)
+    SLICES: gl.constexpr = item(LAYOUTS, SLICES_A)
     COLUMNS: gl.constexpr = B * WIDTH // SLICES
     slot = first * 0
     ahead = first * 0 + (RING - 1)  # the part that is loaded next, and
@@ -280,9 +276,9 @@ def _whole_row_fwd_kernel(
             slot = gl.where(slot == RING - 1, 0, slot + 1)
         barrier()
         if B > 1:
-            COLUMNS_B: gl.constexpr = PA * WIDTH // _of(LAYOUTS, SLICES_B)
+            COLUMNS_B: gl.constexpr = PA * WIDTH // item(LAYOUTS, SLICES_B)
             seen = seen_as(t, [B, PA * WIDTH], _shared(LAYOUTS, T_FOR_B))
-            for k in gl.static_range(_of(LAYOUTS, SLICES_B)):
+            for k in gl.static_range(item(LAYOUTS, SLICES_B)):
                 part_of_t = seen.slice(k * COLUMNS_B, COLUMNS_B, dim=1)
                 part_of_t.store(_multiply_mode(b, scale_b, part_of_t, B, COLUMNS_B, WARPS).to(HALF))
             barrier()

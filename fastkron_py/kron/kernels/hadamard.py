@@ -12,53 +12,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from fastkron_py.kron.hopper.tile import in_order, twos
+from fastkron_py.kron.kernels.phases import MODES, bits_last, count, inverse, item, layout, place
 from fastkron_py.tiling.addresses import scalar
 
-REGISTERS, LANES, WARPS, TRANSFORMED = (gl.constexpr(i) for i in range(4))  # of a phase
-
 
 @gluon.constexpr_function
-def _layout(phase, tile):
-    """The layout of a tile ``[2^tile]``."""
-    return gl.DistributedLinearLayout(*[[[1 << bit] for bit in phase[i]] for i in (REGISTERS, LANES, WARPS)], [], [1 << tile])
-
-
-@gluon.constexpr_function
-def _count(phase):
-    return len(phase[TRANSFORMED])
-
-
-@gluon.constexpr_function
-def _transformed_last(phase, tile):
-    """The order of dimensions, seen bit by bit, that has the transformed bits last."""
-    last = [tile - 1 - bit for bit in phase[TRANSFORMED]]
-    return [i for i in range(tile) if i not in last] + last
-
-
-@gluon.constexpr_function
-def _inverse(order):
-    return [list(order).index(i) for i in range(len(order))]
-
-
-@gluon.constexpr_function
-def _turned(rank, count):
-    """The order that has the last dimension first among the last ones."""
-    return [*range(rank - count), rank - 1, *range(rank - count, rank - 1)]
-
-
-@gluon.constexpr_function
-def _of(values, i):
-    return values[i]
+def _last_first(rank, number):
+    """The order that has the last dimension first among this number of last ones."""
+    return [*range(rank - number), rank - 1, *range(rank - number, rank - 1)]
 
 
 @gluon.jit
 def _add_and_subtract(t, PHASE: gl.constexpr, TILE: gl.constexpr):
     """The transform over the bits of a phase; all of them are in registers."""
-    COUNT: gl.constexpr = _count(PHASE)
+    COUNT: gl.constexpr = count(PHASE)
     if COUNT > 0:
-        ORDER: gl.constexpr = _transformed_last(PHASE, TILE)
-        BACK: gl.constexpr = _inverse(ORDER)
-        NEXT: gl.constexpr = _turned(TILE, COUNT)
+        ORDER: gl.constexpr = bits_last(TILE, item(PHASE, MODES))
+        BACK: gl.constexpr = inverse(ORDER)
+        NEXT: gl.constexpr = _last_first(TILE, COUNT)
         t = in_order(gl.reshape(t, twos(ORDER)), ORDER)
         for _ in gl.static_range(COUNT):
             a, b = gl.split(t)
@@ -80,7 +51,7 @@ def _times_matrix(x, h_ptr, h_strides, ORDER: gl.constexpr, M: gl.constexpr, TIL
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    BACK: gl.constexpr = _inverse(ORDER)
+    BACK: gl.constexpr = inverse(ORDER)
     N: gl.constexpr = (1 << TILE) // M
     i = gl.arange(0, M, gl.SliceLayout(1, LEFT))[:, None]
     k = gl.arange(0, M, gl.SliceLayout(0, LEFT))[None, :]
@@ -92,18 +63,6 @@ def _times_matrix(x, h_ptr, h_strides, ORDER: gl.constexpr, M: gl.constexpr, TIL
     sums = mma_v2(h, gl.convert_layout(middle, RIGHT), sums)
     sums = mma_v2(h, gl.convert_layout(high, RIGHT), sums)
     return gl.reshape(in_order(gl.reshape(sums, twos(ORDER)), BACK), [1 << TILE])
-
-
-@gluon.jit
-def _place(first, rows, stride, LAYOUT: gl.constexpr, TILE: gl.constexpr, ROW: gl.constexpr, M: gl.constexpr, BITS: gl.constexpr):
-    """(offsets from the first row on, mask) of a tile's elements."""
-    i = gl.arange(0, 1 << TILE, LAYOUT)
-    row = i // ROW
-    mask = (first + row < rows) & (i // (1 << BITS) % (ROW >> BITS) < M)
-    if ROW == 1 << TILE:
-        return i, mask
-    else:
-        return row.to(gl.int64) * stride + i % ROW, mask
 
 
 @gluon.jit(do_not_specialize=["scale"])
@@ -120,7 +79,7 @@ def _hadamard_fwd_kernel(
     BITS: gl.constexpr,  # k
     TILE: gl.constexpr,
     ROW: gl.constexpr,  # elements of a padded row
-    LOADED: gl.constexpr,  # `plan.hadamard.Phase`, as the next ones
+    LOADED: gl.constexpr,  # `plan.phases.Phase`, as the next ones
     ORDER: gl.constexpr,
     PHASES: gl.constexpr,
     COUNT: gl.constexpr,  # of PHASES
@@ -129,18 +88,18 @@ def _hadamard_fwd_kernel(
 ):
     ROWS: gl.constexpr = (1 << TILE) // ROW
     SUM: gl.constexpr = gl.float64 if x_ptr.dtype.element_ty == gl.float64 else gl.float32
-    LOAD: gl.constexpr = _layout(LOADED, TILE)
-    STORE: gl.constexpr = _layout(_of(PHASES, COUNT - 1), TILE)
+    LOAD: gl.constexpr = layout(LOADED, TILE)
+    STORE: gl.constexpr = layout(item(PHASES, COUNT - 1), TILE)
     first = gl.program_id(0).to(gl.int64) * ROWS
-    offsets, mask = _place(first, rows, x_stride, LOAD, TILE, ROW, M, BITS)
+    offsets, mask = place(first, rows, x_stride, LOAD, TILE, ROW, M, BITS)
     offsets += first * x_stride
     t = gl.load(x_ptr + offsets) if EVEN else gl.load(x_ptr + offsets, mask=mask, other=0.0)
     t = _times_matrix(t, h_ptr, h_strides, ORDER, ROW >> BITS, TILE, WARPS) if M > 1 else t.to(SUM)
     for i in gl.static_range(COUNT):
-        t = gl.convert_layout(t, _layout(_of(PHASES, i), TILE))
-        t = _add_and_subtract(t, _of(PHASES, i), TILE)
+        t = gl.convert_layout(t, layout(item(PHASES, i), TILE))
+        t = _add_and_subtract(t, item(PHASES, i), TILE)
     t = gl.convert_layout(t * scalar(scale, SUM), STORE).to(y_ptr.dtype.element_ty)
-    offsets, mask = _place(first, rows, y_stride, STORE, TILE, ROW, M, BITS)
+    offsets, mask = place(first, rows, y_stride, STORE, TILE, ROW, M, BITS)
     offsets += first * y_stride
     if EVEN:
         gl.store(y_ptr + offsets, t)

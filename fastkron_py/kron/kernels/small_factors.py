@@ -7,26 +7,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastkron_py.kron.hopper.tile import in_order, twos
-from fastkron_py.kron.kernels.hadamard import _inverse, _layout, _of, _place
+from fastkron_py.kron.kernels.phases import MODES, bits_last, count, inverse, item, layout, place
 
-GROUPS, FACTOR, LOW, WIDTH = (gl.constexpr(i) for i in (3, 0, 1, 2))  # of a phase, and of a group
-
-
-@gluon.constexpr_function
-def _count(phase):
-    return len(phase[GROUPS])
+FACTOR, LOW, WIDTH, P_STRIDE, Q_STRIDE = (gl.constexpr(i) for i in range(5))  # of a mode
 
 
 @gluon.constexpr_function
-def _group(phase, i, field):
-    return phase[GROUPS][i][field]
-
-
-@gluon.constexpr_function
-def _mode_last(tile, low, width):
-    """The order of dimensions, seen bit by bit, that has a mode's bits last."""
-    last = [tile - 1 - bit for bit in range(low + width - 1, low - 1, -1)]
-    return [i for i in range(tile) if i not in last] + last
+def _bits(mode):
+    """The bits of a mode, from the highest on."""
+    return list(range(mode[LOW] + mode[WIDTH] - 1, mode[LOW] - 1, -1))
 
 
 @gluon.constexpr_function
@@ -56,31 +45,36 @@ def _joined(parts, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _column(parts, factor, P_STRIDE: gl.constexpr, WIDTH: gl.constexpr):
+def _column(parts, factor, MODE: gl.constexpr):
     """The sum over a column of the factor."""
+    WIDE: gl.constexpr = item(MODE, WIDTH)
     y = parts[0] * gl.load(factor)
-    for i in gl.static_range(1, 1 << WIDTH):
-        y += parts[i] * gl.load(factor + _mirrored(i, WIDTH) * P_STRIDE)
+    for i in gl.static_range(1, 1 << WIDE):
+        y += parts[i] * gl.load(factor + _mirrored(i, WIDE) * item(MODE, P_STRIDE))
     return y
 
 
 @gluon.jit
-def _columns(parts, factor, P_STRIDE: gl.constexpr, Q_STRIDE: gl.constexpr, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
+def _columns(parts, factor, NUMBER: gl.constexpr, MODE: gl.constexpr):
     """The sums over columns from a number on, in the order of parts."""
-    y = _column(parts, factor + _mirrored(NUMBER, WIDTH) * Q_STRIDE, P_STRIDE, WIDTH)
-    if NUMBER + 1 == 1 << WIDTH:
+    WIDE: gl.constexpr = item(MODE, WIDTH)
+    y = _column(parts, factor + _mirrored(NUMBER, WIDE) * item(MODE, Q_STRIDE), MODE)
+    if NUMBER + 1 == 1 << WIDE:
         return (y,)
     else:
-        return (y,) + _columns(parts, factor, P_STRIDE, Q_STRIDE, NUMBER + 1, WIDTH)  # noqa: RUF005 (Triton has no unpacking)
+        return (y,) + _columns(parts, factor, NUMBER + 1, MODE)  # noqa: RUF005 (Triton has no unpacking)
 
 
 @gluon.jit
-def _times(t, factor, P_STRIDE: gl.constexpr, Q_STRIDE: gl.constexpr, LOW: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr):
+def _times(t, factor_ptrs, factor_strides, batch, MODE: gl.constexpr, TILE: gl.constexpr):
     """The tile with one mode multiplied."""
-    ORDER: gl.constexpr = _mode_last(TILE, LOW, WIDTH)
-    BACK: gl.constexpr = _inverse(ORDER)
+    ORDER: gl.constexpr = bits_last(TILE, _bits(MODE))
+    BACK: gl.constexpr = inverse(ORDER)
+    NUMBER: gl.constexpr = item(MODE, FACTOR)
+    WIDE: gl.constexpr = item(MODE, WIDTH)
+    factor = factor_ptrs[NUMBER] + batch * factor_strides[NUMBER][0]
     t = in_order(gl.reshape(t, twos(ORDER)), ORDER)
-    y = _joined(_columns(_parts(t, WIDTH), factor, P_STRIDE, Q_STRIDE, 0, WIDTH), WIDTH)
+    y = _joined(_columns(_parts(t, WIDE), factor, 0, MODE), WIDE)
     return gl.reshape(in_order(y, BACK), [1 << TILE])
 
 
@@ -101,10 +95,9 @@ def _small_factors_fwd_kernel(
     before,  # 1
     after,  # 1
     SHAPES: gl.constexpr,
-    ENTRIES: gl.constexpr,  # strides (P_i, Q_i) of each factor
     BITS: gl.constexpr,  # of a row
     TILE: gl.constexpr,
-    PHASES: gl.constexpr,  # `plan.small_factors.GroupPhase`
+    PHASES: gl.constexpr,  # `plan.phases.Phase`; a mode is a `plan.small_factors.Group` and its factor's strides (P_i, Q_i)
     COUNT: gl.constexpr,  # of PHASES
     EVEN: gl.constexpr,  # whether tiles have no padding
     HEAD: gl.constexpr,
@@ -112,27 +105,19 @@ def _small_factors_fwd_kernel(
     EPILOGUE: gl.constexpr,
 ):
     ROWS: gl.constexpr = 1 << (TILE - BITS)
-    LOAD: gl.constexpr = _layout(_of(PHASES, 0), TILE)
-    STORE: gl.constexpr = _layout(_of(PHASES, COUNT - 1), TILE)
+    LOAD: gl.constexpr = layout(item(PHASES, 0), TILE)
+    STORE: gl.constexpr = layout(item(PHASES, COUNT - 1), TILE)
     batch = (gl.program_id(0) // programs).to(gl.int64)
     first = (gl.program_id(0) % programs).to(gl.int64) * ROWS
-    offsets, mask = _place(first, num_slices, x_strides[1], LOAD, TILE, 1 << BITS, 1, BITS)
+    offsets, mask = place(first, num_slices, x_strides[1], LOAD, TILE, 1 << BITS, 1, BITS)
     x_ptr += batch * x_strides[0] + first * x_strides[1]
     t = gl.load(x_ptr + offsets) if EVEN else gl.load(x_ptr + offsets, mask=mask, other=0.0)
     for p in gl.static_range(COUNT):
-        t = gl.convert_layout(t, _layout(_of(PHASES, p), TILE))
-        for g in gl.static_range(_count(_of(PHASES, p))):
-            t = _times(
-                t,
-                factor_ptrs[_group(_of(PHASES, p), g, FACTOR)] + batch * factor_strides[_group(_of(PHASES, p), g, FACTOR)][0],
-                _of(_of(ENTRIES, _group(_of(PHASES, p), g, FACTOR)), 0),
-                _of(_of(ENTRIES, _group(_of(PHASES, p), g, FACTOR)), 1),
-                _group(_of(PHASES, p), g, LOW),
-                _group(_of(PHASES, p), g, WIDTH),
-                TILE,
-            )
+        t = gl.convert_layout(t, layout(item(PHASES, p), TILE))
+        for g in gl.static_range(count(item(PHASES, p))):
+            t = _times(t, factor_ptrs, factor_strides, batch, item(item(item(PHASES, p), MODES), g), TILE)
     t = gl.convert_layout(t, STORE)
-    offsets, mask = _place(first, num_slices, y_strides[1], STORE, TILE, 1 << BITS, 1, BITS)
+    offsets, mask = place(first, num_slices, y_strides[1], STORE, TILE, 1 << BITS, 1, BITS)
     i = gl.arange(0, 1 << TILE, STORE)
     z_offsets = (first + i // (1 << BITS)) * z_strides[1] + i % (1 << BITS) * z_strides[3]
     t = EPILOGUE(t, alpha, beta, z_ptr + batch * z_strides[0], z_offsets, mask)

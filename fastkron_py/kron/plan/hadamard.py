@@ -1,8 +1,7 @@
 """The Hadamard transform of rows in one launch, by additions: its tile, and which thread has which element between its exchanges.
 
-A row of n = m * 2^k elements is padded to 2^(k + b), where m <= 2^b. A tile is 2^T elements of one padded row or several, and bit i of
-an index is the same in all phases. In a phase each thread adds and subtracts those that differ in one bit, for each bit that its
-registers hold. Then the elements change threads.
+A row of n = m * 2^k elements is padded to 2^(k + b), where m <= 2^b. In a phase (`plan.phases`) each thread adds and subtracts elements
+that differ in one bit, for each bit that its registers hold: a mode is the number of a bit.
 
 Closed-form: no timing, no device, no Triton.
 """
@@ -13,25 +12,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-LEAST_TILE: Final = 11  # bits: 2048 elements
+from fastkron_py.kron.plan.phases import DOUBLE, LANES, LEAST_TILE, SINGLE, VECTOR, Phase, phase_of
+
 WIDEST: Final = 32  # orders m that tensor cores multiply with a matrix in registers
-LANES: Final = 5  # bits of 32 threads
-SINGLE, DOUBLE = 4, 8  # bytes
 # The longest rows, in bits, by bytes of an element. Half types of 32768 would leave a multiprocessor no room for the next row.
 MOST_BITS: Final = {2: 14, SINGLE: 15, DOUBLE: 14}
-_VECTOR: Final = {2: 3, 4: 2, 8: 1}  # bits of 16 bytes, by bytes of an element
 _VALUES: Final = 5  # bits of a thread's elements, and
 _LARGE, _MORE_VALUES = 13, 6  # of large tiles, where that saves an exchange, and of wide matrices
 _NARROW: Final = 16
-
-
-class Phase(NamedTuple):
-    """Where the bits of an index lie, from the lowest of each on, and those that are transformed."""
-
-    registers: tuple[int, ...]
-    lanes: tuple[int, ...]
-    warps: tuple[int, ...]
-    transformed: tuple[int, ...]
 
 
 class Transform(NamedTuple):
@@ -76,18 +64,19 @@ def transform(m: int, bits: int, itemsize: int) -> Transform:
     order_bits = (m - 1).bit_length()
     tile = max(LEAST_TILE, bits + order_bits)
     values = _MORE_VALUES if (tile >= _LARGE and itemsize < DOUBLE) or m > _NARROW else _VALUES
-    vector = min(bits, _VECTOR[itemsize])
+    vector = min(bits, VECTOR[itemsize])
     columns = [*range(bits), *range(bits + order_bits, tile)]  # but for m's
     if not order_bits:
         high = _highest(columns, bits, vector + LANES, values - vector)
-        first = _phase(tile, bits, [*columns[:vector], *high], columns[vector : vector + LANES])
+        registers = [*columns[:vector], *high]
+        first = phase_of(tile, registers, [bit for bit in registers if bit < bits])
         return Transform(tile, bits, 0, first, (), (first, *_others(tile, bits, vector, values, first)))
     # m's lowest bits are at home in registers and lanes as a right operand of the tensor cores has them, and then as a sum.
     m_bits = range(bits, bits + order_bits)
     eighths = columns[vector : vector + 3]
     high = _highest(columns, bits, vector + 3, values - vector - order_bits + 2)
-    loaded = _phase(tile, 0, [*columns[:vector], m_bits[0], *m_bits[3:], *high], [*m_bits[1:3], *eighths])
-    summed = _phase(tile, bits, [*columns[:vector], eighths[0], *m_bits[3:], *high], [*eighths[1:], *m_bits[:3]])
+    loaded = _as_operand(tile, 0, [*columns[:vector], m_bits[0], *m_bits[3:], *high], [*m_bits[1:3], *eighths])
+    summed = _as_operand(tile, bits, [*columns[:vector], eighths[0], *m_bits[3:], *high], [*eighths[1:], *m_bits[:3]])
     n = [*eighths, *loaded.warps, *columns[:vector], *high]
     order = tuple([tile - 1 - bit for bit in reversed([*n, *m_bits])])
     return Transform(tile, bits, order_bits, loaded, order, (summed, *_others(tile, bits, vector, values, summed)))
@@ -102,13 +91,13 @@ def takes(m: int, bits: int, itemsize: int, shared_memory: int) -> bool:
         itemsize: bytes of an element.
         shared_memory: bytes that a program can have.
     """
-    if m > 1 and (m > WIDEST or itemsize != SINGLE or bits < _VECTOR[SINGLE]):  # half types: two factors on tensor cores are faster
+    if m > 1 and (m > WIDEST or itemsize != SINGLE or bits < VECTOR[SINGLE]):  # half types: two factors on tensor cores are faster
         return False
     row = bits + (m - 1).bit_length()
     return row <= MOST_BITS[itemsize] and max(SINGLE, itemsize) << max(LEAST_TILE, row) <= shared_memory
 
 
-def _phase(tile: int, bits: int, registers: Sequence[int], lanes: Sequence[int]) -> Phase:
+def _as_operand(tile: int, bits: int, registers: Sequence[int], lanes: Sequence[int]) -> Phase:
     """The phase with these bits in registers and lanes, and all others in warps."""
     others = [bit for bit in range(tile) if bit not in registers and bit not in lanes]
     return Phase(tuple(registers), tuple(lanes), tuple(others), tuple([bit for bit in registers if bit < bits]))
@@ -123,7 +112,7 @@ def _highest(columns: Sequence[int], bits: int, least: int, count: int) -> list[
 
 def _others(tile: int, bits: int, vector: int, values: int, first: Phase) -> list[Phase]:
     """The phases after the first one: a thread has neighbours in the last one, and a warp those behind each other."""
-    left = [bit for bit in range(bits) if bit not in first.transformed]
+    left = [bit for bit in range(bits) if bit not in first.modes]
     near = vector + LANES
     found: list[Phase] = []
     while [bit for bit in left if bit < near]:
@@ -132,21 +121,15 @@ def _others(tile: int, bits: int, vector: int, values: int, first: Phase) -> lis
         if len(high) > values - vector:
             taken += high[: values - len(taken)]
         registers = [*taken, *[bit for bit in first.registers if bit not in taken]][:values]
-        found.append(_of(tile, sorted(registers), taken))
+        found.append(phase_of(tile, sorted(registers), taken))
         left = [bit for bit in left if bit not in taken]
     while left or not found or not _is_last(found[-1], vector):
         taken = left[: values - vector]
         others = [bit for bit in range(tile - 1, near - 1, -1) if bit not in taken]
         registers = [*range(vector), *taken, *others][:values]
-        found.append(_of(tile, sorted(registers), taken))
+        found.append(phase_of(tile, sorted(registers), taken))
         left = left[len(taken) :]
     return found
-
-
-def _of(tile: int, registers: Sequence[int], transformed: Sequence[int]) -> Phase:
-    """The phase whose lanes have the lowest bits that registers do not have."""
-    others = [bit for bit in range(tile) if bit not in registers]
-    return Phase(tuple(registers), tuple(others[:LANES]), tuple(others[LANES:]), tuple(transformed))
 
 
 def _is_last(phase: Phase, vector: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.plan.chained import MOST_STEPS, WARP_TILE, chained_config, chained_cost, run_sectors
 from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pair_start, row_pairs, row_triples
-from fastkron_py.kron.plan.small_factors import small_factors_cost, takes
+from fastkron_py.kron.plan.small_factors import small_factors_cost, takes_small_factors
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Step
 from fastkron_py.kron.plan.whole_row import whole_row_cost, whole_rows
 from fastkron_py.runtime.sizes import SECTOR_BYTES
@@ -246,8 +246,8 @@ def _candidates(
             found.append((cost, Launch(steps, "row_pair")))
         for rows in whole_rows(ps, qs, start, stop) if problem.whole_rows else ():
             found.append((HALF * whole_row_cost(float(moved), max(1, problem.rows * outside)), Launch(rows, "whole_row")))
-    if problem.small_factors and start == 0 and last and problem.before == 1 and takes(ps, qs, itemsize):
-        steps = tuple([Step(i, i + 1, p, p) for i, p in enumerate(ps)])
+    if problem.small_factors and start == 0 and last and problem.before == 1 and takes_small_factors(ps, qs, itemsize):
+        steps = tuple([Step.of(ps, qs, i, i + 1) for i in range(len(ps))])
         found.append((small_factors_cost(ps, itemsize, float(moved), problem.launch_cost), Launch(steps, "small_factors")))
     if problem.chained:
         # As if launches moved their modes to the front, so that only columns come after them.

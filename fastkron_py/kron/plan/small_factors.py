@@ -1,7 +1,6 @@
 """Small factors in one launch, in float32 and float64 without tensor cores: the products it takes, its time, and its phases.
 
-A tile is 2^T elements of one row or several. In a phase each thread multiplies the factors whose modes its registers hold whole, in
-full precision; then the elements change threads (see `plan.hadamard`, which has the same phases).
+In a phase (`plan.phases`) each thread multiplies the factors whose modes its registers hold whole, in full precision.
 
 Closed-form: no timing, no device, no Triton.
 """
@@ -13,23 +12,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from fastkron_py.kron.plan.hadamard import LANES, LEAST_TILE
+from fastkron_py.kron.plan.phases import DOUBLE, LEAST_TILE, SINGLE, VECTOR, Phase, phase_of
 
 SIZES: Final = (2, 4, 8)  # rows and columns of a factor
-_DOUBLE: Final = 8  # bytes
-_LONGEST: Final = {4: 14, 8: 13}  # bits of a row, by bytes of an element
-_VECTOR: Final = {4: 2, 8: 1}  # bits of 16 bytes
-_VALUES: Final = {4: 6, 8: 5}  # bits of a thread's elements
+_LONGEST: Final = {SINGLE: 14, DOUBLE: 13}  # bits of a row, by bytes of an element
+_VALUES: Final = {SINGLE: 6, DOUBLE: 5}  # bits of a thread's elements
 _LEAST_BITS: Final = 8  # of a row: shorter ones are one factor of the other kernels, multiplied out
 _LARGE_TILE: Final = 13  # bits that leave room for few tiles on a multiprocessor
 # Readings and writings that a launch takes, by bytes of an element, with these sums of products for an element: up to 24, up to 32 (in
 # float64 with factors of 8), and the same of large tiles. Measured on an H200.
-_PASSES: Final = {4: (1.07, 1.25, 1.5, 1.9), 8: (1.1, 1.4, 2.3, 2.3)}
+_PASSES: Final = {SINGLE: (1.07, 1.25, 1.5, 1.9), DOUBLE: (1.1, 1.4, 2.3, 2.3)}
 _LIGHT_PRODUCTS, _LIGHT_LARGE_PRODUCTS = 24, 28
 # In `plan.plan`'s units the register-chained kernel takes 1.05 where it was measured at 1.46, and the plain one 1.1 at 1.17.
-_UNITS: Final = {4: 0.72, 8: 0.95}
+_UNITS: Final = {SINGLE: 0.72, DOUBLE: 0.95}
 # Launches until the first tiles are multiplied, by bytes of an element: with factors of 2 and 4, and with one of 8.
-_START: Final = {4: (0.15, 1.0), 8: (0.0, 0.5)}
+_START: Final = {SINGLE: (0.15, 1.0), DOUBLE: (0.0, 0.5)}
 
 
 class Group(NamedTuple):
@@ -38,15 +35,6 @@ class Group(NamedTuple):
     factor: int
     low: int  # its lowest bit
     width: int  # bits
-
-
-class GroupPhase(NamedTuple):
-    """Where the bits of an index lie, from the lowest of each on, and the factors that are multiplied."""
-
-    registers: tuple[int, ...]
-    lanes: tuple[int, ...]
-    warps: tuple[int, ...]
-    groups: tuple[Group, ...]
 
 
 class SmallFactors(NamedTuple):
@@ -60,7 +48,7 @@ class SmallFactors(NamedTuple):
 
     tile: int
     bits: int
-    phases: tuple[GroupPhase, ...]
+    phases: tuple[Phase, ...]
 
     @property
     def num_warps(self) -> int:
@@ -68,7 +56,7 @@ class SmallFactors(NamedTuple):
         return 1 << len(self.phases[0].warps)
 
 
-def takes(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> bool:
+def takes_small_factors(ps: Sequence[int], qs: Sequence[int], itemsize: int) -> bool:
     """Whether the kernel multiplies all of these factors at once."""
     is_small = len(ps) > 1 and tuple(ps) == tuple(qs) and all([p in SIZES for p in ps])
     return is_small and itemsize in _LONGEST and sum([_width(p) for p in ps]) <= _LONGEST[itemsize]
@@ -89,7 +77,7 @@ def small_factors_cost(ps: Sequence[int], itemsize: int, moved: float, launch: f
     if bits >= _LARGE_TILE:
         heavy = 2 + (products > _LIGHT_LARGE_PRODUCTS)
     else:
-        heavy = int(products > _LIGHT_PRODUCTS or (itemsize == _DOUBLE and min(ps) == max(SIZES)))
+        heavy = int(products > _LIGHT_PRODUCTS or (itemsize == DOUBLE and min(ps) == max(SIZES)))
     return _UNITS[itemsize] * _PASSES[itemsize][heavy] * moved + _START[itemsize][has_eights] * launch
 
 
@@ -97,12 +85,12 @@ def small_factors_cost(ps: Sequence[int], itemsize: int, moved: float, launch: f
 def small_factors(ps: tuple[int, ...], itemsize: int) -> SmallFactors:
     """The launch for square factors of these sizes."""
     bits = sum([_width(p) for p in ps])
-    tile, vector, values = max(LEAST_TILE, bits), _VECTOR[itemsize], _VALUES[itemsize]
+    tile, vector, values = max(LEAST_TILE, bits), VECTOR[itemsize], _VALUES[itemsize]
     left, low = [], 0
     for factor in reversed(range(len(ps))):
         left.append(Group(factor, low, _width(ps[factor])))
         low += _width(ps[factor])
-    found: list[GroupPhase] = []
+    found: list[Phase] = []
     while left or not _is_last(found[-1], vector):
         taken = _beside_vectors(left, vector, values)
         if found and len(taken) < len(left):
@@ -144,14 +132,13 @@ def _together(left: Sequence[Group], values: int) -> list[Group]:
     return taken
 
 
-def _phase(tile: int, registers: set[int], values: int, groups: Sequence[Group]) -> GroupPhase:
+def _phase(tile: int, registers: set[int], values: int, groups: Sequence[Group]) -> Phase:
     """The phase with these bits in registers, and others of the highest; lanes have the lowest ones left."""
     more = [bit for bit in reversed(range(tile)) if bit not in registers]
     own = sorted([*registers, *more[: values - len(registers)]])
-    others = [bit for bit in range(tile) if bit not in own]
-    return GroupPhase(tuple(own), tuple(others[:LANES]), tuple(others[LANES:]), tuple(groups))
+    return phase_of(tile, own, groups)
 
 
-def _is_last(phase: GroupPhase, vector: int) -> bool:
+def _is_last(phase: Phase, vector: int) -> bool:
     """Whether elements may be stored from it: 16 bytes of a thread, and whole sectors of a warp."""
     return set(range(vector)) <= set(phase.registers) and phase.lanes[0] <= vector + 1

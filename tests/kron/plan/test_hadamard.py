@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastkron_py.kron.plan.hadamard import LANES, MOST_BITS, SINGLE, WIDEST, Phase, Transform, takes, transform
+from fastkron_py.kron.plan.hadamard import MOST_BITS, WIDEST, Transform, takes, transform
+from fastkron_py.kron.plan.phases import LANES, SINGLE, Phase
 from fastkron_py.runtime.gpu import HOPPER
 
 VECTOR_BYTES = 16
@@ -31,9 +32,9 @@ def test_phases(m: int, bits: int, itemsize: int) -> None:
         assert sorted([*phase.registers, *phase.lanes, *phase.warps]) == list(range(found.tile))
         assert len(phase.lanes) == LANES
         assert 1 << len(phase.warps) == found.num_warps
-        assert set(phase.transformed) <= set(phase.registers)
+        assert set(phase.modes) <= set(phase.registers)
     # Each bit of a row's length once.
-    assert sorted([bit for phase in found.phases for bit in phase.transformed]) == list(range(bits))
+    assert sorted([bit for phase in found.phases for bit in phase.modes]) == list(range(bits))
     if m == 1:
         assert found.loaded == found.phases[0]
         assert found.order == ()

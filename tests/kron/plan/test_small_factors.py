@@ -6,17 +6,16 @@ import itertools
 
 import pytest
 
-from fastkron_py.kron.plan.hadamard import LANES
+from fastkron_py.kron.plan.phases import DOUBLE, LANES, SINGLE
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.small_factors import SIZES, small_factors, takes
+from fastkron_py.kron.plan.small_factors import SIZES, small_factors, takes_small_factors
 
-SINGLE, DOUBLE = 4, 8  # bytes
 CASES = [
     pytest.param(ps, itemsize, marks=() if ps == ps[:1] * count or ps == tuple(sorted(ps)) else pytest.mark.full)
     for count in range(2, 8)
     for ps in itertools.product(SIZES, repeat=count)
     for itemsize in (SINGLE, DOUBLE)
-    if takes(ps, ps, itemsize)
+    if takes_small_factors(ps, ps, itemsize)
 ]
 # (sizes, bytes, rows), as measured on an H200
 FASTER = [
@@ -43,11 +42,11 @@ def test_phases(ps: tuple[int, ...], itemsize: int) -> None:
         assert sorted([*phase.registers, *phase.lanes, *phase.warps]) == list(range(found.tile))
         assert len(phase.lanes) == LANES
         assert 1 << len(phase.warps) == found.num_warps
-        for group in phase.groups:
+        for group in phase.modes:
             assert set(range(group.low, group.low + group.width)) <= set(phase.registers)
             assert 1 << group.width == ps[group.factor]
     # Each factor once.
-    assert sorted([group.factor for phase in found.phases for group in phase.groups]) == list(range(len(ps)))
+    assert sorted([group.factor for phase in found.phases for group in phase.modes]) == list(range(len(ps)))
     for phase in (found.phases[0], found.phases[-1]):  # 16 bytes of a thread, and whole sectors of a warp
         assert set(range(vector)) <= set(phase.registers)
         assert phase.lanes[0] <= vector + 1
@@ -73,9 +72,9 @@ def test_problems_that_do_not(ps: tuple[int, ...], itemsize: int, rows: int) -> 
 
 
 def test_refusals() -> None:
-    assert not takes((4,), (4,), SINGLE)  # one factor
-    assert not takes((4, 4), (4, 8), SINGLE)  # not square
-    assert not takes((4, 3), (4, 3), SINGLE)
-    assert not takes((8,) * 5, (8,) * 5, SINGLE)  # a row does not fit in registers
-    assert not takes((4,) * 7, (4,) * 7, DOUBLE)
-    assert not takes((4, 4), (4, 4), 2)
+    assert not takes_small_factors((4,), (4,), SINGLE)  # one factor
+    assert not takes_small_factors((4, 4), (4, 8), SINGLE)  # not square
+    assert not takes_small_factors((4, 3), (4, 3), SINGLE)
+    assert not takes_small_factors((8,) * 5, (8,) * 5, SINGLE)  # a row does not fit in registers
+    assert not takes_small_factors((4,) * 7, (4,) * 7, DOUBLE)
+    assert not takes_small_factors((4, 4), (4, 4), 2)
