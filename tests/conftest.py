@@ -30,6 +30,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files: shapes_list
 
+import clean_caches
 from sampling import mark_unsampled
 
 import fastkron_py
@@ -88,6 +89,12 @@ def pytest_sessionfinish() -> None:
 def tried_names() -> None:
     """Torch's private names are tried before a test may replace a function of torch that the trials call; the result is kept."""
     torch_internals.failures()
+
+
+@pytest.fixture(autouse=True)
+def empty_caches(tried_names: None) -> None:
+    """Each test begins with no kept call, program or constant: what an earlier test left there hides a fault in how it is made."""
+    clean_caches.empty()
 
 
 @pytest.fixture
