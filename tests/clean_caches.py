@@ -11,7 +11,17 @@ from functools import _lru_cache_wrapper
 
 from fastkron_py.runtime.call_cache import CACHE
 
-PLAIN = (".plan", ".config", "_config", ".cpu_costs", ".torch_internals", ".runtime.device", ".runtime.cpu", ".runtime.backend", ".runtime.eager")
+PLAIN = (
+    ".plan",
+    ".config",
+    "_config",
+    ".cpu_costs",
+    ".torch_internals",
+    ".runtime.device",
+    ".runtime.cpu",
+    ".runtime.backend",
+    ".runtime.eager",
+)
 """Parts of the names of modules whose caches hold no tensor and depend on no mode."""
 
 _seen = 0  # modules when they were last looked through

@@ -23,6 +23,7 @@ def add_forward(build: Builder, given: tuple[Any, ...], layer: LayerConfig, prec
     """
     x, coefficients, bias = given
     x, coefficients = operands.matrix(build, x), build.contiguous(coefficients)
+    bias = None if bias is None else build.contiguous(bias)
     problem = _problem(build, x, coefficients, None, bias is not None, layer, precision)
     product = launches.forward(problem)
     if product.first:  # degree 0 is a bias

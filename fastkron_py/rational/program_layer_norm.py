@@ -46,7 +46,7 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if not _is_fused(x, a, b, backend):
 
         def unread(x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.new_empty(rows, dtype=compute), x.new_empty(rows, dtype=compute)
+            return x.new_zeros(rows, dtype=compute), x.new_zeros(rows, dtype=compute)
 
         h = _add_normalised(build, x, weight, bias, eps)
         y = add_forward(build, h, a, b, version, dtype, backend)

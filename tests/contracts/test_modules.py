@@ -1,0 +1,231 @@
+"""What every layer must do, each stated once over the table of layers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastkron_py.nn import GRKAN, KAN, GatedMLP, GroupRational, LoKrConv2d, LoKrLinear, PolyKANConv2d, PolyKANLinear, SplineKANLinear
+from fastkron_py.testing import assert_close
+
+
+class Layer(NamedTuple):
+    """A layer: how it is made, its input's shape, and configurations that have the same parameters' shapes with another meaning."""
+
+    make: Callable[..., nn.Module]
+    shape: tuple[int, ...]
+    others: tuple[Callable[..., nn.Module], ...] = ()
+
+
+def _merged(layer: LoKrLinear | LoKrConv2d) -> nn.Module:
+    layer.merge()
+    return layer
+
+
+def _trained(module: nn.Module) -> nn.Module:
+    """The layer with random parameters, as training leaves it: an adapter begins with zeros."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn_like(p) / 4)
+    return module
+
+
+def _lokr(**options: Any) -> LoKrLinear:
+    layer = LoKrLinear(12, 10, 2, factor=2, **options)
+    return _trained(layer)  # type: ignore[return-value]
+
+
+def _conv(**options: Any) -> LoKrConv2d:
+    return _trained(LoKrConv2d(4, 6, 3, 2, factor=2, **options))  # type: ignore[return-value]
+
+
+LAYERS: dict[str, Layer] = {
+    "GatedMLP": Layer(
+        lambda **o: GatedMLP(8, 6, **o),
+        (5, 8),
+        (lambda **o: GatedMLP(8, 6, activation="gelu", **o), lambda **o: GatedMLP(8, 6, layout="stacked", **o)),
+    ),
+    "LoKrLinear": Layer(_lokr, (5, 12), (lambda **o: _merged(_lokr(**o)),)),
+    "LoKrLinear, merged": Layer(lambda **o: _merged(_lokr(**o)), (5, 12), (_lokr,)),
+    "LoKrConv2d": Layer(_conv, (2, 4, 6, 5), (lambda **o: _merged(_conv(**o)),)),
+    "PolyKANLinear": Layer(
+        lambda **o: PolyKANLinear(6, 5, 4, **o),
+        (5, 6),
+        (lambda **o: PolyKANLinear(6, 5, 4, "legendre", **o), lambda **o: PolyKANLinear(6, 5, 4, normalization="clamp", **o)),
+    ),
+    "KAN": Layer(lambda **o: KAN([6, 4, 3], 4, **o), (5, 6), (lambda **o: KAN([6, 4, 3], 4, "hermite", **o),)),
+    "PolyKANConv2d": Layer(
+        lambda **o: PolyKANConv2d(3, 4, 3, 3, **o), (2, 3, 6, 5), (lambda **o: PolyKANConv2d(3, 4, 3, 3, "hermite", **o),)
+    ),
+    "SplineKANLinear": Layer(lambda **o: SplineKANLinear(6, 5, **o), (5, 6), (lambda **o: SplineKANLinear(6, 5, 6, order=2, **o),)),
+    "GroupRational": Layer(lambda **o: GroupRational(8, 2, **o), (5, 8), (lambda **o: GroupRational(8, 2, version="A", **o),)),
+    "GRKAN": Layer(lambda **o: GRKAN(8, 16, 6, num_groups=2, **o), (5, 8), (lambda **o: GRKAN(8, 16, 6, num_groups=2, version="A", **o),)),
+}
+
+every = pytest.mark.parametrize("name", list(LAYERS))
+
+
+def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
+    """A layer in evaluation mode and an input."""
+    layer = LAYERS[name]
+    module = layer.make(dtype=dtype)
+    return (module if "merged" in name else _trained(module)).eval(), torch.randn(layer.shape, dtype=dtype)
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of x and the parameters; a merged layer's adapter takes no part."""
+    x = x.clone().requires_grad_()
+    leaves = [x, *[p for p in module.parameters() if p.requires_grad]]
+    return list(torch.autograd.grad(module(x).square().sum(), leaves, allow_unused=True, materialize_grads=True))
+
+
+@every
+def test_copies(name: str) -> None:
+    """deepcopy and pickle give a layer of its own, with the same results and gradients."""
+    module, x = made(name)
+    y = module(x)  # what a call keeps must not be in the way
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301, of this test's own bytes
+        assert_close(copied(x), y)
+        for mine, theirs in zip(gradients(copied, x), gradients(module, x), strict=True):
+            assert_close(mine, theirs)
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.zero_()
+        assert_close(module(x), y)
+
+
+@every
+def test_state(name: str) -> None:
+    """A state goes through a file, read with weights_only, into another layer of the same configuration."""
+    module, x = made(name)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other, _ = made(name)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_close(other(x), module(x))
+
+
+@every
+def test_a_state_of_another_configuration_is_refused(name: str) -> None:
+    module, x = made(name)
+    for make in LAYERS[name].others:
+        other = make(dtype=torch.float64)
+        before = copy.deepcopy(module)
+        with pytest.raises((RuntimeError, ValueError)):
+            module.load_state_dict(other.state_dict())
+        assert module(x).shape == before(x).shape
+
+
+@every
+def test_dtypes_and_devices(name: str) -> None:
+    """Moved to float32 a layer computes the same; on meta it knows the shape."""
+    module, x = made(name)
+    y = module(x)
+    assert_close(copy.deepcopy(module).float()(x.float()), y, rms_tol=1e-5, max_tol=1e-4)
+    meta = copy.deepcopy(module).to("meta")(x.to("meta"))
+    assert (meta.shape, meta.dtype) == (y.shape, y.dtype)
+
+
+@every
+def test_half_precision(name: str) -> None:
+    module, x = made(name, torch.float32)
+    y = module(x)
+    for dtype in (torch.bfloat16, torch.float16):
+        low = copy.deepcopy(module).to(dtype)(x.to(dtype))
+        assert low.dtype == dtype
+        assert_close(low.float(), y, rms_tol=0.1, max_tol=0.5)
+
+
+@every
+def test_compiled(name: str) -> None:
+    module, x = made(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), module(x))
+    for mine, theirs in zip(gradients(compiled, x), gradients(module, x), strict=True):
+        assert_close(mine, theirs, rms_tol=1e-12, max_tol=1e-11)
+
+
+@every
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(name: str, strict: bool) -> None:
+    module, x = made(name)
+    program = torch.export.export(module, (torch.randn_like(x),), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    assert_close(torch.export.load(file).module()(x), module(x))
+
+
+@every
+def test_traced(name: str) -> None:
+    module, x = made(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of jit
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of checks on sizes, which are constants of a trace
+        traced = torch.jit.trace(module, (torch.randn_like(x),))
+    assert_close(traced(x), module(x))
+
+
+@every
+def test_functional_call_and_vmap_over_models(name: str) -> None:
+    """Ensembles by torch.func: one call over stacked parameters."""
+    module, x = made(name)
+    models = [module, *[_perturbed(module) for _ in range(2)]]
+    parameters, buffers = torch.func.stack_module_state(models)
+
+    def call(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(module, (parameters, buffers), (x,))
+        return y
+
+    y = torch.func.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
+    for i, model in enumerate(models):
+        assert_close(y[i], model(x), rms_tol=1e-12, max_tol=1e-11)
+
+
+def _perturbed(module: nn.Module) -> nn.Module:
+    """Another model of the same configuration; a merged layer's base stays merged with its adapter."""
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(1.125)
+    return copied
+
+
+@every
+def test_default_device_and_inference_mode(name: str) -> None:
+    """A layer called first under a mode computes and trains as usual afterwards."""
+    module, x = made(name)
+    expected = copy.deepcopy(module)(x)
+    with torch.inference_mode():
+        assert_close(module(x), expected)
+    with torch.device("meta"):
+        y = module(x)
+    assert_close(y, expected)
+    assert all(g.device.type == "cpu" for g in gradients(module, x))
+
+
+@every
+def test_no_rows(name: str) -> None:
+    module, x = made(name)
+    y = module(x[:0])
+    assert y.shape == (0, *module(x).shape[1:])
+    assert not any(g.any() for g in gradients(module, x[:0]))
+
+
+@every
+def test_autocast(name: str) -> None:
+    module, x = made(name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+        assert_close(y.float(), module(x).float())
+    assert_close(y.float(), module(x), rms_tol=0.1, max_tol=0.5)

@@ -1,0 +1,353 @@
+"""The table of contracts: every public function, with random arguments, its definition, and what it does not support.
+
+A contract is what users of torch expect of any function: test_functions.py states each once, for all rows. Rooms' own tests add what is
+theirs alone. docs/reference/contracts.md is made of this table by page.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastkron_py
+from fastkron_py import KroneckerProduct, KroneckerSum, reference
+from fastkron_py.functional import gated_mlp, layer_norm_rational, linear_rational, rational_linear
+
+HALF = (torch.float16, torch.bfloat16)
+REAL = (torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+
+Draw = Callable[..., Tensor]
+"""From a shape to random numbers of a case's dtype."""
+
+
+class Unsupported(NamedTuple):
+    """What a function does not support: the error that it raises, part of its text, and the reason in a phrase.
+
+    Without an error the contract has no meaning for the function, such as a gradient of rounded values.
+    """
+
+    reason: str
+    error: type[BaseException] | tuple[type[BaseException], ...] | None = None
+    text: str = ""
+
+
+class Function(NamedTuple):
+    """A public function.
+
+    Attributes:
+        name: as a user writes it.
+        make: its tensors, random; the first has the rows.
+        call: the function of these tensors.
+        definition: the same in plain torch, for float64.
+        dtypes: of the tensors.
+        steps: roundings on the way, for tolerances of 16-bit floats (`fastkron_py.testing`).
+        slack: a factor on the tolerance, where a definition's condition is worse than a product's.
+        within: the RMS error of every dtype instead, where the function rounds by itself.
+        unsupported: by contract.
+        rows: whether the first tensor's first dimension is any number, also 0, and the result's first, too.
+        arrays: whether it takes NumPy arrays.
+        autocast: whether autocast's dtype is the result's.
+        backends: whose kernels differ.
+    """
+
+    name: str
+    make: Callable[[Draw], Sequence[Tensor]]
+    call: Callable[..., Any]
+    definition: Callable[..., Tensor]
+    dtypes: Sequence[torch.dtype] = (*HALF, *REAL)
+    steps: int = 2
+    slack: float = 1.0
+    within: float | None = None
+    unsupported: Mapping[str, Unsupported] = {}
+    rows: bool = True
+    arrays: bool = True
+    autocast: bool = True
+    backends: Sequence[str] = ("torch", "triton")
+
+
+def _dense_modes(x: Tensor, f0: Tensor, f2: Tensor) -> Tensor:
+    return torch.einsum("abc,aA,cC->AbC", x, f0, f2)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    h = torch.ones(1, 1, dtype=x.dtype)
+    while h.shape[0] < x.shape[-1]:
+        h = reference.kron_dense([torch.tensor([[1, 1], [1, -1]], dtype=x.dtype), h])
+    return x @ h / x.shape[-1] ** 0.5
+
+
+def _gate(x: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+    return F.silu(x @ gate.mT) * (x @ up.mT)
+
+
+def _chebyshev(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+    t, values = x.tanh(), [torch.ones_like(x), x.tanh()]
+    while len(values) < len(c):
+        values.append(2 * t * values[-1] - values[-2])
+    return torch.einsum("d...j,doj->...o", torch.stack(values[: len(c)]), c) + bias
+
+
+def _spd(f: Tensor) -> Tensor:
+    """A Hermitian positive definite matrix from any."""
+    return f @ f.mH / f.shape[-1] + torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+
+
+def _regular(f: Tensor) -> Tensor:
+    """A well-conditioned matrix that is not symmetric."""
+    return f / (2 * f.shape[-1]) + torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    eye = [torch.eye(len(m), dtype=m.dtype, device=m.device) for m in (a, b)]
+    return reference.kron_dense([a, eye[1]]) + reference.kron_dense([eye[0], b])
+
+
+def _eye(n: int, like: Tensor) -> Tensor:
+    return torch.eye(n, dtype=like.dtype, device=like.device)
+
+
+_READS = "reads from the factors' values whether they are Hermitian"
+_DATA = r"[Dd]ata.dependent|_local_scalar_dense|tolist|guard"
+EIGENVECTORS = {
+    "vmap": Unsupported(_READS + "; factors take batch dimensions instead", ValueError, "batch dimensions in place of torch.func.vmap"),
+    "functionalize": Unsupported(_READS, (ValueError, RuntimeError), "value can be read|Functionalize"),
+    **{c: Unsupported(_READS, Exception, _DATA) for c in ("compile", "export", "export, strict", "fake tensors")},
+}
+NO_JVP = Unsupported("forward mode is not there", NotImplementedError, "jvp")
+
+NO_GRADIENT = Unsupported("rounded values have no gradient")
+ROUNDED = {c: NO_GRADIENT for c in ("gradients", "second derivatives", "jvp")}
+
+FUNCTIONS: list[Function] = [
+    Function(
+        "kron_matmul(x, factors)",
+        lambda draw: [draw(6, 12), draw(3, 4), draw(4, 5)],
+        lambda x, *fs: fastkron_py.kron_matmul(x, fs),
+        lambda x, *fs: reference.kron_matmul(x, fs),
+        (*HALF, *REAL, *COMPLEX),
+    ),
+    Function(
+        "kron_matmul(x, factors, alpha=, beta=, z=)",
+        lambda draw: [draw(6, 12), draw(3, 4), draw(4, 2), draw(6, 8)],
+        lambda x, a, b, z: fastkron_py.kron_matmul(x, [a, b], alpha=1.5, beta=-0.5, z=z),
+        lambda x, a, b, z: 1.5 * reference.kron_matmul(x, [a, b]) - 0.5 * z,
+        (*HALF, *REAL, *COMPLEX),
+        steps=3,
+    ),
+    Function(
+        "kron_matmul_left(factors, x)",
+        lambda draw: [draw(12, 6), draw(4, 3), draw(5, 4)],
+        lambda x, *fs: fastkron_py.kron_matmul_left(fs, x),
+        lambda x, *fs: reference.kron_matmul(x, fs, left=True),
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
+        "mode_matmul(x, {0: f0, 2: f2})",
+        lambda draw: [draw(3, 5, 4), draw(3, 2), draw(4, 6)],
+        lambda x, a, b: fastkron_py.mode_matmul(x, {0: a, 2: b}),
+        _dense_modes,
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
+        "hadamard(x, scale=)",
+        lambda draw: [draw(6, 16)],
+        lambda x: fastkron_py.hadamard(x, scale=0.25),
+        _hadamard,
+        (*HALF, *REAL, *COMPLEX),
+    ),
+    Function(
+        "kron_quantize(x, factors, torch.int8)",
+        lambda draw: [draw(6, 12), draw(3, 4), draw(4, 5)],
+        lambda x, *fs: fastkron_py.kron_quantize(x, fs, torch.int8).dequantize(),
+        lambda x, *fs: reference.kron_matmul(x, fs),
+        within=0.01,  # half a step of int8 is 0.4% of a row's largest element
+        unsupported={**ROUNDED, "vmap": Unsupported("factors have no batch", ValueError, "factors without a batch dimension inside vmap")},
+        arrays=False,
+        autocast=False,
+    ),
+    Function(
+        "lokr_linear(x, w1, (a, b), base=)",
+        lambda draw: [draw(6, 12), draw(2, 3), draw(5, 2), draw(2, 4), draw(6, 10)],
+        lambda x, w1, a, b, base: fastkron_py.lokr_linear(x, w1, (a, b), base=base, scale=0.5),
+        lambda x, w1, a, b, base: reference.lokr_linear(x, w1, (a, b), base=base, scale=0.5),
+        (*HALF, *REAL, *COMPLEX),
+        steps=4,
+    ),
+    Function(
+        "gated_linear(x, (up, gate))",
+        lambda draw: [draw(6, 8), draw(5, 8), draw(5, 8)],
+        lambda x, up, gate: fastkron_py.gated_linear(x, (up, gate)),
+        _gate,
+        steps=4,
+    ),
+    Function(
+        "gated_linear(x, weight, layout='stacked', backward='recompute')",
+        lambda draw: [draw(6, 8), draw(2, 5, 8)],
+        lambda x, w: fastkron_py.gated_linear(x, w, layout="stacked", backward="recompute"),
+        lambda x, w: _gate(x, w[0], w[1]),
+        steps=4,
+    ),
+    Function(
+        "functional.gated_mlp(x, weight, down)",
+        lambda draw: [draw(6, 8), draw(10, 8), draw(3, 5)],
+        lambda x, w, down: gated_mlp(x, w, down),
+        lambda x, w, down: _gate(x, w[0::2], w[1::2]) @ down.mT,
+        steps=6,
+    ),
+    Function(
+        "poly_kan(x, coefficients, bias=)",
+        lambda draw: [draw(6, 4), draw(4, 3, 4), draw(3)],
+        lambda x, c, bias: fastkron_py.poly_kan(x, c, bias=bias),
+        _chebyshev,
+        steps=8,
+        slack=4,
+    ),
+    Function(
+        "rational(x, numerator, denominator)",
+        lambda draw: [draw(6, 8), draw(2, 4), draw(2, 3)],
+        lambda x, a, b: fastkron_py.rational(x, a, b),
+        reference.rational,
+        steps=4,
+        slack=4,
+        autocast=False,
+    ),
+    Function(
+        "functional.rational_linear(x, numerator, denominator, weight, bias)",
+        lambda draw: [draw(6, 8), draw(2, 4), draw(2, 3), draw(5, 8), draw(5)],
+        rational_linear,
+        lambda x, a, b, w, bias: reference.rational(x, a, b) @ w.mT + bias,
+        steps=6,
+        slack=4,
+        arrays=False,
+    ),
+    Function(
+        "functional.linear_rational(x, weight, bias, numerator, denominator)",
+        lambda draw: [draw(6, 8), draw(4, 8), draw(4), draw(2, 4), draw(2, 3)],
+        linear_rational,
+        lambda x, w, bias, a, b: reference.rational(x @ w.mT + bias, a, b),
+        steps=16,
+        slack=16,
+        arrays=False,
+    ),
+    Function(
+        "functional.layer_norm_rational(x, weight, bias, numerator, denominator)",
+        lambda draw: [draw(6, 8), draw(8), draw(8), draw(2, 4), draw(2, 3)],
+        layer_norm_rational,
+        lambda x, w, bias, a, b: reference.rational(F.layer_norm(x, x.shape[-1:], w, bias), a, b),
+        steps=8,
+        slack=8,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors) @ b",
+        lambda draw: [draw(12, 6), draw(4, 3), draw(5, 4)],
+        lambda b, *fs: KroneckerProduct(fs) @ b,
+        lambda b, *fs: reference.kron_dense(fs) @ b,
+        (*HALF, *REAL, *COMPLEX),
+        rows=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).solve(b)",
+        lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: KroneckerProduct([_regular(f), _regular(g)]).solve(b),
+        lambda b, f, g: torch.linalg.solve(reference.kron_dense([_regular(f), _regular(g)]), b),
+        (*REAL, *COMPLEX),
+        slack=10,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).logdet()",
+        lambda draw: [draw(3, 3), draw(4, 4)],
+        lambda f, g: KroneckerProduct([_spd(f), _spd(g)]).logdet(),
+        lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]))[1],
+        REAL,
+        slack=10,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).add_diagonal(s).solve(b)",
+        lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: KroneckerProduct([_spd(f), _spd(g)]).add_diagonal(0.5).solve(b),
+        lambda b, f, g: torch.linalg.solve(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f), b),
+        (*REAL, *COMPLEX),
+        slack=10,
+        unsupported=EIGENVECTORS,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).add_diagonal(s).logdet()",
+        lambda draw: [draw(3, 3), draw(4, 4)],
+        lambda f, g: KroneckerProduct([_spd(f), _spd(g)]).add_diagonal(0.5).logdet(),
+        lambda f, g: torch.linalg.slogdet(reference.kron_dense([_spd(f), _spd(g)]) + 0.5 * _eye(12, f))[1],
+        REAL,
+        slack=10,
+        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerProduct(factors).apply_function(torch.exp) @ b",
+        lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: KroneckerProduct([_spd(f) / 4, _spd(g) / 4]).apply_function(torch.exp) @ b,
+        lambda b, f, g: torch.linalg.matrix_exp(reference.kron_dense([_spd(f) / 4, _spd(g) / 4])) @ b,
+        REAL,
+        slack=10,
+        unsupported={
+            **EIGENVECTORS,
+            "second derivatives": Unsupported("derivatives by factors are of the first order", NotImplementedError, "none of the second"),
+        },
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerSum(factors) @ b",
+        lambda draw: [draw(12, 6), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: KroneckerSum([f, g]) @ b,
+        lambda b, f, g: _sum(f, g) @ b,
+        (*REAL, *COMPLEX),
+        slack=4,
+        rows=False,
+    ),
+    Function(
+        "KroneckerSum(factors).solve(b)",
+        lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: KroneckerSum([_regular(f), _regular(g)]).solve(b),
+        lambda b, f, g: torch.linalg.solve(_sum(_regular(f), _regular(g)), b),
+        (*REAL, *COMPLEX),
+        slack=10,
+        unsupported=EIGENVECTORS,
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerSum(factors).logdet()",
+        lambda draw: [draw(3, 3), draw(4, 4)],
+        lambda f, g: KroneckerSum([_spd(f), _spd(g)]).logdet(),
+        lambda f, g: torch.linalg.slogdet(_sum(_spd(f), _spd(g)))[1],
+        REAL,
+        slack=10,
+        unsupported={**EIGENVECTORS, "jvp": NO_JVP},
+        rows=False,
+        arrays=False,
+    ),
+    Function(
+        "KroneckerSum(factors).expm_multiply(b)",
+        lambda draw: [draw(12, 2), draw(3, 3), draw(4, 4)],
+        lambda b, f, g: KroneckerSum([f / 4, g / 4]).expm_multiply(b),
+        lambda b, f, g: torch.linalg.matrix_exp(_sum(f / 4, g / 4)) @ b,
+        (*REAL, *COMPLEX),
+        slack=10,
+        rows=False,
+        arrays=False,
+    ),
+]
