@@ -92,7 +92,7 @@ def test_copies(name: str) -> None:
     """deepcopy and pickle give a layer of its own, with the same results and gradients."""
     module, x = made(name)
     y = module(x)  # what a call keeps must not be in the way
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301, of this test's own bytes
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert_close(copied(x), y)
         for mine, theirs in zip(gradients(copied, x), gradients(module, x), strict=True):
             assert_close(mine, theirs)

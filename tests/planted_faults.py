@@ -1,0 +1,259 @@
+"""Plants faults in a copy of the library, one after the other, and tells which of them the tests find.
+
+    python tests/planted_faults.py                  all of them, those that `make test` runs of the tests that a fault names
+    python tests/planted_faults.py --only stride    those whose text holds a word
+    python tests/planted_faults.py --json out.json  also written as JSON
+    python tests/planted_faults.py --check          only whether each one's code is still there, once
+
+A fault that no test finds shows what the tests do not hold. Run it before tests are deleted and afterwards: what was found is to be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+CONTRACTS = "tests/contracts"
+TREES = ("fastkron_py", "distributed", "integrations", "tests", "benchmarks", "docs", "examples", "hub")
+
+
+class Fault(NamedTuple):
+    """Code that is replaced, once, in a file, and the tests that look after it, in the order in which they run."""
+
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+KRON = ("tests/kron", CONTRACTS)
+CACHED = ("tests/runtime", CONTRACTS, "tests/kron/test_cached.py", "tests/kron/test_cached_gradient.py")
+SLICED = "fastkron_py/kron/kernels/sliced_multiply.py"
+DERIVATIVES = "fastkron_py/kron/derivatives.py"
+CALLS = "fastkron_py/runtime/call_cache.py"
+RANKS = ("tests/distributed",)
+
+FAULTS = [
+    # Calls that are kept.
+    Fault(CALLS, "and (enabled is None or enabled == _is_grad_enabled())", "and True", CACHED),
+    Fault(
+        CALLS,
+        "tensors[0].shape, requested_backend(), resolved(None))\n            entries",
+        "tensors[0].shape)\n            entries",
+        CACHED,
+    ),
+    Fault(CALLS, "full = (key, requested_backend(), resolved(None))", "full = key", CACHED),
+    Fault(CALLS, "(t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0)", "(t.shape, t.dtype, t.data_ptr() & 15 == 0)", CACHED),
+    Fault(CALLS, "if entries is None or _is_watching() or", "if entries is None or", CACHED),
+    Fault(CALLS, "check(*tensors)\n", "True\n", CACHED),
+    Fault(
+        "fastkron_py/runtime/operator.py", "given[index] = (options[index] == 1.0) - (options[index] == 0.0)", "given[index] = 0", CACHED
+    ),
+    Fault("fastkron_py/runtime/operator.py", "*given, *[i for i, t in enumerate(tensors) if t is None]", "*given", CACHED),
+    Fault(
+        "fastkron_py/runtime/program.py", "if order_of(given[second].data_ptr()", "if False and order_of(given[second].data_ptr()", CACHED
+    ),
+    Fault("fastkron_py/runtime/program.py", "step.drops:\n                del held", "step.drops[:0]:\n                del held", CACHED),
+    # Results in given memory.
+    Fault("fastkron_py/adapters/into.py", "    increment_version(out)", "    pass", ("tests/adapters", CONTRACTS)),
+    Fault("fastkron_py/kron/hadamard.py", "    increment_version(out)", "    pass", ("tests/kron/test_hadamard.py", CONTRACTS)),
+    Fault(
+        "fastkron_py/runtime/out.py",
+        "!= memory for t in tensors",
+        "!= 0 for t in tensors",
+        ("tests/adapters", "tests/kron/test_hadamard.py"),
+    ),
+    Fault("fastkron_py/runtime/out.py", "not out.is_contiguous() or", "", ("tests/adapters", "tests/kron/test_hadamard.py")),
+    Fault(
+        "fastkron_py/kron/into.py", "[t.resolve_conj().resolve_neg() for t in given]", "[t for t in given]", ("tests/kron/test_into.py",)
+    ),
+    Fault("fastkron_py/runtime/arrays.py", "not array.dtype.isnative or ", "", ("tests/kron/test_arrays.py", CONTRACTS)),
+    # The multiply.
+    Fault(SLICED, "for first_p in range(0, P, BLOCK_P)", "for first_p in range(0, P - BLOCK_P + 1, BLOCK_P)", KRON),
+    Fault(SLICED, "t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)", "t = t", KRON),
+    Fault(SLICED, "(real * c + imaginary * d) / square", "(real * c - imaginary * d) / square", ("tests/kron",)),
+    Fault(SLICED, "mask = mask_s[:, None] & (q < Q)", "mask = mask_s[:, None] & (q < BLOCK_Q)", KRON),
+    Fault("fastkron_py/kron/kernels/narrow_backward.py", "acc += u * g", "acc = u * g", KRON),
+    Fault(
+        "fastkron_py/kron/kernels/partials.py", "imaginary * f_real - real * f_imaginary", "imaginary * f_real + real * f_imaginary", KRON
+    ),
+    Fault("fastkron_py/kron/identity.py", "found[-1] *= f", "found[-1] = f", ("tests/kron", CONTRACTS)),
+    Fault("fastkron_py/kron/identity.py", "parts[-1].append(f.mT if left else f)", "parts[-1].append(f)", ("tests/kron", CONTRACTS)),
+    Fault(
+        DERIVATIVES,
+        "[need and j != i for j, need in enumerate(need_factors)])\n    return sum_dy",
+        "list(need_factors))\n    return sum_dy",
+        KRON,
+    ),
+    Fault(DERIVATIVES, "add(dy, tx, factors, False, need_factors)", "add(dy, tx, factors, need_x, need_factors)", KRON),
+    Fault(
+        DERIVATIVES,
+        "total.add(calls.multiply(tx, list(factors), None, alpha,",
+        "total.add(calls.multiply(tx, list(factors), None, 1.0,",
+        KRON,
+    ),
+    # Rounded rows.
+    Fault(
+        "fastkron_py/kron/kernels/quantize.py",
+        "largest = tl.maximum(largest, tl.max(",
+        "largest = tl.maximum(0, tl.max(",
+        ("tests/kron/test_quantize.py",),
+    ),
+    Fault(
+        "fastkron_py/kron/kernels/quantize.py",
+        "tl.where(largest == 0, 1.0, scale)",
+        "tl.where(largest == 0, 2.0, scale)",
+        ("tests/kron/test_quantize.py",),
+    ),
+    # Rational functions.
+    Fault(
+        "fastkron_py/rational/denominators/version_a.py",
+        "return q, dq * sign, slopes",
+        "return q, dq, slopes",
+        ("tests/rational", CONTRACTS),
+    ),
+    Fault("fastkron_py/rational/denominators/version_a.py", "return v, with_sign(v, x)", "return v, v", ("tests/rational",)),
+    Fault("fastkron_py/rational/program_layer_norm.py", "[*found, da, db]", "[*found, db, da]", ("tests/rational", CONTRACTS)),
+    # Gated layers.
+    Fault(
+        "fastkron_py/gated/activations/silu.py",
+        "return s + s * (x * (1 - s))\n\n\n@triton",
+        "return s + s * (x * (1 + s))\n\n\n@triton",
+        ("tests/gated",),
+    ),
+    Fault(
+        "fastkron_py/gated/activations/silu.py",
+        "s = torch.sigmoid(x)\n    return s + s",
+        "s = torch.sigmoid(x)\n    return s - s",
+        ("tests/gated",),
+    ),
+    Fault("fastkron_py/tiling/gemm.py", "bias + c * step, mask", "bias + c, mask", ("tests/gated", "tests/tiling", CONTRACTS)),
+    # Polynomial layers.
+    Fault("fastkron_py/kan/triton_backend.py", "bias = None if bias is None else build.contiguous(bias)", "pass", (CONTRACTS, "tests/kan")),
+    Fault(
+        "fastkron_py/kan/kernels/gradients.py",
+        "VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * parts",
+        "VALUE(state, d, table_ptr, TERMS, PARAMS) * parts",
+        ("tests/kan",),
+    ),
+    Fault("fastkron_py/kan/kernels/gradients.py", "acc *= SLOPE(", "acc += 0 * SLOPE(", ("tests/kan", CONTRACTS)),
+    Fault(
+        "fastkron_py/kan/bases/chebyshev.py",
+        "constant(t, 0.0), constant(t, -1.0)",
+        "constant(t, 0.0), constant(t, 1.0)",
+        ("tests/kan", CONTRACTS),
+    ),
+    Fault("fastkron_py/kan/running_range.py", "if is_second_run():", "if False:", ("tests/nn",)),
+    Fault("fastkron_py/kan/running_range.py", "return after, after", "return running, after", ("tests/nn",)),
+    # Adapters and layers.
+    Fault("fastkron_py/adapters/api.py", "beta = 0.0 if base is None else 1.0", "beta = 1.0", ("tests/adapters", CONTRACTS)),
+    # Ranks.
+    Fault("distributed/replicated.py", "flat /= dist.get_world_size(group)", "pass", RANKS),
+    Fault(
+        "distributed/replicated.py",
+        "[torch.float32 if p.dtype in HALF_DTYPES else p.dtype for p in parts]",
+        "[p.dtype for p in parts]",
+        RANKS,
+    ),
+    Fault("distributed/whole_rows.py", "torch._foreach_add_(found, gradients)", "found[:] = gradients", RANKS),
+    Fault(
+        "distributed/transport/all_to_all.py",
+        "return part, local.view(rows, s, g, q).permute(2, 0, 3, 1)",
+        "return part, local.view(rows, g, s, q).permute(1, 0, 3, 2)",
+        RANKS,
+    ),
+    # Other libraries.
+    Fault(
+        "integrations/gpytorch/products.py",
+        "y = y * parts.scale",
+        "pass",
+        ("tests/integrations/test_operator.py", "tests/integrations/test_products.py"),
+    ),
+    Fault(
+        "integrations/peft/layers.py",
+        "if layer.disable_adapters or layer.merged:",
+        "if layer.disable_adapters:",
+        ("tests/integrations/test_peft.py",),
+    ),
+    Fault(
+        "integrations/peft/layers.py",
+        "return rate > 0 and bool(drawn <= rate)",
+        "return rate > 0 and bool(drawn > rate)",
+        ("tests/integrations/test_peft.py",),
+    ),
+]
+
+
+def missing(fault: Fault) -> str | None:
+    """Why a fault cannot be planted, or None."""
+    text = (ROOT / fault.path).read_text()
+    count = text.count(fault.old)
+    return None if count == 1 else f"{count} times in {fault.path}: {fault.old!r}"
+
+
+def copy_of_library(folder: Path) -> None:
+    """All that the tests need."""
+    for name in TREES:
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder / path.name)
+
+
+def outcome(fault: Fault, folder: Path) -> tuple[str, float, str]:
+    """("killed" or "survived", seconds, the first test that fails)."""
+    path = folder / fault.path
+    text, start = path.read_text(), time.perf_counter()
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        for tests in [t for t in fault.tests if (folder / t).exists()]:
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not full", tests]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode not in (0, 5):
+                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return "killed", time.perf_counter() - start, (failed or [done.stdout[-200:]])[0]
+        return "survived", time.perf_counter() - start, ""
+    finally:
+        path.write_text(text)
+
+
+def main() -> int:
+    """Plant, run, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose path or code holds this")
+    parser.add_argument("--json", type=Path, help="also write the table there")
+    parser.add_argument("--check", action="store_true", help="only whether each fault's code is there")
+    arguments = parser.parse_args()
+    chosen = [f for f in FAULTS if arguments.only in f.path or arguments.only in f.old]
+    gone = [text for f in chosen if (text := missing(f))]
+    print(*gone, sep="\n")
+    if arguments.check:
+        return bool(gone)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        copy_of_library(Path(name))
+        for number, fault in enumerate(f for f in chosen if not missing(f)):
+            status, seconds, test = outcome(fault, Path(name))
+            rows.append(
+                {"path": fault.path, "old": fault.old, "new": fault.new, "outcome": status, "seconds": round(seconds), "test": test}
+            )
+            print(f"{number + 1:3} {status:8} {seconds:5.0f} s  {fault.path}: {fault.old.strip()[:60]!r} {test[:100]}", flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(rows, indent=1))
+    killed = sum(row["outcome"] == "killed" for row in rows)
+    print(f"{killed} killed, {len(rows) - killed} survived, {len(gone)} not planted")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
