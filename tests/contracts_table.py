@@ -25,6 +25,35 @@ Draw = Callable[..., Tensor]
 """From a shape to random numbers of a case's dtype."""
 
 
+CONTRACTS = {
+    "values": "float16, bfloat16, float32, float64 and complex numbers as listed, on both backends, agree with the definition in float64",
+    "gradients": "`torch.autograd.gradcheck` on both backends; a second backward pass gives the same",
+    "second derivatives": "`torch.autograd.gradgradcheck`",
+    "jvp": "`torch.func.jvp`",
+    "vmap": "`torch.func.vmap` over all tensors, and over the first alone",
+    "opcheck": "`torch.library.opcheck` of each operator that the call uses",
+    "compile": "`torch.compile(fullgraph=True)`, forward and backward",
+    "compile, any number of rows": "the same with `dynamic=True`, for another number of rows",
+    "export": "`torch.export.export`, saved, loaded, run on other tensors",
+    "export, strict": "the same with `strict=True`",
+    "jit.trace": "`torch.jit.trace`, run on other tensors",
+    "fake tensors": "under `FakeTensorMode`, before and after a real call; the real call stays right",
+    "meta tensors": "tensors on the device meta give the result's shape, dtype and device",
+    "functionalize": "`torch.func.functionalize`, and a plain call afterwards",
+    "default device": 'inside `torch.device("meta")`, and a plain call afterwards',
+    "inference mode": "inside `torch.inference_mode()`, and a call with gradients afterwards",
+    "autocast": "inside `torch.autocast` to bfloat16, twice",
+    "arrays": "NumPy arrays that are read-only; the result shares no memory with them, or is read-only",
+    "arrays of the other byte order": "NumPy arrays of `>f8`",
+    "no rows": "a first tensor without rows: an empty result, and gradients of zeros",
+    "strides": "tensors with gaps between elements, and transposed ones, on both backends",
+    "conjugate and negative views": "`t.conj()` and `t.conj().imag`, twice",
+    "sparse tensors": "a sparse first tensor is refused by name, or multiplied right",
+    "dtypes that differ": "integers beside float64 are refused by name",
+}
+"""What test_functions.py checks, by name."""
+
+
 class Unsupported(NamedTuple):
     """What a function does not support: the error that it raises, part of its text, and the reason in a phrase.
 

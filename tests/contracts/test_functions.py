@@ -360,9 +360,11 @@ def test_sparse_tensors_are_refused_or_multiplied(function: Function) -> None:
         try:
             y = function.call(tensors[0].to_sparse(), *tensors[1:])
         except (TypeError, ValueError, RuntimeError) as error:
-            assert any(word in str(error).lower() for word in ("sparse", "strided", "layout"))
+            text = str(error).lower()
         else:  # torch's own products of sparse tensors
             check(function, y, tensors)
+            return
+    assert any(word in text for word in ("sparse", "strided", "layout"))
 
 
 @every("dtypes that differ", lambda f: len(f.make(lambda *s: torch.zeros(*s))) > 1)
