@@ -29,12 +29,12 @@ MULTIPROCESSORS: Final = 132
 
 
 @contextmanager
-def pretending() -> Iterator[None]:
-    """Programs that are built here are those of an H100 or H200; they cannot run."""
+def pretending(gpu: Any = None) -> Iterator[None]:
+    """Programs that are built here are those of a GPU, of an H100 or H200 without one; they cannot run."""
     from fastkron_py.runtime import backend, device, launch
     from fastkron_py.runtime.gpu import HOPPER
 
-    gpu = replace(HOPPER, multiprocessors=MULTIPROCESSORS)
+    gpu = gpu or replace(HOPPER, multiprocessors=MULTIPROCESSORS)
     driver = launch.Driver(lambda: 0, lambda _: 0, lambda: False)
     with (
         patch.object(device, "gpu_of", lambda _: gpu),
