@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -50,37 +51,35 @@ NONFINITE = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtime
 @pytest.mark.sampled(ways=2)
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
 @on_backends(CASES)
-@SIDES
-def test_random(case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(case, dtype, device, generator, left=left)
-    y = call(left)(x, factors)
-    assert y.dtype == dtype
-    assert y.device.type == device.type
-    assert y.is_contiguous()
-    assert_near(y, expected(x, factors, left=left))
+def test_random(case: Case, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for left in (False, True):
+        x, factors = problem(case, dtype, device, generator, left=left)
+        y = call(left)(x, factors)
+        assert y.dtype == dtype
+        assert y.device.type == device.type
+        assert y.is_contiguous()
+        assert_near(y, expected(x, factors, left=left))
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
 @on_backends([*FEW, *BATCHES, *ODD], limit=10_000)
-@SIDES
-def test_integers_are_exact(
-    case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    x, factors = problem(case, dtype, device, generator, left=left, integers=True)
-    assert_same(call(left)(x, factors), expected(x, factors, left=left).to(dtype))
+def test_integers_are_exact(case: Case, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for left in (False, True):
+        x, factors = problem(case, dtype, device, generator, left=left, integers=True)
+        assert_same(call(left)(x, factors), expected(x, factors, left=left).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=ids)
 @on_backends([*FEW, *BATCHES], limit=10_000)
-@SIDES
-def test_complex(case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(case, dtype, device, generator, left=left)
-    z = torch.randn(1, dtype=dtype, device=device)
-    assert_near(call(left)(x, factors), expected(x, factors, left=left))
-    scalars = {"alpha": 0.5 - 2j, "beta": 1j, "z": z}
-    assert_near(call(left)(x, factors, **scalars), expected(x, factors, left=left, **scalars))
-    conjugate = call(left)(x.conj(), [f.conj() for f in factors])
-    assert_near(conjugate, expected(x, factors, left=left).conj())
+def test_complex(case: Case, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for left in (False, True):
+        x, factors = problem(case, dtype, device, generator, left=left)
+        z = torch.randn(1, dtype=dtype, device=device)
+        assert_near(call(left)(x, factors), expected(x, factors, left=left))
+        scalars = {"alpha": 0.5 - 2j, "beta": 1j, "z": z}
+        assert_near(call(left)(x, factors, **scalars), expected(x, factors, left=left, **scalars))
+        conjugate = call(left)(x.conj(), [f.conj() for f in factors])
+        assert_near(conjugate, expected(x, factors, left=left).conj())
 
 
 @on_backends(FEW)
@@ -131,18 +130,16 @@ def test_empty(
 # ---- alpha, beta, z ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (-2.5, 0.0), (0.5, -3.0), (0.0, 2.0), (3, 1)])
 @pytest.mark.parametrize("case", FEW, ids=ids)
 @SIDES
-def test_scalars(
-    case: Case, alpha: float, beta: float, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+def test_scalars(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, factors = problem(case, torch.float32, device, generator, left=left)
     z = torch.randn(expected(x, factors, left=left).shape, device=device)
     kept = z.clone()
-    y = call(left)(x, factors, alpha=alpha, beta=beta, z=z)
-    assert_near(y, expected(x, factors, left=left, alpha=alpha, beta=beta, z=z))
-    assert_same(z, kept)
+    for alpha, beta in [(1.0, 1.0), (-2.5, 0.0), (0.5, -3.0), (0.0, 2.0), (3, 1)]:
+        y = call(left)(x, factors, alpha=alpha, beta=beta, z=z)
+        assert_near(y, expected(x, factors, left=left, alpha=alpha, beta=beta, z=z))
+        assert_same(z, kept)
 
 
 # How z is made from the result's shape [3, 2, 5, 24].
@@ -162,15 +159,13 @@ Z_FORMS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=ids)
-@pytest.mark.parametrize("form", Z_FORMS)
 @SIDES
-def test_z_broadcasts(
-    form: str, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+def test_z_broadcasts(dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (3, 1), (2,)), dtype, device, generator, left=left)
     shape = call(left)(x, factors).shape
-    z = Z_FORMS[form](shape, device=device, dtype=dtype)
-    assert_near(call(left)(x, factors, alpha=0.5, beta=2.0, z=z), expected(x, factors, left=left, alpha=0.5, beta=2.0, z=z))
+    for make in Z_FORMS.values():
+        z = make(shape, device=device, dtype=dtype)
+        assert_near(call(left)(x, factors, alpha=0.5, beta=2.0, z=z), expected(x, factors, left=left, alpha=0.5, beta=2.0, z=z))
 
 
 @SIDES
@@ -223,17 +218,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("which", ["x", "factors", "both"])
 @SIDES
-def test_layouts(which: str, layout: str, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+def test_layouts(layout: str, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (2, 3), (2, 3)), torch.float32, device, generator, left=left)
     wanted = expected(x, factors, left=left)
-    change = LAYOUTS[layout]
-    if which != "factors":
-        x = change(x)
-    if which != "x":
-        factors = [change(f) for f in factors]
-    assert_near(call(left)(x, factors), wanted)
+    changed = LAYOUTS[layout](x), [LAYOUTS[layout](f) for f in factors]
+    for given in (changed, (x, changed[1]), (changed[0], factors)):
+        assert_near(call(left)(*given), wanted)
 
 
 @SIDES
@@ -281,29 +272,26 @@ def test_arguments_are_kept(backend_name: str, device: torch.device, generator: 
 
 
 @NONFINITE
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("where", ["x", "first", "last", "z"])
 @pytest.mark.parametrize("dtype", REAL, ids=ids)
 @SIDES
-def test_nonfinite(
-    value: float, where: str, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+def test_nonfinite(dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """NaN and Inf come out where the dense product has them: not in rows beside, not in padding, not lost in a 0 * x.
 
     Entries are powers of two and one of a kind of sign, so that no Inf meets an opposite one and no zero.
     """
-    x, factors = problem(Case(5, ((4, 3), (3, 5))), dtype, device, generator, left=left)
-    z = torch.ones((15, 5) if left else (5, 15), dtype=dtype, device=device)
-    x.fill_(0.5)
-    for f in factors:
-        f.fill_(2.0)
-    place = {"x": x, "first": factors[0], "last": factors[1], "z": z}[where]
-    place[1, 2] = value
-    y = call(left)(x, factors, beta=1.0, z=z)
-    dense = reference.kron_dense([f.double() for f in factors])
-    wanted = (dense @ x.double() if left else x.double() @ dense) + z.double()
-    assert 0 < int(wanted.isfinite().sum()) < wanted.numel() or where == "first"
-    assert_same(y, wanted.to(dtype))
+    for value, where in itertools.product((math.nan, math.inf, -math.inf), ("x", "first", "last", "z")):
+        x, factors = problem(Case(5, ((4, 3), (3, 5))), dtype, device, generator, left=left)
+        z = torch.ones((15, 5) if left else (5, 15), dtype=dtype, device=device)
+        x.fill_(0.5)
+        for f in factors:
+            f.fill_(2.0)
+        place = {"x": x, "first": factors[0], "last": factors[1], "z": z}[where]
+        place[1, 2] = value
+        y = call(left)(x, factors, beta=1.0, z=z)
+        dense = reference.kron_dense([f.double() for f in factors])
+        wanted = (dense @ x.double() if left else x.double() @ dense) + z.double()
+        assert 0 < int(wanted.isfinite().sum()) < wanted.numel() or where == "first"
+        assert_same(y, wanted.to(dtype))
 
 
 @NONFINITE

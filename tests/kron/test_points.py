@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from sampling import in_full
@@ -42,19 +44,18 @@ def moved(x: Tensor, points: Points, spread: bool, dim: int) -> Tensor:
     return scattered(x, points, dim) if spread else gathered(x, points, dim)
 
 
-@pytest.mark.parametrize("spread", [False, True], ids=["gather", "scatter"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_values(grid: str, held: str, dtype: torch.dtype, spread: bool, backend_name: str, device: torch.device) -> None:
+def test_values(grid: str, dtype: torch.dtype, backend_name: str, device: torch.device) -> None:
     before, size, after = GRIDS[grid]
-    index = HELD[held](size).to(device)
-    points, dim = Points.of(index, size), -2 if after else -1
-    x = torch.randn(*before, index.shape[0] if spread else size, *after, dtype=torch.complex128 if dtype.is_complex else torch.float64)
-    x = x.to(device, dtype)
-    found = moved(x, points, spread, dim)
-    assert found.is_contiguous()
-    assert torch.equal(found, expected(x, index, size, spread, dim))
+    for held, spread in itertools.product(HELD.values(), (False, True)):
+        index = held(size).to(device)
+        points, dim = Points.of(index, size), -2 if after else -1
+        x = torch.randn(*before, index.shape[0] if spread else size, *after, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+        x = x.to(device, dtype)
+        found = moved(x, points, spread, dim)
+        assert found.is_contiguous()
+        assert torch.equal(found, expected(x, index, size, spread, dim))
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
@@ -73,15 +74,13 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128], ids=str)
-@pytest.mark.parametrize("layout", list(layouts(torch.ones(1, 2, 3, 4))))
-def test_strides(layout: str, dtype: torch.dtype, dim: int, backend_name: str, device: torch.device) -> None:
-    x = torch.randn(2, 4, 6, 40, dtype=dtype, device=device)
-    x = layouts(x)[layout]
-    size = x.shape[dim]
-    index = torch.randperm(size, device=device)[: size // 2]
-    assert torch.equal(gathered(x, Points.of(index, size), dim), x.index_select(dim, index))
-    points = Points.of(torch.randperm(size + 5, device=device)[:size], size + 5)
-    assert torch.equal(scattered(x, points, dim), expected(x, points.index, size + 5, True, dim))
+def test_strides(dtype: torch.dtype, dim: int, backend_name: str, device: torch.device) -> None:
+    for x in layouts(torch.randn(2, 4, 6, 40, dtype=dtype, device=device)).values():
+        size = x.shape[dim]
+        index = torch.randperm(size, device=device)[: size // 2]
+        assert torch.equal(gathered(x, Points.of(index, size), dim), x.index_select(dim, index))
+        points = Points.of(torch.randperm(size + 5, device=device)[:size], size + 5)
+        assert torch.equal(scattered(x, points, dim), expected(x, points.index, size + 5, True, dim))
 
 
 @pytest.mark.parametrize("columns", [(), (3,)], ids=["neighbours", "runs"])

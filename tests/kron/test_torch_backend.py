@@ -46,6 +46,10 @@ PROBLEMS = {
 }
 
 
+# Three of one case: what a test of them costs is mostly its fixtures.
+NAMES = list(zip(*[iter(PROBLEMS)] * 3, strict=True))
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Problems this small only lose by threads, a great deal where other processes run."""
@@ -122,24 +126,26 @@ def check_gradients(dy, x, factors, alpha=1.0, need_x=True, need_factors=None):
 
 @pytest.mark.sampled(ways=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_multiply(name, dtype, chunking):
-    x, factors, z = make(name, dtype)
-    y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
-    assert y.is_contiguous()
-    assert_close(y, expected(x, factors), magnitude=magnitude(x, factors))
-    y = torch_backend.multiply(x, factors, z, -1.5, 0.5)
-    assert_close(y, expected(x, factors, z, -1.5, 0.5), magnitude=magnitude(x, factors, z, 1.5, 0.5))
-    y = torch_backend.multiply(x, factors, None, 0.25, 0.0)
-    assert_close(y, expected(x, factors, alpha=0.25), magnitude=magnitude(x, factors, alpha=0.25))
+@pytest.mark.parametrize("names", NAMES, ids=", ".join)
+def test_multiply(names, dtype, chunking):
+    for name in names:
+        x, factors, z = make(name, dtype)
+        y = torch_backend.multiply(x, factors, None, 1.0, 0.0)
+        assert y.is_contiguous()
+        assert_close(y, expected(x, factors), magnitude=magnitude(x, factors))
+        y = torch_backend.multiply(x, factors, z, -1.5, 0.5)
+        assert_close(y, expected(x, factors, z, -1.5, 0.5), magnitude=magnitude(x, factors, z, 1.5, 0.5))
+        y = torch_backend.multiply(x, factors, None, 0.25, 0.0)
+        assert_close(y, expected(x, factors, alpha=0.25), magnitude=magnitude(x, factors, alpha=0.25))
 
 
 @pytest.mark.sampled(ways=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_backward(name, dtype, chunking):
-    x, factors, dy = make(name, dtype)
-    check_gradients(dy, x, factors, alpha=0.5)
+@pytest.mark.parametrize("names", NAMES, ids=", ".join)
+def test_backward(names, dtype, chunking):
+    for name in names:
+        x, factors, dy = make(name, dtype)
+        check_gradients(dy, x, factors, alpha=0.5)
 
 
 @pytest.mark.parametrize("wanted", [(True, []), (False, [0]), (False, [2]), (True, [1]), (False, [0, 2])], ids=str)
@@ -160,16 +166,16 @@ def strided(t, kind):
     return t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
 
 
-@pytest.mark.parametrize("kind", ["transposed", "expanded", "every other", "reversed"])
 @pytest.mark.parametrize("name", ["eights", "many rows", "left form, rows", "groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_strides(name, kind, dtype, chunking):
-    x, factors, z = make(name, dtype)
-    x, z = strided(x, kind), strided(z, kind)
-    factors = [f.mT.contiguous().mT for f in factors]
-    y = torch_backend.multiply(x, factors, z, 1.0, 2.0)
-    assert_close(y, expected(x, factors, z, 1.0, 2.0), magnitude=magnitude(x, factors, z, 1.0, 2.0))
-    check_gradients(z, x, factors)
+def test_strides(name, dtype, chunking):
+    for kind in ("transposed", "expanded", "every other", "reversed"):
+        x, factors, z = make(name, dtype)
+        x, z = strided(x, kind), strided(z, kind)
+        factors = [f.mT.contiguous().mT for f in factors]
+        y = torch_backend.multiply(x, factors, z, 1.0, 2.0)
+        assert_close(y, expected(x, factors, z, 1.0, 2.0), magnitude=magnitude(x, factors, z, 1.0, 2.0))
+        check_gradients(z, x, factors)
 
 
 def in_two(problem):
@@ -446,8 +452,7 @@ def test_small_products_and_their_recorded_gradients(left, shapes):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", [torch_plan.AS_IT_IS, torch_plan.ROWS, torch_plan.COLUMNS])
-@pytest.mark.parametrize("name", ["widths of 1", "primes", "left form, rows", "few columns, rows, groups"])
-def test_every_way_in_every_layout(name, layout, way, chunking, monkeypatch):
+def test_every_way_in_every_layout(layout, way, chunking, monkeypatch):
     """Ways that the plan would not choose here give the same."""
     planner = torch_plan.plan.__wrapped__
 
@@ -457,10 +462,11 @@ def test_every_way_in_every_layout(name, layout, way, chunking, monkeypatch):
 
     monkeypatch.setattr(torch_backend, "plan", forced)
     monkeypatch.setattr(torch_backend, "is_small", lambda problem: False)
-    x, factors, z = make(name, torch.float32)
-    y = torch_backend.multiply(x, factors, z, 0.25, 2.0)
-    assert_close(y, expected(x, factors, z, 0.25, 2.0), magnitude=magnitude(x, factors, z, 0.25, 2.0))
-    check_gradients(z, x, factors, alpha=0.5)
+    for name in ("widths of 1", "primes", "left form, rows", "few columns, rows, groups"):
+        x, factors, z = make(name, torch.float32)
+        y = torch_backend.multiply(x, factors, z, 0.25, 2.0)
+        assert_close(y, expected(x, factors, z, 0.25, 2.0), magnitude=magnitude(x, factors, z, 0.25, 2.0))
+        check_gradients(z, x, factors, alpha=0.5)
 
 
 def test_bfloat16_is_multiplied_as_it_is_where_that_takes_less_time(monkeypatch):
