@@ -245,7 +245,6 @@ FUNCTIONS: list[Function] = [
         reference.rational,
         steps=4,
         slack=4,
-        autocast=False,
     ),
     Function(
         "functional.rational_linear(x, numerator, denominator, weight, bias)",

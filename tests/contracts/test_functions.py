@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkron_py
 from fastkron_py.testing import assert_close, tolerances
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDE = {d: torch.complex128 if d.is_complex else torch.float64 for d in (*FUNCTIONS[0].dtypes,)}
 
 
@@ -44,7 +45,7 @@ def supported(function: Function, contract: str) -> Iterator[None]:
         yield
 
 
-def draw(function: Function, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Tensor]:
+def draw(function: Function, dtype: torch.dtype, device: torch.device = DEVICE) -> list[Tensor]:
     """Random tensors for a function; half precision's are rounded ones."""
     base = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
     return [t.to(device=device, dtype=dtype) for t in function.make(lambda *shape: torch.randn(*shape, dtype=base))]
@@ -72,10 +73,10 @@ def wanted(function: Function) -> list[Tensor]:
 
 
 @every("values")
-def test_values(function: Function, device: torch.device) -> None:
+def test_values(function: Function) -> None:
     for backend in function.backends:
         for dtype in function.dtypes:
-            tensors = draw(function, dtype, device)
+            tensors = draw(function, dtype)
             with fastkron_py.backend(backend):
                 for _ in range(2):  # the second call is a kept one
                     check(function, function.call(*tensors), tensors)
@@ -107,9 +108,10 @@ def test_jvp(function: Function) -> None:
     tangents = [torch.randn_like(t) for t in tensors]
     with supported(function, "jvp"):
         y, tangent = torch.func.jvp(function.call, tuple(tensors), tuple(tangents))
-        _, expected = torch.func.jvp(function.definition, tuple(tensors), tuple(tangents))
+        of_cpu = [tuple(t.cpu() for t in ts) for ts in (tensors, tangents)]
+        _, expected = torch.func.jvp(function.definition, *of_cpu)
         check(function, y, tensors)
-        assert_close(tangent, expected, rms_tol=1e-12 * function.slack, max_tol=1e-11 * function.slack)
+        assert_close(tangent.cpu(), expected, rms_tol=1e-12 * function.slack, max_tol=1e-11 * function.slack)
 
 
 @every("vmap")
@@ -174,7 +176,7 @@ def test_compile_dynamic(function: Function) -> None:
 
 def more_rows(tensors: list[Tensor], count: int) -> list[Tensor]:
     """Tensors whose first dimension is x's number of rows, 6, with another number of them."""
-    return [torch.randn(count, *t.shape[1:], dtype=t.dtype) if t.ndim > 1 and t.shape[0] == 6 else t for t in tensors]
+    return [t.new_empty(count, *t.shape[1:]).normal_() if t.ndim > 1 and t.shape[0] == 6 else t for t in tensors]
 
 
 class _Module(torch.nn.Module):
@@ -272,11 +274,11 @@ def test_inference_mode(function: Function) -> None:
 
 
 @every("autocast", lambda f: torch.bfloat16 in f.dtypes)
-def test_autocast(function: Function, device: torch.device) -> None:
-    tensors = draw(function, torch.float32, device)
+def test_autocast(function: Function) -> None:
+    tensors = draw(function, torch.float32)
     with supported(function, "autocast"):
         for _ in range(2):
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
                 y = function.call(*tensors)
             if function.autocast:
                 assert y.dtype == torch.bfloat16
@@ -288,7 +290,7 @@ def test_autocast(function: Function, device: torch.device) -> None:
 
 @every("arrays", lambda f: f.arrays)
 def test_arrays(function: Function) -> None:
-    tensors = draw(function, torch.float64)
+    tensors = draw(function, torch.float64, torch.device("cpu"))
     arrays = [t.numpy() for t in tensors]
     for a in arrays:
         a.flags.writeable = False
@@ -301,7 +303,7 @@ def test_arrays(function: Function) -> None:
 
 @every("arrays of the other byte order", lambda f: f.arrays)
 def test_other_byte_order(function: Function) -> None:
-    tensors = draw(function, torch.float64)
+    tensors = draw(function, torch.float64, torch.device("cpu"))
     with supported(function, "arrays of the other byte order"):
         y = function.call(*[t.numpy().astype(">f8") for t in tensors])
         check(function, torch.from_numpy(np.array(y)), tensors)
@@ -314,7 +316,7 @@ def test_no_rows(function: Function) -> None:
         tensors = [t.detach().requires_grad_() for t in tensors]
         with supported(function, "no rows"), fastkron_py.backend(backend):
             y = function.call(*tensors)
-            assert y.shape == function.definition(*tensors).shape
+            assert y.shape == function.definition(*[t.cpu() for t in tensors]).shape
             if y.requires_grad:
                 for t, g in zip(tensors, torch.autograd.grad(y.sum(), tensors), strict=True):
                     assert g.shape == t.shape
@@ -322,7 +324,7 @@ def test_no_rows(function: Function) -> None:
 
 
 @every("strides")
-def test_strides(function: Function, device: torch.device) -> None:
+def test_strides(function: Function) -> None:
     def spread(t: Tensor) -> Tensor:
         """Equal, with every second element of memory unused."""
         wide = torch.full((*t.shape, 2), torch.nan, dtype=t.dtype, device=t.device)
@@ -334,7 +336,7 @@ def test_strides(function: Function, device: torch.device) -> None:
 
     for backend in function.backends:
         for change in (spread, transposed):
-            tensors = draw(function, torch.float32, device)
+            tensors = draw(function, torch.float32)
             with supported(function, "strides"), fastkron_py.backend(backend):
                 check(function, function.call(*[change(t) for t in tensors]), tensors)
 

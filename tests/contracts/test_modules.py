@@ -70,14 +70,15 @@ LAYERS: dict[str, Layer] = {
     "GRKAN": Layer(lambda **o: GRKAN(8, 16, 6, num_groups=2, **o), (5, 8), (lambda **o: GRKAN(8, 16, 6, num_groups=2, version="A", **o),)),
 }
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 every = pytest.mark.parametrize("name", list(LAYERS))
 
 
 def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
     """A layer in evaluation mode and an input."""
     layer = LAYERS[name]
-    module = layer.make(dtype=dtype)
-    return (module if "merged" in name else _trained(module)).eval(), torch.randn(layer.shape, dtype=dtype)
+    module = layer.make(dtype=dtype).to(DEVICE)
+    return (module if "merged" in name else _trained(module)).eval(), torch.randn(layer.shape, dtype=dtype, device=DEVICE)
 
 
 def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -211,7 +212,7 @@ def test_default_device_and_inference_mode(name: str) -> None:
     with torch.device("meta"):
         y = module(x)
     assert_close(y, expected)
-    assert all(g.device.type == "cpu" for g in gradients(module, x))
+    assert all(g.device == x.device for g in gradients(module, x))
 
 
 @every
@@ -225,7 +226,7 @@ def test_no_rows(name: str) -> None:
 @every
 def test_autocast(name: str) -> None:
     module, x = made(name, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         y = module(x)
         assert_close(y.float(), module(x).float())
     assert_close(y.float(), module(x), rms_tol=0.1, max_tol=0.5)
