@@ -290,6 +290,7 @@ def test_autocast(function: Function) -> None:
 
 @every("arrays", lambda f: f.arrays)
 def test_arrays(function: Function) -> None:
+    pytest.importorskip("array_api_compat")
     tensors = draw(function, torch.float64, torch.device("cpu"))
     arrays = [t.numpy() for t in tensors]
     for a in arrays:
@@ -303,6 +304,7 @@ def test_arrays(function: Function) -> None:
 
 @every("arrays of the other byte order", lambda f: f.arrays)
 def test_other_byte_order(function: Function) -> None:
+    pytest.importorskip("array_api_compat")
     tensors = draw(function, torch.float64, torch.device("cpu"))
     with supported(function, "arrays of the other byte order"):
         y = function.call(*[t.numpy().astype(">f8") for t in tensors])
@@ -372,5 +374,5 @@ def test_sparse_tensors_are_refused_or_multiplied(function: Function) -> None:
 @every("dtypes that differ", lambda f: len(f.make(lambda *s: torch.zeros(*s))) > 1)
 def test_other_dtype(function: Function) -> None:
     tensors = draw(function, torch.float64)
-    with pytest.raises((TypeError, RuntimeError), match=r"dtype|float"):
+    with pytest.raises((TypeError, RuntimeError), match=r"dtype|float|not implemented"):
         function.call(tensors[0], *[t.to(torch.int32) for t in tensors[1:]])
