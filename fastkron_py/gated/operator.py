@@ -25,7 +25,7 @@ from fastkron_py.gated.program import COUNT, sizes
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import take, vmap_by_sample
 from fastkron_py.runtime.descriptors import order_of
-from fastkron_py.runtime.eager import takes_fast_path, wants_gradient
+from fastkron_py.runtime.eager import TENSOR_TYPES, takes_fast_path, wants_gradient
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.runtime.second_order import second_order
@@ -38,11 +38,11 @@ _NEEDS = "bool need_x, bool need_weight, bool need_gate, bool need_bias, bool ne
 
 def order(weight: Any, gate: Any) -> int | None:
     """The order of two weights in memory, as of `order_of`; None for one weight, or without memory."""
-    if gate is None:
+    if type(gate) not in TENSOR_TYPES or type(weight) not in TENSOR_TYPES:  # a compiler's, which warns if its address is asked for
         return None
     try:
         return order_of(gate.data_ptr() - weight.data_ptr())
-    except (AttributeError, RuntimeError):
+    except RuntimeError:
         return None
 
 

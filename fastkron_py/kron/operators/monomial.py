@@ -24,6 +24,7 @@ def monomial(xs: Sequence[Tensor], powers: Sequence[int], *, signs: bool = False
         ``[*batch]``.
     """
     result = torch.ones_like(torch.broadcast_tensors(*xs)[0])
+    powers = [int(power) for power in powers]  # under torch.jit.trace sizes are tensors
     for bit in reversed(range(max(powers).bit_length())):
         result = torch.sgn(result * result) if signs else result * result
         for x, power in zip(xs, powers, strict=True):
