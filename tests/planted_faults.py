@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,12 +36,28 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
-KRON = ("tests/kron", CONTRACTS)
-CACHED = ("tests/runtime", CONTRACTS, "tests/kron/test_cached.py", "tests/kron/test_cached_gradient.py")
+KRON_CONTRACTS = "tests/contracts -k 'kron_ or mode_matmul or Kronecker'"
+KRON = (
+    KRON_CONTRACTS,
+    "tests/kron/test_matmul.py",
+    "tests/kron/test_gradients.py",
+    "tests/kron/test_forward.py",
+    "tests/kron/test_backward.py",
+)
+DERIVED = (KRON_CONTRACTS, "tests/kron/test_deep_derivatives.py", "tests/kron/test_gradients.py", "tests/kron/test_transforms.py")
+COMPLEX = (KRON_CONTRACTS, "tests/kron/test_complex.py", "tests/kron/test_matmul.py")
+CACHED = (
+    "tests/runtime/test_cache.py",
+    "tests/runtime/test_operator.py",
+    "tests/runtime/test_program.py",
+    CONTRACTS,
+    "tests/kron/test_cached.py",
+)
+OUT = ("tests/adapters/test_out.py", "tests/kron/test_hadamard.py")
 SLICED = "fastkron_py/kron/kernels/sliced_multiply.py"
 DERIVATIVES = "fastkron_py/kron/derivatives.py"
 CALLS = "fastkron_py/runtime/call_cache.py"
-RANKS = ("tests/distributed",)
+RANKS = ("tests/distributed/test_kron_matmul.py", "tests/distributed/test_product.py", "tests/distributed/test_kronecker_sum.py")
 
 FAULTS = [
     # Calls that are kept.
@@ -64,42 +81,65 @@ FAULTS = [
     ),
     Fault("fastkron_py/runtime/program.py", "step.drops:\n                del held", "step.drops[:0]:\n                del held", CACHED),
     # Results in given memory.
-    Fault("fastkron_py/adapters/into.py", "    increment_version(out)", "    pass", ("tests/adapters", CONTRACTS)),
-    Fault("fastkron_py/kron/hadamard.py", "    increment_version(out)", "    pass", ("tests/kron/test_hadamard.py", CONTRACTS)),
+    Fault(
+        "fastkron_py/adapters/into.py",
+        "    increment_version(out)",
+        "    pass",
+        ("tests/adapters/test_out.py", "tests/contracts -k lokr", "tests/adapters/test_lokr_linear.py"),
+    ),
+    Fault("fastkron_py/kron/hadamard.py", "    increment_version(out)", "    pass", ("tests/kron/test_hadamard.py",)),
     Fault(
         "fastkron_py/runtime/out.py",
         "!= memory for t in tensors",
         "!= 0 for t in tensors",
-        ("tests/adapters", "tests/kron/test_hadamard.py"),
+        OUT,
     ),
-    Fault("fastkron_py/runtime/out.py", "not out.is_contiguous() or", "", ("tests/adapters", "tests/kron/test_hadamard.py")),
+    Fault("fastkron_py/runtime/out.py", "not out.is_contiguous() or", "", OUT),
     Fault(
         "fastkron_py/kron/into.py", "[t.resolve_conj().resolve_neg() for t in given]", "[t for t in given]", ("tests/kron/test_into.py",)
     ),
-    Fault("fastkron_py/runtime/arrays.py", "not array.dtype.isnative or ", "", ("tests/kron/test_arrays.py", CONTRACTS)),
+    Fault("fastkron_py/runtime/arrays.py", "not array.dtype.isnative or ", "", ("tests/kron/test_arrays.py", "tests/contracts -k order")),
     # The multiply.
     Fault(SLICED, "for first_p in range(0, P, BLOCK_P)", "for first_p in range(0, P - BLOCK_P + 1, BLOCK_P)", KRON),
-    Fault(SLICED, "t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)", "t = t", KRON),
-    Fault(SLICED, "(real * c + imaginary * d) / square", "(real * c - imaginary * d) / square", ("tests/kron",)),
+    Fault(
+        SLICED,
+        "t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)",
+        "t = t",
+        ("tests/kron/test_specials.py", "tests/kron/test_matmul.py", *KRON),
+    ),
+    Fault(
+        SLICED,
+        "(real * c + imaginary * d) / square",
+        "(real * c - imaginary * d) / square",
+        ("tests/kron/test_scaled.py", "tests/kron/operators/test_plus_diagonal.py"),
+    ),
     Fault(SLICED, "mask = mask_s[:, None] & (q < Q)", "mask = mask_s[:, None] & (q < BLOCK_Q)", KRON),
     Fault("fastkron_py/kron/kernels/narrow_backward.py", "acc += u * g", "acc = u * g", KRON),
     Fault(
-        "fastkron_py/kron/kernels/partials.py", "imaginary * f_real - real * f_imaginary", "imaginary * f_real + real * f_imaginary", KRON
+        "fastkron_py/kron/kernels/partials.py",
+        "imaginary * f_real - real * f_imaginary",
+        "imaginary * f_real + real * f_imaginary",
+        COMPLEX,
     ),
-    Fault("fastkron_py/kron/identity.py", "found[-1] *= f", "found[-1] = f", ("tests/kron", CONTRACTS)),
-    Fault("fastkron_py/kron/identity.py", "parts[-1].append(f.mT if left else f)", "parts[-1].append(f)", ("tests/kron", CONTRACTS)),
+    Fault("fastkron_py/kron/identity.py", "found[-1] *= f", "found[-1] = f", ("tests/kron/test_identity.py", KRON_CONTRACTS)),
+    Fault(
+        "fastkron_py/kron/identity.py",
+        "parts[-1].append(f.mT if left else f)",
+        "parts[-1].append(f)",
+        ("tests/kron/test_identity.py", KRON_CONTRACTS),
+    ),
     Fault(
         DERIVATIVES,
         "[need and j != i for j, need in enumerate(need_factors)])\n    return sum_dy",
         "list(need_factors))\n    return sum_dy",
-        KRON,
+        DERIVED,
     ),
-    Fault(DERIVATIVES, "add(dy, tx, factors, False, need_factors)", "add(dy, tx, factors, need_x, need_factors)", KRON),
+    Fault(DERIVATIVES, "add(dy, tx, factors, False, need_factors)", "add(dy, tx, factors, need_x, need_factors)", DERIVED),
     Fault(
         DERIVATIVES,
         "total.add(calls.multiply(tx, list(factors), None, alpha,",
         "total.add(calls.multiply(tx, list(factors), None, 1.0,",
-        KRON,
+        DERIVED,
     ),
     # Rounded rows.
     Fault(
@@ -119,43 +159,83 @@ FAULTS = [
         "fastkron_py/rational/denominators/version_a.py",
         "return q, dq * sign, slopes",
         "return q, dq, slopes",
-        ("tests/rational", CONTRACTS),
+        (
+            "tests/contracts -k rational",
+            "tests/rational/test_operators.py",
+            "tests/rational/test_denominators.py",
+            "tests/rational/test_layer_norm.py",
+        ),
     ),
-    Fault("fastkron_py/rational/denominators/version_a.py", "return v, with_sign(v, x)", "return v, v", ("tests/rational",)),
-    Fault("fastkron_py/rational/program_layer_norm.py", "[*found, da, db]", "[*found, db, da]", ("tests/rational", CONTRACTS)),
+    Fault(
+        "fastkron_py/rational/denominators/version_a.py",
+        "return v, with_sign(v, x)",
+        "return v, v",
+        ("tests/contracts -k rational", "tests/rational/test_denominators.py", "tests/rational/test_kernels.py"),
+    ),
+    Fault(
+        "fastkron_py/rational/program_layer_norm.py",
+        "[*found, da, db]",
+        "[*found, db, da]",
+        (
+            "tests/contracts -k rational",
+            "tests/rational/test_operators.py",
+            "tests/rational/test_denominators.py",
+            "tests/rational/test_layer_norm.py",
+        ),
+    ),
     # Gated layers.
     Fault(
         "fastkron_py/gated/activations/silu.py",
         "return s + s * (x * (1 - s))\n\n\n@triton",
         "return s + s * (x * (1 + s))\n\n\n@triton",
-        ("tests/gated",),
+        ("tests/contracts -k 'gated or Gated'", "tests/gated/test_activations.py", "tests/gated/test_api.py"),
     ),
     Fault(
         "fastkron_py/gated/activations/silu.py",
         "s = torch.sigmoid(x)\n    return s + s",
         "s = torch.sigmoid(x)\n    return s - s",
-        ("tests/gated",),
+        ("tests/contracts -k 'gated or Gated'", "tests/gated/test_activations.py", "tests/gated/test_api.py"),
     ),
-    Fault("fastkron_py/tiling/gemm.py", "bias + c * step, mask", "bias + c, mask", ("tests/gated", "tests/tiling", CONTRACTS)),
+    Fault(
+        "fastkron_py/tiling/gemm.py",
+        "bias + c * step, mask",
+        "bias + c, mask",
+        ("tests/contracts -k 'gated or Gated'", "tests/gated/test_api.py", "tests/gated/test_pair.py", "tests/tiling/test_gemm.py"),
+    ),
     # Polynomial layers.
-    Fault("fastkron_py/kan/triton_backend.py", "bias = None if bias is None else build.contiguous(bias)", "pass", (CONTRACTS, "tests/kan")),
+    Fault(
+        "fastkron_py/kan/triton_backend.py",
+        "bias = None if bias is None else build.contiguous(bias)",
+        "pass",
+        ("tests/contracts -k 'kan or KAN'", "tests/kan/test_api.py"),
+    ),
     Fault(
         "fastkron_py/kan/kernels/gradients.py",
         "VALUE(state, tl.minimum(d, TERMS - 1), table_ptr, TERMS, PARAMS) * parts",
         "VALUE(state, d, table_ptr, TERMS, PARAMS) * parts",
-        ("tests/kan",),
+        ("tests/contracts -k 'kan or KAN'", "tests/kan/test_bases.py", "tests/kan/test_api.py", "tests/kan/test_operators.py"),
     ),
-    Fault("fastkron_py/kan/kernels/gradients.py", "acc *= SLOPE(", "acc += 0 * SLOPE(", ("tests/kan", CONTRACTS)),
+    Fault(
+        "fastkron_py/kan/kernels/gradients.py",
+        "acc *= SLOPE(",
+        "acc += 0 * SLOPE(",
+        ("tests/contracts -k 'kan or KAN'", "tests/kan/test_bases.py", "tests/kan/test_api.py", "tests/kan/test_operators.py"),
+    ),
     Fault(
         "fastkron_py/kan/bases/chebyshev.py",
         "constant(t, 0.0), constant(t, -1.0)",
         "constant(t, 0.0), constant(t, 1.0)",
-        ("tests/kan", CONTRACTS),
+        ("tests/contracts -k 'kan or KAN'", "tests/kan/test_bases.py", "tests/kan/test_api.py", "tests/kan/test_operators.py"),
     ),
-    Fault("fastkron_py/kan/running_range.py", "if is_second_run():", "if False:", ("tests/nn",)),
-    Fault("fastkron_py/kan/running_range.py", "return after, after", "return running, after", ("tests/nn",)),
+    Fault("fastkron_py/kan/running_range.py", "if is_second_run():", "if False:", ("tests/nn/test_poly_kan_range.py",)),
+    Fault("fastkron_py/kan/running_range.py", "return after, after", "return running, after", ("tests/nn/test_poly_kan_range.py",)),
     # Adapters and layers.
-    Fault("fastkron_py/adapters/api.py", "beta = 0.0 if base is None else 1.0", "beta = 1.0", ("tests/adapters", CONTRACTS)),
+    Fault(
+        "fastkron_py/adapters/api.py",
+        "beta = 0.0 if base is None else 1.0",
+        "beta = 1.0",
+        ("tests/adapters/test_out.py", "tests/contracts -k lokr", "tests/adapters/test_lokr_linear.py"),
+    ),
     # Ranks.
     Fault("distributed/replicated.py", "flat /= dist.get_world_size(group)", "pass", RANKS),
     Fault(
@@ -215,8 +295,19 @@ def outcome(fault: Fault, folder: Path) -> tuple[str, float, str]:
     text, start = path.read_text(), time.perf_counter()
     path.write_text(text.replace(fault.old, fault.new))
     try:
-        for tests in [t for t in fault.tests if (folder / t).exists()]:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not full", tests]
+        for tests in [t for t in fault.tests if (folder / t.split()[0]).exists()]:
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "not gpu and not full",
+                *shlex.split(tests),
+            ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
             if done.returncode not in (0, 5):
