@@ -12,6 +12,8 @@ from typing import Any
 from fastkron_py.runtime.gpu import HOPPER
 
 SHARED_MEMORY = HOPPER.shared_memory
+# Those of packages are theirs; but a launch says whether products and sums are fused, which Triton from 3.9 on asks for.
+WARNINGS = "ignore,error:TRITON_DEFAULT_FP_FUSION"
 LIMIT = 1800  # seconds, of a script that takes minutes on a machine that does nothing else
 
 
@@ -26,7 +28,7 @@ def compiled(script: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
     here = Path(__file__).parent / "compile"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # Without lines of the source, which nothing here reads, compiling takes a tenth less.
-    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONWARNINGS": WARNINGS}
     paths = [str(here.parents[1]), str(here.parent), str(here), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, str(here / script), *arguments]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,8 @@ from triton.runtime.errors import OutOfResources
 
 logger = logging.getLogger("fastkron_py")
 
+# Of every launch. Kernels are written and timed for products and sums in one instruction; Triton's default depends on its version.
+_OPTIONS: Final = {"enable_fp_fusion": True}
 _obstacles: dict[type, str | None] = {}  # why compiled kernels of a class are launched by Triton alone, None if they are not
 
 
@@ -108,6 +110,15 @@ class LaunchConfig(NamedTuple):
     grid: tuple[int]
     arguments: dict[str, Any]
 
+    def launch(self, first: Mapping[str, Any], *, only_compile: bool = False) -> Any:
+        """Launch through Triton, which compiles the kernel first. Returns the compiled kernel, None by the interpreter.
+
+        Args:
+            first: the first arguments, by name.
+            only_compile: compile what a launch would, and keep it in Triton's caches, but launch nothing.
+        """
+        return self.kernel.run(grid=self.grid, warmup=only_compile, **first, **self.arguments, **_OPTIONS)
+
 
 class Launcher:
     """Launch configurations in order of preference; the first that the device has shared memory for is kept.
@@ -124,10 +135,11 @@ class Launcher:
     def __call__(self, *given: Any) -> None:
         """Launch through Triton's JIT function, which compiles the kernel first."""
         while True:
-            kernel, grid, arguments = self.configs[self._first]
+            config = self.configs[self._first]
+            kernel, grid, arguments = config
             names = [name for name in kernel.arg_names if name not in arguments]
             try:
-                compiled = kernel[grid](**dict(zip(names, map(_in_reals, given), strict=True)), **arguments)
+                compiled = config.launch(dict(zip(names, map(_in_reals, given), strict=True)))
             except OutOfResources:
                 if self._first + 1 == len(self.configs):
                     raise

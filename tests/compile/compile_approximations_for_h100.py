@@ -40,7 +40,7 @@ def _loop(ptr, count, REPLACED: tl.constexpr):
 def main() -> None:
     driver.set_active(H100())
     for replaced in "cfgx":
-        ptx = _loop.warmup(torch.empty(512), 8, replaced, grid=(1,)).asm["ptx"]
+        ptx = _loop.warmup(torch.empty(512), 8, replaced, grid=(1,), enable_fp_fusion=True).asm["ptx"]
         moved, start = re.search(r"mov\.b32 (%r\d+), (%r\d+); @p", ptx).groups()  # type: ignore[union-attr]
         result, factor, addend = re.search(r"fma\.rn\.f32 (%r\d+), s, (%r\d+), (%r\d+); }", ptx).groups()  # type: ignore[union-attr]
         line = {"replaced": replaced, "moved": moved, "start": start, "result": result, "factor": factor, "addend": addend}

@@ -32,7 +32,7 @@ def test_host_and_device_functions(name: str, device: torch.device) -> None:
     for host, function, expected in ((found.host, found.value, value.detach()), (found.host_derivative, found.derivative, slope)):
         torch.testing.assert_close(host(x.detach()), expected, rtol=1e-12, atol=1e-14)
         y = torch.empty_like(given)
-        _map_kernel[(1,)](given, y, len(given), function, 128)
+        _map_kernel[(1,)](given, y, len(given), function, 128, enable_fp_fusion=True)
         torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -86,7 +86,7 @@ def test_kernel_agrees_with_scipy(basis: str, dtype: torch.dtype, device: torch.
     for prologue, reference in zip(prologues, expected(basis, t.double()), strict=True):
         assert prologue is not None
         y = torch.empty(TERMS, len(t), dtype=dtype, device=device)
-        _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, parameters_of(basis), 128)
+        _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, parameters_of(basis), 128, enable_fp_fusion=True)
         assert worst(y, reference) < bound
 
 
@@ -99,7 +99,7 @@ def test_jacobi_where_a_denominator_vanishes(a: float, b: float, device: torch.d
     prologue = find_basis("jacobi").value_prologue
     assert prologue is not None
     y = torch.empty(TERMS, len(t), dtype=torch.float64, device=device)
-    _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, (a, b), 128)
+    _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, (a, b), 128, enable_fp_fusion=True)
     reference = torch.from_numpy(np.stack([eval_jacobi(n, a, b, t.numpy()) for n in range(TERMS)]))
     assert worst(y, reference) < 1e-10
     assert worst(torch.stack(list(find_basis("jacobi").values(t, TERMS, (a, b)))), reference) < 1e-10
@@ -116,7 +116,7 @@ def test_splines_of_lower_order(order: int, device: torch.device) -> None:
         reference = np.stack([np.nan_to_num((s.derivative() if derivative else s)(t.numpy())) for s in splines])
         y = torch.empty(TERMS, len(t), dtype=torch.float64, device=device)
         assert prologue is not None
-        _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, (float(order),), 128)
+        _basis_kernel[(1,)](t.to(device), y, len(t), *prologue, TERMS, (float(order),), 128, enable_fp_fusion=True)
         assert worst(y, torch.from_numpy(reference)) < 1e-10
     total = sum(found.values(t, TERMS, (float(order),)))
     torch.testing.assert_close(total, torch.ones_like(t))
@@ -137,7 +137,7 @@ def test_normalizers(name: str, device: torch.device) -> None:
     (slope,) = torch.autograd.grad(NORMALIZERS[name].host(argument).sum(), argument)
     for function, reference in ((NORMALIZERS[name].value, NORMALIZERS[name].host(x)), (NORMALIZERS[name].derivative, slope)):
         y = torch.empty_like(x, device=device)
-        _map_kernel[(1,)](x.to(device), y, len(x), function, 64)
+        _map_kernel[(1,)](x.to(device), y, len(x), function, 64, enable_fp_fusion=True)
         torch.testing.assert_close(y.cpu()[:-1], reference[:-1], rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(NORMALIZERS[name].host_derivative(x)[:-1], slope[:-1], rtol=1e-13, atol=1e-15)
     assert bool(NORMALIZERS[name].host(x)[-1].isnan())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_for_h100 import WARNINGS
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("launch_without_gpu")]
 
@@ -20,7 +21,7 @@ CACHED = ("cached", "on another stream", "watched", "cached again")
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": WARNINGS}
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(Path(__file__).with_name("launch_poly_kan_without_gpu.py"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled_for_h100 import WARNINGS
 
 pytestmark = pytest.mark.xdist_group("launch_without_gpu")
 
@@ -21,7 +22,7 @@ def test_the_same_launches(version: str) -> None:
     they are not, they go through Triton, and one warning says so.
     """
     root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": "ignore"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONWARNINGS": WARNINGS}
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(Path(__file__).with_name("launch_rational_without_gpu.py")), version]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)

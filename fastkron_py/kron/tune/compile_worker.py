@@ -86,11 +86,9 @@ def _stack(compiled: Any) -> int:
 
 def _compile(launch: MultiplyLaunch, sample: Tensor) -> tuple[int, int]:
     """Bytes of shared memory and of stack of one launch."""
-    kernel, grid, arguments = launch.launcher.configs[0]
     factors = (sample,) * (launch.stop - launch.start)
-    compiled = kernel.run(
-        x_ptr=sample, factor_ptrs=factors, z_ptr=sample, y_ptr=sample, alpha=0, beta=0, grid=grid, warmup=True, **arguments
-    )
+    first = {"x_ptr": sample, "factor_ptrs": factors, "z_ptr": sample, "y_ptr": sample, "alpha": 0, "beta": 0}
+    compiled = launch.launcher.configs[0].launch(first, only_compile=True)
     return int(compiled.metadata.shared), _stack(compiled)
 
 
