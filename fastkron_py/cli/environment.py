@@ -92,6 +92,8 @@ def choice(device: str, dtype: torch.dtype) -> Choice:
     taken = choose_backend("auto", sample)
     if taken == "triton":
         why = "compiled kernels take this dtype on this device"
+        if torch.version.hip is not None:
+            why += ", as Triton's compiler says: none was run on AMD's GPUs"
     else:
         why = triton_obstacle(sample) or 'Triton\'s interpreter is for tests: "auto" never takes it, backend("triton") does'
     return Choice(device, str(dtype).removeprefix("torch."), taken, why)

@@ -17,6 +17,10 @@ from torch import Tensor
 from fastkron_py.runtime.errors import type_error, value_error
 
 BACKENDS: Final = ("auto", "triton", "torch")
+# AMD's GPUs, by the beginning of their names. Those of half types have no matrix cores for other products, which then spill kilobytes
+# of each thread, and some of which take minutes to compile. Between two steps, products of float16 are float32.
+_AMD_OF_ALL_TYPES: Final = ("gfx90a", "gfx942", "gfx950")
+_AMD_OF_HALF_TYPES: Final = ("gfx11", "gfx12")
 
 logger = logging.getLogger("fastkron_py")
 
@@ -88,8 +92,16 @@ def _has_triton() -> bool:
 
 
 @lru_cache(maxsize=64)
-def _is_too_old(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+def _gpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why kernels for tensors of dtype are not compiled for a GPU, or None."""
+    if torch.version.hip is None:
+        return "compute capability is below 8.0" if torch.cuda.get_device_capability(device) < (8, 0) else None
+    name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    if name.startswith(_AMD_OF_ALL_TYPES) or (name.startswith(_AMD_OF_HALF_TYPES) and dtype == torch.bfloat16):
+        return None
+    if not name.startswith(_AMD_OF_HALF_TYPES):
+        return f"kernels were not compiled for {name}"
+    return f"kernels for {str(dtype).removeprefix('torch.')} multiply in float32 or more, for which {name} has no matrix cores"
 
 
 def triton_obstacle(x: Tensor) -> str | None:
@@ -99,9 +111,7 @@ def triton_obstacle(x: Tensor) -> str | None:
         return f"device {x.device.type} is not cuda, and TRITON_INTERPRET is not set"
     if not _has_triton():
         return "triton is not installed"
-    if not is_interpreted and _is_too_old(x.device):
-        return "compute capability is below 8.0"
-    return None
+    return None if is_interpreted else _gpu_obstacle(x.device, x.dtype)
 
 
 def choose_backend(name: str, x: Tensor) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.backend import is_interpreting
-from fastkron_py.runtime.gpu import GPU, INTERPRETER, OTHER, nvidia
+from fastkron_py.runtime.gpu import AMD, GPU, INTERPRETER, nvidia
 
 logger = logging.getLogger("fastkron_py")
 
@@ -29,7 +29,7 @@ def gpu_of(device: torch.device) -> GPU:
         return INTERPRETER
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
     if torch.version.hip is not None:
-        return replace(OTHER, multiprocessors=count)
+        return replace(AMD, multiprocessors=count)
     found = nvidia(*torch.cuda.get_device_capability(device))
     if is_interpreting():
         return replace(found, multiprocessors=count, has_wgmma=False, has_overlap=False, has_approximations=False)

@@ -35,6 +35,7 @@ class GPU:
         has_descriptors: a copy engine takes tensor descriptors.
         has_overlap: a launch can begin before the end of the one ahead ("programmatic dependent launch").
         has_approximations: functions are approximated in one of PTX's instructions each, with errors of some units in the last place.
+        stages_sums: sums that are taken apart pass through shared memory, all of a tile at once.
     """
 
     name: str
@@ -55,6 +56,7 @@ class GPU:
     has_descriptors: bool = False
     has_overlap: bool = False
     has_approximations: bool = False
+    stages_sums: bool = False
 
     def rate(self, itemsize: int) -> float:
         """Operations a second of tensor cores on operands of this many bytes."""
@@ -145,23 +147,26 @@ BLACKWELL_RTX: Final = _estimated(
 _NVIDIA: Final = (AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
 _BEFORE_AMPERE: Final = replace(AMPERE, name="before Ampere", shared_memory=65_536, has_float64_cores=False)
 
-OTHER: Final = replace(
+INTERPRETER: Final = replace(
+    HOPPER, name="interpreter", capability=None, multiprocessors=2, has_wgmma=False, has_overlap=False, has_approximations=False
+)
+"""Triton's interpreter on a CPU, which takes the launches of a Hopper GPU but for kernels in Gluon."""
+
+AMD: Final = replace(
     HOPPER,
-    name="other",
+    name="AMD",
     capability=None,
+    multiprocessors=304,
     shared_memory=65_536,
     is_measured=False,
     has_wgmma=False,
+    has_shared_operands=False,
     has_descriptors=False,
     has_overlap=False,
     has_approximations=False,
+    stages_sums=True,
 )
-"""Of another vendor."""
-
-INTERPRETER: Final = replace(
-    OTHER, name="interpreter", multiprocessors=2, shared_memory=HOPPER.shared_memory, is_measured=True, has_descriptors=True
-)
-"""Triton's interpreter on a CPU, which takes the launches of a Hopper GPU but for kernels in Gluon."""
+"""As compiled for an MI300X (gfx942). No kernel was run there: rates are Hopper's."""
 
 
 def nvidia(major: int, minor: int) -> GPU:

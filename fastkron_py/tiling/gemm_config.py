@@ -52,7 +52,8 @@ class GemmSpan(NamedTuple):
 def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
     """Bytes of a program, about: blocks in flight, and the staging buffer of a part that is finished."""
     blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
-    return blocks + tile.block_m * tile.block_n // tile.parts * sizes.stored + _BARRIERS
+    stored = 4 * tile.parts if sizes.gpu.stages_sums and tile.parts > 1 else sizes.stored
+    return blocks + tile.block_m * tile.block_n // tile.parts * stored + _BARRIERS
 
 
 def is_valid(tile: GemmTile, sizes: GemmSizes) -> bool:

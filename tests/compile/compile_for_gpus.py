@@ -92,9 +92,12 @@ def run_copied(dtype: torch.dtype, rows: int, width: int) -> None:
 
 def run_hadamard(dtype: torch.dtype, m: int, bits: int) -> None:
     from fastkron_py.kron.hadamard_factors import padded_matrix
+    from fastkron_py.kron.hadamard_launch import has_launch
     from fastkron_py.kron.hadamard_program import program
 
     x, (matrix,) = torch.empty(1000, m << bits, dtype=dtype), padded_matrix(m)
+    if not has_launch(m, bits, dtype, x.device):
+        return
     given = [x] if matrix is None else [x, matrix]
     program((x, matrix), (1.0, m, bits, "triton"))(given, (1.0,))
 

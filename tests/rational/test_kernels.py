@@ -15,7 +15,7 @@ from fastkron_py.rational import launches, program
 from fastkron_py.rational import torch_backend as torch_rational
 from fastkron_py.rational.config import Preference
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.gpu import GPU, HOPPER, OTHER
+from fastkron_py.runtime.gpu import AMD, GPU, HOPPER
 
 # name: (shape, groups, warps, vectors, iterations, mode, masked). Those that are masked do all that the others of their mode do.
 WALKS = {
@@ -91,7 +91,7 @@ def test_sums_of_many_programs_are_float64_s(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gpu", [HOPPER, OTHER], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", [HOPPER, AMD], ids=lambda gpu: gpu.name)
 def test_only_nvidia_s_compiler_is_given_a_limit_of_registers(gpu: GPU, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other compilers of Triton raise a KeyError, of None as well."""
     monkeypatch.setattr(devices, "gpu_of", lambda _device: gpu)
