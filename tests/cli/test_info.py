@@ -16,6 +16,7 @@ from fastkron_py.cli import environment
 from fastkron_py.cli.app import app
 from fastkron_py.cli.environment import choice, installed
 from fastkron_py.cli.text import bytes_text, seconds_text
+from fastkron_py.runtime.backend import _gpu_obstacle
 from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
 
@@ -88,6 +89,27 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not cuda" in choice("cpu", torch.float32).why
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "interpreter" in choice("cpu", torch.float32).why
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "taken", "why"),
+    [
+        ("gfx942", torch.float32, "triton", "none was run on AMD's GPUs"),
+        ("gfx1201", torch.float32, "torch", "kernels for float32 multiply in float32 or more, for which gfx1201 has no matrix cores"),
+        ("gfx1201", torch.bfloat16, "triton", "none was run on AMD's GPUs"),
+    ],
+)
+def test_reasons_on_amd(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, taken: str, why: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=f"{name}:xnack-"))
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: SimpleNamespace(dtype=dtype, device=torch.device(device)))
+    _gpu_obstacle.cache_clear()
+    try:
+        found = choice("cuda:0", dtype)
+    finally:
+        _gpu_obstacle.cache_clear()
+    assert (found.backend, why in found.why) == (taken, True), found
 
 
 @pytest.mark.gpu

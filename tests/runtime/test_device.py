@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from fastkron_py.kan.hopper import kernels as kan_kernels
+from fastkron_py.kron.hadamard_launch import has_launch
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.small_factors_launch import has_small_factors
+from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import gpu as gpus
+from fastkron_py.runtime.checks import DTYPES
 from fastkron_py.runtime.device import gpu_of
 from fastkron_py.runtime.gpu import HOPPER, INTERPRETER, nvidia
 
@@ -23,10 +27,11 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Answers of this test's own: they are kept for the life of a process."""
-    for answer in (devices.gluon_kernel, devices.gpu_of):
+    kept = devices.gluon_kernel, devices.gpu_of, backend._gpu_obstacle
+    for answer in kept:
         answer.cache_clear()
     yield
-    for answer in (devices.gluon_kernel, devices.gpu_of):
+    for answer in kept:
         answer.cache_clear()
 
 
@@ -90,7 +95,7 @@ def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(
 
 
 def test_what_a_device_has(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own number of multiprocessors, and the features of its architecture; those of AMD are unknown."""
+    """Its own number of multiprocessors, and the features of its architecture."""
     assert gpu_of(torch.device("cpu")) is INTERPRETER
     found = gpu_of(GPU)
     assert (found.name, found.multiprocessors, found.is_measured) == ("Hopper", 78, True)
@@ -110,6 +115,44 @@ def test_what_a_device_has(capability: list[int], monkeypatch: pytest.MonkeyPatc
     devices.gpu_of.cache_clear()
     other = gpu_of(GPU)
     assert (other.has_wgmma, other.has_descriptors, other.has_approximations, other.multiprocessors) == (False, False, False, 78)
+    assert (other.name, other.shared_memory, other.is_measured) == ("AMD", 65536, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "why"),
+    [
+        ("gfx942:sramecc+:xnack-", DTYPES, ""),
+        ("gfx1201", (torch.bfloat16,), "for which gfx1201 has no matrix cores"),
+        ("gfx1030", (), "kernels were not compiled for gfx1030"),
+    ],
+)
+def test_dtypes_that_compile_for_amd(
+    name: str, taken: tuple[torch.dtype, ...], why: str, capability: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=78, gcnArchName=name))
+    monkeypatch.setattr(backend, "is_interpreting", lambda: False)
+    for dtype in DTYPES:
+        x = SimpleNamespace(device=GPU, dtype=dtype)
+        obstacle = backend.triton_obstacle(x)  # type: ignore[arg-type]
+        assert backend.choose_backend("auto", x) == ("triton" if dtype in taken else "torch")  # type: ignore[arg-type]
+        assert obstacle is None if dtype in taken else why in str(obstacle)
+
+
+def test_kernels_in_gluon_are_not_launched_on_amd(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their layouts are of 32 lanes, and NVIDIA's compiler alone takes a limit of registers."""
+
+    def launched() -> list[bool]:
+        return [
+            has_launch(1, 12, torch.float32, GPU),
+            kernels.has_chained(GPU, torch.float32),
+            has_small_factors(GPU, torch.float32, "highest"),
+        ]
+
+    assert launched() == [True] * 3
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    devices.gpu_of.cache_clear()
+    assert launched() == [False] * 3
 
 
 @pytest.mark.parametrize(
