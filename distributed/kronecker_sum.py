@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
 from fastkron_py.distributed.call import shape_texts
-from fastkron_py.distributed.group.agreement import agree, refuse
+from fastkron_py.distributed.group.agreement import refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.local import (
     Basis,
     LocalKroneckerProduct,
     LocalKroneckerSum,
-    Share,
     SlogDet,
     built,
     combined,
@@ -32,10 +28,9 @@ from fastkron_py.distributed.local import (
     terms,
 )
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
-from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate, total
-from fastkron_py.distributed.solvers import as_given, right_hand_block
+from fastkron_py.distributed.replicated import Reduction, from_first
+from fastkron_py.distributed.solvers import GridShare, as_given, right_hand_block
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
 
@@ -134,7 +129,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             TypeError: t is of another type, or float16 or bfloat16 factors.
             ValueError: t is not finite, or the sum has mass matrices.
         """
-        made: LocalKroneckerProduct = self._local.expm(t)
+        made = LocalKroneckerProduct(self._first("expm", lambda s, t: s.expm(t).factors, t))
         return KroneckerProduct._of(made, self._grid, self._reduction)
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
@@ -151,12 +146,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             TypeError: x of another dtype, t of another type, or float16 or bfloat16 factors. Every rank raises them.
             ValueError: x does not fit, t is not finite, or the sum has mass matrices. Every rank raises them.
         """
-        grid = grid_for(x, self._grid)
-        try:
-            made = self.expm(t)
-        except REFUSALS as error:
-            refuse(grid, error)
-        return made @ x
+        return self.expm(t) @ x
 
     # ---- solves and determinants ------------------------------------------------------------------
 
@@ -180,12 +170,11 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         grid = grid_for(b, self._grid)
         try:
             block = right_hand_block(b, grid, self.shape[0], self.dtype)
-            factors, masses = self._built()
-            basis = self._basis(factors, masses)
         except REFUSALS as error:
             refuse(grid, error)
-        agree(grid, {"call": "KroneckerSum.solve"} | self._gradients(block))
-        share = _GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
+        factors, masses = self._built()
+        basis = self._basis("KroneckerSum.solve", grid, block)
+        share = GridShare(grid.col_group, grid.device, grid.row, grid.shape[0])
         system = _System(len(factors), grid, self._reduction)
         diagonal = combined(basis.values, True, None, share)
         return as_given(solve_by_basis(system, block, [*factors, *masses], basis, diagonal, "factors", share), b)
@@ -199,13 +188,9 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             torch.linalg.LinAlgError: a factor has too few eigenvectors. Every rank raises each of these.
         """
         grid = self._grid
-        try:
-            factors, masses = self._built()
-            basis = self._basis(factors, masses)
-        except REFUSALS as error:
-            refuse(grid, error)
-        agree(grid, {"call": "KroneckerSum.slogdet"} | self._gradients())
-        share = _GridShare(grid.group, grid.device, grid.rank, grid.world_size)
+        factors, masses = self._built()
+        basis = self._basis("KroneckerSum.slogdet", grid)
+        share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
         with without_autocast(grid.device):
             return SlogDet(*sum_slogdet(factors, masses, basis, share))
 
@@ -221,15 +206,11 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         """
         return log_of(*self.slogdet())
 
-    def _basis(self, factors: Sequence[Tensor], masses: Sequence[Tensor]) -> Basis:
-        with without_autocast(self.device):
-            return eigenbasis(factors, masses)
-
-    def _gradients(self, block: Tensor | None = None) -> dict[str, Any]:
-        """The arguments that need gradients, which ranks compare."""
+    def _basis(self, call: str, grid: ProcessGrid, block: Tensor | None = None) -> Basis:
+        """The first rank's. Ranks compare the call, and which arguments need gradients."""
         given = [("b", block), *[("factors", f) for f in self.factors], *[("masses", m) for m in self.masses or ()]]
-        needs = [name if isinstance(t, Tensor) and t.requires_grad else "" for name, t in given]
-        return {"arguments that need gradients": needs if torch.is_grad_enabled() else []}
+        needs = [name for name, t in given if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad]
+        return from_first(grid, {"call": call, "arguments that need gradients": needs}, lambda: eigenbasis(*self._built()))
 
 
 def _sum_matmul(
@@ -267,42 +248,3 @@ class _System(NamedTuple):
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``S^-1 b``."""
         return invert_by_basis(self, b, parameters, constants, adjoint)
-
-
-@dataclass(frozen=True)
-class _GridShare(Share):
-    """The eigenvalues of one rank of a group: a block of torch.chunk.
-
-    Attributes:
-        group: whose ranks have all of them together.
-        device: of this rank.
-        position: of this rank in the group.
-        parts: how many ranks.
-    """
-
-    group: dist.ProcessGroup
-    device: torch.device
-    position: int
-    parts: int
-
-    def bounds(self, size: int) -> tuple[int, int]:
-        offsets = chunk_offsets(size, self.parts)
-        return offsets[self.position], offsets[self.position + 1]
-
-    def replicated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return replicate(tensors, self.group, self.device)
-
-    def total(self, part: Tensor) -> Tensor:
-        return total([part], self.group, self.device)[0]
-
-    def product(self, part: Tensor) -> Tensor:
-        found = part.clone()
-        all_reduce("KroneckerSum: sign of the determinant", found, self.group, dist.ReduceOp.PRODUCT)
-        return found
-
-    def extremes(self, values: Tensor) -> Tensor:
-        size = values.abs()
-        ends = (-size.amin(), size.amax()) if size.numel() else (size.new_full((), -math.inf), size.new_zeros(()))
-        found = torch.stack(ends)
-        all_reduce("KroneckerSum: least and largest eigenvalues", found, self.group, dist.ReduceOp.MAX)
-        return found.abs()

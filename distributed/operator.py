@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -13,8 +13,8 @@ from fastkron_py.distributed.call import grid_factors, shape_texts
 from fastkron_py.distributed.group.agreement import agree
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, refuse_without_grid
-from fastkron_py.distributed.local import LocalKroneckerProduct, LocalKroneckerSum, is_identity
-from fastkron_py.distributed.replicated import Reduction, check_reduction
+from fastkron_py.distributed.local import LocalKroneckerProduct, LocalKroneckerSum, filled, is_identity, matrices
+from fastkron_py.distributed.replicated import Reduction, as_first, check_reduction
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Local = TypeVar("Local", LocalKroneckerProduct, LocalKroneckerSum)
@@ -71,6 +71,20 @@ class GridOperator(Generic[Local]):
         made = cls.__new__(cls)
         made._local, made._grid, made._reduction = local, grid, reduction
         return made
+
+    def _first(self, call: str, compute: Callable[..., Sequence[Any]], *options: Any) -> list[Any]:
+        """The tensors, and identities' integers, that a function makes of the operator of one rank and of options: the first rank's."""
+        arrays = self._local._arrays
+        count = len(matrices(arrays))
+        scalars = [o for o in options if isinstance(o, Tensor)]
+
+        def of(tensors: list[Tensor]) -> Sequence[Any]:
+            left = iter(tensors[count:])
+            given = [next(left) if isinstance(o, Tensor) else o for o in options]
+            return compute(self._local._with(filled(arrays, tensors[:count])), *given)
+
+        shown = ["a tensor" if isinstance(o, Tensor) else repr(o) for o in options]
+        return as_first(self._grid, {"call": call, "arguments": shown}, [*matrices(arrays), *scalars], of)
 
     # ---- properties --------------------------------------------------------------------------
 

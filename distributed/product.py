@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,14 +10,12 @@ import torch
 from torch import Tensor
 
 from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.group.agreement import refuse
-from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
-from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, filled, kron_range, matrices
+from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, is_identity, log_abs_det, log_of, matrices
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
-from fastkron_py.distributed.plan.layout import even_offsets
-from fastkron_py.distributed.replicated import Reduction, replicate, total
-from fastkron_py.distributed.solvers import Eigen, Solution, System, agree_on_solve, as_given, eigen, solve, symmetric_eigh
+from fastkron_py.distributed.replicated import Reduction
+from fastkron_py.distributed.solvers import GridShare, Solution, System, agree_on_solve, as_given, eigen, solve
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
 
 _Float = float  # inside the class, float is a method
@@ -58,15 +57,15 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def inverse(self) -> KroneckerProduct:
         """The inverse, as `fastkron_py.KroneckerProduct.inverse`."""
-        return self._like(self._local.inverse())
+        return self._like(LocalKroneckerProduct(self._first("inverse", lambda k: k.inverse().factors)))
 
     def cholesky(self) -> KroneckerProduct:
         """The lower triangular L of ``K = L @ L.mH``, as `fastkron_py.KroneckerProduct.cholesky`."""
-        return self._like(self._local.cholesky())
+        return self._like(LocalKroneckerProduct(self._first("cholesky", lambda k: k.cholesky().factors)))
 
     def matrix_power(self, n: int) -> KroneckerProduct:
         """``K @ K @ ...``, as `fastkron_py.KroneckerProduct.matrix_power`."""
-        return self._like(self._local.matrix_power(n))
+        return self._like(LocalKroneckerProduct(self._first("matrix_power", lambda k, n: k.matrix_power(n).factors, n)))
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
@@ -86,15 +85,15 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def slogdet(self) -> SlogDet:
         """Sign of the determinant and log of its absolute value, as `fastkron_py.KroneckerProduct.slogdet`."""
-        return self._local.slogdet()
+        return SlogDet(*self._first("slogdet", lambda k: k.slogdet()))
 
     def det(self) -> Any:
         """The determinant."""
-        return self._local.det()
+        return self._first("det", lambda k: [k.det()])[0]
 
     def norm(self, ord: Any = "fro") -> Any:
         """A matrix norm: ``"fro"``, ``"nuc"``, 2, 1 or inf."""
-        return self._local.norm(ord)
+        return self._first("norm", lambda k, ord: [k.norm(ord)], ord)[0]
 
     def logdet(self, *, shift: Any = None) -> Any:
         """Log of the determinant of K, or of ``K + shift * I`` from the eigenvalues, a part of them on each rank.
@@ -110,19 +109,15 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             ValueError: a factor is not square or, with a shift, not symmetric.
         """
         if shift is None:
-            return self._local.logdet()
+            return self._first("logdet", lambda k: [k.logdet()])[0]
         grid = self._grid
-
-        def eigenvalues() -> tuple[list[Tensor | int], Tensor]:
-            shared = [*matrices(self.factors), torch.as_tensor(shift, dtype=self.dtype, device=self.device)]
-            *own, spread = replicate(shared, grid.group, grid.device)
-            return [values for values, _ in symmetric_eigh(filled(self.factors, own))], spread
-
-        _, (parts, spread) = agree_on_solve(self._local, grid, None, eigenvalues, shift=shift, call="logdet")
-        offsets = even_offsets(self.shape[0], grid.world_size)
-        values = kron_range(parts, offsets[grid.rank], offsets[grid.rank + 1])
-        (logs,) = total([(values + spread).log().sum(dtype=torch.float64)], grid.group, grid.device)
-        return logs.to(self.dtype)
+        _, basis = agree_on_solve(self._local, grid, None, shift=shift, call="logdet")
+        share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
+        with without_autocast(grid.device):
+            start = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
+            sign, log = log_abs_det(matrices(self.factors), start, False, basis, share)
+            times = math.prod([f for f in self.factors if is_identity(f)])  # each eigenvalue, of identities
+            return log_of(sign if times % 2 else sign * sign, log * float(times))
 
     # ---- solving --------------------------------------------------------------------------------
 
@@ -145,13 +140,10 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             torch.linalg.LinAlgError: without a shift, a factor is singular. Every rank raises the error of one rank.
         """
         if shift is None:
-            where = grid_for(b, self._grid)
-            try:
-                inverse = self.inverse()
-            except REFUSALS as error:
-                refuse(where, error)
-            return kron_matmul_left(inverse.factors, b, grid=where, reduction=self._reduction)
-        block, found = agree_on_solve(self._local, self._grid, b, self._eigen, shift=shift, call="solve")
+            with without_autocast(self.device):
+                return kron_matmul_left(self.inverse().factors, b, grid=grid_for(b, self._grid), reduction=self._reduction)
+        block, basis = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve")
+        found = eigen(self.factors, basis, self._grid)
         system = System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction)
         return as_given(solve(system, block), b)
 
@@ -190,11 +182,8 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """
         options = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner}
 
-        def eigen_or_none() -> Eigen | None:
-            return self._eigen() if preconditioner is True else None
-
-        block, found = agree_on_solve(
-            self._local, self._grid, b, eigen_or_none, shift=shift, mask=mask, call="conjugate_gradients", **options
+        block, basis = agree_on_solve(
+            self._local, self._grid, b, shift=shift, call="conjugate_gradients", eigenvectors=preconditioner is True, mask=mask, **options
         )
         system = System(
             self._grid,
@@ -204,14 +193,11 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             tolerance,
             max_iter,
             preconditioner=preconditioner if callable(preconditioner) else None,
-            eigen=found,
+            eigen=None if basis is None else eigen(self.factors, basis, self._grid),
             reduction=self._reduction,
         )
         x = solve(system, block if system.mask is None else block * system.mask)
         return Solution(as_given(x, b), system.iterations, system.residual)
-
-    def _eigen(self) -> Eigen:
-        return eigen(self.factors, self._grid)
 
 
 def _local_of(other: Any) -> LocalKroneckerProduct:

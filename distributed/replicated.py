@@ -6,25 +6,35 @@ on every rank, and functions of these gradients (equal on every rank too) count 
 
 Where the loss is the mean of the ranks' losses, as wrappers for data parallelism take it, both are means over the ranks. They are
 each other's derivative all the same: tensors that ranks hold in parts count by their mean then, and replicated ones count once.
+
+LAPACK's results depend on its build and on its number of threads: by rounding, and where they are not unique, by anything (eigenvectors
+of equal eigenvalues). What ranks compute for themselves and mix is therefore the first rank's: `from_first` and `as_first`.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import rank_text, stage
+from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.runtime.checks import HALF_DTYPES
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
+T = TypeVar("T")
 Reduction = Literal["sum", "mean"]
+Common = Literal["sum", "mean", "first"]
+"""How ranks come to one value: "first" is the first rank's, of values that are equal but for rounding."""
 
 
 def check_reduction(reduction: Any) -> None:
@@ -42,7 +52,7 @@ def check_reduction(reduction: Any) -> None:
 
 class _Replicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Common, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.where = group, device, reduction
         return tuple(t.view_as(t) for t in tensors)
 
@@ -55,12 +65,15 @@ class _Replicate(torch.autograd.Function):
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Reduction, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: dist.ProcessGroup, device: torch.device, reduction: Common, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.where = group, device, reduction
         dtype = reduce(torch.promote_types, [torch.float32 if p.dtype in HALF_DTYPES else p.dtype for p in parts])
         flat = torch.cat([p.to(device, dtype).reshape(-1) for p in parts])
-        text = f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}"
-        all_reduce(text, torch.view_as_real(flat) if flat.is_complex() else flat, group)
+        plain = torch.view_as_real(flat) if flat.is_complex() else flat
+        if reduction == "first":
+            broadcast("values of the first rank", plain, group)
+        else:
+            all_reduce(f"sum of the factors' gradients, {flat.nbytes / 1e6:.3g} MB with {rank_text(_ranks(group))}", plain, group)
         if reduction == "mean":
             flat /= dist.get_world_size(group)
         pieces = flat.split([math.prod(p.shape) for p in parts])
@@ -98,14 +111,81 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
     note(name, tensor.device, _ranks(group))
 
 
-def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Reduction = "sum") -> list[Tensor]:
+def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Give every rank of a group the first one's tensor, in place. Errors as in `all_reduce`."""
+    with stage(name, group):
+        dist.broadcast(tensor, _ranks(group)[0], group)
+    note(name, tensor.device, _ranks(group))
+
+
+def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:
+    """The result of the first rank's computation on every rank, without derivatives. Collective over the grid, and an agreement.
+
+    Args:
+        grid: the ranks.
+        description: of the call, as in `agree`.
+        compute: makes tensors on the grid's device, in lists and tuples. The first rank alone calls it, without autocast.
+
+    Raises:
+        Exception: an error of the computation, on every rank; or of the agreement.
+        CollectiveError: a rank did not come.
+    """
+    found, packed = None, torch.empty(0, dtype=torch.uint8)
+    if grid.rank == 0:
+        try:
+            with torch.no_grad(), without_autocast(grid.device):
+                found = compute()
+        except Exception as error:
+            refuse(grid, error)
+        buffer = io.BytesIO()
+        if grid.world_size > 1:
+            torch.save(found, buffer)
+            packed = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    size = agree(grid, description, local=(packed.numel(),))[0][0]
+    if grid.world_size == 1:
+        return found  # type: ignore[return-value]
+    data = packed.to(grid.device) if grid.rank == 0 else torch.empty(size, dtype=torch.uint8, device=grid.device)
+    broadcast(f"{description['call']}: results of the first rank", data, grid.group)
+    if grid.rank == 0:
+        return found  # type: ignore[return-value]
+    received: T = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=grid.device, weights_only=False)
+    return received
+
+
+def as_first(
+    grid: ProcessGrid, description: Mapping[str, Any], tensors: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Any]]
+) -> list[Any]:
+    """Smooth functions of tensors that are equal on every rank: values and gradients are the first rank's. Collective, and an agreement.
+
+    Args:
+        grid: the ranks.
+        description: of the call, as in `agree`.
+        tensors: of any shapes.
+        compute: makes tensors of them, and identities' integers, on every rank without autocast.
+
+    Raises:
+        Exception: an error of the computation on any rank, on every rank; or of the agreement.
+        CollectiveError: a rank did not come; in the backward pass, too.
+    """
+    try:
+        with without_autocast(grid.device):
+            found = list(compute(replicate(tensors, grid.group, grid.device, "first")))
+    except Exception as error:
+        refuse(grid, error)
+    needs = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
+    agree(grid, {**description, "arguments that need gradients": needs})
+    shared = iter(total([t for t in found if isinstance(t, Tensor)], grid.group, grid.device, "first"))
+    return [next(shared) if isinstance(t, Tensor) else t for t in found]
+
+
+def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Common = "sum") -> list[Tensor]:
     """The same tensors; their gradients will be summed or averaged over the group, all in one all-reduce.
 
     Args:
         tensors: equal on every rank, of any shapes.
         group: the ranks.
         device: where the all-reduce takes place.
-        reduction: "sum" or "mean".
+        reduction: "sum", "mean", or "first" for the first rank's.
 
     Raises:
         CollectiveError: in the backward pass, where the sum fails.
@@ -113,14 +193,14 @@ def replicate(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch
     return list(_Replicate.apply(group, device, reduction, *tensors))  # type: ignore[no-untyped-call]
 
 
-def total(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Reduction = "sum") -> list[Tensor]:
+def total(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, reduction: Common = "sum") -> list[Tensor]:
     """Sums or means over the group of each rank's parts, half types in float32; the inverse of `replicate` in derivatives.
 
     Args:
         parts: of the same shapes on every rank.
         group: the ranks.
         device: where the all-reduce takes place.
-        reduction: "sum" or "mean".
+        reduction: "sum", "mean", or "first" for the first rank's.
 
     Raises:
         CollectiveError: the sum failed.

@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,27 @@ from torch.distributed.tensor import DTensor
 from fastkron_py.distributed.api import kron_matmul_left
 from fastkron_py.distributed.call import PLACEMENTS
 from fastkron_py.distributed.group.agreement import agree, refuse
-from fastkron_py.distributed.group.failures import REFUSALS
+from fastkron_py.distributed.group.failures import REFUSALS, CollectiveError
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.local import (
+    Basis,
     LocalKroneckerProduct,
+    Share,
     are_hermitian,
     check_square,
+    eigenbasis,
     filled,
-    is_identity,
     kron_range,
     matrices,
-    per_factor,
     shape_of,
 )
 from fastkron_py.distributed.plan.layout import chunk_offsets
-from fastkron_py.distributed.replicated import Reduction, all_reduce, replicate
+from fastkron_py.distributed.replicated import Reduction, all_reduce, from_first, replicate, total
 from fastkron_py.runtime.checks import check_integer, check_scalar
+from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 Eigen = tuple[Tensor, list[Tensor | int]]
-Prepared = TypeVar("Prepared")
 
 
 class Solution(NamedTuple):
@@ -101,8 +102,7 @@ class System:
     def precondition(self, r: Tensor) -> Tensor:
         """An approximation of ``A^-1 r``: without a mask the inverse itself."""
         if self.preconditioner is not None:
-            mapped: Tensor = self.preconditioner(r)
-            return mapped
+            return self._preconditioned(self.preconditioner, r)
         if self.eigen is None:
             return r
         inside = r if self.mask is None else r * self.mask
@@ -111,9 +111,23 @@ class System:
         z = kron_matmul_left(vectors, z / (values + self.shift), grid=self.grid)
         return z if self.mask is None else z * self.mask + r * (1 - self.mask)
 
+    def _preconditioned(self, function: Callable[[Tensor], Tensor], r: Tensor) -> Tensor:
+        """A function of the caller's, whose errors on one rank all ranks raise."""
+        try:
+            z = function(r)
+            if not isinstance(z, Tensor) or (z.shape, z.dtype, z.device) != (r.shape, r.dtype, r.device):
+                shown = f"{z.dtype} of shape {tuple(z.shape)} on {z.device}" if isinstance(z, Tensor) else type_name(z)
+                raise value_error("preconditioner", f"a function to {r.dtype} of shape {tuple(r.shape)} on {r.device}, as its block", shown)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            refuse(self.grid, error)
+        agree(self.grid, {"call": "preconditioner"})
+        return z
+
     def solve(self, b: Tensor) -> Tensor:
         """``A^-1 b``, without derivatives. Notes iterations and the residual."""
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(b.device):
             return self.precondition(b) if self.direct else self._conjugate_gradients(b)
 
     def _conjugate_gradients(self, b: Tensor) -> Tensor:
@@ -121,13 +135,16 @@ class System:
         z = self.precondition(r)
         p = z.clone()
         rz, start = self._dots((r, z), (r, r))
-        self.iterations, self.residual = 0, self._worst(torch.where(start > 0, 1.0, 0.0))
+        ratio = _relative(start, start)
+        self.iterations, self.residual = 0, self._worst(ratio)
+        if not math.isfinite(self.residual):
+            raise value_error("b", "finite numbers", "NaN or an infinity")
         while self.residual > self.tolerance and self.iterations < self.max_iter:
             ap = self.apply(p, self.matrices, self.shift)
             (curvature,) = self._dots((p, ap))
-            active = rz > 0
-            broken = active & ~(curvature > 0)
-            step = torch.where(active & ~broken, rz / curvature, 0.0)
+            active = (rz > 0) & (curvature > 0)
+            broken = (ratio > self.tolerance) & ~active
+            step = torch.where(active, rz / curvature, 0.0)
             x += step.to(b.dtype) * p
             r -= step.to(b.dtype) * ap
             z = self.precondition(r)
@@ -135,7 +152,7 @@ class System:
             rz, rr = self._dots((r, z), (r, r))
             p = z + torch.where(before > 0, rz / before, 0.0).to(b.dtype) * p
             self.iterations += 1
-            ratio = torch.where(start > 0, (rr / start).sqrt(), 0.0)
+            ratio = _relative(rr, start)
             self.residual = self._worst(torch.where(broken, math.inf, ratio))
             if not math.isfinite(self.residual):
                 shown = f"a direction of no positive curvature, or no number, in iteration {self.iterations}"
@@ -156,32 +173,75 @@ class System:
         return float(largest)
 
 
-@torch.no_grad()
-def eigen(factors: Sequence[Tensor | int], grid: ProcessGrid) -> Eigen:
-    """This rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors.
+def _relative(squares: Tensor, start: Tensor) -> Tensor:
+    """Relative residuals; columns of b that are 0 have none, and those that are not finite NaN."""
+    return torch.where(start == 0, 0.0, (squares / start).sqrt())
+
+
+def eigen(factors: Sequence[Tensor | int], basis: Basis, grid: ProcessGrid) -> Eigen:
+    """This rank's eigenvalues of K ``[rows, 1]``, and the factors of the eigenvectors, of the basis of the matrices among its factors."""
+    offsets = chunk_offsets(math.prod([shape_of(f)[0] for f in factors]), grid.shape[0])
+    values = kron_range(filled(factors, basis.values), offsets[grid.row], offsets[grid.row + 1])
+    return values[:, None], filled(factors, basis.vectors)
+
+
+def symmetric_basis(factors: Sequence[Tensor | int]) -> Basis:
+    """Eigenvalues and eigenvectors of each factor that is no identity.
 
     Raises:
         ValueError: a factor is not square or not symmetric.
         torch.linalg.LinAlgError: the eigenvalues of one were not found.
-    """
-    parts = symmetric_eigh(factors)
-    offsets = chunk_offsets(math.prod([shape_of(f)[0] for f in factors]), grid.shape[0])
-    values = kron_range([values for values, _ in parts], offsets[grid.row], offsets[grid.row + 1])
-    return values[:, None], [vectors for _, vectors in parts]
-
-
-def symmetric_eigh(factors: Sequence[Tensor | int]) -> list[tuple[Any, Any]]:
-    """Eigenvalues and eigenvectors of each factor: two tensors, or an identity's integer twice.
-
-    Raises:
-        ValueError: a factor is not square or not symmetric.
     """
     check_square(factors, "a solve with K + shift I")
     found = {i: f for i, f in enumerate(factors) if isinstance(f, Tensor)}
     for i, symmetric in zip(found, are_hermitian(list(found.values())), strict=True):
         if not symmetric:
             raise value_error(f"factors[{i}]", "a symmetric matrix", "one that differs from its transpose")
-    return [(basis, basis) if is_identity(basis) else basis for basis in per_factor(factors, "eigh", torch.linalg.eigh)]
+    return eigenbasis(list(found.values()))
+
+
+@dataclass(frozen=True)
+class GridShare(Share):
+    """The eigenvalues of one rank of a group: a block of torch.chunk.
+
+    Attributes:
+        group: whose ranks have all of them together.
+        device: of this rank.
+        position: of this rank in the group.
+        parts: how many ranks.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    position: int
+    parts: int
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """The offsets of this rank's block."""
+        offsets = chunk_offsets(size, self.parts)
+        return offsets[self.position], offsets[self.position + 1]
+
+    def replicated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As `replicated.replicate`."""
+        return replicate(tensors, self.group, self.device)
+
+    def total(self, part: Tensor) -> Tensor:
+        """As `replicated.total`."""
+        return total([part], self.group, self.device)[0]
+
+    def product(self, part: Tensor) -> Tensor:
+        """Every rank's, multiplied."""
+        found = part.clone()
+        all_reduce("sign of the determinant", found, self.group, dist.ReduceOp.PRODUCT)
+        return found
+
+    def extremes(self, values: Tensor) -> Tensor:
+        """Of all ranks."""
+        size = values.abs()
+        ends = (-size.amin(), size.amax()) if size.numel() else (size.new_full((), -math.inf), size.new_zeros(()))
+        found = torch.stack(ends)
+        all_reduce("least and largest eigenvalues", found, self.group, dist.ReduceOp.MAX)
+        return found.abs()
 
 
 class _Solve(torch.autograd.Function):
@@ -202,7 +262,7 @@ class _Solve(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         if not any(wanted):
             return None, adjoint, *[None for _ in wanted]
-        with torch.enable_grad():
+        with torch.enable_grad(), without_autocast(x.device):
             # Views of their own: x's dependence on factors and shift belongs to its own derivative.
             own = [t.view_as(t) if need else t.detach() for t, need in zip((shift, *factors), wanted, strict=True)]
             grid = system.grid
@@ -224,32 +284,32 @@ def agree_on_solve(
     product: LocalKroneckerProduct,
     grid: ProcessGrid,
     b: Any,
-    prepare: Callable[[], Prepared],
     *,
     shift: Any,
     call: str,
+    eigenvectors: bool = True,
     mask: Tensor | None = None,
     **options: Any,
-) -> tuple[Any, Prepared]:
+) -> tuple[Any, Basis | None]:
     """All ranks go on with the same options, or raise the same error. Collective over the grid.
 
     Args:
         product: the operator, the same on every rank.
         grid: the ranks.
         b: right-hand side, this rank's block or a DTensor; None without.
-        prepare: from a rank's factors to its preparation, once arguments fit; it may refuse them.
         shift: number or 0-dimensional tensor.
         call: the method's name.
+        eigenvectors: whether they are needed.
         mask: of the equations, this rank's rows.
         options: of conjugate gradients.
 
     Returns:
-        This rank's block of b, and the preparation.
+        This rank's block of b, and the first rank's eigenvectors.
 
     Raises:
         TypeError: an argument of another type or dtype, on any rank.
         ValueError: something does not fit, or differs from rank to rank.
-        torch.linalg.LinAlgError: the preparation failed, on any rank.
+        torch.linalg.LinAlgError: eigenvectors were not found.
     """
     index, first = next((i, f) for i, f in enumerate(product.factors) if isinstance(f, Tensor))
     try:
@@ -264,11 +324,12 @@ def agree_on_solve(
         needs = torch.is_grad_enabled() and (product.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
         shown = "a tensor" if isinstance(shift, Tensor) else shift
         description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
-        prepared = prepare()
     except REFUSALS as error:
         refuse(grid, error)
+    if eigenvectors:
+        return block, from_first(grid, description, lambda: symmetric_basis(product.factors))
     agree(grid, description)
-    return block, prepared
+    return block, None
 
 
 def right_hand_block(b: Any, grid: ProcessGrid, size: int, dtype: torch.dtype) -> Tensor:
