@@ -185,19 +185,12 @@ def eigen(factors: Sequence[Tensor | int], basis: Basis, grid: ProcessGrid) -> E
     return values[:, None], filled(factors, basis.vectors)
 
 
-def symmetric_basis(factors: Sequence[Tensor | int]) -> Basis:
-    """Eigenvalues and eigenvectors of each factor that is no identity.
-
-    Raises:
-        ValueError: a factor is not square or not symmetric.
-        torch.linalg.LinAlgError: the eigenvalues of one were not found.
-    """
+def _check_symmetric(factors: Sequence[Tensor | int]) -> None:
     check_square(factors, "a solve with K + shift I")
     found = {i: f for i, f in enumerate(factors) if isinstance(f, Tensor)}
     for i, symmetric in zip(found, are_hermitian(list(found.values())), strict=True):
         if not symmetric:
             raise value_error(f"factors[{i}]", "a symmetric matrix", "one that differs from its transpose")
-    return eigenbasis(list(found.values()))
 
 
 @dataclass(frozen=True)
@@ -324,10 +317,12 @@ def agree_on_solve(
         needs = torch.is_grad_enabled() and (product.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
         shown = "a tensor" if isinstance(shift, Tensor) else shift
         description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
+        if eigenvectors:
+            _check_symmetric(product.factors)
     except REFUSALS as error:
         refuse(grid, error)
     if eigenvectors:
-        return block, from_first(grid, description, lambda: symmetric_basis(product.factors))
+        return block, from_first(grid, description, lambda: eigenbasis(matrices(product.factors)))
     agree(grid, description)
     return block, None
 

@@ -217,14 +217,14 @@ def test_only_the_first_term_is_exchanged(ranks: RankPool) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any result of torch's operations."""
+    """The most elements of float64 in the memory of any result of torch's operations."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         for t in found if isinstance(found, list | tuple) else [found]:
-            self.elements = max(self.elements, t.numel() if isinstance(t, torch.Tensor) else 0)
+            self.elements = max(self.elements, t.nbytes // 8 if isinstance(t, torch.Tensor) else 0)
         return found
 
 
