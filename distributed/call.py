@@ -19,6 +19,7 @@ from fastkron_py.distributed.problem import Problem
 from fastkron_py.distributed.replicated import Reduction, check_reduction
 from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.checks import check_precision, check_scalar
+from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 PLACEMENTS: Final = (Shard(0), Shard(1))
@@ -85,7 +86,8 @@ class Call:
             "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
             "recompute": self.recompute,
             "reduction": self.reduction,
-            "arguments that need gradients": grads if torch.is_grad_enabled() else "none, under no_grad",
+            "arguments that need gradients": grads if torch.is_grad_enabled() else [],
+            "under a transform of torch.func": transforms_active(),
         }
 
 

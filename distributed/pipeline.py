@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed.group.failures import check_plain, rank_text
 from fastkron_py.distributed.local import local_kron_matmul, matrices
 from fastkron_py.distributed.plan.cost import FALLBACK
 from fastkron_py.distributed.plan.layout import Exchange, Stage, by_rows, chunk_offsets, widths
@@ -65,6 +65,7 @@ class Pipeline:
         Raises:
             CollectiveError: an exchange failed; names the stage.
         """
+        check_plain(self.name, [t for t in (x, *self.factors, self.alpha) if isinstance(t, Tensor)])
         channel = self.row_group.channel
         if channel is None or not self._is_taken_over(x):
             return self._exchanged(x)

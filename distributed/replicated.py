@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.group.agreement import agree, refuse
-from fastkron_py.distributed.group.failures import rank_text, stage
+from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.runtime.checks import HALF_DTYPES
@@ -106,6 +106,7 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
     Raises:
         CollectiveError: it failed; names the stage.
     """
+    check_plain(name, [tensor])
     with stage(name, group):
         dist.all_reduce(tensor, op, group)
     note(name, tensor.device, _ranks(group))
@@ -113,6 +114,7 @@ def all_reduce(name: str, tensor: Tensor, group: dist.ProcessGroup, op: dist.Red
 
 def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Give every rank of a group the first one's tensor, in place. Errors as in `all_reduce`."""
+    check_plain(name, [tensor])
     with stage(name, group):
         dist.broadcast(tensor, _ranks(group)[0], group)
     note(name, tensor.device, _ranks(group))

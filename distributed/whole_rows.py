@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkron_py.distributed.group.failures import check_plain
 from fastkron_py.distributed.local import IN_WHOLE, InBlocks, gradients_into, multiply_into
 from fastkron_py.distributed.plan.layout import by_rows
 from fastkron_py.distributed.plan.planner import Plan
@@ -83,6 +84,7 @@ class WholeRows:
             needs: which factors' gradients are needed.
             saved: whole rows of each chunk; none where no factor's gradient is needed.
         """
+        check_plain(f"{self.name}, backward pass", [dy])
         found: list[Tensor] = []
 
         def multiply(chunk: int, blocks: Sequence[Tensor], outs: Sequence[Tensor]) -> None:

@@ -11,8 +11,12 @@ from typing import Final, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from fastkron_py.runtime import torch_internals
+from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
 _after_failure: list[Callable[[CollectiveError], None]] = []
@@ -51,14 +55,14 @@ class CollectiveError(RuntimeError):
 
 
 class stage:  # noqa: N801  # used as a function is; a generator would take several times as long, for every exchange of every chunk
-    """Give errors inside the name of the stage. For collectives only, whose errors are RuntimeErrors.
+    """Give errors inside the name of the stage. For collectives alone, whose failures are RuntimeErrors: tensors are prepared outside.
 
     Args:
         name: the operation, for example ``"kron_matmul: exchange 2 of 3"``.
         group: the group it is done in, or its ranks, for the message.
 
     Raises:
-        CollectiveError: from any RuntimeError but those of memory, which pass as they are.
+        CollectiveError: from any RuntimeError but those of memory and of what is not implemented, which pass as they are.
     """
 
     __slots__ = ("_group", "_name", "_start")
@@ -70,7 +74,7 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
         self._start = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, CollectiveError)):
+        if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, NotImplementedError, CollectiveError)):
             return
         seconds = time.perf_counter() - self._start
         ranks = dist.get_process_group_ranks(self._group) if isinstance(self._group, dist.ProcessGroup) else self._group
@@ -85,6 +89,21 @@ class stage:  # noqa: N801  # used as a function is; a generator would take seve
             raise failure from error
         finally:
             del failure, error, trace  # else this frame and the error would keep each other, and through the stack the group
+
+
+def check_plain(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise NotImplementedError for tensors of a transform: an exchange would leave their tangents or batches behind.
+
+    Args:
+        name: the operation, for the message.
+        tensors: that it sends, or that it makes of what it sends.
+    """
+    if not (transforms_active() or torch_internals.is_batching()):
+        return
+    for t in tensors:
+        if torch.func.debug_unwrap(t) is not t or torch_internals.has_batches(t) or forward_ad.unpack_dual(t).tangent is not None:
+            wanted = "plain tensors, since no exchange between ranks carries tangents or batches"
+            raise NotImplementedError(f"{name}: expected {wanted}; got one of a transform such as torch.func.jvp or torch.func.vmap")
 
 
 def _first_line(error: BaseException) -> str:

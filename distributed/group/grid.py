@@ -162,6 +162,10 @@ class ProcessGrid:
         """Wait, on the host, until every rank of the grid is here; one that makes another call instead is an error on all."""
         agree(self, {"call": "ProcessGrid.barrier"})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGrid:
+        """Itself: a copy of a module that holds a grid has the same ranks, and communicators are not copied."""
+        return self
+
     def __repr__(self) -> str:
         rows, cols = self._shape
         return f"ProcessGrid({rows} x {cols}, {rank_text(self._ranks)}, this is ({self.row}, {self.col}) on {self._device})"
@@ -307,9 +311,9 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
         raise value_error("device", "cpu, since the default group has no NCCL", place)
     if place.type not in ("cuda", "cpu"):
         raise value_error("device", "cuda or cpu", place)
-    if str(place) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return place
+    if place.type == "cpu":
+        return torch.device("cpu")  # its tensors have no index
+    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
 
 
 _of_meshes: dict[int, ProcessGrid] = {}

@@ -39,15 +39,10 @@ class Packed(Transport):
         arrived = transfer.into if _lands_in_place(transfer) else None
         if arrived is None:
             arrived = local.new_empty(transfer.rows * sum(coming))
+        received, sent = plain(arrived), plain(parcel)
+        splits = _splits(coming, transfer.rows, parcel), _splits(going, transfer.rows, parcel)
         with transfer.stage(parcel):
-            work = dist.all_to_all_single(
-                plain(arrived),
-                plain(parcel),
-                _splits(coming, transfer.rows, parcel),
-                _splits(going, transfer.rows, parcel),
-                group=transfer.row_group.group,
-                async_op=True,
-            )
+            work = dist.all_to_all_single(received, sent, *splits, group=transfer.row_group.group, async_op=True)
         return Parcel(work, parcel, arrived)
 
 

@@ -125,8 +125,8 @@ class Messages(Transport):
         arrived = local.new_empty(transfer.size) if transfer.into is None else transfer.into
         before, after = (cut_at_target, cut_at_source) if transfer.back else (cut_at_source, cut_at_target)
         going, coming = before(exchange, local, me), after(exchange, arrived, me)
+        copied = beside(local.device, lambda: copy(coming.own, going.own))
         with transfer.stage(local):
-            copied = beside(local.device, lambda: copy(coming.own, going.own))
             works = Works(begin_messages(transfer.row_group.group, local.device, going.runs, coming.runs), copied)
         return RunsUnderWay(works, local, arrived)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastkron_py.distributed.group.failures import rank_text, stage
+from fastkron_py.distributed.group.failures import check_plain, rank_text, stage
 from fastkron_py.distributed.group.grid import ProcessGrid
 from fastkron_py.distributed.group.watch import note
 from fastkron_py.distributed.local import IN_WHOLE, InBlocks
@@ -216,8 +216,9 @@ class Transfer:
 
     def send(self, local: Tensor) -> None:
         """Begin to send a block: by the row group's channel, or packed where it cannot."""
-        if not local.is_contiguous():
-            local, self.ready = local.contiguous(), None
+        check_plain(self.label, [local])
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():  # exchanges read memory
+            local, self.ready = local.resolve_conj().resolve_neg().contiguous(), None
         channel = self.row_group.channel
         self.arrival = channel.send(self, local) if channel is not None and self.moves else None
         if self.arrival is None:

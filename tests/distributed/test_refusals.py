@@ -11,7 +11,7 @@ from rank_pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fastkron_py.distributed import KroneckerProduct, ProcessGrid, kron_matmul
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, kron_matmul
 from fastkron_py.distributed.group.failures import rank_text
 
 SIZES = (4, 4, 2)
@@ -114,3 +114,19 @@ def test_every_rank_raises_what_one_met(ranks: RankPool, what: str, kind: str, m
     assert {o.error for o in outcomes} == {kind}, outcomes[0].trace
     assert len({o.message for o in outcomes}) == 1
     assert outcomes[0].message.startswith(message)
+
+
+def without_gradients(what):
+    """Rank 1 alone is under no_grad."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    own = [f.requires_grad_(what == "needed") for f in factors(grid)]
+    K, S, b = KroneckerProduct(own, grid=grid), KroneckerSum([2 * f for f in own], grid=grid), ones(grid, N, 2)
+    with torch.set_grad_enabled(dist.get_rank() != 1):
+        return [K @ b, K.solve(b), K.solve(b, shift=1.0), K.logdet(), S @ b, S.solve(b), S.logdet(), S.expm_multiply(b)]
+
+
+def test_no_grad_on_one_rank(ranks: RankPool) -> None:
+    ranks.run(without_gradients, "not needed")
+    for outcome in ranks.outcomes(without_gradients, "needed"):
+        assert outcome.error == "ValueError", outcome.trace
+        assert outcome.message.startswith("arguments that need gradients: expected the same on every rank; got ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fastkron_py.distributed import ProcessGrid, init_process_group
+from fastkron_py.distributed import KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
 from fastkron_py.distributed.group.failures import rank_text
 
 
@@ -110,3 +112,25 @@ def test_shapes_that_differ(ranks: RankPool) -> None:
         assert outcome.error == "ValueError"
         others = rank_text(r for r in range(n) if r != 1)
         assert outcome.message == f"shape: expected the same on every rank; got [{n}, 1] on {others}; [1, {n}] on rank 1"
+
+
+def copied():
+    """A copy of a module that holds a grid and an operator, and a grid on a device with an index."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    factor = torch.eye(4, device=grid.device) + 1
+    module = torch.nn.Linear(2, 2)
+    module.grid, module.operator = grid, KroneckerProduct([factor, factor], grid=grid)
+    twin = copy.deepcopy(module)
+    assert twin.grid is grid
+    assert twin.operator.factors[0] is not factor
+    x = torch.ones(module.operator.shape[1] // grid.world_size, 3, device=grid.device)
+    torch.testing.assert_close(twin.operator @ x, module.operator @ x)
+    on_host = ProcessGrid((grid.world_size, 1), device="cpu:0")
+    assert on_host.device == torch.device("cpu")
+    factors = [torch.eye(4, device="cpu:0")] * 2
+    x = torch.ones(2, 16, device="cpu:0")
+    return (kron_matmul(x, factors, grid=on_host) == x).all().item()
+
+
+def test_copies_and_devices_with_an_index(ranks: RankPool) -> None:
+    assert all(ranks.run(copied))

@@ -1,0 +1,132 @@
+"""Solves of a distributed product in the corners: under autocast, of matrices that are not positive definite, of numbers that are none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from products import block
+from rank_pool import RankPool, assert_refused
+
+from fastkron_py.distributed import KroneckerProduct, ProcessGrid
+
+SIZES = (4, 5, 3)
+N = math.prod(SIZES)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def symmetric(dtype=torch.float64, sign: float = 1.0) -> list[torch.Tensor]:
+    """Positive definite, of condition below 10; the first one with another sign."""
+    roots = [random(p, p, seed=p).to(dtype) for p in SIZES]
+    found = [r @ r.mT / len(r) + torch.eye(len(r), dtype=dtype) for r in roots]
+    return [sign * found[0], *found[1:]]
+
+
+def dense(factors) -> torch.Tensor:
+    return torch.kron(torch.kron(factors[0], factors[1]), factors[2])
+
+
+def under_autocast(shape):
+    """The largest relative error of solves in float32 and of their gradients, with autocast on in both passes."""
+    grid = ProcessGrid(shape)
+    factors, b = symmetric(torch.float32), random(N, 3, seed=1)
+    own, mine = [f.to(grid.device).requires_grad_() for f in factors], block(b, grid).requires_grad_()
+    K = KroneckerProduct(own, grid=grid)
+    whole = [f.double().requires_grad_() for f in factors]
+    shifted = dense(whole) + 0.5 * torch.eye(N, dtype=torch.float64)
+    worst = 0.0
+    with torch.autocast(grid.device.type, torch.bfloat16):
+        calls = {
+            "solve": (lambda: K.solve(mine), dense(whole)),
+            "shift": (lambda: K.solve(mine, shift=0.5), shifted),
+            "iterative": (lambda: K.conjugate_gradients(mine, shift=0.5, preconditioner=False, tolerance=1e-7).x, shifted),
+            "preconditioned": (lambda: K.conjugate_gradients(mine, shift=0.5).x, shifted),
+        }
+        for name, (call, a) in calls.items():
+            x = call()
+            # The derivatives of torch.linalg.inv are torch's, whose products are in bfloat16 where autocast is on in the backward pass.
+            with torch.autocast(grid.device.type, torch.bfloat16, enabled=name != "solve"):
+                got = torch.autograd.grad((x * x).sum(), own)
+            with torch.autocast(grid.device.type, enabled=False):
+                y = torch.linalg.solve(a, b.double())
+                wanted = torch.autograd.grad((y * y).sum(), whole, retain_graph=True)
+                pairs = [(x.detach(), block(y.detach(), grid)), *zip(got, wanted, strict=True)]
+                assert all(p.dtype == torch.float32 for p, _ in pairs), name
+                errors = [float((p.cpu() - q.cpu()).norm() / q.norm()) for p, q in pairs if p.numel()]
+                worst = max(worst, *errors)
+        log = float(K.logdet(shift=0.5).detach())
+    return max(worst, abs(log / float(shifted.logdet().detach()) - 1))
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_autocast(ranks: RankPool, by_rows: bool) -> None:
+    shape = (ranks.world_size, 1) if by_rows else (1, ranks.world_size)
+    assert max(ranks.run(under_autocast, shape)) < 1e-4
+
+
+def signs(times):
+    """Log determinants of ``K + shift I`` with negative eigenvalues: an even or an odd number of them, with identities too."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    found = []
+    for factors, shift in [
+        ([-f for f in symmetric()], 0.1),
+        (symmetric(sign=-1.0), 0.0),
+        ([torch.diag(torch.tensor([-2.0, 1.0, 3.0])).double()], 0.5),
+        ([torch.diag(torch.tensor([-2.0, -1.0, 3.0])).double()], 0.5),
+    ]:
+        whole = torch.kron(dense(factors) if len(factors) > 1 else factors[0], torch.eye(times, dtype=torch.float64))
+        shifted = whole + shift * torch.eye(len(whole), dtype=torch.float64)
+        given = [f.to(grid.device) for f in factors]
+        K = KroneckerProduct([*given[:1], times, *given[1:]] if times > 1 else given, grid=grid)
+        found.append((float(K.logdet(shift=shift)), float(torch.logdet(shifted))))
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_signs_of_determinants(ranks: RankPool, times: int) -> None:
+    for pairs in ranks.run(signs, times):
+        assert any(math.isfinite(wanted) for _, wanted in pairs)
+        assert times == 2 or any(math.isnan(wanted) for _, wanted in pairs)
+        for got, wanted in pairs:
+            assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
+
+
+def refused(what):
+    """Conjugate gradients that cannot go on; only one rank has the wrong number."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    K = KroneckerProduct([f.to(grid.device) for f in symmetric(sign=-1.0 if "definite" in what else 1.0)], grid=grid)
+    b = block(random(N, 2, seed=1).double(), grid)
+    last = dist.get_rank() == grid.world_size - 1
+    if what in ("nan", "inf") and last:
+        b[-1, 1] = float(what)
+    if what == "all nan":
+        b[:] = math.nan
+    options = {
+        "negative definite": {},
+        "negative definite, no preconditioner": {"preconditioner": False},
+        "negative definite preconditioner": {"preconditioner": lambda r: -r},
+        "nan of a preconditioner": {"preconditioner": lambda r: r * math.nan if last else r},
+    }
+    K = KroneckerProduct([-K.factors[0], *K.factors[1:]], grid=grid) if what == "negative definite preconditioner" else K
+    K.conjugate_gradients(b, **options.get(what, {}))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("negative definite", "factors, shift: expected a positive definite K + shift I"),
+        ("negative definite, no preconditioner", "factors, shift: expected a positive definite K + shift I"),
+        ("negative definite preconditioner", "factors, shift: expected a positive definite K + shift I, and a positive definite precond"),
+        ("nan of a preconditioner", "factors, shift: expected a positive definite K + shift I, and a positive definite precond"),
+        ("nan", "b: expected finite numbers; got NaN or an infinity"),
+        ("inf", "b: expected finite numbers; got NaN or an infinity"),
+        ("all nan", "b: expected finite numbers; got NaN or an infinity"),
+    ],
+)
+def test_conjugate_gradients_refuse(ranks: RankPool, what: str, message: str) -> None:
+    assert_refused(ranks.outcomes(refused, what), "ValueError", message)
