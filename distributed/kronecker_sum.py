@@ -40,7 +40,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
 
     Every rank holds all factors, which are small, and a block of each operand and result, as for `KroneckerProduct`. Names and errors are
     those of `fastkron_py.KroneckerSum`, with mass matrices too. A term multiplies one mode: where blocks are whole slices of the modes
-    from that one on, nothing is exchanged for it. `solve` is two products with eigenvectors, which every rank computes from the factors,
+    from that one on, nothing is exchanged for it. `solve` is two products with eigenvectors, which the first rank computes for all,
     and a scaling between them (fast diagonalisation: Lynch, Rice and Thomas, "Direct solution of partial difference equations by tensor
     product methods", 1964). No rank makes all eigenvalues of S.
 

@@ -26,8 +26,8 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     Every rank holds all factors, which are small, and a block of each operand and result: `ProcessGrid.block` says
     which. Names and errors are those of `fastkron_py.KroneckerProduct`. Values that depend on the factors alone (shape,
-    trace, logdet, ...) are equal on every rank. Gradients reach factors and operands, as in `kron_matmul`. A value that
-    is equal on every rank (trace, logdet, ...) counts once.
+    trace, logdet, ...) are equal on every rank: what linear algebra makes of them is the first rank's. So every rank calls the methods.
+    Gradients reach factors and operands, as in `kron_matmul`. A value that is equal on every rank (trace, logdet, ...) counts once.
 
     Args:
         factors: sequence of torch tensors ``[P_i, Q_i]``, the same on every rank, on the grid's device. A positive integer n stands for
@@ -196,7 +196,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             eigen=None if basis is None else eigen(self.factors, basis, self._grid),
             reduction=self._reduction,
         )
-        x = solve(system, block if system.mask is None else block * system.mask)
+        x = solve(system, block if mask is None else torch.where(mask[:, None], block, 0.0))  # NaN may stand for what is missing
         return Solution(as_given(x, b), system.iterations, system.residual)
 
 

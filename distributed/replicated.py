@@ -121,49 +121,36 @@ def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:
-    """The result of the first rank's computation on every rank, without derivatives. Collective over the grid, and an agreement.
-
-    Args:
-        grid: the ranks.
-        description: of the call, as in `agree`.
-        compute: makes tensors on the grid's device, in lists and tuples. The first rank alone calls it, without autocast.
+    """Tensors in lists and tuples that the grid's first rank computes, on every rank, without derivatives. Collective, and an agreement.
 
     Raises:
-        Exception: an error of the computation, on every rank; or of the agreement.
+        Exception: an error of the computation, on every rank; or of the agreement on the description (`agree`).
         CollectiveError: a rank did not come.
     """
-    found, packed = None, torch.empty(0, dtype=torch.uint8)
+    found: Any = None
+    buffer = io.BytesIO()
     if grid.rank == 0:
         try:
             with torch.no_grad(), without_autocast(grid.device):
                 found = compute()
+            torch.save(found, buffer)
         except Exception as error:
             refuse(grid, error)
-        buffer = io.BytesIO()
-        if grid.world_size > 1:
-            torch.save(found, buffer)
-            packed = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    size = agree(grid, description, local=(packed.numel(),))[0][0]
-    if grid.world_size == 1:
-        return found  # type: ignore[return-value]
-    data = packed.to(grid.device) if grid.rank == 0 else torch.empty(size, dtype=torch.uint8, device=grid.device)
-    broadcast(f"{description['call']}: results of the first rank", data, grid.group)
-    if grid.rank == 0:
-        return found  # type: ignore[return-value]
-    received: T = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=grid.device, weights_only=False)
-    return received
+    size = agree(grid, description, local=(len(buffer.getbuffer()),))[0][0]
+    if grid.world_size > 1:
+        data = torch.empty(size, dtype=torch.uint8, device=grid.device)
+        if grid.rank == 0:
+            data.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
+        broadcast(f"{description['call']}: results of the first rank", data, grid.group)
+        if grid.rank > 0:
+            found = torch.load(io.BytesIO(data.cpu().numpy()), map_location=grid.device, weights_only=False)
+    return found  # type: ignore[no-any-return]
 
 
 def as_first(
     grid: ProcessGrid, description: Mapping[str, Any], tensors: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Any]]
 ) -> list[Any]:
-    """Smooth functions of tensors that are equal on every rank: values and gradients are the first rank's. Collective, and an agreement.
-
-    Args:
-        grid: the ranks.
-        description: of the call, as in `agree`.
-        tensors: of any shapes.
-        compute: makes tensors of them, and identities' integers, on every rank without autocast.
+    """Smooth functions of equal tensors, and integers: values and gradients are the first rank's. Collective, and an agreement.
 
     Raises:
         Exception: an error of the computation on any rank, on every rank; or of the agreement.

@@ -96,6 +96,29 @@ def test_signs_of_determinants(ranks: RankPool, times: int) -> None:
             assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
 
+def missing():
+    """A right-hand side with NaN where the mask leaves equations out."""
+    grid = ProcessGrid((dist.get_world_size(), 1))
+    mask, b = random(N, seed=2) > -0.5, random(N, 2, seed=1).double()
+    b[~mask] = math.nan
+    rows, own = grid.block(b.shape)[0], block(b, grid).requires_grad_()
+    x = (
+        KroneckerProduct([f.to(grid.device) for f in symmetric()], grid=grid)
+        .conjugate_gradients(own, mask=mask[rows].to(grid.device), tolerance=1e-12)
+        .x
+    )
+    expected = torch.zeros_like(b)
+    expected[mask] = torch.linalg.solve(dense(symmetric())[mask][:, mask], b[mask])
+    torch.testing.assert_close(x.detach(), block(expected, grid), rtol=1e-9, atol=1e-9)
+    (gradient,) = torch.autograd.grad(x.sum(), own)
+    assert gradient.isfinite().all()
+    assert not gradient[~mask[rows].to(grid.device)].any()
+
+
+def test_missing_numbers(ranks: RankPool) -> None:
+    ranks.run(missing)
+
+
 def refused(what):
     """Conjugate gradients that cannot go on; only one rank has the wrong number."""
     grid = ProcessGrid((dist.get_world_size(), 1))
