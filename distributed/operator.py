@@ -74,9 +74,9 @@ class GridOperator(Generic[Local]):
 
     def _first(self, call: str, compute: Callable[..., Sequence[Any]], *options: Any) -> list[Any]:
         """The tensors, and identities' integers, that a function makes of the operator of one rank and of options: the first rank's."""
-        arrays = self._local._arrays
+        arrays: Sequence[Any] = self._local._arrays
         count = len(matrices(arrays))
-        scalars = [o for o in options if isinstance(o, Tensor)]
+        scalars: list[Tensor] = [o for o in options if isinstance(o, Tensor)]
 
         def of(tensors: list[Tensor]) -> Sequence[Any]:
             left = iter(tensors[count:])

@@ -143,7 +143,7 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
             data.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
         broadcast(f"{description['call']}: results of the first rank", data, grid.group)
         if grid.rank > 0:
-            found = torch.load(io.BytesIO(data.cpu().numpy()), map_location=grid.device, weights_only=False)
+            found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=grid.device, weights_only=False)
     return found  # type: ignore[no-any-return]
 
 

@@ -114,7 +114,7 @@ class System:
     def _preconditioned(self, function: Callable[[Tensor], Tensor], r: Tensor) -> Tensor:
         """A function of the caller's, whose errors on one rank all ranks raise."""
         try:
-            z = function(r)
+            z: Any = function(r)
             if not isinstance(z, Tensor) or (z.shape, z.dtype, z.device) != (r.shape, r.dtype, r.device):
                 shown = f"{z.dtype} of shape {tuple(z.shape)} on {z.device}" if isinstance(z, Tensor) else type_name(z)
                 raise value_error("preconditioner", f"a function to {r.dtype} of shape {tuple(r.shape)} on {r.device}, as its block", shown)
@@ -283,7 +283,7 @@ def agree_on_solve(
     eigenvectors: bool = True,
     mask: Tensor | None = None,
     **options: Any,
-) -> tuple[Any, Basis | None]:
+) -> tuple[Any, Any]:
     """All ranks go on with the same options, or raise the same error. Collective over the grid.
 
     Args:
@@ -297,7 +297,7 @@ def agree_on_solve(
         options: of conjugate gradients.
 
     Returns:
-        This rank's block of b, and the first rank's eigenvectors.
+        This rank's block of b, and the first rank's `Basis` of the factors that are no identities, or None.
 
     Raises:
         TypeError: an argument of another type or dtype, on any rank.

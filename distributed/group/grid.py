@@ -311,9 +311,9 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
         raise value_error("device", "cpu, since the default group has no NCCL", place)
     if place.type not in ("cuda", "cpu"):
         raise value_error("device", "cuda or cpu", place)
-    if place.type == "cpu":
-        return torch.device("cpu")  # its tensors have no index
-    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
+    if str(place) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if place.type == "cpu" else place  # tensors on the CPU have no index
 
 
 _of_meshes: dict[int, ProcessGrid] = {}
