@@ -80,7 +80,7 @@ class Control:
     def gather(self, own: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather every rank's ``[n]`` tensor as ``[ranks, n]``, complete when the work is waited for."""
         if self._group is None:
-            raise RuntimeError(f"the ranks have lost each other before: {self._failure}")
+            raise RuntimeError(f"the process group is unusable after an earlier failure: {self._failure}")
         everything = torch.zeros(len(self.ranks), own.numel(), dtype=own.dtype)
         if len(self.ranks) == 1:
             everything[0] = own
@@ -91,7 +91,8 @@ class Control:
         """Break the connections, so that ranks which wait here for this one learn at once that it will not come."""
         if self._barrier is not None:
             self._barrier.close()
-        self._group, self._barrier, self._failure = None, None, str(failure)  # not the error, whose stack has the group
+        # The first failure: later ones repeat it. Not the error, whose stack has the group.
+        self._group, self._barrier, self._failure = None, None, self._failure or str(failure)
 
     def gathered(self, own: Tensor) -> Tensor:
         """Every rank's tensor."""

@@ -102,6 +102,7 @@ class Barrier:
                     looked = now
                     self._look(missing, sequence, now - began)
                 time.sleep(_NAP if now - began < 100 * _NAP else 10 * _NAP)
+        self._check_open(range(len(self._ranks)))  # a rank that came late finds entries of others that have given it up
         self._open = None
         return [row for row in found if row is not None]
 
@@ -123,9 +124,7 @@ class Barrier:
     def _look(self, missing: Sequence[int], sequence: int, waited: float) -> None:
         """Is anyone that is waited for gone?"""
         others = [r for r in missing if r != self._position]
-        closed = [self._ranks[r] for r in others if self._words[_TOKEN // 8 + r * _ROW]]
-        if closed:
-            raise RuntimeError(f"{rank_text(closed)} closed the connection after a failure")
+        self._check_open(others)
         gone = self.ended()
         # Read once more: a rank may have made its entry, as its last, since it was looked for.
         ended = [self._ranks[r] for r in others if self._ranks[r] in gone and self._read(r, sequence) is None]
@@ -133,6 +132,11 @@ class Barrier:
             raise RuntimeError(f"{rank_text(ended)} ended")
         if waited > self._timeout:
             raise RuntimeError(f"{rank_text(self._ranks[r] for r in others)} did not come within {self._timeout:g} s")
+
+    def _check_open(self, positions: Sequence[int]) -> None:
+        closed = [self._ranks[r] for r in positions if self._words[_TOKEN // 8 + r * _ROW]]
+        if closed:
+            raise RuntimeError(f"{rank_text(closed)} closed the connection after a failure")
 
 
 class Round:
@@ -166,7 +170,8 @@ def open_barrier(gather: Callable[[Tensor], Tensor], position: int, ranks: Seque
             token = secrets.token_bytes(_TOKEN)
             with contextlib.suppress(OSError):
                 descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=FOLDER)
-                os.ftruncate(descriptor, _size(len(ranks)))
+                # Not ftruncate: on a full file system, the first access to a page that it has no room for would end the process.
+                os.posix_fallocate(descriptor, 0, _size(len(ranks)))
                 os.pwrite(descriptor, token, 0)
                 told = _packed(token + Path(path).name.encode())
         message = bytes(gather(told)[0].tolist())
@@ -174,7 +179,7 @@ def open_barrier(gather: Callable[[Tensor], Tensor], position: int, ranks: Seque
         if position:
             descriptor = _opened(name, token, _size(len(ranks)))
         barrier = None
-        if descriptor is not None:
+        if descriptor is not None and name:
             opened, descriptor = descriptor, None  # the barrier closes it
             with contextlib.suppress(OSError):
                 barrier = Barrier(opened, position, ranks, timeout)
