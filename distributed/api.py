@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
-from fastkron_py.distributed.group.agreement import announce, refuse
+from fastkron_py.distributed.call import Call, check_blocks, checked, plan_text, row_groups
+from fastkron_py.distributed.group.agreement import agree, announce, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.local import (
@@ -40,6 +40,7 @@ from fastkron_py.runtime.device import gpu_of
 
 _UNIT: Final = 1e9  # of a GPU's figures, which ranks tell each other as integers
 _FIGURE: Final = 1 << 20  # more than each
+PLANS: Final = 1024  # that are kept
 
 
 def kron_matmul(
@@ -146,8 +147,13 @@ def kron_matmul_left(
 
 
 def _call(given: Call, grid: Any) -> Tensor:
+    where = grid_of_call(given.x, grid)
+    with where.control.alone(given.name):
+        return _multiplied(given, where)
+
+
+def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     x, left = given.x, given.left
-    where = grid_of_call(x, grid)
     try:
         call = checked(given, where)
         able = _in_blocks(call)
@@ -165,7 +171,7 @@ def _call(given: Call, grid: Any) -> Tensor:
     found = agreement.settle()
     m = check_blocks([sizes[:2] for sizes in found], where, call)
     if y is None:
-        planned = call.plan or _planned(call.problem(m), where.shape, *_slowest([sizes[3] // 4 for sizes in found]))
+        planned = call.plan or _common_plan(call.problem(m), where, *_slowest([sizes[3] // 4 for sizes in found]))
         chosen = fit(planned, [sizes[2] for sizes in found], where.ranks)
         common = [found[rank][3] for rank in row_groups(where, left)[where.col if left else where.row]]
         y = _multiply(call, factors, chosen, InBlocks(all(c & 1 for c in common), all(c & 2 for c in common)))
@@ -256,7 +262,18 @@ def _slowest(figures: Sequence[int]) -> tuple[int, int]:
     return min([f // _FIGURE for f in figures]), min([f % _FIGURE for f in figures])
 
 
-@lru_cache(maxsize=1024)
+def _common_plan(problem: Problem, grid: ProcessGrid, *figures: int) -> Plan:
+    """The plan for GPUs with these figures, which ranks compare once: they know of the same plans, since they make the same calls."""
+    chosen, key, known = _planned(problem, grid.shape, *figures), (problem, grid.shape, figures), grid.control.planned
+    if key not in known:
+        agree(grid, {"call": "plan", "plan": plan_text(chosen)})
+        if len(known) >= PLANS:
+            known.clear()
+        known.add(key)
+    return chosen
+
+
+@lru_cache(maxsize=PLANS)
 def _planned(problem: Problem, shape: tuple[int, int], link_bandwidth: int, bandwidth: int) -> Plan:
     """The plan for GPUs with these figures, in GB/s; of CPUs with 0."""
     if not link_bandwidth:

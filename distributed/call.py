@@ -83,7 +83,7 @@ class Call:
             "beta": _scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
-            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
+            "plan": None if self.plan is None else plan_text(self.plan),
             "recompute": self.recompute,
             "reduction": self.reduction,
             "arguments that need gradients": grads if torch.is_grad_enabled() else [],
@@ -94,6 +94,11 @@ class Call:
 def shape_texts(factors: Sequence[Any]) -> list[Any]:
     """Shapes of factors, as ranks compare them: lists, or the integers themselves."""
     return [f if is_identity(f) else list(f.shape) for f in factors]
+
+
+def plan_text(plan: Plan) -> list[Any]:
+    """A plan, as ranks compare it."""
+    return [plan.cuts, plan.chunks, plan.transport]
 
 
 def _scalar_text(value: Any) -> str:

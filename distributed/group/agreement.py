@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
@@ -47,16 +48,25 @@ class Control:
 
     Args:
         ranks: the members in the default group, ascending; this rank is one of them.
+        number: of the private grid that it is for, among all grids of these ranks; 0 for the one that the others share.
+
+    Attributes:
+        grids: how many grids have been made over it.
+        planned: keys of plans that have been compared.
     """
 
-    layout = ""  # as `Members` without a grid
+    layout: tuple[str, ...] = ()  # as `Members` without a grid
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
+        self.grids = number
+        self.planned: set[Hashable] = set()
+        self._busy = threading.RLock()
         self._failure = ""
         self._barrier: Barrier | None = None
         position = self.ranks.index(dist.get_rank())
-        store = dist.PrefixStore("fastkron_py/control/" + "_".join(map(str, self.ranks)), dist.distributed_c10d._get_default_store())
+        name = f"fastkron_py/control/{'_'.join(map(str, self.ranks))}/{number}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         with stage("ProcessGrid: connecting", self.ranks):
             with _lock:
                 _living.add(self)
@@ -70,6 +80,23 @@ class Control:
     def control(self) -> Control:
         """Itself."""
         return self
+
+    @contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """For the length of a call no other thread may begin one: ranks would take the two in different orders.
+
+        Raises:
+            RuntimeError: another thread is in a call. The ranks cannot know any more who waits for whom, so the connections are broken.
+        """
+        if not self._busy.acquire(blocking=False):
+            expected = "one thread at a time in calls over a grid, or over grids that share their groups"
+            error = RuntimeError(f"{call}: expected {expected}; got a second one; give each thread a ProcessGrid(..., private=True)")
+            self.close(error)
+            raise error
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def tell(self, numbers: Sequence[int]) -> Round | Gathering:
         """Begin to gather up to six numbers of 64 bits of every rank; waited for, it gives a list of each rank's."""
@@ -165,8 +192,8 @@ class Members(Protocol):
         """The grid's ranks in the default group, in the grid's order."""
 
     @property
-    def layout(self) -> str:
-        """Rows and columns, to be compared; empty while they are not agreed on."""
+    def layout(self) -> tuple[str, ...]:
+        """Rows and columns, then which grid of these ranks it is, to be compared; empty while they are not agreed on."""
 
 
 class Agreement:
@@ -246,7 +273,8 @@ def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: S
     Example:
         >>> agree(grid, {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}, local=(rows,))
     """
-    return announce(grid, description, local=local).settle()
+    with grid.control.alone(str(description.get("call", STAGE)) if isinstance(description, Mapping) else STAGE):
+        return announce(grid, description, local=local).settle()
 
 
 def refuse(grid: Members, error: Exception) -> NoReturn:
@@ -288,10 +316,11 @@ def compare(contents: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> Exce
         contents: by rank, ``{"grid": ..., "fields": ...}`` or ``{"grid": ..., "error": ...}``.
         ranks: how the ranks are called.
     """
-    known = [(rank, content) for rank, content in zip(ranks, contents, strict=True) if content.get("grid")]
+    known = [(rank, content["grid"]) for rank, content in zip(ranks, contents, strict=True) if content.get("grid")]
     # Before errors, which may come from it: blocks of one grid do not fit another.
-    if error := differing("grid", [content["grid"] for _, content in known], [rank for rank, _ in known]):
-        return error
+    for texts in zip(*[grid for _, grid in known], strict=True):
+        if error := differing("grid", texts, [rank for rank, _ in known]):
+            return error
     errors: list[tuple[int, PackedError]] = [(r, c["error"]) for r, c in zip(ranks, contents, strict=True) if "error" in c]
     if errors:
         first = errors[0][1]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import fastkron_py
 from fastkron_py.distributed.group.agreement import Control, agree, group_timeout, refuse
 from fastkron_py.distributed.group.failures import REFUSALS, rank_text, stage
 from fastkron_py.distributed.plan.layout import chunk_offsets
@@ -24,19 +25,23 @@ class ProcessGrid:
     """GM x GK ranks; rank (r, c) holds block r of the rows and block c of the columns of a distributed matrix.
 
     Ranks are numbered along the rows of the grid: rank ``r * GK + c``. Collectives of a product with a Kronecker
-    product run inside rows, among the GK ranks of `row_group`. Making a grid is a collective: every rank of it does,
-    with the same shape; ranks outside do not take part. Grids of the same ranks share their groups.
+    product run inside rows, among the GK ranks of `row_group`. Constructing a grid is a collective operation: all of its
+    ranks do so, in the same order and with the same arguments; other ranks do not take part. Grids of the same ranks share their
+    groups, so one thread at a time can make calls over them.
 
     Args:
         shape: ``(GM, GK)``, or a `DeviceMesh` of two dimensions, whose groups are used. None: ``(number of ranks, 1)``,
             which needs no exchange and is best where a product has at least as many rows as there are ranks.
         ranks: the ranks of the default group that make up the grid, ascending; None takes all. Not with a mesh.
         device: where tensors of this rank lie; None takes the current GPU if the default group has NCCL, else the CPU.
+        private: make groups of its own, so that a thread can use this grid while another thread uses another one. They last until the
+            default group is destroyed. Not with a mesh.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: a shape that does not fit the number of ranks, ranks that are not there, not ascending or differ from
-            rank to rank in their shape; a mesh without this rank or with rows or columns that do not ascend.
+            rank to rank in their shape; a mesh without this rank or with rows or columns that do not ascend; other versions
+            of this package on some ranks.
         RuntimeError: torch's default process group does not exist; call `init_process_group` first.
         CollectiveError: a rank did not come.
 
@@ -53,25 +58,35 @@ class ProcessGrid:
         *,
         ranks: Sequence[int] | None = None,
         device: torch.device | str | None = None,
+        private: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ProcessGrid: there is no process group; call fastkron_py.distributed.init_process_group() first")
         mesh = shape if isinstance(shape, DeviceMesh) else None
         self._ranks = _member_ranks(mesh, ranks)
         self._control = _control(tuple(sorted(self._ranks)))
-        self._layout = ""  # while ranks agree on one
+        self._layout: tuple[str, ...] = ()  # while ranks agree on one
         self._rank = self._ranks.index(dist.get_rank())
         description: dict[str, Any] | Exception
         try:
             self._shape = _grid_shape(shape, ranks, self._ranks)
             self._device = _grid_device(device, shape)
-            description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type}
+            if not isinstance(private, bool) or (private and mesh is not None):
+                raise value_error("private", "True or False, and False with a mesh, whose groups are used", private)
+            description = {"call": "ProcessGrid", "version of fastkron_py": fastkron_py.__version__}
+            description |= {"shape": list(self._shape), "device": self._device.type, "private": private}
         except REFUSALS as error:
             description = error
         agree(self, description)
-        self._layout = _layout(self._shape, self._ranks, mesh is not None)
+        self._control.grids += 1
+        number = self._control.grids
+        if private:
+            self._control = Control(self._ranks, number)
+        # Grids that are alike have numbers: of two threads, ranks could take one's call for the other's.
+        layout = _layout(self._shape, self._ranks, mesh is not None)
+        self._layout = layout, f"{layout}, number {number} of these ranks"
         if mesh is None:
-            self._group, row_group, col_group = _groups(self, self._shape)
+            self._group, row_group, col_group = _groups(self, self._shape, private)
             table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
             self._mesh = DeviceMesh.from_group([col_group, row_group], self._device.type, mesh=table, mesh_dim_names=DIMENSIONS)
         else:
@@ -139,8 +154,8 @@ class ProcessGrid:
         return self._control
 
     @property
-    def layout(self) -> str:
-        """Which ranks are in which row and column, and whose groups they use. Ranks compare this before each call."""
+    def layout(self) -> tuple[str, ...]:
+        """Which ranks are in which row and column, and whose groups they use; then its number. Ranks compare this before each call."""
         return self._layout
 
     def block(self, shape: Sequence[int]) -> tuple[slice, slice]:
@@ -182,15 +197,21 @@ def forget_groups() -> None:
     global _made_in
     _controls.clear()
     _grids.clear()
+    _of_meshes.clear()
     _made_in = None
 
 
-def _control(ranks: tuple[int, ...]) -> Control:
-    """The ranks' control, made when they first ask for it; forgotten with the default group."""
+def _forget_older() -> None:
+    """Let go of the groups that were made in another default group than today's."""
     global _made_in
     if _made_in is not dist.group.WORLD:
         forget_groups()
         _made_in = dist.group.WORLD
+
+
+def _control(ranks: tuple[int, ...]) -> Control:
+    """The ranks' control, made when they first ask for it; forgotten with the default group."""
+    _forget_older()
     if ranks not in _controls:
         _controls[ranks] = Control(ranks)
     return _controls[ranks]
@@ -212,17 +233,20 @@ def _layout(shape: tuple[int, int], ranks: tuple[int, ...], of_mesh: bool) -> st
     return f"{shape[0]} x {shape[1]}{order}{' of a mesh' if of_mesh else ''}"
 
 
-def _groups(grid: ProcessGrid, shape: tuple[int, int] | None) -> tuple[dist.ProcessGroup, ...]:
+def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: bool = False) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all ranks of a grid, of this rank's row and of its column; without a shape the first only."""
     key = (grid.ranks, shape)
-    if key not in _grids:
+    if private or key not in _grids:
         row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
         members = [grid.ranks]
         if shape is not None:
             members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
         with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
             _level(grid)
-            _grids[key] = tuple(_new_group(m) for m in members)
+            made = tuple(_new_group(m) for m in members)
+        if private:
+            return made
+        _grids[key] = made
     return _grids[key]
 
 
@@ -311,12 +335,12 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
         raise value_error("device", "cpu, since the default group has no NCCL", place)
     if place.type not in ("cuda", "cpu"):
         raise value_error("device", "cuda or cpu", place)
-    if str(place) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if place.type == "cpu" else place  # tensors on the CPU have no index
+    if place.type == "cpu":
+        return torch.device("cpu")  # without the index, which tensors do not have
+    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-_of_meshes: dict[int, ProcessGrid] = {}
+_of_meshes: dict[DeviceMesh, ProcessGrid] = {}
 
 
 def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
@@ -355,8 +379,8 @@ def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
 
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
-    """The grid of a mesh, made when it is first seen. It keeps the mesh, so that no other gets its id."""
-    found = _of_meshes.get(id(mesh))
-    if found is None or found.mesh is not mesh:
-        found = _of_meshes[id(mesh)] = ProcessGrid(mesh)
-    return found
+    """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
+    _forget_older()
+    if mesh not in _of_meshes:
+        _of_meshes[mesh] = ProcessGrid(mesh)
+    return _of_meshes[mesh]
