@@ -96,7 +96,7 @@ def kron_matmul(
         >>> kron_matmul(x, [f1, f2], grid=grid).shape
         torch.Size([16, 4096])
     """
-    return _call(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=False), grid)
+    return multiply(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction), grid)
 
 
 def kron_matmul_left(
@@ -143,10 +143,11 @@ def kron_matmul_left(
         >>> x = torch.randn(rows.stop - rows.start, columns.stop - columns.start, device=grid.device)
         >>> y = kron_matmul_left([torch.ones(64, 64, device=grid.device) for _ in range(2)], x, grid=grid)
     """
-    return _call(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
+    return multiply(Call(x, factors, alpha, beta, z, precision, plan, recompute, reduction, left=True), grid)
 
 
-def _call(given: Call, grid: Any) -> Tensor:
+def multiply(given: Call, grid: Any) -> Tensor:
+    """`kron_matmul` and `kron_matmul_left`, of arguments that have not been checked."""
     where = grid_of_call(given.x, grid)
     with where.control.alone(given.name):
         return _multiplied(given, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -23,6 +24,7 @@ from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 PLACEMENTS: Final = (Shard(0), Shard(1))
+_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -31,14 +33,16 @@ class Call:
 
     x: Tensor
     factors: Sequence[Tensor | int]
-    alpha: Any
-    beta: Any
-    z: Tensor | None
-    precision: str | None
-    plan: Plan | None
-    recompute: bool
-    reduction: Reduction
-    left: bool
+    alpha: Any = 1.0
+    beta: Any = 0.0
+    z: Tensor | None = None
+    precision: str | None = None
+    plan: Plan | None = None
+    recompute: bool = False
+    reduction: Reduction = "sum"
+    left: bool = False
+    scalars: str = ""
+    """Those that an operator has been multiplied by or made with."""
     grid: ProcessGrid = field(init=False)
 
     @property
@@ -79,8 +83,8 @@ class Call:
             "call": self.name,
             "dtype of x": str(self.x.dtype),
             "shapes of factors": shape_texts(self.factors),
-            "alpha": _scalar_text(self.alpha),
-            "beta": _scalar_text(self.beta),
+            "alpha": scalar_text(self.alpha),
+            "beta": scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
             "plan": None if self.plan is None else plan_text(self.plan),
@@ -88,6 +92,8 @@ class Call:
             "reduction": self.reduction,
             "arguments that need gradients": grads if torch.is_grad_enabled() else [],
             "under a transform of torch.func": transforms_active(),
+            "scalars of the operator": self.scalars,
+            **checksums(factors=self.factors, alpha=self.alpha, beta=self.beta),
         }
 
 
@@ -101,8 +107,36 @@ def plan_text(plan: Plan) -> list[Any]:
     return [plan.cuts, plan.chunks, plan.transport]
 
 
-def _scalar_text(value: Any) -> str:
+def scalar_text(value: Any) -> str:
+    """A number, or only that it is a tensor, whose value may be on a GPU."""
     return "a tensor" if isinstance(value, Tensor) else str(value)
+
+
+def checksums(**given: Any) -> dict[str, str]:
+    """With ``FASTKRON_CHECK=1`` in the environment checksums of the tensors' bits, for ranks to compare; else nothing.
+
+    Args:
+        given: arguments that are the same on every rank, tensors or sequences of tensors; others are left out.
+    """
+    if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
+        return {}
+    named = dict(given)
+    for name, value in given.items():
+        if isinstance(value, Sequence):
+            named |= {f"{name}[{i}]": part for i, part in enumerate(value)}
+    return {f"values of {name}": f"{_checksum(t):016x}" for name, t in named.items() if isinstance(t, Tensor)}
+
+
+@torch.no_grad()
+def _checksum(t: Tensor) -> int:
+    """64 bits, in which a single element's change always shows. 0 while a graph is captured, which cannot wait for a value."""
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    t = t.detach().resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(t) if t.is_complex() else t).flatten()
+    words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
+    odd = (2 * torch.arange(words.numel(), device=t.device) + 1) * -0x61C8864680B583EB  # the golden ratio's bits
+    return int((words * odd).sum()) % 2**64
 
 
 def checked(given: Call, grid: ProcessGrid) -> Call:

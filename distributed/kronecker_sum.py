@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
-from fastkron_py.distributed.call import shape_texts
+from fastkron_py.distributed.api import kron_matmul_left, multiply
+from fastkron_py.distributed.call import Call, checksums, scalar_text, shape_texts
 from fastkron_py.distributed.group.agreement import refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
@@ -87,7 +87,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return self._local.masses
 
     def _shapes(self) -> dict[str, Any]:
-        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ())}
+        return super()._shapes() | {"shapes of masses": shape_texts(self.masses or ()), **checksums(masses=self.masses)}
 
     def _built(self) -> tuple[list[Tensor], list[Tensor]]:
         """Factors and masses, identities among them as matrices."""
@@ -107,7 +107,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         if isinstance(x, GridOperator):
             expected = "a block or a DTensor: a Kronecker sum times an operator is neither a sum nor a product"
             refuse(grid, type_error("x", expected, type_name(x)))
-        return _sum_matmul(self.factors, self.masses or (), x, left, grid, self._reduction)
+        return _sum_matmul(self.factors, self.masses or (), x, left, grid, self._reduction, self._scalars)
 
     def add_diagonal(self, s: Any) -> KroneckerSum:
         """``S + s * I``, or with mass matrices ``S + s * (Ma (x) Mb (x) ...)``, as `fastkron_py.KroneckerSum.add_diagonal`.
@@ -115,7 +115,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         Args:
             s: number or 0-dimensional tensor, the same on every rank.
         """
-        return self._like(self._local.add_diagonal(s))
+        return self._like(self._local.add_diagonal(s), f"+ {scalar_text(s)} I")
 
     # ---- exponentials ---------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
             ValueError: t is not finite, or the sum has mass matrices.
         """
         made = LocalKroneckerProduct(self._first("expm", lambda s, t: s.expm(t).factors, t))
-        return KroneckerProduct._of(made, self._grid, self._reduction)
+        return KroneckerProduct._of(made, self._grid, self._reduction, self._scalars)
 
     def expm_multiply(self, x: Any, t: Any = 1.0) -> Any:
         """``exp(t * S) @ x``, as `expm` and a product.
@@ -207,23 +207,27 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         return log_of(*self.slogdet())
 
     def _basis(self, call: str, grid: ProcessGrid, block: Tensor | None = None) -> Basis:
-        """The first rank's. Ranks compare the call, and which arguments need gradients."""
+        """The first rank's. Ranks compare the call, the operator's scalars, and which arguments need gradients."""
         given = [("b", block), *[("factors", f) for f in self.factors], *[("masses", m) for m in self.masses or ()]]
         needs = [name for name, t in given if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad]
-        return from_first(grid, {"call": call, "arguments that need gradients": needs}, lambda: eigenbasis(*self._built()))
+        compared = {"call": call, "arguments that need gradients": needs, "scalars of the operator": self._scalars}
+        compared |= checksums(factors=self.factors, masses=self.masses)
+        return from_first(grid, compared, lambda: eigenbasis(*self._built()))
 
 
 def _sum_matmul(
-    factors: Sequence[Tensor | int], masses: Sequence[Tensor | int], x: Any, left: bool, grid: ProcessGrid, reduction: Reduction
+    factors: Sequence[Tensor | int],
+    masses: Sequence[Tensor | int],
+    x: Any,
+    left: bool,
+    grid: ProcessGrid,
+    reduction: Reduction,
+    scalars: str = "",
 ) -> Any:
     """``S @ x``, or with left False ``x @ S``: one term after the other, each added to those before."""
     y = None
     for term in terms(factors, masses):
-        beta = 0.0 if y is None else 1.0
-        if left:
-            y = kron_matmul_left(term, x, grid=grid, z=y, beta=beta, reduction=reduction)
-        else:
-            y = kron_matmul(x, term, grid=grid, z=y, beta=beta, reduction=reduction)
+        y = multiply(Call(x, term, beta=0.0 if y is None else 1.0, z=y, reduction=reduction, left=left, scalars=scalars), grid)
     return y
 
 

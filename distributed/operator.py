@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastkron_py.distributed.call import grid_factors, shape_texts
+from fastkron_py.distributed.call import checksums, grid_factors, scalar_text, shape_texts
 from fastkron_py.distributed.group.agreement import agree
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, refuse_without_grid
@@ -45,6 +46,7 @@ class GridOperator(Generic[Local]):
     _local: Local
     _grid: ProcessGrid
     _reduction: Reduction
+    _scalars: str = ""
 
     def _agree(self, make: Callable[[], Local], grid: ProcessGrid | None, reduction: Reduction) -> None:
         """Take the operator of one rank, once all ranks have made the same one; else all raise the same error. Collective."""
@@ -63,13 +65,13 @@ class GridOperator(Generic[Local]):
 
     def _shapes(self) -> dict[str, Any]:
         """The shapes of the arrays, which ranks compare."""
-        return {"shapes of factors": shape_texts(self.factors)}
+        return {"shapes of factors": shape_texts(self.factors), **checksums(factors=self.factors)}
 
     @classmethod
-    def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction) -> Self:
-        """From factors that every rank has made equal: nothing to agree on."""
+    def _of(cls, local: Local, grid: ProcessGrid, reduction: Reduction, scalars: str) -> Self:
+        """From factors that every rank has made equal, with scalars that ranks compare before the next collective."""
         made = cls.__new__(cls)
-        made._local, made._grid, made._reduction = local, grid, reduction
+        made._local, made._grid, made._reduction, made._scalars = local, grid, reduction, scalars
         return made
 
     def _first(self, call: str, compute: Callable[..., Sequence[Any]], *options: Any) -> list[Any]:
@@ -84,7 +86,8 @@ class GridOperator(Generic[Local]):
             return compute(self._local._with(filled(arrays, tensors[:count])), *given)
 
         shown = ["a tensor" if isinstance(o, Tensor) else repr(o) for o in options]
-        return as_first(self._grid, {"call": call, "arguments": shown}, [*matrices(arrays), *scalars], of)
+        compared = {"call": call, "arguments": shown, "scalars of the operator": self._scalars, **checksums(factors=self.factors)}
+        return as_first(self._grid, compared, [*matrices(arrays), *scalars], of)
 
     # ---- properties --------------------------------------------------------------------------
 
@@ -139,8 +142,13 @@ class GridOperator(Generic[Local]):
 
     # ---- the same operator in another form ----------------------------------------------------
 
-    def _like(self, local: Local) -> Self:
-        return self._of(local, self._grid, self._reduction)
+    def _like(self, local: Local, scalars: str = "") -> Self:
+        return self._of(local, self._grid, self._reduction, self._with(scalars))
+
+    def _with(self, scalars: str) -> str:
+        """The scalars that this operator was made with, and more: of those before the last, a checksum."""
+        before = f", after {crc32(self._scalars.encode()):08x}" if self._scalars else ""
+        return scalars + before if scalars else self._scalars
 
     @property
     def mT(self) -> Self:  # noqa: N802
@@ -184,12 +192,12 @@ class GridOperator(Generic[Local]):
         return self._like(self._local.clone())
 
     def __mul__(self, scalar: Any) -> Self:
-        return self._like(self._local * scalar)
+        return self._like(self._local * scalar, f"* {scalar_text(scalar)}")
 
     __rmul__ = __mul__
 
     def __truediv__(self, scalar: Any) -> Self:
-        return self._like(self._local / scalar)
+        return self._like(self._local / scalar, f"/ {scalar_text(scalar)}")
 
     def __neg__(self) -> Self:
         return self._like(-self._local)

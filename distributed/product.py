@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkron_py.distributed.api import kron_matmul, kron_matmul_left
+from fastkron_py.distributed.api import multiply
+from fastkron_py.distributed.call import Call
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_for
 from fastkron_py.distributed.local import LocalKroneckerProduct, SlogDet, is_identity, log_abs_det, log_of, matrices
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
@@ -69,17 +70,21 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
 
     def kron(self, other: KroneckerProduct) -> KroneckerProduct:
         """``self (x) other``: an operator of both's factors, on this one's grid and with its reduction."""
-        return self._like(self._local.kron(_local_of(other)))
+        return self._like(self._local.kron(_local_of(other)), other._scalars)
 
     # ---- products -----------------------------------------------------------------------------
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, KroneckerProduct):
-            return self._like(self._local @ other._local)
-        return kron_matmul_left(self.factors, other, grid=grid_for(other, self._grid), reduction=self._reduction)
+            return self._like(self._local @ other._local, other._scalars)
+        return self._multiply(other, left=True)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return kron_matmul(other, self.factors, grid=grid_for(other, self._grid), reduction=self._reduction)
+        return self._multiply(other, left=False)
+
+    def _multiply(self, x: Any, *, left: bool) -> Any:
+        call = Call(x, self.factors, reduction=self._reduction, left=left, scalars=self._scalars)
+        return multiply(call, grid_for(x, self._grid))
 
     # ---- numbers, the same on every rank --------------------------------------------------------
 
@@ -111,7 +116,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         if shift is None:
             return self._first("logdet", lambda k: [k.logdet()])[0]
         grid = self._grid
-        _, basis = agree_on_solve(self._local, grid, None, shift=shift, call="logdet")
+        _, basis = agree_on_solve(self._local, grid, None, shift=shift, call="logdet", scalars=self._scalars)
         share = GridShare(grid.group, grid.device, grid.rank, grid.world_size)
         with without_autocast(grid.device):
             start = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
@@ -141,8 +146,8 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
         """
         if shift is None:
             with without_autocast(self.device):
-                return kron_matmul_left(self.inverse().factors, b, grid=grid_for(b, self._grid), reduction=self._reduction)
-        block, basis = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve")
+                return self.inverse()._multiply(b, left=True)
+        block, basis = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve", scalars=self._scalars)
         found = eigen(self.factors, basis, self._grid)
         system = System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction)
         return as_given(solve(system, block), b)
@@ -180,7 +185,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
             ValueError: b or mask do not fit, factors are not square or (with this preconditioner) not symmetric, or
                 ``K + shift * I`` turns out not to be positive definite. Every rank raises them.
         """
-        options = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner}
+        options: dict[str, Any] = {"tolerance": tolerance, "max_iter": max_iter, "preconditioner": preconditioner, "scalars": self._scalars}
 
         block, basis = agree_on_solve(
             self._local, self._grid, b, shift=shift, call="conjugate_gradients", eigenvectors=preconditioner is True, mask=mask, **options

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastkron_py.distributed.api import kron_matmul_left
-from fastkron_py.distributed.call import PLACEMENTS
+from fastkron_py.distributed.call import PLACEMENTS, checksums
 from fastkron_py.distributed.group.agreement import agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS, CollectiveError
 from fastkron_py.distributed.group.grid import ProcessGrid
@@ -280,6 +280,7 @@ def agree_on_solve(
     *,
     shift: Any,
     call: str,
+    scalars: str,
     eigenvectors: bool = True,
     mask: Tensor | None = None,
     **options: Any,
@@ -292,6 +293,7 @@ def agree_on_solve(
         b: right-hand side, this rank's block or a DTensor; None without.
         shift: number or 0-dimensional tensor.
         call: the method's name.
+        scalars: those that the operator was made with.
         eigenvectors: whether they are needed.
         mask: of the equations, this rank's rows.
         options: of conjugate gradients.
@@ -316,7 +318,8 @@ def agree_on_solve(
         block = None if b is None else right_hand_block(b, grid, product.shape[0], first.dtype)
         needs = torch.is_grad_enabled() and (product.requires_grad or any([getattr(t, "requires_grad", False) for t in (block, shift)]))
         shown = "a tensor" if isinstance(shift, Tensor) else shift
-        description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs} | _option_texts(**options)
+        description = {"call": call, "shift": shown, "mask": mask is not None, "gradients": needs, "scalars of the operator": scalars}
+        description |= _option_texts(**options) | checksums(factors=product.factors, shift=shift)
         if eigenvectors:
             _check_symmetric(product.factors)
     except REFUSALS as error:

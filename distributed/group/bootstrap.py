@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import math
+import secrets
 import socket
 import sys
 import time
@@ -21,10 +23,16 @@ from fastkron_py.distributed.group.grid import forget_groups
 from fastkron_py.distributed.group.launchers import Launch, find_launch
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
+logger = logging.getLogger("fastkron_py")
+
 BACKENDS: Final = ("nccl", "gloo")
 TIMEOUT: Final = 600.0
 """Seconds that a collective waits for its peers, unless told otherwise."""
 EXIT_PAUSE: Final = 0.05
+SESSION: Final = "fastkron_py/session"
+"""Where rank 0 says which part of the store is today's."""
+LOOK: Final = 0.05
+"""Seconds between two looks at it."""
 FAREWELL: Final = 10.0
 """Seconds that rank 0, after an error, leaves at most for the other ranks to learn of it."""
 
@@ -56,7 +64,8 @@ class Report(TypedDict):
     """The facts that one rank sends the others before the group is made."""
 
     error: PackedError | None
-
+    token: str
+    WORLD_SIZE: int
     host: str
     backend: str
     nccl: bool
@@ -109,17 +118,15 @@ def init_process_group(backend: str | None = None, *, timeout: float | timedelta
     except (TypeError, ValueError) as wrong:
         error = wrong
     launch = _found_launch(seconds)
-    # Earlier messages stay in the store, torchrun's above all: addresses of ranks as they were, and the verdict on them.
-    generation = launch.store.add(f"fastkron_py/generation/{launch.rank}", 1)
-    store = dist.PrefixStore(f"fastkron_py/{generation}", launch.store)
-    reports = _exchange(store, launch, _report(backend, launch, seconds, error), seconds)
+    store, reports = _exchange(launch, _report(backend, launch, seconds, error), seconds)
     info = _info(launch, reports)
+    logger.info("rank %d of %d on %s, backend %s, started by %s", info.rank, info.world_size, info.device, info.backend, info.launcher)
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
     with stage("init_process_group: connecting all ranks"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if info.backend == "nccl" else "gloo",
-            store=dist.PrefixStore(f"torch/{generation}", launch.store),
+            store=dist.PrefixStore("torch", store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=seconds),
@@ -159,6 +166,8 @@ def _report(backend: str | None, launch: Launch, seconds: float, error: Exceptio
     gpus = torch.cuda.device_count() if backend != "gloo" and error is None else 0
     return Report(
         error=None if error is None else pack_error(error),
+        token=secrets.token_hex(8),
+        WORLD_SIZE=launch.world_size,
         host=socket.gethostname(),
         backend=str(backend) if backend is not None else "nccl" if gpus else "gloo",
         nccl=dist.is_nccl_available(),
@@ -173,30 +182,69 @@ def _gpu_index(launch: Launch, gpus: int) -> int:
     return launch.local_rank if 0 <= launch.local_rank < gpus else 0
 
 
-def _exchange(store: dist.Store, launch: Launch, own: Report, seconds: float) -> list[Report]:
-    """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does."""
-    keys = [f"report/{rank}" for rank in range(launch.world_size)]
-    store.set(keys[launch.rank], json.dumps(own))
+def _exchange(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, list[Report]]:
+    """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does.
+
+    Earlier messages stay in a store: torchrun's is that of all attempts, which its agents count each for itself. So rank 0 opens a new
+    part of the store each time, under its token. A rank that still finds an earlier one gets no answer to its own token there.
+
+    Returns:
+        The new part of the store, and the reports by rank.
+    """
     if launch.rank == 0:
-        missing = [rank for rank, key in enumerate(keys) if not _arrives(store, key, seconds)]
-        reports: list[Report] = [] if missing else [json.loads(value) for value in store.multi_get(keys)]
-        if missing:
-            error: Exception | None = RuntimeError(
-                f"init_process_group: {rank_text(missing)} of {len(keys)} did not come within {seconds:g} s"
-            )
-        else:
-            error = judge(reports)
-        store.set("verdict", json.dumps({"error": error and pack_error(error), "reports": reports}))
-    elif not _arrives(store, "verdict", 2 * seconds):  # rank 0 may itself wait for another one
-        raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {launch.rank} within {2 * seconds:g} s")
-    verdict = json.loads(store.get("verdict"))
+        store = dist.PrefixStore(f"fastkron_py/{own['token']}", launch.store)
+        launch.store.set(SESSION, own["token"])
+        verdict = _verdict(store, own, seconds)
+    else:
+        store, verdict = _answer(launch, own, 2 * seconds)  # rank 0 may itself wait for another one
     if verdict["error"]:
         store.set(f"seen/{launch.rank}", "")
         if launch.rank == 0:  # the store may end with this process: not before the others have read the verdict
             for rank in range(launch.world_size):
                 _arrives(store, f"seen/{rank}", FAREWELL / launch.world_size)
         raise unpack_error(verdict["error"])
-    return list(verdict["reports"])
+    return store, list(verdict["reports"])
+
+
+def _verdict(store: dist.Store, own: Report, seconds: float) -> dict[str, Any]:
+    """Rank 0's answer to all reports that arrive."""
+    keys, until = [f"report/{rank}" for rank in range(own["WORLD_SIZE"])], time.monotonic() + seconds
+    store.set(keys[0], json.dumps(own))
+    reports = [json.loads(store.get(key)) if _arrives(store, key, max(until - time.monotonic(), LOOK)) else None for key in keys]
+    if missing := [rank for rank, report in enumerate(reports) if report is None]:
+        error: Exception | None = RuntimeError(f"init_process_group: {rank_text(missing)} of {len(keys)} did not come within {seconds:g} s")
+    else:
+        error = judge(reports)
+    verdict = {"error": error and pack_error(error), "reports": reports}
+    store.set("verdict", json.dumps(verdict))
+    return verdict
+
+
+def _answer(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, dict[str, Any]]:
+    """Rank 0's answer to the report of this rank, and where it stands.
+
+    Raises:
+        RuntimeError: rank 0 has ended, or has answered other ranks only.
+    """
+    rank, until, token, other = launch.rank, time.monotonic() + seconds, "", ""
+    while time.monotonic() < until and _arrives(launch.store, SESSION, seconds):
+        try:
+            found = launch.store.get(SESSION).decode()
+            store = dist.PrefixStore(f"fastkron_py/{found}", launch.store)
+            if found != token:
+                token = found
+                store.set(f"report/{rank}", json.dumps(own))
+            if not _arrives(store, "verdict", 10 * LOOK):  # which wakes this rank when it comes
+                continue
+            verdict = json.loads(store.get("verdict"))
+        except dist.DistError:
+            break
+        size = len(verdict["reports"])
+        if rank < size and (verdict["reports"][rank] or {}).get("token") == own["token"]:
+            return store, verdict
+        other = f"; it has answered {size} ranks, and WORLD_SIZE is {launch.world_size} here" if size != launch.world_size else ""
+        time.sleep(LOOK)
+    raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {rank} within {seconds:g} s{other}")
 
 
 def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
@@ -213,7 +261,7 @@ def judge(reports: Sequence[Report]) -> Exception | None:
         if report["error"] is not None:
             alone = "" if all(r["error"] == report["error"] for r in reports) else f" (on rank {rank})"
             return unpack_error({**report["error"], "message": report["error"]["message"] + alone})
-    for name, why in (("backend", " (None takes nccl where there is a GPU, else gloo)"), ("timeout", "")):
+    for name, why in (("WORLD_SIZE", ""), ("backend", " (None takes nccl where there is a GPU, else gloo)"), ("timeout", "")):
         values = [repr(report[name]) for report in reports]  # type: ignore[literal-required]
         if error := differing(name, values, range(len(reports)), "the same on every rank" + why):
             return error

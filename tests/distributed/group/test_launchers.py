@@ -118,7 +118,7 @@ def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
 
 
 def report(**changes: object) -> dict:
-    return {"error": None, "host": "a", "backend": "nccl", "nccl": True, "gpus": 4, "uuid": "0", "timeout": 60.0} | changes
+    return {"error": None, "WORLD_SIZE": 4, "host": "a", "backend": "nccl", "nccl": True, "gpus": 4, "uuid": "0", "timeout": 60.0} | changes
 
 
 def test_judge_accepts_what_works() -> None:
