@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from fastkron_py.distributed.group.failures import stage
 
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM_SIZES: Final = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES")
 # Variables that Open MPI, MPICH and Intel MPI (Hydra), MVAPICH2 and PMIx set in every process that they start.
 _MPI_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_RANK", "PMIX_RANK")
 ABORT_PAUSE: Final = 1.0
@@ -66,7 +68,20 @@ def find_launch(seconds: float) -> Launch:
         return _mpi(seconds)
     if _slurm_step(env):
         return _slurm(env, seconds)
+    _check_alone(env)
     return Launch("single", 0, 1, 0, 1, dist.HashStore())
+
+
+def _check_alone(env: Mapping[str, str]) -> None:
+    """Refuse to run as the only rank if a variable says that there are others, and warn if Slurm gave room for others."""
+    if env.get("WORLD_SIZE", "1") != "1":
+        missing = ", ".join(name for name in _TORCHRUN if name not in env)
+        told = f"WORLD_SIZE={env['WORLD_SIZE']} in the environment, without {missing}"
+        raise RuntimeError(f"init_process_group: expected {', '.join(_TORCHRUN)}, as torchrun sets them; got {told}; set {missing}, too")
+    found = [f"{name}={env[name]}" for name in _SLURM_SIZES if env.get(name, "1") != "1"]
+    if found and "SLURM_STEP_NUM_TASKS" not in env:
+        text = f"this process runs as the only rank in a Slurm allocation with {', '.join(found)}: srun starts a rank for each task"
+        warnings.warn(f"init_process_group: {text}", RuntimeWarning, stacklevel=5)  # the line that calls init_process_group
 
 
 def _serve_store(host: str, port: int, world_size: int, seconds: float) -> dist.TCPStore:
@@ -84,8 +99,11 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     """An environment variable as a number.
 
     Raises:
-        RuntimeError: it is none.
+        RuntimeError: it is missing, or it is not a number.
     """
+    if name not in env:
+        remedy = "pass on what srun sets (srun --export=ALL), or set it"
+        raise RuntimeError(f"init_process_group: the environment variable {name} is missing; {remedy}")
     try:
         return int(env[name])
     except ValueError:
@@ -108,9 +126,10 @@ def _slurm_step(env: Mapping[str, str]) -> bool:
 def _slurm(env: Mapping[str, str], seconds: float) -> Launch:
     rank, size = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_STEP_NUM_TASKS")
     host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-    # No port can be passed round before ranks have met: one that all of them can compute, by job and step.
-    number = 100 * _integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")
-    port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + number % 12000
+    if "MASTER_PORT" in env:
+        port = _integer(env, "MASTER_PORT")
+    else:  # no port can be passed round before ranks have met: one that all of them can compute, by job and step
+        port = 20000 + (100 * _integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 12000
     if rank == 0:
         try:
             store = _serve_store(host, port, size, seconds)
@@ -120,7 +139,7 @@ def _slurm(env: Mapping[str, str], seconds: float) -> Launch:
             ) from error
     else:
         store = _connect_store(host, port, size, seconds)
-    return Launch("slurm", rank, size, _integer(env, "SLURM_LOCALID"), None, store)
+    return Launch("slurm", rank, size, _integer(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else -1, None, store)
 
 
 def first_host(nodes: str) -> str:
