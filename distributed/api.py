@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastkron_py.distributed.call import Call, check_blocks, checked, plan_text, row_groups
-from fastkron_py.distributed.group.agreement import agree, announce, refuse
+from fastkron_py.distributed.group.agreement import Agreement, agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
 from fastkron_py.distributed.local import (
@@ -164,7 +164,7 @@ def _multiplied(given: Call, where: ProcessGrid) -> Tensor:
     # So does whether its launches read and write blocks: peers find parts accordingly.
     # And its GPU's figures, since all ranks come to the same plan.
     told = able.reads + 2 * able.writes + 4 * _figures(where.device)
-    agreement = announce(where, call.description(), local=(*call.x.shape, free_memory(call.x), told))
+    agreement = Agreement(where, call.description(), local=(*call.x.shape, free_memory(call.x), told))
     # Work without an exchange begins while the ranks hear of each other.
     factors = merged(call.factors)
     own = _own_factors(call, factors)

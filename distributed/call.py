@@ -113,17 +113,14 @@ def scalar_text(value: Any) -> str:
 
 
 def checksums(**given: Any) -> dict[str, str]:
-    """With ``FASTKRON_CHECK=1`` in the environment checksums of the tensors' bits, for ranks to compare; else nothing.
+    """With ``FASTKRON_CHECK=1`` in the environment checksums of the tensors' values, for ranks to compare; else nothing.
 
     Args:
         given: arguments that are the same on every rank, tensors or sequences of tensors; others are left out.
     """
     if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
         return {}
-    named = dict(given)
-    for name, value in given.items():
-        if isinstance(value, Sequence):
-            named |= {f"{name}[{i}]": part for i, part in enumerate(value)}
+    named = given | {f"{name}[{i}]": t for name, many in given.items() if isinstance(many, Sequence) for i, t in enumerate(many)}
     return {f"values of {name}": f"{_checksum(t):016x}" for name, t in named.items() if isinstance(t, Tensor)}
 
 
@@ -132,7 +129,7 @@ def _checksum(t: Tensor) -> int:
     """64 bits, in which a single element's change always shows. 0 while a graph is captured, which cannot wait for a value."""
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         return 0
-    t = t.detach().resolve_conj().resolve_neg()
+    t = t.detach() + 0  # -0.0 is 0.0, and lazy conjugations are carried out
     flat = (torch.view_as_real(t) if t.is_complex() else t).flatten()
     words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
     odd = (2 * torch.arange(words.numel(), device=t.device) + 1) * -0x61C8864680B583EB  # the golden ratio's bits

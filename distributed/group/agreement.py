@@ -9,7 +9,7 @@ digests that all have seen. Repeated calls do save making the description's dige
 A description has the grid's layout in it: the same ranks in other rows and columns would exchange other blocks, or wait for each other.
 
 The exchange runs on the host, beside the work queued on a GPU: within a host through shared memory, in microseconds, else over
-Gloo. It can be started before a call's first local step and settled before its first exchange of data (`announce`, `Agreement.settle`);
+Gloo. It can be started before a call's first local step and settled before its first exchange of data (`Agreement`, `Agreement.settle`);
 a product without exchanges is multiplied meanwhile. Where digests differ, and only there, the descriptions follow.
 """
 
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -32,6 +32,9 @@ from torch import Tensor
 from fastkron_py.distributed.group.barrier import Barrier, Round, open_barrier
 from fastkron_py.distributed.group.failures import PackedError, after_failure, differing, pack_error, rank_text, stage, unpack_error
 from fastkron_py.runtime.errors import value_error
+
+if TYPE_CHECKING:
+    from fastkron_py.distributed.group.grid import ProcessGrid
 
 LOCAL: Final = 4
 """Numbers that each rank may send along with its digest."""
@@ -129,18 +132,17 @@ class Control:
         return everything
 
 
-class Gathering:
+class Gathering(NamedTuple):
     """Numbers under way over Gloo, as a `Round` is over shared memory."""
 
-    def __init__(self, everything: Tensor, work: dist.Work | None) -> None:
-        self._everything, self._work = everything, work
+    everything: Tensor
+    work: dist.Work | None
 
     def wait(self) -> list[list[int]]:
         """Every rank's numbers."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
-        found: list[list[int]] = self._everything.tolist()
+        if self.work is not None:
+            self.work.wait()
+        found: list[list[int]] = self.everything.tolist()
         return found
 
 
@@ -180,32 +182,30 @@ def group_timeout() -> timedelta:
     return FALLBACK_TIMEOUT
 
 
-class Members(Protocol):
-    """The part of a grid that a check uses."""
-
-    @property
-    def control(self) -> Control:
-        """The channel of checks, with all ranks of the grid."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The grid's ranks in the default group, in the grid's order."""
-
-    @property
-    def layout(self) -> tuple[str, ...]:
-        """Rows and columns, then which grid of these ranks it is, to be compared; empty while they are not agreed on."""
-
-
 class Agreement:
-    """A check under way. Its verdict is known when `settle` returns."""
+    """A comparison, under way, of the calls that all ranks of a grid are about to make. Collective: every rank makes one for each step.
 
-    def __init__(self, grid: Members, call: str, text: str, local: Sequence[int], error: Exception | None) -> None:
+    Args:
+        grid: the ranks, or their control.
+        description: values that have to be the same everywhere, by name, as JSON has it (numbers, strings, lists), with the
+            call's name as "call"; or the error that this rank met when it looked at its arguments, for all to raise.
+        local: up to four numbers that may differ, for all to know.
+
+    Raises:
+        ValueError: more than four numbers in local.
+        CollectiveError: a rank has died.
+    """
+
+    def __init__(self, grid: ProcessGrid | Control, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> None:
+        if len(local) > LOCAL:
+            raise value_error("local", f"at most {LOCAL} numbers", len(local))
         self._control, self._ranks = grid.control, grid.ranks
-        self._stage = f"{call}: {STAGE}" if call else STAGE
-        self._text = text
-        self._error = error
+        self._error = description if isinstance(description, Exception) else None
+        said = {"fields": description} if self._error is None else {"error": pack_error(self._error)}
+        self._text = json.dumps({"grid": grid.layout} | said, separators=(",", ":"))
+        self._stage = _stage(description)
         with stage(self._stage, self._control.ranks):
-            self._under_way = self._control.tell([*_digest(text), *local, *[0] * (LOCAL - len(local))])
+            self._under_way = self._control.tell([*_digest(self._text), *local, *[0] * (LOCAL - len(local))])
 
     def settle(self) -> list[tuple[int, ...]]:
         """Wait for all ranks' digests.
@@ -230,32 +230,8 @@ class Agreement:
         return [tuple(row[2:]) for row in rows]
 
 
-def announce(grid: Members, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> Agreement:
-    """Begin to compare the calls that all ranks of a grid are about to make. Collective: every rank makes one such call for each step.
-
-    Args:
-        grid: the ranks.
-        description: values that have to be the same everywhere, by name, as JSON has it (numbers, strings, lists), with the
-            call's name as "call"; or the error that this rank met when it looked at its arguments, for all to raise.
-        local: up to four numbers that may differ, for all to know.
-
-    Returns:
-        The agreement to settle before the first exchange of data.
-
-    Raises:
-        ValueError: more than four numbers in local.
-        CollectiveError: a rank has died.
-    """
-    if len(local) > LOCAL:
-        raise value_error("local", f"at most {LOCAL} numbers", len(local))
-    error = description if isinstance(description, Exception) else None
-    content = {"grid": grid.layout} | ({"error": pack_error(error)} if error is not None else {"fields": description})
-    call = str(description.get("call", "")) if isinstance(description, Mapping) else ""
-    return Agreement(grid, call, json.dumps(content, separators=(",", ":")), local, error)
-
-
-def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """`announce` and `settle` in one: returns when all ranks are known to do the same, or raises on all of them.
+def agree(grid: ProcessGrid | Control, description: Mapping[str, Any] | Exception, *, local: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    """An `Agreement` that is settled at once: returns when all ranks are known to do the same, or raises on all of them.
 
     Args:
         grid: the ranks.
@@ -273,11 +249,15 @@ def agree(grid: Members, description: Mapping[str, Any] | Exception, *, local: S
     Example:
         >>> agree(grid, {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}, local=(rows,))
     """
-    with grid.control.alone(str(description.get("call", STAGE)) if isinstance(description, Mapping) else STAGE):
-        return announce(grid, description, local=local).settle()
+    with grid.control.alone(_stage(description)):
+        return Agreement(grid, description, local=local).settle()
 
 
-def refuse(grid: Members, error: Exception) -> NoReturn:
+def _stage(description: Mapping[str, Any] | Exception) -> str:
+    return f"{description['call']}: {STAGE}" if isinstance(description, Mapping) and "call" in description else STAGE
+
+
+def refuse(grid: ProcessGrid | Control, error: Exception) -> NoReturn:
     """Raise an error that this rank met, on every rank: the others learn of it in the check that they make or are about to make.
 
     Args:

@@ -15,7 +15,6 @@ import contextlib
 import mmap
 import os
 import re
-import secrets
 import sys
 import tempfile
 import time
@@ -34,7 +33,6 @@ NUMBERS: Final = 6
 FOLDER: Final = "/dev/shm"  # noqa: S108  # the host's shared memory, not a folder for temporary files
 _PREFIX: Final = "fastkron_py-"
 _NAME: Final = re.compile(_PREFIX + r"[A-Za-z0-9_]{8}")
-_TOKEN: Final = 16  # bytes at the file's beginning
 _NAME_BYTES: Final = 64
 _ENTRY: Final = 2 + NUMBERS  # number of the round, checksum, numbers
 _ROW: Final = 32  # words of a rank: a word that says that it has closed, then entries at 8 and 16; whole cache lines
@@ -78,7 +76,7 @@ class Barrier:
 
     def close(self) -> None:
         """Let ranks that wait for this one know that it will not come."""
-        self._words[_TOKEN // 8 + self._position * _ROW] = 1
+        self._words[self._position * _ROW] = 1
 
     def read(self, sequence: int) -> list[list[int]]:
         """Wait for every rank's entry.
@@ -112,7 +110,7 @@ class Barrier:
         return [self._ranks[r] for r in others if not _is_locked(self._descriptor, r)]
 
     def _at(self, rank: int, sequence: int) -> int:
-        return _TOKEN // 8 + rank * _ROW + 8 + _ENTRY * (sequence % 2)
+        return rank * _ROW + 8 + _ENTRY * (sequence % 2)
 
     def _read(self, rank: int, sequence: int) -> list[int] | None:
         at = self._at(rank, sequence)
@@ -134,7 +132,7 @@ class Barrier:
             raise RuntimeError(f"{rank_text(self._ranks[r] for r in others)} did not come within {self._timeout:g} s")
 
     def _check_open(self, positions: Sequence[int]) -> None:
-        closed = [self._ranks[r] for r in positions if self._words[_TOKEN // 8 + r * _ROW]]
+        closed = [self._ranks[r] for r in positions if self._words[r * _ROW]]
         if closed:
             raise RuntimeError(f"{rank_text(closed)} closed the connection after a failure")
 
@@ -167,17 +165,14 @@ def open_barrier(gather: Callable[[Tensor], Tensor], position: int, ranks: Seque
     descriptor = None
     try:
         if position == 0 and sys.platform == "linux":
-            token = secrets.token_bytes(_TOKEN)
             with contextlib.suppress(OSError):
                 descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=FOLDER)
                 # Not ftruncate: on a full file system, the first access to a page that it has no room for would end the process.
                 os.posix_fallocate(descriptor, 0, _size(len(ranks)))
-                os.pwrite(descriptor, token, 0)
-                told = _packed(token + Path(path).name.encode())
-        message = bytes(gather(told)[0].tolist())
-        token, name = message[:_TOKEN], message[_TOKEN:].rstrip(b"\0").decode("ascii", "replace")
+                told = torch.tensor(list(Path(path).name.encode().ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8)
+        name = bytes(gather(told)[0].tolist()).rstrip(b"\0").decode("ascii", "replace")
         if position:
-            descriptor = _opened(name, token, _size(len(ranks)))
+            descriptor = _opened(name, _size(len(ranks)))
         barrier = None
         if descriptor is not None and name:
             opened, descriptor = descriptor, None  # the barrier closes it
@@ -194,8 +189,8 @@ def open_barrier(gather: Callable[[Tensor], Tensor], position: int, ranks: Seque
     return barrier if everyone else None
 
 
-def _opened(name: str, token: bytes, size: int) -> int | None:
-    """The file that the first rank made, if this rank sees it: of this user, of that size, and with that token."""
+def _opened(name: str, size: int) -> int | None:
+    """The file that the first rank made, if this rank sees it: of this user, of that size, and with that random name."""
     if not _NAME.fullmatch(name):
         return None
     try:
@@ -203,18 +198,14 @@ def _opened(name: str, token: bytes, size: int) -> int | None:
     except OSError:
         return None
     status = os.fstat(descriptor)
-    if (status.st_uid, status.st_size) == (os.geteuid(), size) and os.pread(descriptor, _TOKEN, 0) == token:
+    if (status.st_uid, status.st_size) == (os.geteuid(), size):
         return descriptor
     os.close(descriptor)
     return None
 
 
 def _size(ranks: int) -> int:
-    return _TOKEN + 8 * _ROW * ranks
-
-
-def _packed(data: bytes) -> Tensor:
-    return torch.tensor(list(data.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8)
+    return 8 * _ROW * ranks
 
 
 def _checksum(sequence: int, numbers: Sequence[int]) -> int:

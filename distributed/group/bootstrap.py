@@ -29,8 +29,8 @@ BACKENDS: Final = ("nccl", "gloo")
 TIMEOUT: Final = 600.0
 """Seconds that a collective waits for its peers, unless told otherwise."""
 EXIT_PAUSE: Final = 0.05
-SESSION: Final = "fastkron_py/session"
-"""Where rank 0 says which part of the store is today's."""
+PART: Final = "fastkron_py/part"
+"""Key under which rank 0 names the part of the store that ranks meet in."""
 LOOK: Final = 0.05
 """Seconds between two looks at it."""
 FAREWELL: Final = 10.0
@@ -183,68 +183,60 @@ def _gpu_index(launch: Launch, gpus: int) -> int:
 
 
 def _exchange(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, list[Report]]:
-    """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does.
+    """Every rank's report, judged by rank 0 on behalf of all, so that all raise the same error or none does; and a store for the group.
 
-    Earlier messages stay in a store: torchrun's is that of all attempts, which its agents count each for itself. So rank 0 opens a new
-    part of the store each time, under its token. A rank that still finds an earlier one gets no answer to its own token there.
-
-    Returns:
-        The new part of the store, and the reports by rank.
+    Messages stay in a store: torchrun's is that of all attempts, which its agents count each for itself. So rank 0 opens a new part
+    of the store each time. A rank that finds an earlier part gets no answer to its own token there, and looks again.
     """
-    if launch.rank == 0:
-        store = dist.PrefixStore(f"fastkron_py/{own['token']}", launch.store)
-        launch.store.set(SESSION, own["token"])
+    rank = launch.rank
+    if rank == 0:
+        launch.store.set(PART, own["token"])
+        store = dist.PrefixStore(own["token"], launch.store)
         verdict = _verdict(store, own, seconds)
     else:
         store, verdict = _answer(launch, own, 2 * seconds)  # rank 0 may itself wait for another one
     if verdict["error"]:
-        store.set(f"seen/{launch.rank}", "")
-        if launch.rank == 0:  # the store may end with this process: not before the others have read the verdict
-            for rank in range(launch.world_size):
-                _arrives(store, f"seen/{rank}", FAREWELL / launch.world_size)
+        store.set(f"seen/{rank}", "")
+        if rank == 0:  # the store may end with this process: not before the others have read the verdict
+            for other in [r for r, report in enumerate(verdict["reports"]) if report]:
+                _arrives(store, f"seen/{other}", FAREWELL / launch.world_size)
         raise unpack_error(verdict["error"])
     return store, list(verdict["reports"])
 
 
 def _verdict(store: dist.Store, own: Report, seconds: float) -> dict[str, Any]:
     """Rank 0's answer to all reports that arrive."""
-    keys, until = [f"report/{rank}" for rank in range(own["WORLD_SIZE"])], time.monotonic() + seconds
-    store.set(keys[0], json.dumps(own))
-    reports = [json.loads(store.get(key)) if _arrives(store, key, max(until - time.monotonic(), LOOK)) else None for key in keys]
-    if missing := [rank for rank, report in enumerate(reports) if report is None]:
-        error: Exception | None = RuntimeError(f"init_process_group: {rank_text(missing)} of {len(keys)} did not come within {seconds:g} s")
-    else:
-        error = judge(reports)
+    keys, until = [f"report/{rank}" for rank in range(1, own["WORLD_SIZE"])], time.monotonic() + seconds
+    came = [json.loads(store.get(key)) if _arrives(store, key, max(until - time.monotonic(), LOOK)) else None for key in keys]
+    reports = [own, *came]
+    missing = [rank for rank, report in enumerate(reports) if report is None]
+    text = f"init_process_group: {rank_text(missing)} of {len(reports)} did not come within {seconds:g} s"
+    error = RuntimeError(text) if missing else judge(reports)
     verdict = {"error": error and pack_error(error), "reports": reports}
     store.set("verdict", json.dumps(verdict))
     return verdict
 
 
 def _answer(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, dict[str, Any]]:
-    """Rank 0's answer to the report of this rank, and where it stands.
-
-    Raises:
-        RuntimeError: rank 0 has ended, or has answered other ranks only.
-    """
-    rank, until, token, other = launch.rank, time.monotonic() + seconds, "", ""
-    while time.monotonic() < until and _arrives(launch.store, SESSION, seconds):
+    """Rank 0's answer to this rank's report, and the part of the store that it is in."""
+    until, part, other = time.monotonic() + seconds, b"", ""
+    while time.monotonic() < until and _arrives(launch.store, PART, seconds):
         try:
-            found = launch.store.get(SESSION).decode()
-            store = dist.PrefixStore(f"fastkron_py/{found}", launch.store)
-            if found != token:
-                token = found
-                store.set(f"report/{rank}", json.dumps(own))
-            if not _arrives(store, "verdict", 10 * LOOK):  # which wakes this rank when it comes
+            part, before = launch.store.get(PART), part
+            store = dist.PrefixStore(part.decode(), launch.store)
+            if part != before:
+                store.set(f"report/{launch.rank}", json.dumps(own))
+            if not _arrives(store, "verdict", 10 * LOOK):  # this rank wakes when it does
                 continue
             verdict = json.loads(store.get("verdict"))
         except dist.DistError:
             break
-        size = len(verdict["reports"])
-        if rank < size and (verdict["reports"][rank] or {}).get("token") == own["token"]:
+        if own["token"] in [report["token"] for report in verdict["reports"] if report]:
             return store, verdict
-        other = f"; it has answered {size} ranks, and WORLD_SIZE is {launch.world_size} here" if size != launch.world_size else ""
+        size = len(verdict["reports"])
+        other = f"; it answered {size} ranks, and WORLD_SIZE is {launch.world_size} here" if size != launch.world_size else ""
         time.sleep(LOOK)
-    raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {rank} within {seconds:g} s{other}")
+    raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {launch.rank} within {seconds:g} s{other}")
 
 
 def _arrives(store: dist.Store, key: str, seconds: float) -> bool:

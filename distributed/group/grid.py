@@ -71,22 +71,21 @@ class ProcessGrid:
         try:
             self._shape = _grid_shape(shape, ranks, self._ranks)
             self._device = _grid_device(device, shape)
-            if not isinstance(private, bool) or (private and mesh is not None):
-                raise value_error("private", "True or False, and False with a mesh, whose groups are used", private)
-            description = {"call": "ProcessGrid", "version of fastkron_py": fastkron_py.__version__}
-            description |= {"shape": list(self._shape), "device": self._device.type, "private": private}
+            if private and mesh is not None:
+                raise value_error("private", "False with a mesh, whose groups are used", private)
+            description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
+            description["version of fastkron_py"] = fastkron_py.__version__
         except REFUSALS as error:
             description = error
         agree(self, description)
-        self._control.grids += 1
-        number = self._control.grids
+        self._control.grids = number = self._control.grids + 1
         if private:
             self._control = Control(self._ranks, number)
-        # Grids that are alike have numbers: of two threads, ranks could take one's call for the other's.
         layout = _layout(self._shape, self._ranks, mesh is not None)
+        # With a number, lest ranks take the call of one thread for another thread's, over a grid that is alike.
         self._layout = layout, f"{layout}, number {number} of these ranks"
         if mesh is None:
-            self._group, row_group, col_group = _groups(self, self._shape, private)
+            self._group, row_group, col_group = _groups(self, self._shape, number if private else 0)
             table = torch.tensor(self._ranks, dtype=torch.int).view(self._shape)
             self._mesh = DeviceMesh.from_group([col_group, row_group], self._device.type, mesh=table, mesh_dim_names=DIMENSIONS)
         else:
@@ -188,7 +187,7 @@ class ProcessGrid:
 
 # Grids of the same ranks and shape share their groups: communicators are slow to make and hold memory.
 _controls: dict[tuple[int, ...], Control] = {}
-_grids: dict[tuple[tuple[int, ...], tuple[int, int] | None], tuple[dist.ProcessGroup, ...]] = {}
+_grids: dict[tuple[tuple[int, ...], tuple[int, int] | None, int], tuple[dist.ProcessGroup, ...]] = {}
 _made_in: Any = None
 
 
@@ -201,17 +200,12 @@ def forget_groups() -> None:
     _made_in = None
 
 
-def _forget_older() -> None:
-    """Let go of the groups that were made in another default group than today's."""
+def _control(ranks: tuple[int, ...]) -> Control:
+    """The ranks' control, made when they first ask for it; forgotten with the default group."""
     global _made_in
     if _made_in is not dist.group.WORLD:
         forget_groups()
         _made_in = dist.group.WORLD
-
-
-def _control(ranks: tuple[int, ...]) -> Control:
-    """The ranks' control, made when they first ask for it; forgotten with the default group."""
-    _forget_older()
     if ranks not in _controls:
         _controls[ranks] = Control(ranks)
     return _controls[ranks]
@@ -233,20 +227,17 @@ def _layout(shape: tuple[int, int], ranks: tuple[int, ...], of_mesh: bool) -> st
     return f"{shape[0]} x {shape[1]}{order}{' of a mesh' if of_mesh else ''}"
 
 
-def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: bool = False) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of all ranks of a grid, of this rank's row and of its column; without a shape the first only."""
-    key = (grid.ranks, shape)
-    if private or key not in _grids:
+def _groups(grid: ProcessGrid, shape: tuple[int, int] | None, private: int = 0) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of all ranks of a grid, or of a private one's number, of this rank's row and of its column; without a shape the first."""
+    key = (grid.ranks, shape, private)
+    if key not in _grids:
         row, col = divmod(grid.rank, shape[1]) if shape else (0, 0)
         members = [grid.ranks]
         if shape is not None:
             members += [grid.ranks[row * shape[1] : (row + 1) * shape[1]], grid.ranks[col :: shape[1]]]
         with stage(f"ProcessGrid: making groups of a {shape} grid", grid.ranks):
             _level(grid)
-            made = tuple(_new_group(m) for m in members)
-        if private:
-            return made
-        _grids[key] = made
+            _grids[key] = tuple(_new_group(m) for m in members)
     return _grids[key]
 
 
@@ -380,7 +371,7 @@ def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
 
 def grid_of(mesh: DeviceMesh) -> ProcessGrid:
     """The grid of a mesh, made when one like it is first seen: a slice of a mesh is another object each time."""
-    _forget_older()
-    if mesh not in _of_meshes:
-        _of_meshes[mesh] = ProcessGrid(mesh)
+    if _made_in is not dist.group.WORLD or mesh not in _of_meshes:
+        made = ProcessGrid(mesh)  # which forgets those of an older default group
+        _of_meshes[mesh] = made
     return _of_meshes[mesh]

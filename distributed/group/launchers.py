@@ -59,7 +59,7 @@ def find_launch(seconds: float) -> Launch:
     env = os.environ
     if all(name in env for name in _TORCHRUN):
         return _torchrun(env, seconds)
-    if _mpi_started(env) and (_mpi_available() or not _slurm_step(env)):
+    if any(name in env for name in _MPI_VARIABLES) and (_mpi_available() or not _slurm_step(env)):
         if not _mpi_available():
             raise RuntimeError(
                 "init_process_group: mpirun started this process, and mpi4py or its MPI library cannot be loaded;"
@@ -146,11 +146,6 @@ def first_host(nodes: str) -> str:
     """The first name of a Slurm node list: ``"gpu[007-012,20],cpu1"`` begins with ``"gpu007"``."""
     name = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
     return name or socket.gethostname()
-
-
-def _mpi_started(environment: Mapping[str, str]) -> bool:
-    """Whether mpirun (or mpiexec) started this process."""
-    return any(name in environment for name in _MPI_VARIABLES)
 
 
 def _mpi_available() -> bool:

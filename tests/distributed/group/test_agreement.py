@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from fastkron_py.distributed import ProcessGrid
-from fastkron_py.distributed.group.agreement import LOCAL, agree, announce, compare
+from fastkron_py.distributed import KroneckerProduct, KroneckerSum, ProcessGrid, api, kron_matmul, plan
+from fastkron_py.distributed.group.agreement import LOCAL, Agreement, agree, compare
 from fastkron_py.distributed.group.failures import pack_error, rank_text, unpack_error
 
 SAME = {"call": "kron_matmul", "factors": [[8, 8], [8, 8]], "dtype": "float32"}
@@ -95,7 +98,7 @@ def test_an_unknown_error_keeps_its_name() -> None:
 
 def overlap():
     grid = ProcessGrid()
-    agreement = announce(grid, SAME, local=(dist.get_rank(),))
+    agreement = Agreement(grid, SAME, local=(dist.get_rank(),))
     work = torch.ones(64, 64) @ torch.ones(64, 64)
     assert work[0, 0] == 64
     return [row[0] for row in agreement.settle()]
@@ -106,7 +109,7 @@ def test_local_work_goes_on_during_a_check(ranks: RankPool) -> None:
 
 
 def too_many_numbers():
-    announce(ProcessGrid(), SAME, local=range(LOCAL + 1))
+    Agreement(ProcessGrid(), SAME, local=range(LOCAL + 1))
 
 
 def test_too_many_numbers(ranks: RankPool) -> None:
@@ -138,3 +141,150 @@ def test_compare_takes_the_first_field_that_differs() -> None:
 @pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([2, 0, 1], "ranks 0-2"), ([0, 2, 3, 7], "ranks 0, 2-3, 7")])
 def test_ranks_in_few_words(ranks: list[int], text: str) -> None:
     assert rank_text(ranks) == text
+
+
+# ---- what calls compare ------------------------------------------------------------------------
+
+
+def calls(what, dtype="float64", check="1"):
+    """Rank 1 has other values than the others."""
+    size, odd = dist.get_world_size(), dist.get_rank() == 1
+    grid = ProcessGrid((size, 1))
+    dtype = getattr(torch, dtype)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    factor, other = torch.eye(4, dtype=dtype), torch.eye(4, dtype=dtype)
+    other[torch.randint(4, (), generator=own), torch.randint(4, (), generator=own)] += 1
+    odd_factor = (other if odd else factor).to(grid.device)
+    x = torch.ones(16, 16, dtype=dtype)[grid.block((16, 16))].to(grid.device)
+    scalar = torch.tensor(3.0 if odd else 2.0, dtype=dtype, device=grid.device)
+    factor = factor.to(grid.device)
+    with mock.patch.dict(os.environ, FASTKRON_CHECK=check):
+        if what == "factors":
+            kron_matmul(x, [factor, odd_factor], grid=grid)
+        if what == "views":  # the same values in another layout, and conjugated when they are read
+            kron_matmul(x, [factor, factor.mT.conj() if odd else factor], grid=grid)
+        if what == "alpha":
+            kron_matmul(x, [factor, factor], grid=grid, alpha=scalar)
+        if what == "operator":
+            KroneckerProduct([factor, odd_factor], grid=grid)
+        if what == "masses":
+            KroneckerSum([factor, factor], masses=[factor, odd_factor], grid=grid)
+        if what == "shift":
+            KroneckerProduct([factor, factor], grid=grid).solve(x, shift=scalar)
+        if what == "scaled":
+            (KroneckerProduct([factor, factor], grid=grid) * scalar) @ x
+        if what == "trained":
+            operator = KroneckerSum([factor, odd_factor.fill_diagonal_(1).triu_().tril_()], grid=grid)
+            odd_factor.add_(int(odd))
+            operator.slogdet()
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("factors", "factors[1]"),
+        ("alpha", "alpha"),
+        ("operator", "factors[1]"),
+        ("masses", "masses[1]"),
+        ("shift", "shift"),
+        ("scaled", "factors[0]"),
+        ("trained", "factors[1]"),
+    ],
+)
+def test_values_that_differ(ranks: RankPool, what: str, name: str) -> None:
+    others = rank_text(r for r in range(ranks.world_size) if r != 1)
+    for outcome in ranks.outcomes(calls, what):
+        assert outcome.error == "ValueError", outcome.trace
+        shown = (
+            rf'values of {re.escape(name)}: expected the same on every rank; got "[0-9a-f]{{16}}" on {others}; "[0-9a-f]{{16}}" on rank 1'
+        )
+        assert re.fullmatch(shown, outcome.message), outcome.message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"])
+def test_values_of_every_dtype(ranks: RankPool, dtype: str) -> None:
+    assert {o.message.partition(":")[0] for o in ranks.outcomes(calls, "factors", dtype)} == {"values of factors[1]"}
+    ranks.run(calls, "views", dtype)
+
+
+def test_values_are_compared_on_demand(ranks: RankPool) -> None:
+    ranks.run(calls, "factors", check="0")
+
+
+def scalars(what):
+    """Rank 1 has another number; what goes before and after is the same."""
+    size, s = dist.get_world_size(), 2.0 + (dist.get_rank() == 1)
+    grid = ProcessGrid((size, 1))
+    factor = torch.eye(4, dtype=torch.float64, device=grid.device)
+    b = torch.ones(16, 4, dtype=torch.float64)[grid.block((16, 4))].to(grid.device)
+    product, total = KroneckerProduct([factor, factor], grid=grid), KroneckerSum([factor, factor], grid=grid)
+    {
+        "K * s": lambda: (product * s) @ b,
+        "s * K": lambda: ((s * product).mT * 2.0) @ b,
+        "K / s, solve": lambda: (product / s).solve(b),
+        "K * s, shift": lambda: (product * s).solve(b, shift=0.5),
+        "K * s, conjugate gradients": lambda: (product * s).conjugate_gradients(b, shift=0.5),
+        "K * s, logdet": lambda: (product * s).logdet(shift=0.5),
+        "K @ (K * s)": lambda: (product @ (product * s)) @ b,
+        "power": lambda: product.matrix_power(int(s)) @ b,
+        "expm_multiply": lambda: total.expm_multiply(b, s),
+        "expm": lambda: total.expm(s).detach() @ b,
+        "add_diagonal": lambda: total.add_diagonal(s) @ b,
+        "add_diagonal, solve": lambda: total.add_diagonal(s).solve(b),
+        "S * s, slogdet": lambda: (total * s).slogdet(),
+    }[what]()
+
+
+SCALARS = [
+    ("K * s", "* {}"),
+    ("s * K", "* 2.0, after [0-9a-f]{{8}}"),
+    ("K / s, solve", "/ {}"),
+    ("K * s, shift", "* {}"),
+    ("K * s, conjugate gradients", "* {}"),
+    ("K * s, logdet", "* {}"),
+    ("K @ (K * s)", "* {}"),
+    ("power", "** {:.0f}"),
+    ("expm_multiply", "exp({} S)"),
+    ("expm", "exp({} S)"),
+    ("add_diagonal", "+ {} I"),
+    ("add_diagonal, solve", "+ {} I"),
+    ("S * s, slogdet", "* {}"),
+]
+
+
+@pytest.mark.parametrize(("what", "text"), SCALARS)
+def test_scalars_that_differ(ranks: RankPool, what: str, text: str) -> None:
+    others = rank_text(r for r in range(ranks.world_size) if r != 1)
+    first, second = (re.sub(r"[*+()]", r"\\\g<0>", text).format(s) for s in (2.0, 3.0))
+    for outcome in ranks.outcomes(scalars, what):
+        assert outcome.error == "ValueError", outcome.trace
+        shown = f'scalars of the operator: expected the same on every rank; got "{first}" on {others}; "{second}" on rank 1'
+        assert re.fullmatch(shown, outcome.message), outcome.message
+
+
+def planned_otherwise():
+    """Rank 1 comes to another plan of its own, as another version or other figures of launches might; later the same."""
+    size = dist.get_world_size()
+    grid = ProcessGrid((1, size))
+    x, factors = (
+        torch.ones(8, 64 // size, dtype=torch.float64, device=grid.device),
+        [torch.eye(4, dtype=torch.float64, device=grid.device)] * 3,
+    )
+
+    def other(problem, shape, *_):
+        return plan(problem, shape, stages=(1, 2) if dist.get_rank() == 1 else (2, 1), chunks=1)
+
+    try:
+        with mock.patch.object(api, "_planned", other):
+            kron_matmul(x, factors, grid=grid)
+    finally:
+        for _ in range(2):
+            assert torch.equal(kron_matmul(x, factors, grid=grid), x)
+
+
+def test_plans_that_differ(ranks: RankPool) -> None:
+    others = rank_text(r for r in range(ranks.world_size) if r != 1)
+    for outcome in ranks.outcomes(planned_otherwise):
+        assert outcome.error == "ValueError", outcome.trace
+        shown = f'got [[2, 1], 1, "packed"] on {others}; [[1, 2], 1, "packed"] on rank 1'
+        assert outcome.message == f"plan: expected the same on every rank; {shown}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from rank_pool import RankPool
 
-from fastkron_py.distributed import ProcessGrid
+from fastkron_py.distributed import CollectiveError, ProcessGrid
 from fastkron_py.distributed.group.agreement import agree
 from fastkron_py.distributed.group.barrier import FOLDER, NUMBERS, Barrier, _opened, _size, open_barrier
 
@@ -117,7 +118,6 @@ def test_the_last_post_of_a_rank_counts(own_ranks: RankPool) -> None:
 def file() -> tuple[int, str]:
     descriptor, path = tempfile.mkstemp(prefix="fastkron_py-", dir=FOLDER)
     os.ftruncate(descriptor, _size(1))
-    os.pwrite(descriptor, b"t" * 16, 0)
     yield descriptor, path
     Path(path).unlink(missing_ok=True)
 
@@ -134,19 +134,59 @@ def test_an_entry_that_is_half_there_is_not_read(file: tuple[int, str]) -> None:
 
 def test_another_file_is_refused(file: tuple[int, str]) -> None:
     name = Path(file[1]).name
-    opened = _opened(name, b"t" * 16, _size(1))
+    opened = _opened(name, _size(1))
     assert opened is not None
     os.close(opened)
-    assert _opened(name, b"u" * 16, _size(1)) is None
-    assert _opened(name, b"t" * 16, _size(2)) is None
-    assert _opened("../" + name, b"t" * 16, _size(1)) is None
+    assert _opened(name, _size(2)) is None
+    assert _opened("../" + name, _size(1)) is None
+    assert _opened(name[:-1] + ("a" if name[-1] != "a" else "b"), _size(1)) is None
     link = Path(FOLDER) / f"fastkron_py-{random.Random().randrange(10**8):08d}"
     link.symlink_to(file[1])
     try:
-        assert _opened(link.name, b"t" * 16, _size(1)) is None
+        assert _opened(link.name, _size(1)) is None
     finally:
         link.unlink()
     os.close(file[0])
+
+
+def without_memory():
+    """A file system that is full, on the rank that makes the file."""
+    group, full = ProcessGrid().control, OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=full):
+        return open_barrier(group.gathered, dist.get_rank(), group.ranks, 5.0)
+
+
+def test_full_shared_memory_leaves_it_to_gloo(ranks: RankPool) -> None:
+    before = set(Path(FOLDER).glob("fastkron_py-*"))
+    assert ranks.run(without_memory) == [None] * ranks.world_size
+    assert set(Path(FOLDER).glob("fastkron_py-*")) <= before
+
+
+def come_late(folder):
+    """Rank 1 comes when the others have given it up, whose entries are there. All try again."""
+    with over("barrier") as grid:
+        while dist.get_rank() == 1 and len(list(Path(folder).iterdir())) < grid.world_size - 1:
+            time.sleep(0.01)
+        messages = []
+        for _ in range(4):
+            try:
+                grid.barrier()
+            except CollectiveError as error:
+                messages.append(str(error))
+            Path(folder, str(dist.get_rank())).touch()
+        return messages
+
+
+def test_a_rank_that_comes_late(tmp_path: Path) -> None:
+    pool = RankPool(3, "gloo", group_timeout=1)
+    try:
+        found = pool.run(come_late, str(tmp_path))
+    finally:
+        pool.stop()
+    assert "ranks 0, 2 closed the connection after a failure" in found[1][0]
+    for messages in found:
+        assert len(messages) == 4
+        assert {m.partition("(")[2] for m in messages[2:]} == {messages[1].partition("(")[2]}  # no longer with each retry
 
 
 def without_locks():

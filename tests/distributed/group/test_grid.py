@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import RankPool, assert_refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fastkron_py.distributed import KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
+import fastkron_py
+from fastkron_py.distributed import CollectiveError, KroneckerProduct, ProcessGrid, init_process_group, kron_matmul
 from fastkron_py.distributed.group.failures import rank_text
+from fastkron_py.distributed.group.grid import grid_of
 
 
 def place(shape, ranks=None, from_mesh=False):
@@ -79,6 +85,106 @@ def same_groups():
 
 def test_grids_of_the_same_ranks_share_groups(ranks: RankPool) -> None:
     assert all(ranks.run(same_groups))
+
+
+def grids_of_slices():
+    """A mesh's slice is another object each time, and its grid the same."""
+    size = dist.get_world_size()
+    root = init_device_mesh(init_process_group().device.type, (1, 1, size), mesh_dim_names=("replicas", "rows", "cols"))
+    found = [grid_of(root["rows", "cols"]) for _ in range(3)]
+    return len({id(grid.mesh) for grid in found}), root["rows", "cols"] is not found[0].mesh
+
+
+def test_slices_of_a_mesh_share_a_grid(ranks: RankPool) -> None:
+    assert set(ranks.run(grids_of_slices)) == {(1, True)}
+
+
+def on_cpu_0():
+    return str(ProcessGrid(device="cpu:0").device)
+
+
+def test_the_cpu_has_no_number(ranks: RankPool) -> None:
+    assert set(ranks.run(on_cpu_0)) == {"cpu"}
+
+
+def versions():
+    with mock.patch.object(fastkron_py, "__version__", f"0.{int(dist.get_rank() == 1)}"):
+        ProcessGrid()
+
+
+def test_versions_that_differ(ranks: RankPool) -> None:
+    others = rank_text(r for r in range(ranks.world_size) if r != 1)
+    for outcome in ranks.outcomes(versions):
+        assert outcome.error == "ValueError"
+        assert outcome.message == f'version of fastkron_py: expected the same on every rank; got "0.0" on {others}; "0.1" on rank 1'
+
+
+def of_a_mesh_and_private():
+    ProcessGrid(ProcessGrid().mesh, private=True)
+
+
+def test_a_mesh_brings_its_groups(ranks: RankPool) -> None:
+    assert_refused(ranks.outcomes(of_a_mesh_and_private), "ValueError", "private: expected False with a mesh, whose groups are used")
+
+
+def over_another_of_two():
+    """Rank 1 takes the second of two grids that are alike, as a second thread might."""
+    grids = [ProcessGrid() for _ in range(2)]
+    grids[dist.get_rank() == 1].barrier()
+
+
+def test_grids_that_are_alike(ranks: RankPool) -> None:
+    for outcome in ranks.outcomes(over_another_of_two):
+        assert outcome.error == "ValueError", outcome.trace
+        assert re.fullmatch(r"grid: .*; got (\d x 1, number \d+ of these ranks on ranks? [-, \d]+(; )?){2}", outcome.message)
+
+
+def in_two_threads(private):
+    """Each multiplies by another multiple of the identity, each rank in an order of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    grids = [ProcessGrid((1, size), private=private) for _ in range(2)]
+    x = torch.ones(4, 64 // size, dtype=torch.float64, device=grids[0].device)
+
+    def multiply(i):
+        factors = [(i + 2.0) * torch.eye(4, dtype=torch.float64, device=x.device) for _ in range(3)]
+        for k in range(20):
+            if (rank + i + k) % 2:
+                time.sleep(0.001)
+            assert torch.equal(kron_matmul(x, factors, grid=grids[i]), (i + 2.0) ** 3 * x)
+        return True
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(multiply, range(2)))
+
+
+def test_private_grids_in_two_threads(own_ranks: RankPool) -> None:
+    assert own_ranks.run(in_two_threads, True) == [[True, True]] * 4
+
+
+def second_thread(what):
+    """A thread is in a call when another one begins one over a grid with the same groups."""
+    grids = [ProcessGrid((1, dist.get_world_size())) for _ in range(2)]
+    x, factors = torch.ones(4, 64 // dist.get_world_size()), [torch.eye(4)] * 3
+
+    def begin():
+        return kron_matmul(x, factors, grid=grids[1]) if what == "kron_matmul" else grids[1].barrier()
+
+    with grids[0].control.alone("kron_matmul"), ThreadPoolExecutor() as pool:
+        kron_matmul(x, factors, grid=grids[0])  # in its own thread a call may make others
+        error = pool.submit(begin).exception()
+    try:
+        grids[0].barrier()
+    except CollectiveError as failure:
+        return f"{type(error).__name__}: {error}", failure.args[0]
+
+
+@pytest.mark.parametrize("what", ["kron_matmul", "barrier"])
+def test_a_second_thread_is_refused(own_ranks: RankPool, what: str) -> None:
+    expected = "expected one thread at a time in calls over a grid, or over grids that share their groups; got a second one"
+    for error, failure in own_ranks.run(second_thread, what):
+        assert error.startswith("RuntimeError: ")
+        assert expected in error
+        assert "unusable after an earlier failure" in failure
 
 
 def refuse(arguments, own):

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from launchers import HERE, JOB, LAUNCHERS, MPIEXEC, NO_MPI, start
-from rank_pool import RankPool
+from rank_pool import TIMEOUT, RankPool
 
-from fastkron_py.distributed import init_process_group
-from fastkron_py.distributed.group.bootstrap import judge
+from fastkron_py.distributed import ProcessGrid, init_process_group
+from fastkron_py.distributed.group.bootstrap import _exchange, _report, judge
 from fastkron_py.distributed.group.failures import pack_error
-from fastkron_py.distributed.group.launchers import find_launch, first_host
+from fastkron_py.distributed.group.launchers import Launch, find_launch, first_host
 
 
 def reports(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -106,6 +107,39 @@ def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
         find_launch(1.0)
 
 
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, r"expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .*; set MASTER_ADDR, MASTER_PORT, too"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, r"without MASTER_PORT; set MASTER_PORT, too"),
+        (SRUN | {"SLURM_STEP_ID": "0"}, r"the environment variable SLURM_JOB_ID is missing; pass on what srun sets \(srun --export=ALL\)"),
+        (SRUN | {"SLURM_JOB_ID": "7"}, r"the environment variable SLURM_STEP_ID is missing"),
+    ],
+)
+def test_variables_that_are_missing(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=message):
+        find_launch(1.0)
+
+
+def test_an_allocation_without_srun() -> None:
+    """A batch script that starts Python itself: one rank, which says so, and where it runs."""
+    code = "import logging; logging.basicConfig(level='INFO')\nfrom fastkron_py.distributed import *\n"
+    code += "print(init_process_group('gloo').launcher)"
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    result = start([sys.executable, "-c", code], **batch)
+    assert result.stdout == "single\n", result.stderr
+    assert "<string>:3: RuntimeWarning: init_process_group: this process runs as the only rank in a Slurm allocation" in result.stderr
+    assert "rank 0 of 1 on cpu, backend gloo, started by single" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [("gpu[007-012,20],cpu1", "gpu007"), ("a1,b2", "a1"), ("rack2-n[3]", "rack2-n3"), ("n1", "n1"), ("a-[1,3]-x", "a-1-x")],
@@ -142,6 +176,7 @@ def test_judge_accepts_what_works() -> None:
             ValueError,
             "backend: expected the same on every rank (None takes nccl where there is a GPU, else gloo)",
         ),
+        ([{}, {"WORLD_SIZE": 3}], ValueError, "WORLD_SIZE: expected the same on every rank; got 4 on rank 0; 3 on rank 1"),
         ([{}, {"timeout": 5.0}], ValueError, "timeout: expected the same on every rank; got 60.0 on rank 0; 5.0 on rank 1"),
         ([{}, {"error": pack_error(TypeError("backend: wrong"))}], TypeError, "backend: wrong (on rank 1)"),
         ([{"error": pack_error(TypeError("backend: wrong"))}], TypeError, "backend: wrong"),
@@ -235,6 +270,50 @@ def test_a_rank_that_does_not_come(slurm: bool, kind: str, message: str, tmp_pat
     assert re.search(message, server.message)
     assert other.error in ("RuntimeError", "CollectiveError")  # the store may have gone with rank 0
     assert other.message.startswith("init_process_group: ")
+
+
+def meet(port, timeout, only=None):
+    """In the store of a launcher that starts ranks again and again; only some of the ranks come."""
+    os.environ.update({"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    if only is not None and int(os.environ["RANK"]) not in only:
+        return None
+    info = init_process_group("gloo", timeout=timeout)
+    ProcessGrid().barrier()
+    return info.world_size
+
+
+def test_attempts_in_one_store() -> None:
+    """Some ranks die before they say that they have come; the next attempt has a rank more, and the one after it not."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for only, size in (([0], 2), ([1], 2), (None, 2), (None, 3), (None, 2)):
+        pool = RankPool(size, backend=None)
+        try:
+            found = pool.outcomes(meet, store.port, TIMEOUT if only is None else 0.5, only)
+        finally:
+            pool.stop()
+        if only is None:
+            assert [o.value for o in found] == [size] * size, found[0].trace
+        else:
+            assert [o.error for o in found] == ["RuntimeError" if r in only else None for r in range(size)]
+            text = "rank 1 of 2 did not come within 0.5 s" if only == [0] else "rank 0 has ended, or did not answer rank 1 within 1 s"
+            assert found[only[0]].message == f"init_process_group: {text}"
+
+
+def test_another_world_size() -> None:
+    """Ranks 0 and 1 are two, and a third one believes in three."""
+    store = dist.HashStore()
+
+    def exchange(rank: int, size: int) -> str:
+        launch = Launch("torchrun", rank, size, rank, None, store)
+        try:
+            return str(len(_exchange(launch, _report("gloo", launch, 2.0, None), 2.0)[1]))
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        first, second, third = pool.map(exchange, (0, 1, 2), (2, 2, 3))
+    assert (first, second) == ("2", "2")
+    assert third.endswith("did not answer rank 2 within 4 s; it answered 2 ranks, and WORLD_SIZE is 3 here")
 
 
 def existing(backend):

@@ -56,7 +56,9 @@ def wait_for_a_gpu():
     with pytest.raises(CollectiveError) as caught:
         multiply(grid)
     gone = agreement.ended_ranks()  # though the pair's own control has not failed
-    with pytest.raises(RuntimeError, match="the process group is unusable after an earlier failure: kron_matmul: check that all ranks do the same"):
+    with pytest.raises(
+        RuntimeError, match="the process group is unusable after an earlier failure: kron_matmul: check that all ranks do the same"
+    ):
         pair.barrier()
     clock.run_to(5)
     return watch.told, str(caught.value), gone
