@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -58,7 +58,7 @@ class Control:
         planned: keys of plans that have been compared.
     """
 
-    layout: tuple[str, ...] = ()  # as `Members` without a grid
+    layout: tuple[str, ...] = ()  # of no grid
 
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
@@ -132,17 +132,18 @@ class Control:
         return everything
 
 
-class Gathering(NamedTuple):
+class Gathering:
     """Numbers under way over Gloo, as a `Round` is over shared memory."""
 
-    everything: Tensor
-    work: dist.Work | None
+    def __init__(self, everything: Tensor, work: dist.Work | None) -> None:
+        self._everything, self._work = everything, work
 
     def wait(self) -> list[list[int]]:
         """Every rank's numbers."""
-        if self.work is not None:
-            self.work.wait()
-        found: list[list[int]] = self.everything.tolist()
+        if self._work is not None:
+            work, self._work = self._work, None  # which would keep the connections, in an error's stack
+            work.wait()
+        found: list[list[int]] = self._everything.tolist()
         return found
 
 

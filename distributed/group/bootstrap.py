@@ -191,7 +191,7 @@ def _exchange(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, 
     rank = launch.rank
     if rank == 0:
         launch.store.set(PART, own["token"])
-        store = dist.PrefixStore(own["token"], launch.store)
+        store: dist.Store = dist.PrefixStore(own["token"], launch.store)
         verdict = _verdict(store, own, seconds)
     else:
         store, verdict = _answer(launch, own, 2 * seconds)  # rank 0 may itself wait for another one
@@ -208,7 +208,7 @@ def _verdict(store: dist.Store, own: Report, seconds: float) -> dict[str, Any]:
     """Rank 0's answer to all reports that arrive."""
     keys, until = [f"report/{rank}" for rank in range(1, own["WORLD_SIZE"])], time.monotonic() + seconds
     came = [json.loads(store.get(key)) if _arrives(store, key, max(until - time.monotonic(), LOOK)) else None for key in keys]
-    reports = [own, *came]
+    reports: list[Any] = [own, *came]
     missing = [rank for rank, report in enumerate(reports) if report is None]
     text = f"init_process_group: {rank_text(missing)} of {len(reports)} did not come within {seconds:g} s"
     error = RuntimeError(text) if missing else judge(reports)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import fastkron_py
 from fastkron_py.distributed.group.agreement import Control, agree, group_timeout, refuse
 from fastkron_py.distributed.group.failures import REFUSALS, rank_text, stage
 from fastkron_py.distributed.plan.layout import chunk_offsets
@@ -74,7 +74,7 @@ class ProcessGrid:
             if private and mesh is not None:
                 raise value_error("private", "False with a mesh, whose groups are used", private)
             description = {"call": "ProcessGrid", "shape": list(self._shape), "device": self._device.type, "private": bool(private)}
-            description["version of fastkron_py"] = fastkron_py.__version__
+            description["version of fastkron_py"] = sys.modules["fastkron_py"].__version__  # not imported: the package imports this
         except REFUSALS as error:
             description = error
         agree(self, description)
@@ -326,9 +326,9 @@ def _grid_device(device: Any, shape: Any) -> torch.device:
         raise value_error("device", "cpu, since the default group has no NCCL", place)
     if place.type not in ("cuda", "cpu"):
         raise value_error("device", "cuda or cpu", place)
-    if place.type == "cpu":
-        return torch.device("cpu")  # without the index, which tensors do not have
-    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if str(place) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if place.type == "cpu" else place  # tensors are on cpu, not cpu:0
 
 
 _of_meshes: dict[DeviceMesh, ProcessGrid] = {}
@@ -356,14 +356,14 @@ def grid_of_call(x: Any, grid: Any) -> ProcessGrid:
 
 
 def grid_for(operand: Any, grid: ProcessGrid) -> ProcessGrid:
-    """The grid for an operator's operand: its own for a block; a DTensor brings one, which has to be of the same ranks.
+    """The grid for an operator's operand: its own for a block; a DTensor on another mesh brings one, which has to be of the same ranks.
 
     Raises:
         ValueError: it is of others. Raised on every rank.
     """
-    if not isinstance(operand, DTensor):
-        return grid
     mesh = grid.mesh
+    if not isinstance(operand, DTensor) or operand.device_mesh == mesh:
+        return grid
     if not torch.equal(operand.device_mesh.mesh, mesh.mesh):
         refuse(grid, value_error("x", f"a DTensor on a mesh of ranks {mesh.mesh.tolist()}", operand.device_mesh.mesh.tolist()))
     return grid_of(operand.device_mesh)
