@@ -129,6 +129,16 @@ def test_a_damaged_table_is_listed_as_empty(runner, tables):
     assert "0 tuned" in result.output
 
 
+def test_names_with_escapes_are_not_printed(runner, tables):
+    """A terminal would obey them."""
+    assert cache.merge(tables, [entry(problem(device="\x1b[31mred")), entry(problem(rows=64))])
+    with pytest.warns(TuningWarning, match=r"1 invalid entries .* device: expected printable str, got '\\x1b\[31mred'"):
+        result = runner.invoke(app, ["tune", "--list"])
+    assert result.exit_code == 0
+    assert "1 tuned" in result.output
+    assert "\x1b" not in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,13 +69,20 @@ def _loads(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def _content(path: Path) -> str:
+    """The text of a file. What is no regular file is not opened: a pipe would wait for a writer, a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
 def read(path: Path) -> dict[Problem, Entry]:
     """The table in a file: empty where there is no file, and with a warning where it cannot be read.
 
     No lock is needed: a file is only ever replaced whole.
     """
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(_content(path), str(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -116,7 +124,7 @@ def _locked(path: Path, work: Callable[[], object]) -> bool:
 def _raw_entries(path: Path) -> list[Any]:
     """The entries of the file. A file that cannot be parsed is renamed, not overwritten."""
     try:
-        return table_from_json(_loads(path.read_text(encoding="utf-8")))
+        return table_from_json(_loads(_content(path)))
     except FileNotFoundError:
         return []
     except ValueError as error:

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from fastkron_py.kron.tune.choice import FACTORS_MOST, ITEMSIZE, KERNELS, OPERATIONS, SCHEMA, Choice, ChosenLaunch, Problem, obstacle
 
 FORMAT = "fastkron_py tuning table"
+LONGEST = 1e15  # microseconds, which no float or text has trouble with
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,18 @@ class Entry:
 
 
 def _take(data: Any, name: str, cls: type) -> Any:
-    """A member of a JSON object, of exactly this type (True is no integer)."""
+    """A member of a JSON object, of exactly this type (True is no integer). Text is printable, since messages and lists show it."""
     value = data[name] if isinstance(data, dict) and name in data else None
-    if cls is float and type(value) is int:
-        value = float(value)
-    if type(value) is not cls:
-        raise ValueError(f"{name}: expected {cls.__name__}, got {value!r:.60}")
+    if type(value) is not cls or (cls is str and not value.isprintable()):
+        raise ValueError(f"{name}: expected {'printable ' * (cls is str)}{cls.__name__}, got {value!r:.60}")
     return value
+
+
+def _microseconds(data: Any, name: str) -> float:
+    value = data[name]
+    if type(value) not in (int, float) or not 0 <= value <= LONGEST:  # NaN is neither
+        raise ValueError(f"{name}: expected a number of microseconds, got {value!r:.60}")
+    return float(value)
 
 
 def _pairs(data: Any, name: str) -> tuple[tuple[int, int], ...]:
@@ -122,7 +128,7 @@ def entry_from_json(data: Any) -> Entry:
     wrong = None if choice is None else obstacle(choice, problem)
     if wrong is not None:
         raise ValueError(f"launches: {wrong}")
-    return Entry(problem, choice, _take(data, "default_us", float), _take(data, "best_us", float))
+    return Entry(problem, choice, _microseconds(data, "default_us"), _microseconds(data, "best_us"))
 
 
 def table_to_json(entries: list[Any]) -> dict[str, Any]:

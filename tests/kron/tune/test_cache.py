@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -83,6 +84,74 @@ def test_a_folder_in_the_table_s_place(tables):
     assert_close(y, expected)
     with pytest.warns(TuningWarning, match="left as it was"):
         assert not cache.merge(tables, [entry()])
+
+
+def test_what_is_no_regular_file_is_not_opened(tables):
+    """Opening a pipe waits for a writer."""
+    tables.parent.mkdir(parents=True)
+    os.mkfifo(tables)
+    code = """
+import pathlib, sys
+from tuning_cases import entry
+from fastkron_py.kron.tune import cache
+path = pathlib.Path(sys.argv[1])
+assert cache.read(path) == {}
+assert not cache.merge(path, [entry()])
+"""
+    process = start(code, tables)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert "is ignored: it is no regular file" in errors
+    assert "left as it was: it is no regular file" in errors
+
+
+@pytest.mark.parametrize("microseconds", [pytest.param("1" + "0" * 400, id="400 digits"), "1e999", "NaN", "-1", "true", "null", '"5"'])
+def test_a_time_that_is_none(tables, microseconds):
+    """Its entry is ignored, and calls go on."""
+    write(tables, good(entry(), entry(problem(rows=64))).replace("5.0", microseconds, 1))
+    with pytest.warns(TuningWarning, match="1 invalid entries are ignored, the first because of best_us: expected a number") as caught:
+        y, expected = multiply()
+    assert_close(y, expected)
+    assert len(tuning_warnings(caught)) == 1
+    assert table.lookup(problem(rows=64)) == UNMERGED
+
+
+STRANGE = [None, True, -1, 0, 3, 10**18, 10**400, 1e308, float("nan"), float("inf"), "x", "\x1b[31mred", "\ud800", [], {}, [[0, 10**400]]]
+
+
+def places(data, path=()):
+    yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, part in items:
+        yield from places(part, (*path, key))
+
+
+def replaced(data, path, value):
+    if not path:
+        return value
+    copy = data.copy()
+    copy[path[0]] = replaced(data[path[0]], path[1:], value)
+    return copy
+
+
+def test_whatever_stands_in_a_table_nothing_but_a_warning_comes_of_it():
+    """Each part of a table in turn is another value; what is accepted can be shown."""
+    table = table_to_json([entry_to_json(entry())])
+    for path in places(table):
+        for value in STRANGE:
+            text = json.dumps(replaced(table, path, value))
+            with warnings.catch_warnings(record=True):
+                warnings.simplefilter("always")
+                try:
+                    found = cache.parse(text, "a test's table")
+                except ValueError:  # no table, which `read` and `_shipped` expect
+                    continue
+            for e in found.values():
+                assert math.isfinite(e.default_us + e.best_us)
+                assert f"{e.problem} {e.choice}".isprintable()
 
 
 def test_a_file_where_the_folder_should_be(tables):
