@@ -4,6 +4,9 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 N ?= 4
 NAME ?=
+# In place of the pinned torch another release, and the Triton and torchvision that go with it: make test VENV=.venv-oldest TORCH=2.11.0
+TORCH ?=
+CONSTRAINTS := $(if $(TORCH),out/constraints-torch-$(TORCH).txt,constraints.txt)
 KAN_ARGS ?=
 OUT ?= out/demo.png
 # Packages of the site and of a release are kept apart: they need no torch, and nothing else needs them.
@@ -51,7 +54,7 @@ else
   RELEASE_READY := $(RELEASE_VENV)/.ready
 endif
 # Python compiles what it imports: compiling all of torch here would take a minute.
-PIP_IN := bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP_IN := bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 PIP = $(VENV)/$(PIP_IN)
 # Small tensors in many test processes: one thread each is fastest. They keep what Python compiles, even where the caller's environment
 # says not to: hundreds of them import torch, which takes twice as long from its source.
@@ -195,8 +198,12 @@ $(VENV)/bin/python $(NOTEBOOKS_VENV)/bin/python $(DOCS_VENV)/bin/python $(RELEAS
 	$(VENV_MODULE_READY)
 	$(PYTHON) -m venv $*
 
+out/constraints-torch-$(TORCH).txt: constraints.txt
+	mkdir -p out
+	sed -E '/^(triton|torchvision)==/d; s/^torch==.*/torch==$(TORCH)/' $< > $@
+
 # Torch by itself and first: its pin decides for the packages that depend on it.
-$(VENV)/.ready-torch $(NOTEBOOKS_VENV)/.ready-torch: %/.ready-torch: %/bin/python constraints.txt
+$(VENV)/.ready-torch $(NOTEBOOKS_VENV)/.ready-torch: %/.ready-torch: %/bin/python $(CONSTRAINTS)
 	$*/$(PIP_IN) torch
 	touch $@
 
@@ -250,10 +257,10 @@ define environment_of
 	touch $@
 endef
 
-$(DOCS_READY): $(DOCS_VENV)/bin/python pyproject.toml constraints.txt
+$(DOCS_READY): $(DOCS_VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(call environment_of,$(DOCS_VENV),docs)
 
-$(RELEASE_READY): $(RELEASE_VENV)/bin/python pyproject.toml constraints.txt
+$(RELEASE_READY): $(RELEASE_VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(call environment_of,$(RELEASE_VENV),release)
 
 $(NOTEBOOKS_READY): $(NOTEBOOKS_VENV)/.ready-torch pyproject.toml
