@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from fastkron_py import __version__
 from fastkron_py.cli.bench import bench
 from fastkron_py.cli.demo import Check, Cost, Demo, photograph
-from fastkron_py.cli.display import chosen_device, device_name, fail, table
+from fastkron_py.cli.display import chosen_device, device_name, fail, make_folder, table
 from fastkron_py.cli.environment import report
-from fastkron_py.cli.picture import draw
+from fastkron_py.cli.picture import draw, picture_file
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.cli.tune import tune
 
@@ -34,6 +35,19 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fastkron_py {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """What the program as a whole takes."""
 
 
 @app.command()
@@ -65,10 +79,10 @@ def _figures(device: dict[str, Any]) -> str:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.png"),
+    out: Annotated[Path, typer.Option(help="Where the picture goes: a file, or a folder for demo.png.")] = Path("out/demo.png"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     image: Annotated[str, typer.Option(help="A picture inside scikit-image, or a path.")] = "chelsea.png",
-    size: Annotated[int, typer.Option(min=0, help="Crop to this many pixels a side; 0: the whole picture.")] = 0,
+    size: Annotated[int, typer.Option(min=0, help="Crop to this many pixels a side, at least 2; 0: the whole picture.")] = 0,
 ) -> None:
     """Blur and compress a photograph, check the results against SciPy, draw them.
 
@@ -78,13 +92,15 @@ def demo(
     packages = {"scipy": "scipy", "matplotlib": "matplotlib", "skimage": "scikit-image"}
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        fail(console, escape(f"the demo needs {', '.join(missing)}: pip install 'fastkron_py[demo]'"))
+        fail(console, f"the demo needs {', '.join(missing)}: pip install 'fastkron_py[demo]'")
     try:
+        out = picture_file(out)
         work = Demo(photograph(image, size), chosen_device(device))
     except (ValueError, RuntimeError) as error:
         fail(console, str(error))
+    make_folder(console, out.parent)
     height, width, _ = work.image.shape
-    console.print(f"[bold]{image}[/bold], {height} x {width} pixels, on {device_name(work.device)}")
+    console.print(f"[bold]{escape(image)}[/bold], {height} x {width} pixels, on {device_name(work.device)}")
     _run(console, work, out)
 
     console.print(table("Checks", ["result", "against", "relative error", "limit", ""], [_check_row(c) for c in work.checks]))
@@ -96,7 +112,7 @@ def demo(
         )
     )
     console.print("Memory is that of the operator plus the most that a call allocates at once, its result included.", style="dim")
-    console.print(f"Picture: {out}", soft_wrap=True)
+    console.print(f"Picture: {out}", soft_wrap=True, markup=False)
     failed = [c.what for c in work.checks if not c.ok]
     if failed:
         fail(console, f"wrong: {', '.join(failed)}")

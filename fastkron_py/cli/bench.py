@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.markup import escape
 
 import fastkron_py
 from fastkron_py.cli.compare import HAS_GPYTORCH, OURS, Measurement, Settings, compare
-from fastkron_py.cli.display import chosen_device, device_name, fail, table
+from fastkron_py.cli.display import chosen_device, device_name, fail, finite, table
 from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.kron.tune.choice import ITEMSIZE
@@ -46,7 +47,8 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and the plots; out/benchmarks unless given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases and rounds, to see that it works.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="Limit of one benchmark; with --shapes, of one method on one problem.")
+        float | None,
+        typer.Option(min=1.0, callback=finite, help="Limit of one benchmark; with --shapes, of one method on one problem."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one unless given.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="LABEL", help="Cases with this in their label; may be repeated.")] = None,
@@ -89,7 +91,7 @@ def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds
         problems = parse_shapes(shapes)
         settings = Settings(getattr(torch, dtype), chosen_device(device), with_gradients, seconds)
     except (ValueError, RuntimeError) as error:
-        fail(console, escape(str(error)))
+        fail(console, str(error))
     rows, failed = [], []
     with console.status("") as status:
         for shape in problems:
@@ -104,10 +106,13 @@ def _compare(shapes: str, dtype: str, device: str, with_gradients: bool, seconds
     title = f"{passes.capitalize()}, {dtype}, {device_name(settings.device)}, torch {torch.__version__}"
     console.print(table(title, ["problem", "method", "time", "memory", "relative error", f"{OURS} is"], rows))
     console.print("Memory is the most that a call allocates at once. The error is that of the worst result, against float64.", style="dim")
+    console.print(
+        "Methods take turns. The time is the shortest; a factor is the median of the turns, with quartiles in brackets.", style="dim"
+    )
     if not HAS_GPYTORCH:
         console.print("GPyTorch takes part where it is installed: pip install 'fastkron_py\\[gp]'", style="dim")
     if failed:
-        fail(console, escape(f"not measured: {', '.join(failed)}"))
+        fail(console, f"not measured: {', '.join(failed)}")
 
 
 def _rows(shape: Shape, found: list[Measurement]) -> list[list[str]]:
@@ -118,10 +123,19 @@ def _rows(shape: Shape, found: list[Measurement]) -> list[list[str]]:
         if m.failure:
             rows.append([str(shape), m.method, escape(m.failure), "", error, ""])
         else:
-            faster = "" if ours is None or m is ours else _factor(m.seconds / ours.seconds)
+            faster = "" if ours is None or m is ours else _factor(*ours.speedups(m))
             rows.append([str(shape), m.method, seconds_text(m.seconds), bytes_text(m.memory_bytes), error, faster])
     return rows
 
 
-def _factor(ratio: float) -> str:
-    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+def _factor(low: float, middle: float, high: float) -> str:
+    """Quartiles of a speed-up, to two digits."""
+    word = "faster" if middle >= 1 else "slower"
+    if middle < 1:
+        low, middle, high = 1 / high, 1 / middle, 1 / low
+    return f"{_two_digits(middle)}x {word} ({_two_digits(low)} to {_two_digits(high)})"
+
+
+def _two_digits(ratio: float) -> str:
+    rounded = float(f"{ratio:.1e}")
+    return f"{rounded:.{max(0, 1 - math.floor(math.log10(rounded)))}f}"

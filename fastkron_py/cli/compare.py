@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from statistics import quantiles
 from typing import Final
 
 import torch
@@ -17,7 +19,8 @@ from fastkron_py.cli.demo import matmul_transpose_loop
 from fastkron_py.cli.measure import best_seconds, peak_bytes
 from fastkron_py.cli.shapes import Shape
 
-PASSES: Final = 4  # over the methods of a problem
+TURNS: Final = 20  # of each method of a problem, if they fit into the seconds
+TURNS_LEAST: Final = 5
 OURS: Final = "fastkron_py"
 HAS_GPYTORCH: Final = find_spec("linear_operator") is not None  # the package in which its products are
 # Far above rounding and far below a wrong result: sums of millions of products, as in gradients of factors, lose digits in any library.
@@ -39,10 +42,22 @@ class Measurement:
     """One method on one problem. ``failure`` is empty where it was timed; else it holds the reason."""
 
     method: str
-    seconds: float = float("inf")
+    turns: tuple[float, ...] = ()  # seconds of a call, the shortest of each turn
     memory_bytes: int = 0
     error: float = float("nan")
     failure: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The shortest time of all turns."""
+        return min(self.turns)
+
+    def speedups(self, other: Measurement) -> list[float]:
+        """How often this method's time fits into another's: the lower quartile, the median and the upper quartile over the turns.
+
+        A turn's two times were taken side by side, so that other work on the machine slows both, or shows in the quartiles.
+        """
+        return quantiles((b / a for a, b in zip(self.turns, other.turns, strict=True)), n=4, method="inclusive")
 
 
 @dataclass(frozen=True)
@@ -87,8 +102,11 @@ def compare(shape: Shape, settings: Settings) -> list[Measurement]:
     trials = [_Trial(method, _call(method, x, factors, dy, settings.with_gradients), settings) for method in _methods()]
     for trial in trials:
         trial.attempt(partial(trial.check, exact))
-    # In turn, since other work on the machine comes and goes.
-    for _ in range(PASSES):
+    # In turns, since other work on the machine comes and goes.
+    end = time.perf_counter() + settings.seconds * len(trials)
+    for turn in range(TURNS):
+        if turn >= TURNS_LEAST and time.perf_counter() > end:
+            break
         for trial in trials:
             trial.attempt(trial.time)
     for trial in trials:
@@ -120,9 +138,9 @@ class _Trial:
         return replace(self.found, error=error, failure=failure)
 
     def time(self) -> Measurement:
-        """Keep the shortest time."""
-        seconds = best_seconds(self._call, self._settings.device, self._settings.seconds / PASSES)
-        return replace(self.found, seconds=min(seconds, self.found.seconds))
+        """Take a turn's shortest time."""
+        seconds = best_seconds(self._call, self._settings.device, self._settings.seconds / TURNS)
+        return replace(self.found, turns=(*self.found.turns, seconds))
 
     def weigh(self) -> Measurement:
         """Measure the memory."""

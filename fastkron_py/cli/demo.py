@@ -161,7 +161,7 @@ class Demo:
         return self.image[top : top + high, left : left + wide]
 
     def _check(self, what: str, against: str, got: Array, expected: Array, limit: float) -> None:
-        error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+        error = float(np.linalg.norm(got - expected) / (np.linalg.norm(expected) or 1.0))  # a black picture's is 0
         self.checks.append(Check(what, against, error, limit))
 
     def _to_device(self, array: Array) -> Tensor:
@@ -223,7 +223,7 @@ def photograph(name: str, size: int = 0) -> Array:
         size: crop to at most this many pixels a side, around the centre; 0 takes the whole picture.
 
     Raises:
-        ValueError: there is no such picture.
+        ValueError: there is no such picture, it is none, or fewer than 2 pixels high or wide.
     """
     from PIL import Image
 
@@ -231,9 +231,14 @@ def photograph(name: str, size: int = 0) -> Array:
     source = inside if inside.is_file() else Path(name)
     if not source.is_file():
         raise value_error("image", "a path, or a picture that ships with scikit-image, like chelsea.png", name)
-    with source.open("rb") as stream:
-        pixels: Array = np.asarray(Image.open(stream).convert("RGB"), dtype=np.float64) / 255
+    try:
+        with source.open("rb") as stream:
+            pixels: Array = np.asarray(Image.open(stream).convert("RGB"), dtype=np.float64) / 255
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow calls a broken PNG a SyntaxError
+        raise value_error("image", "a picture that Pillow can read", f"{name} ({error})") from error
     if size:
         top, left = (max(0, (n - size) // 2) for n in pixels.shape[:2])
         pixels = pixels[top : top + size, left : left + size]
+    if min(pixels.shape[:2]) < 2:
+        raise value_error("size", "at least 2 pixels a side", f"{pixels.shape[0]} x {pixels.shape[1]}")
     return pixels

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -24,9 +26,26 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
 
 
 def fail(console: Console, message: str) -> NoReturn:
-    """Print the error and exit with status 1."""
-    console.print(f"[bold red]{message}[/bold red]")
+    """Print the error as it stands, without markup, and exit with status 1."""
+    console.print(message, style="bold red", markup=False)
     raise typer.Exit(1)
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse what a range lets pass: infinity and NaN."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def make_folder(console: Console, folder: Path) -> None:
+    """Make a folder that results will go into, before the work; fails where that, or writing into it, is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(console, str(error))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        fail(console, f"{folder} cannot be written to")
 
 
 def chosen_device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ import numpy as np
 from fastkron_py.cli.demo import KEEP, SIGMA, Array, Cost, Demo
 from fastkron_py.cli.display import device_name
 from fastkron_py.cli.text import bytes_text, seconds_text
+from fastkron_py.runtime.errors import value_error
 
 INK: Final = "#1f2933"
 MUTED: Final = "#7b8794"
@@ -18,8 +19,24 @@ COLOURS: Final = {"dense": "#cbd2d9", "loop": "#9fb3c8", "fastkron_py": "#d64545
 LABELS: Final = {"dense": "dense matrix", "loop": "matmul + transpose", "fastkron_py": "fastkron_py"}
 
 
+def picture_file(path: Path) -> Path:
+    """The file that a picture goes to: the path, or demo.png in it where it is a folder or has no suffix.
+
+    Raises:
+        ValueError: Matplotlib writes no files with this suffix.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if path.is_dir() or not path.suffix:
+        return path / "demo.png"
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise value_error("out", f"a folder or a file that ends with one of .{', .'.join(sorted(known))}", path)
+    return path
+
+
 def draw(demo: Demo, path: Path) -> None:
-    """Write original, blur, compression, both spectra and the costs to a PNG."""
+    """Write original, blur, compression, both spectra and the costs to a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -40,7 +57,6 @@ def draw(demo: Demo, path: Path) -> None:
     bits = sum(n.bit_length() - 1 for n in demo.walsh.shape)
     _show(axes[1, 1], demo.walsh, "Walsh-Hadamard coefficients", rf"{bits} factors $H_2$", height / width)
     _costs(axes[1, 2], demo, height / width)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

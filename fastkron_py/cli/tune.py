@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from fastkron_py.cli.display import chosen_device, fail, table
+from fastkron_py.cli.display import chosen_device, fail, finite, make_folder, table
 from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
 from fastkron_py.cli.text import seconds_text
 from fastkron_py.kron.tune import api as tuner
@@ -32,7 +32,7 @@ def tune(
     precision: Annotated[str, typer.Option(help="Of float32: highest, high or medium; torch's setting unless given.")] = "",
     left: Annotated[bool, typer.Option("--left", help="Tune the left form: ROWS is then the number of x's columns.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu (with TRITON_INTERPRET=1, for tests), cuda or cuda:N.")] = "auto",
-    budget: Annotated[float, typer.Option(min=0.1, help="Seconds for each problem, about.")] = tuner.BUDGET,
+    budget: Annotated[float, typer.Option(min=0.1, callback=finite, help="Seconds for each problem, about.")] = tuner.BUDGET,
     list_: Annotated[bool, typer.Option("--list", help="Show the table.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,
@@ -48,19 +48,26 @@ def tune(
         problems = parse_shapes(shapes) if shapes else []
         settings = _Settings(dtype, precision, left, device)
     except (ValueError, TypeError, RuntimeError) as error:
-        fail(console, escape(str(error)))
+        fail(console, str(error))
+    if export is not None:
+        make_folder(console, export)
     path = cache.cache_file()
     if clear and path is not None and not cache.clear(path):
-        fail(console, escape(f"{path} could not be removed"))
+        fail(console, f"{path} could not be removed")
     failed = _tune_all(console, problems, settings, budget) if problems else []
     entries = [] if path is None else list(cache.read(path).values())
     if list_:
         _list(console, path, entries)
     if export is not None:
-        for written in export_tables(export, entries):
-            console.print(f"Written: {escape(str(written))}", soft_wrap=True)
+        written = export_tables(export, entries)
+        for file in written:
+            console.print(f"Written: {escape(str(file))}", soft_wrap=True)
+        if not entries:
+            console.print("Nothing is written: the table is empty.", style="yellow")
+        if len(written) < len({entry.problem.device for entry in entries}):
+            fail(console, f"not every device's table could be written into {export}")
     if failed:
-        fail(console, escape("not tuned: " + ", ".join(map(str, failed))))
+        fail(console, "not tuned: " + ", ".join(map(str, failed)))
 
 
 class _Settings:
@@ -85,7 +92,7 @@ def _tune_all(console: Console, problems: list[Shape], settings: _Settings, budg
         try:
             compiling = tuner.compilers(settings.device)
         except (ImportError, RuntimeError) as error:
-            fail(console, escape(f"Triton cannot be used: {error}"))
+            fail(console, f"Triton cannot be used: {error}")
         with compiling:
             for shape in problems:
                 task = progress.add_task(escape(str(shape)), total=budget, state="")

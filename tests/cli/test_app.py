@@ -8,6 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+import fastkron_py
 from fastkron_py.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,11 @@ def test_without_arguments_it_shows_commands_and_an_example() -> None:
         assert command in shown
     example = [line.strip() for line in shown[shown.index("Example:") :].splitlines() if line.strip()]
     assert example == ["Example:", "fastkron demo --out demo.png", "fastkron bench --shapes 1024:8^5"]
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"fastkron_py {fastkron_py.__version__}\n")
 
 
 def test_an_unknown_command_is_named() -> None:

@@ -152,6 +152,55 @@ def test_what_is_not_there_is_named(runner: CliRunner, tmp_path: Path, option: s
     assert value in result.output
 
 
+def test_a_picture_of_one_pixel_is_refused(runner: CliRunner, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), "--size", "1", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "size: expected at least 2 pixels a side; got 1 x 1" in result.output
+    assert demo.photograph("chelsea.png", 2).shape == (2, 2, 3)
+
+
+def test_what_is_no_picture_is_refused(runner: CliRunner, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.png"
+    from PIL import Image
+
+    Image.effect_noise((64, 64), 100).save(whole)
+    broken = {"text.png": b"no picture", "empty.png": b"", "[/b].png": b"x", "half.png": whole.read_bytes()[:1000]}
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
+        result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png"), "--image", str(tmp_path / name)])
+        assert result.exit_code == 1
+        assert "image: expected a picture that Pillow can read; got" in result.output
+        assert name in result.output
+        assert isinstance(result.exception, SystemExit)
+
+
+def test_a_black_picture_passes_its_checks() -> None:
+    work = demo.Demo(np.zeros((4, 4, 3)), torch.device("cpu"))
+    work.blur()
+    work.compress()
+    work.walsh_hadamard()
+    assert all(check.ok for check in work.checks)
+
+
+def test_where_the_picture_goes(tmp_path: Path) -> None:
+    (tmp_path / "v1.5").mkdir()
+    assert picture.picture_file(tmp_path) == tmp_path / "demo.png"
+    assert picture.picture_file(tmp_path / "v1.5") == tmp_path / "v1.5" / "demo.png"
+    assert picture.picture_file(tmp_path / "new") == tmp_path / "new" / "demo.png"
+    assert picture.picture_file(tmp_path / "a.PDF") == tmp_path / "a.PDF"
+
+
+@pytest.mark.parametrize(("out", "named"), [("a.xyz", r"out: expected .*\.png.*a\.xyz"), ("file/a.png", "file")])
+def test_an_impossible_out_is_refused_before_the_work(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, named: str
+) -> None:
+    monkeypatch.setattr("fastkron_py.cli.app._run", lambda *_: pytest.fail("the work began"))
+    (tmp_path / "file").write_text("")
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / out), "--size", "8", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert re.search(named, result.output.replace("\n", ""))
+
+
 def test_missing_packages_are_named(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastkron_py.cli.app.find_spec", lambda name: None)
     result = runner.invoke(app, ["demo"])

@@ -15,6 +15,7 @@ from fastkron_py.cli.app import app
 from fastkron_py.cli.shapes import Shape, factors_text, parse_shapes, problem_text
 from fastkron_py.kron.tune import cache
 from fastkron_py.kron.tune.cache import TuningWarning
+from fastkron_py.kron.tune.table import file_name
 
 
 @pytest.fixture
@@ -127,6 +128,35 @@ def test_a_damaged_table_is_listed_as_empty(runner, tables):
         result = runner.invoke(app, ["tune", "--list"])
     assert result.exit_code == 0
     assert "0 tuned" in result.output
+
+
+@pytest.mark.parametrize("budget", ["inf", "nan"])
+def test_a_budget_without_end_is_refused(runner, tables, budget):
+    result = runner.invoke(app, ["tune", "--shapes", "4:4", "--budget", budget, *DEVICE_OPTION])
+    assert result.exit_code == 2
+    assert "--budget" in result.output
+    assert not tables.exists()
+
+
+def test_an_export_that_cannot_be_written(runner, tables, tmp_path):
+    """Said before the work; and where a file cannot be written in the end, too."""
+    assert cache.merge(tables, [entry()])
+    (tmp_path / "file").write_text("")
+    result = runner.invoke(app, ["tune", "--shapes", "4:4^2", "--export", str(tmp_path / "file" / "folder"), *DEVICE_OPTION])
+    assert result.exit_code == 1
+    assert str(tmp_path / "file") in result.output
+    assert "Tuned" not in result.output
+    (tmp_path / "folder" / (file_name(HERE))).mkdir(parents=True)
+    with pytest.warns(TuningWarning, match="left as it was"):
+        result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
+    assert result.exit_code == 1
+    assert "could be written" in result.output
+
+
+def test_an_empty_table_is_not_exported(runner, tables, tmp_path):
+    result = runner.invoke(app, ["tune", "--export", str(tmp_path / "folder")])
+    assert result.exit_code == 0
+    assert "the table is empty" in result.output
 
 
 def test_names_with_escapes_are_not_printed(runner, tables):

@@ -21,11 +21,11 @@ SHAPES = {
 }
 
 
-def made(rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
+def made(rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
     """dy, x, factors."""
     g = torch.Generator().manual_seed(0)
     k, n = (int(torch.tensor([s[i] for s in shapes]).prod()) for i in (0, 1))
-    dy, x, *factors = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype) for s in ((rows, n), (rows, k), *shapes))
+    dy, x, *factors = (torch.randn(*s, generator=g, dtype=torch.float64).to(device, dtype) for s in ((rows, n), (rows, k), *shapes))
     return dy, x, factors
 
 
@@ -33,9 +33,9 @@ def made(rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype) -> tuple[
 @pytest.mark.parametrize("alpha", [1.0, -0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_gradients_are_those_of_the_dense_product(name: str, dtype: torch.dtype, alpha: float, backend: str) -> None:
+def test_gradients_are_those_of_the_dense_product(name: str, dtype: torch.dtype, alpha: float, backend: str, device: torch.device) -> None:
     """dx fills its memory, and nothing beside it; factors' gradients of half types are float32's."""
-    dy, x, factors = made(*SHAPES[name], dtype)
+    dy, x, factors = made(*SHAPES[name], dtype, device)
     leaves = [t.double().requires_grad_() for t in (x, *factors)]
     expected = torch.autograd.grad(reference.kron_matmul(leaves[0], leaves[1:], alpha=alpha), leaves, dy.double())
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_dense_product(name: str, dtype: torch.dtype,
         for need_x in (True, False):
             if not (need_x or any(needs)):
                 continue
-            memory = torch.full((x.numel() + 16,), torch.nan, dtype=dtype)
+            memory = torch.full((x.numel() + 16,), torch.nan, dtype=dtype, device=device)
             dx = memory[8 : 8 + x.numel()].view(x.shape) if need_x else None
             with fastkron_py.backend(backend):
                 found = iter(gradients_into(dy, x, factors, dx, needs, alpha, None))

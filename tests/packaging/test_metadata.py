@@ -27,7 +27,10 @@ def test_version_is_the_distribution_s() -> None:
 
 
 def test_the_citation_has_this_version() -> None:
-    assert f"version: {fastkron_py.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    citation = ROOT / "CITATION.cff"
+    if not citation.is_file():
+        pytest.skip("the tests run beside an installed package, without the source tree")
+    assert f"version: {fastkron_py.__version__}\n" in citation.read_text()
 
 
 def test_every_room_is_installed() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ GIVEN = {
     "guides/kat.md": TORCHVISION,
     str(README): TORCHVISION + LLAMA + ATTENTION + GRID_GP,
 }
+EXTRAS = {"botorch", "gpytorch", "lycoris", "matplotlib", "mpi4py", "peft", "scipy", "skimage", "sklearn", "timm", "transformers"}
 ELSEWHERE = {"guides/adapters.md"}  # run by tests/integrations/test_adapters_page.py
 
 
@@ -66,7 +68,16 @@ def blocks(page: str) -> list[str]:
 
 def run(page: str) -> subprocess.CompletedProcess[str]:
     """Run a page's code as one program, in a process of its own."""
-    return program("-c", "\n".join([GIVEN.get(page, ""), *blocks(page)]))
+    return run_code("\n".join([GIVEN.get(page, ""), *blocks(page)]))
+
+
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own; skips where a package that an extra adds is not installed."""
+    names = set(re.findall(r"^ *(?:from|import) (?:fastkron_py\.integrations\.)?(\w+)", code, re.MULTILINE))
+    missing = [name for name in sorted(names & EXTRAS) if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    return program("-c", code)
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -102,13 +113,22 @@ NOTEBOOKS = sorted((DOCS.parent / "examples" / "notebooks").glob("*.py"))
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook(notebook: Path) -> None:
     """Its cells, in their order; they assert what they show."""
-    result = program("-c", TORCHVISION + notebook.read_text())
+    result = run_code(TORCHVISION + notebook.read_text())
     assert result.returncode == 0, result.stderr
 
 
 def test_code_that_fails_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GIVEN, "index.md", "from fastkron_py import no_such_name")
     assert "no_such_name" in run("index.md").stderr
+
+
+def test_a_page_whose_packages_or_file_are_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.find_spec", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match=r"not installed: gpytorch, peft"):
+        run_code("import torch\nfrom fastkron_py.integrations.gpytorch import use_fastkron\nif True:\n    import peft\n")
+    assert "no_such_package" in run_code("import no_such_package").stderr  # of no extra: the page is wrong
+    with pytest.raises(pytest.skip.Exception, match=r"guides/no_such_page.md is not here"):
+        text("guides/no_such_page.md")
 
 
 def test_the_readme_is_short() -> None:
