@@ -138,7 +138,8 @@ def _checked_product(given: Operands, scale: Any, precision: str | None, key: Ha
     if target is not None and can_write(given.present, target, given.base is not None):
         into.write(given, scale, precision, target, None if is_vector else key)
         return out  # type: ignore[return-value]
-    y = product(given, scale, precision, None if is_vector else key)
+    # The key of a call with out is that of a program that writes there; this one does not.
+    y = product(given, scale, precision, key if out is None and not is_vector else None)
     y = y.squeeze(0) if is_vector else y
     return y if out is None else out.copy_(y)
 

@@ -150,3 +150,31 @@ def test_no_gradient_is_lost() -> None:
     assert_close(base, reference.lokr_linear(x, w1, w2).detach().double(), steps=4)
     with pytest.raises(TypeError, match="out: expected None beside an x that is no torch tensor"):
         fastkron_py.lokr_linear(x.numpy(), w1.detach().numpy(), w2.numpy(), out=base)
+
+
+def _base_is_x(make) -> tuple[Tensor, ...]:
+    x = make(5, 6)
+    return x, make(2, 2), make(3, 3), x
+
+
+def _chunks(make) -> tuple[Tensor, ...]:
+    x, base = make(10, 6).chunk(2)
+    return x, make(2, 2), make(3, 3), base
+
+
+def _factor_of_base(make) -> tuple[Tensor, ...]:
+    memory = make(34)
+    return make(5, 6), memory[30:].view(2, 2), make(3, 3), memory[:30].view(5, 6)
+
+
+@pytest.mark.parametrize("shared", [_base_is_x, _chunks, _factor_of_base])
+def test_a_call_that_could_not_write_in_place_leaves_later_ones_alone(shared, backend_name, device, generator) -> None:
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    CACHE.forget()
+    for operands in (shared, lambda make: (make(5, 6), make(2, 2), make(3, 3), make(5, 6)), shared):
+        x, w1, w2, base = operands(make)
+        expected = wanted(x, w1, w2, base.clone(), 1.0)
+        assert lokr_linear(x, w1, w2, base=base, out=base) is base
+        assert_close(base, expected, steps=8)
