@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastkron_py.adapters.api import adapted_linear
+from fastkron_py.adapters.api import adapted_linear, result_dtype
 from fastkron_py.adapters.conv import Kernel, Window, lokr_conv
 from fastkron_py.adapters.factor import Factor, Operands
-from fastkron_py.runtime.autocast import autocast_dtype
 from fastkron_py.runtime.checks import HALF_DTYPES
 
 
@@ -48,19 +47,13 @@ class Adapter(NamedTuple):
 
     def added(self, x: Tensor, base: Tensor, overwrites: bool = False) -> Tensor:
         """The adapter's result plus base, and written there if base may be; of other dtypes than the result's, as torch adds."""
-        if base.dtype != _result_dtype(x):
+        if base.dtype != result_dtype(x):
             return base + self.product(x)
         return self.product(x, base, base if overwrites and self.window is None else None)
 
     def per_output(self, t: Tensor) -> Tensor:
         """A number for each output, ``[out]``, as it multiplies a result."""
         return t if self.window is None else t.view(-1, *[1] * len(self.w2.window))
-
-
-def _result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of `Adapter.product`'s result."""
-    dtype = autocast_dtype(x)
-    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
 
 
 def kept_rows(outputs: int, rate: float, is_scaled: bool, dtype: torch.dtype, device: Any) -> Tensor:

@@ -113,6 +113,12 @@ def _key(given: Operands, scale: Any, precision: Any, dtype: torch.dtype | None,
     return "lokr_linear", w1.right is None, w2.right is None, base is None, scale == 1, precision, dtype, in_place
 
 
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the result for an x: its own, or autocast's."""
+    dtype = autocast_dtype(x)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
+
+
 def cast_factor(t: Any, dtype: torch.dtype) -> Any:
     """A factor under autocast: in its dtype, or in float32, which the product casts: the gradient stays in float32."""
     return t if isinstance(t, Tensor) and t.dtype == torch.float32 else cast(t, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fastkron_py.gated.activations.registry import find_gate
 from fastkron_py.gated.api import BACKWARDS, LAYOUTS, gated_linear, gated_mlp, pack_gated, unpack_gated
 from fastkron_py.nn.arguments import check_flag
+from fastkron_py.nn.configuration import EXTRA, Configured
 from fastkron_py.nn.hooks import is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -19,15 +21,14 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 # Names of (gate, up, down) in checkpoints of others: Hugging Face's, and Llama's own.
 _UNPACKED: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _PACKED: Final = MappingProxyType({"weight": "up_gate_weight", "bias": "up_gate_bias"})
-_EXTRA: Final = "_extra_state"
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Configured):
     """``down(up(x) * act(gate(x)))``: SwiGLU, GeGLU, ReGLU, bilinear (Shazeer, "GLU Variants Improve Transformer", 2020).
 
-    Both wide projections are one parameter, packed in one of `gated_linear`'s layouts. The layout is part of the state: a packed state of
-    another layout is refused. States of unpacked layers (``gate_proj``, ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2``)
-    load as they are, and `unpacked_state_dict` gives one back.
+    Both wide projections are one parameter, packed in one of `gated_linear`'s layouts. Layout and activation are part of the state:
+    a state with others, or a packed one without a layout, is rejected. States of unpacked layers (``gate_proj``, ``up_proj``,
+    ``down_proj``, or ``w1``, ``w3``, ``w2``) load as they are, and `unpacked_state_dict` gives one back.
 
     Args:
         in_features: of x.
@@ -93,7 +94,6 @@ class GatedMLP(nn.Module):
         self.up_gate_weight = nn.Parameter(torch.empty(*rows, self.in_features, device=device, dtype=dtype))
         self.up_gate_bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.down_proj = nn.Linear(self.hidden_features, self.out_features, bias=bias, device=device, dtype=dtype)
-        self.register_load_state_dict_pre_hook(_pack_state)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -170,35 +170,33 @@ class GatedMLP(nn.Module):
             state[f"{names[2]}.{kind}"] = tensor
         return state
 
-    def get_extra_state(self) -> Tensor:
-        """The layout, as its number: a tensor can be saved in every format."""
-        return torch.tensor(LAYOUTS.index(self.layout), dtype=torch.uint8)
+    def configuration(self) -> dict[str, Any]:
+        """The layout, and what the gate is."""
+        return {"layout": self.layout, "activation": self.activation}
 
-    def set_extra_state(self, state: Any) -> None:
-        """The layout was compared before anything was loaded."""
+    def configuration_in(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """As it is; a state of an earlier version has the layout's number."""
+        extra = state.get(prefix + EXTRA)
+        if isinstance(extra, Tensor) and extra.ndim == 0 and int(extra) < len(LAYOUTS):
+            return {"layout": LAYOUTS[int(extra)]}
+        if extra is None and prefix + _PACKED["weight"] in state:
+            return {"layout": "unknown"}
+        return super().configuration_in(state, prefix)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._pack(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-def _pack_state(module: GatedMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state is loaded: pack an unpacked one, and refuse a packed one of another layout."""
-    for gate, up, down in _UNPACKED:
-        for kind, packed in _PACKED.items():
-            keys = [f"{prefix}{name}.{kind}" for name in (up, gate)]
-            if all(key in state for key in keys):
-                if prefix + packed in state:
-                    raise value_error("state_dict", f"{packed}, or {gate} and {up}", "both")
-                ups, gates = (state.pop(key) for key in keys)
-                state[prefix + packed] = pack_gated(ups, gates, module.layout)
-                state[prefix + _EXTRA] = module.get_extra_state()
-            if down != "down_proj" and f"{prefix}{down}.{kind}" in state:
-                state[f"{prefix}down_proj.{kind}"] = state.pop(f"{prefix}{down}.{kind}")
-    if prefix + _PACKED["weight"] not in state:
-        return
-    layout = _layout_of(state.get(prefix + _EXTRA))
-    if layout != module.layout:
-        raise value_error(f"state_dict[{prefix + _PACKED['weight']!r}]", f"a weight packed as {module.layout}", layout)
-
-
-def _layout_of(extra: Any) -> str:
-    """How a state's layout is called, or that it has none."""
-    known = isinstance(extra, Tensor) and extra.numel() == 1 and int(extra) < len(LAYOUTS)
-    return LAYOUTS[int(extra)] if known else "a state without its layout"
+    def _pack(self, state: dict[str, Any], prefix: str) -> None:
+        """Turn a state of unpacked projections into one of this layer."""
+        for gate, up, down in _UNPACKED:
+            for kind, packed in _PACKED.items():
+                keys = [f"{prefix}{name}.{kind}" for name in (up, gate)]
+                if all(key in state for key in keys):
+                    if prefix + packed in state:
+                        raise value_error("state_dict", f"{packed}, or {gate} and {up}", "both")
+                    ups, gates = (state.pop(key) for key in keys)
+                    state[prefix + packed] = pack_gated(ups, gates, self.layout)
+                    state[prefix + EXTRA] = self.get_extra_state()
+                if down != "down_proj" and f"{prefix}{down}.{kind}" in state:
+                    state[f"{prefix}down_proj.{kind}"] = state.pop(f"{prefix}{down}.{kind}")

@@ -46,8 +46,10 @@ class LoKrLinear(LoKrLayer):
         base_layer: an `nn.Linear`, or a layer like it.
         lokr_w1: ``[out1, in1]``, or None beside ``lokr_w1_a [out1, rank]`` and ``lokr_w1_b [rank, in1]``.
         lokr_w2: ``[out2, in2]``, or None beside ``lokr_w2_a [out2, rank]`` and ``lokr_w2_b [rank, in2]``.
-        alpha: a buffer.
-        is_merged: whether the adapter is part of the base layer's weight.
+        alpha: a buffer, float32 in a layer of any dtype. A compiled graph has its number as a constant.
+        weight: of the whole layer, built at each reading.
+        bias: of the base layer.
+        is_merged: whether an adapter is part of the base layer's weight; a state of the other kind is rejected.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -80,31 +82,44 @@ class LoKrLinear(LoKrLayer):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             check_positive(name, size)
         options = LoKrOptions(rank, factor, decompose_both, alpha, dropout, rank_dropout, rank_dropout_scale, module_dropout).checked()
-        super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), options, adapter_dtype)
+        base = nn.Linear(in_features, out_features, bias, device, dtype)
+        super().__init__(base, (out_features, in_features), options, adapter_dtype)
 
     @classmethod
-    def from_linear(cls, layer: nn.Linear, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrLinear:
+    def from_linear(cls, layer: nn.Module, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrLinear:
         """An adapted layer around a layer, which is frozen and not copied.
 
         Args:
-            layer: an `nn.Linear`.
+            layer: an `nn.Linear`, or a module like it that has in_features and out_features: its weight may be quantised or packed.
             rank: as in the class.
             adapter_dtype: as in the class.
             **options: factor, decompose_both, alpha and the dropout rates.
 
         Raises:
-            TypeError: no `nn.Linear`, or an unknown option.
+            TypeError: no such layer, or an unknown option.
             ValueError: options outside their range.
 
         Example:
             >>> LoKrLinear.from_linear(torch.nn.Linear(64, 128), rank=4, alpha=8)(torch.randn(3, 64)).shape
             torch.Size([3, 128])
         """
-        if not isinstance(layer, nn.Linear):
-            raise type_error("layer", "an nn.Linear", type_name(layer))
+        names = ("out_features", "in_features")
+        if not isinstance(layer, nn.Module) or not all([hasattr(layer, name) for name in names]):
+            raise type_error("layer", "an nn.Linear, or a module with in_features and out_features", type_name(layer))
+        shape = [check_positive(f"layer.{name}", getattr(layer, name)) for name in names]
         made = cls.__new__(cls)
-        LoKrLayer.__init__(made, layer, LoKrOptions(rank, **options), adapter_dtype)
+        LoKrLayer.__init__(made, layer, shape, LoKrOptions(rank, **options), adapter_dtype)
         return made.train(layer.training)
+
+    @property
+    def in_features(self) -> int:
+        """The size of x's last dimension."""
+        return self._shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """The size of the result's last dimension."""
+        return self._shape[0]
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
         out = base if base is not None and owns_result(self.base_layer) else None
@@ -183,7 +198,7 @@ class LoKrConv2d(LoKrLayer):
         rates = (dropout, rank_dropout, rank_dropout_scale, module_dropout)
         options = LoKrOptions(rank, factor, decompose_both, alpha, *rates, use_tucker).checked()
         base = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)
-        super().__init__(base, options, adapter_dtype)
+        super().__init__(base, base.weight.shape, options, adapter_dtype)
 
     @classmethod
     def from_conv(cls, layer: nn.Conv2d, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrConv2d:
@@ -210,7 +225,7 @@ class LoKrConv2d(LoKrLayer):
         if layer.padding_mode != "zeros":
             raise value_error("layer", "padding_mode 'zeros'", repr(layer.padding_mode))
         made = cls.__new__(cls)
-        LoKrLayer.__init__(made, layer, LoKrOptions(rank, **options), adapter_dtype)
+        LoKrLayer.__init__(made, layer, layer.weight.shape, LoKrOptions(rank, **options), adapter_dtype)
         return made.train(layer.training)
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from fastkron_py.adapters.api import result_dtype
 from fastkron_py.adapters.conv import Kernel
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.sizes import split_size
 from fastkron_py.nn.arguments import check_flag, check_positive, check_probability
-from fastkron_py.runtime.checks import HALF_DTYPES, check_choice, check_integer, check_scalar
+from fastkron_py.nn.configuration import Configured
+from fastkron_py.nn.memory import has_memory
+from fastkron_py.runtime.checks import DTYPES, HALF_DTYPES, check_choice, check_integer, check_scalar
+from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.torch_internals import is_watching
 
 NAMES: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 _STYLES: Final = ("lycoris", "peft")
+_MERGED: Final = ("merged_w1", "merged_w2")
 
 
 class LoKrOptions(NamedTuple):
@@ -54,7 +60,7 @@ class LoKrOptions(NamedTuple):
         return self
 
 
-class LoKrLayer(nn.Module):
+class LoKrLayer(Configured):
     """A base layer and its adapter. `LoKrLinear` and `LoKrConv2d` compute the result."""
 
     lokr_w1: nn.Parameter | None
@@ -65,27 +71,34 @@ class LoKrLayer(nn.Module):
     lokr_w2_b: nn.Parameter | None
     lokr_t2: nn.Parameter | None
     alpha: Tensor
+    merged_w1: Tensor
+    merged_w2: Tensor
 
-    def __init__(self, base_layer: nn.Module, options: LoKrOptions, dtype: torch.dtype | None) -> None:
+    def __init__(self, base_layer: nn.Module, shape: Sequence[int], options: LoKrOptions, dtype: torch.dtype | None) -> None:
         super().__init__()
-        weight: Any = base_layer.weight
         self.base_layer = base_layer.requires_grad_(False)
-        self.options = options.checked()
-        self.is_merged = False
+        self.options, self._shape = options.checked(), tuple(shape)
+        device = next((t.device for t in (*base_layer.parameters(), *base_layer.buffers())), None)
         if dtype is None:
-            dtype = torch.float32 if weight.dtype in HALF_DTYPES else weight.dtype
-        made = _sizes(weight.shape, self.options)
+            of_base = getattr(getattr(base_layer, "weight", None), "dtype", None)
+            dtype = of_base if of_base in DTYPES and of_base not in HALF_DTYPES else torch.float32
+        made = _sizes(self._shape, self.options)
         for name in NAMES:
-            parameter = nn.Parameter(torch.empty(made[name], dtype=dtype, device=weight.device)) if name in made else None
+            parameter = nn.Parameter(torch.empty(made[name], dtype=dtype, device=device)) if name in made else None
             self.register_parameter(name, parameter)
-        alpha = options.rank if options.alpha is None else options.alpha
-        self.register_buffer("alpha", torch.tensor(float(alpha), device=weight.device))
-        self._scale = float(alpha) / options.rank  # a number: reading the buffer would wait for a GPU
-        self.register_load_state_dict_post_hook(_read_scale)  # type: ignore[no-untyped-call]
+        alpha = float(options.rank if options.alpha is None else options.alpha)
+        self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float32, device=device))
+        self._scale, self._read = alpha / options.rank, (self.alpha, -1)
+        self._read_alpha()  # as rounded
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the adapter's parameters anew, as LyCORIS does: the second factor's product is 0, and so is the adapter."""
+        """Draw the adapter's parameters anew, as LyCORIS does: the second factor's product is 0, and so is the adapter.
+
+        Raises:
+            ValueError: the layer is merged.
+        """
+        self._check_unmerged()
         last = "lokr_w2" if self.lokr_w2 is not None else "lokr_w2_b"
         for name in NAMES:
             parameter = getattr(self, name)
@@ -101,7 +114,16 @@ class LoKrLayer(nn.Module):
     @property
     def scale(self) -> float:
         """``alpha / rank``, which multiplies the product."""
+        if not torch.compiler.is_compiling():
+            self._read_alpha()
         return self._scale
+
+    def _read_alpha(self) -> None:
+        """Read alpha if it was written to since: each reading waits for a GPU."""
+        alpha, (read, version) = self.alpha, self._read
+        now = 0 if alpha.is_inference() else alpha._version
+        if (alpha is not read or now != version) and has_memory(alpha) and not (transforms_active() or is_watching()):
+            self._scale, self._read = float(alpha) / self.options.rank, (alpha, now)
 
     def first_factor(self) -> Factor:
         """The first factor, ``[out1, in1]`` or a pair."""
@@ -116,31 +138,86 @@ class LoKrLayer(nn.Module):
             return Kernel(self.lokr_w2)
         if self.lokr_t2 is not None:
             return Kernel(self.lokr_t2, layer.lokr_w2_a.mT, layer.lokr_w2_b)
-        window = layer.base_layer.weight.shape[2:]
+        window = self._shape[2:]
         return Kernel(layer.lokr_w2_b.unflatten(1, (-1, *window)) if window else layer.lokr_w2_b, layer.lokr_w2_a)
+
+    @property
+    def weight(self) -> Any:
+        """The base layer's weight plus the adapter's, built at each reading; one that is merged or quantised as the base layer has it."""
+        weight: Any = self.base_layer.weight
+        if self.is_merged or getattr(weight, "dtype", None) not in DTYPES:
+            return weight
+        w1, w2 = self._scaled_factors()
+        product = w1.view(w1.shape[0], 1, w1.shape[1], *[1] * (w2.ndim - 1)) * w2.unsqueeze(1)
+        return (weight + product.reshape(self._shape)).to(weight.dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base layer's."""
+        return getattr(self.base_layer, "bias", None)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether an adapter is part of the base layer's weight."""
+        return _MERGED[0] in self._buffers
+
+    def _scaled_factors(self) -> tuple[Tensor, Tensor]:
+        """Both factors as matrices, of float32 at least, the first one with the scale: no parameters themselves."""
+        w1, w2 = self.first_factor().expanded().left, self.second_factor().expanded()
+        wide = torch.promote_types(w1.dtype, torch.float32)
+        return w1.to(wide) * self.scale, w2.to(wide, copy=True)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapter to the base layer's weight, in place; without effect on a merged layer."""
+        """Add the adapter to the base layer's weight, in place; without effect on a merged layer.
+
+        The factors as they are now are kept for `unmerge`, in buffers that no cast rounds. They are part of the state, which only a
+        merged layer loads.
+
+        Raises:
+            TypeError: the base layer's weight is quantised, or no parameter (a parametrization computes it, say).
+        """
         if not self.is_merged:
-            self._add_to_weight(self.scale)
-            self.is_merged = True
+            factors = self._scaled_factors()
+            self._add_to_weight(*factors, 1.0)
+            for name, factor in zip(_MERGED, factors, strict=True):
+                self.register_buffer(name, factor)
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Take the adapter out of the weight again, up to rounding; without effect on a layer that is not merged."""
-        if self.is_merged:
-            self._add_to_weight(-self.scale)
-            self.is_merged = False
+        """Take the adapter that was merged out of the weight again; without effect on a layer that is not merged.
 
-    def _add_to_weight(self, scale: float) -> None:
-        weight: Any = self.base_layer.weight
-        w1, w2 = self.first_factor().expanded().left, self.second_factor().expanded()
+        The weight is the former one up to the rounding of the sum, in the dtype to which the layer was cast meanwhile, if it was.
+
+        Raises:
+            TypeError: as in `merge`.
+        """
+        if self.is_merged:
+            self._add_to_weight(self.merged_w1, self.merged_w2, -1.0)
+            del self.merged_w1, self.merged_w2
+
+    def _add_to_weight(self, w1: Tensor, w2: Tensor, sign: float) -> None:
+        weight: Any = getattr(self.base_layer, "weight", None)
+        dtype = getattr(weight, "dtype", None)
+        if type(weight) is not nn.Parameter or dtype not in DTYPES:
+            raise type_error("base_layer.weight", "a floating-point parameter, to add the adapter to", f"{type_name(weight)} of {dtype}")
         slices = weight.data.unflatten(1, (w1.shape[1], w2.shape[1])).unflatten(0, (w1.shape[0], w2.shape[0]))
-        wide = torch.float32 if weight.dtype in HALF_DTYPES else weight.dtype
+        wide = torch.promote_types(weight.dtype, w1.dtype)
         rows = w1.to(wide).view(*w1.shape, *[1] * (w2.ndim - 1))  # [out1, in1, 1, ...]
         for part, row in zip(slices, rows, strict=True):  # [out2, in1, in2, ...]: no second tensor of the weight's size
-            part.copy_(part.to(wide).addcmul_(row, w2.to(wide).unsqueeze(1), value=scale))
+            part.copy_(part.to(wide).addcmul_(row, w2.to(wide).unsqueeze(1), value=sign))
+
+    def _check_unmerged(self) -> None:
+        if self.is_merged:
+            raise value_error("is_merged", "False: call unmerge() first", True)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        kept: dict[str, Any] = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, after in self._buffers.items():
+            if after is not None and after.dtype != kept[name].dtype:
+                self._buffers[name] = kept[name].to(after.device)  # moved, but not rounded
+        return self
 
     # ---- the forward pass ------------------------------------------------------------------------
 
@@ -151,7 +228,8 @@ class LoKrLayer(nn.Module):
         if self.is_merged or (self.training and o.module_dropout > 0 and bool(torch.rand(1) < o.module_dropout)):
             return base
         if not (self.training and (o.dropout or o.rank_dropout)):
-            return self._adapted(x, base)
+            fits = base.dtype == result_dtype(x)  # else a quantised layer's, added as torch adds
+            return self._adapted(x, base) if fits else base + self._adapted(x, None)
         return base + nn.functional.dropout(self._adapted(x, None) * self._kept_rows(base), o.dropout)
 
     def _adapted(self, x: Tensor, base: Tensor | None) -> Tensor:
@@ -163,13 +241,25 @@ class LoKrLayer(nn.Module):
         o = self.options
         if not o.rank_dropout:
             return 1
-        weight: Any = self.base_layer.weight
-        kept = (torch.rand(weight.shape[0], device=base.device) > o.rank_dropout).to(base.dtype)
+        kept = (torch.rand(self._shape[0], device=base.device) > o.rank_dropout).to(base.dtype)
         if o.rank_dropout_scale:
             kept = kept / kept.mean().clamp_min(1 / kept.numel())  # of none that is kept, 0
-        return kept.view(-1, *[1] * (weight.ndim - 2))
+        return kept.view(-1, *[1] * (len(self._shape) - 2))
 
     # ---- states ----------------------------------------------------------------------------------
+
+    def configuration(self) -> dict[str, Any]:
+        """The rank, which alpha is divided by, and whether the base layer's weight has an adapter in it."""
+        return {"rank": self.options.rank, "is_merged": self.is_merged}
+
+    def configuration_in(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """As it is; a state of an earlier version is taken for one of an unmerged layer."""
+        is_here = any([key.startswith(prefix) for key in state])
+        return ({"is_merged": False} if is_here else {}) | super().configuration_in(state, prefix)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Alpha has been loaded."""
+        self._read_alpha()
 
     def adapter_state_dict(self, style: str = "lycoris") -> dict[str, Tensor]:
         """The adapter's state, without the base layer, under the names of another library.
@@ -197,18 +287,23 @@ class LoKrLayer(nn.Module):
         """Load the adapter's state from LyCORIS or PEFT, or from `adapter_state_dict`.
 
         Args:
-            state: names such as ``lokr_w1``, ``lokr_w2_a`` and, of LyCORIS, ``alpha``. PEFT's names in a model,
-                ``lokr_w1.default``, are taken too.
+            state: names such as ``lokr_w1``, ``lokr_w2_a`` and, of LyCORIS, ``alpha``, alone or behind the name of one layer. PEFT's
+                names in a model, ``lokr_w1.default``, are taken too.
 
         Raises:
             TypeError: a state that is no mapping.
-            ValueError: names that are missing, unknown or given twice; another shape.
+            ValueError: names that are missing, unknown, given twice or of several layers; another shape; the layer is merged.
         """
         if not isinstance(state, Mapping):
             raise type_error("state", "a mapping of names to tensors", type_name(state))
+        self._check_unmerged()
         given: dict[str, Tensor] = {}
+        layers = sorted({_split(key)[0] for key in state})
+        if len(layers) > 1:
+            shown = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
+            raise value_error("state", "the part of a file that is one layer's", f"names of {len(layers)} layers, {shown}")
         for key, tensor in state.items():
-            name = key.partition(".")[0]
+            name = _split(key)[1]
             if name in given:
                 raise value_error("state", "one adapter", f"{name} twice")
             given[name] = tensor
@@ -224,7 +319,7 @@ class LoKrLayer(nn.Module):
                 parameter.copy_(given[name])
             if alpha is not None:
                 self.alpha.fill_(self.options.rank if self._has_whole_factors else float(alpha))
-        _read_scale(self)
+        self._read_alpha()
 
     @property
     def _has_whole_factors(self) -> bool:
@@ -237,10 +332,11 @@ class LoKrLayer(nn.Module):
         return ", ".join([f"rank={o.rank}, factor={o.factor}, scale={self.scale:g}", *rates])
 
 
-def _read_scale(layer: LoKrLayer, *_: Any) -> None:
-    """After alpha has changed."""
-    if not layer.alpha.is_meta:
-        layer._scale = float(layer.alpha) / layer.options.rank
+def _split(key: str) -> tuple[str, str]:
+    """A layer's name in front of a name of a state, and that name; what PEFT puts behind it is left out."""
+    parts = key.split(".")
+    at = next((i for i, part in enumerate(parts) if part == "alpha" or part in NAMES), len(parts) - 1)
+    return ".".join(parts[:at]), parts[at]
 
 
 def _sizes(shape: tuple[int, ...], o: LoKrOptions) -> dict[str, tuple[int, ...]]:

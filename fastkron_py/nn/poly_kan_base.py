@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastkron_py.kan.api import DTYPES, LUT_SIZE, check_arguments, check_real, own_bounds, poly_kan, usable_bounds
 from fastkron_py.kan.bases.registry import find_basis
 from fastkron_py.kan.running_range import Calls, is_set
+from fastkron_py.nn.configuration import Configured
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.runtime.checks import check_integer, check_precision
 from fastkron_py.runtime.errors import type_error, type_name, value_error
@@ -20,7 +21,7 @@ _SAMPLES: Final = 4096  # of the normalised argument, over which a basis's mean 
 _UNSET: Final = (math.inf, -math.inf)
 
 
-class EdgeFunctions(nn.Module):
+class EdgeFunctions(Configured):
     """Learned functions in one basis, of inputs whose range may be followed; layers say which input goes to which output.
 
     Args:
@@ -102,9 +103,21 @@ class EdgeFunctions(nn.Module):
         else:
             normal = torch.special.ndtri(uniform)
             t = NORMALIZERS["clamp" if self.normalization == "clamp" else "tanh"].host(normal)
-        basis = find_basis(self.basis)
-        parameters = tuple(float(self.basis_parameters.get(name, default)) for name, default in basis.parameters.items())
-        return sum(float(value.square().mean()) for value in basis.values(t, self.degree + 1, parameters))
+        parameters = tuple(self._all_parameters().values())
+        return sum(float(value.square().mean()) for value in find_basis(self.basis).values(t, self.degree + 1, parameters))
+
+    def _all_parameters(self) -> dict[str, float]:
+        """The basis's parameters, given or by default."""
+        return {name: float(self.basis_parameters.get(name, default)) for name, default in find_basis(self.basis).parameters.items()}
+
+    def configuration(self) -> dict[str, Any]:
+        """The functions that the coefficients multiply."""
+        return {
+            "basis": self.basis,
+            "basis_parameters": self._all_parameters(),
+            "degree": self.degree,
+            "normalization": self.normalization,
+        }
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:

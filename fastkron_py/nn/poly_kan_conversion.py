@@ -141,6 +141,16 @@ class SplineKANLinear(PolyKANLinear):
         base: Tensor = self.base_activation(x)
         return super().edge(output, input, (x - centre) * scale) + weight * base
 
+    def configuration(self) -> dict[str, Any]:
+        """The functions of both branches."""
+        act = self.base_activation
+        name = (
+            repr(act).replace(", inplace=True", "").replace("inplace=True", "")
+            if isinstance(act, nn.Module)
+            else getattr(act, "__name__", type_name(act))
+        )
+        return {**super().configuration(), "base_activation": name}
+
     def extra_repr(self) -> str:
         """The text of ``print(layer)``."""
         return f"{self.in_features}, {self.out_features}, grid_size={self.grid_size}, order={self.order}, bias={self.bias is not None}"

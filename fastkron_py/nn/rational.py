@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkron_py.nn.arguments import check_flag, check_interval, check_positive, check_probability
+from fastkron_py.nn.configuration import Configured
 from fastkron_py.nn.hooks import is_hooked
 from fastkron_py.nn.memory import has_memory
 from fastkron_py.nn.rational_fit import Fit, fit
@@ -34,7 +35,7 @@ def _checked_degrees(degrees: Any) -> tuple[int, int]:
     return m, n
 
 
-class GroupRational(NotScriptable, nn.Module):
+class GroupRational(NotScriptable, Configured):
     """A learnable rational function ``P(x) / Q(x)`` for each group of neighbouring channels (see `fastkron_py.rational`).
 
     Args:
@@ -197,6 +198,10 @@ class GroupRational(NotScriptable, nn.Module):
         if self.num_groups <= 16:
             ax.legend(fontsize="small")
         return ax
+
+    def configuration(self) -> dict[str, Any]:
+        """The formula that the coefficients are of; noise is no part of it."""
+        return {"version": find_denominator(self.version).without_noise.name, "degrees": list(self.degrees)}
 
     def extra_repr(self) -> str:
         """Describe the layer, after the manner of torch's own."""

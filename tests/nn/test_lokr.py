@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,210 @@ def test_merging(name: str) -> None:
     assert_close(layer(x), want.detach(), steps=4)
 
 
+def _step(layer: Layer) -> None:
+    for p in layer.parameters():
+        if p.requires_grad:
+            p.data.add_(torch.randn_like(p))
+
+
+CHANGES: dict[str, Callable[[Layer], Any]] = {
+    "optimiser step": _step,
+    "alpha": lambda layer: layer.alpha.fill_(70),
+    "half": lambda layer: layer.half(),
+    "double": lambda layer: layer.double(),
+    "copy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "state": lambda layer: layer.load_state_dict(layer.state_dict()) and None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["linear", "linear_both", "conv_tucker"])
+def test_unmerging_takes_out_what_was_merged(name: str, change: str) -> None:
+    layer = made(name, alpha=1e5)  # which float16 does not hold
+    layer.lokr_w2_b.data.mul_(1e-4)  # type: ignore[union-attr]
+    before = layer.base_layer.weight.detach().double().clone()  # type: ignore[union-attr, operator]
+    layer.merge()
+    merged = layer.base_layer.weight.detach().double().clone()  # type: ignore[union-attr, operator]
+    changed = CHANGES[change](layer)
+    layer = changed if isinstance(changed, nn.Module) else layer
+    assert layer.is_merged
+    assert layer.alpha == (70 if change == "alpha" else 1e5)
+    layer.unmerge()
+    assert not layer.is_merged
+    weight: Any = layer.base_layer.weight
+    eps = torch.finfo(torch.float16 if change == "half" else torch.float32).eps
+    # Two sums are rounded, each of the size of the merged weight at most.
+    torch.testing.assert_close(weight.detach().double(), before, rtol=0, atol=4 * eps * float(merged.abs().max()))
+    assert (merged - before).abs().max() > 10 * eps * float(merged.abs().max())
+
+
+@ALL
+def test_merged_states(name: str) -> None:
+    """One loads into a merged layer, which then unmerges as the first; one of the other kind, or a part of one, is rejected."""
+    layer, other = made(name, dtype=torch.float64), made(name, dtype=torch.float64)
+    x, plain = operand(layer), {k: t.clone() for k, t in layer.state_dict().items()}
+    want = layer(x).detach()
+    layer.merge()
+    state = layer.state_dict()
+    kept = other.base_layer.weight.detach().clone()  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match=r"_extra_state'\]: expected a state of a LoKr\w+ with is_merged=False; got is_merged=True$"):
+        other.load_state_dict(state)
+    assert torch.equal(other.base_layer.weight, kept)  # type: ignore[arg-type]
+    other.merge()
+    for given in (plain, {k: t for k, t in plain.items() if k != "_extra_state"}, {"base_layer.weight": plain["base_layer.weight"]}):
+        with pytest.raises(ValueError, match=r"with is_merged=True; got is_merged=False$"):
+            other.load_state_dict(given, strict=False)
+    nn.ModuleDict({"other": other, "more": nn.Linear(1, 1)}).load_state_dict({"more.bias": torch.ones(1)}, strict=False)
+    other.load_state_dict(state)
+    assert_close(other(x), want, steps=4)
+    other.unmerge()
+    assert_close(other.base_layer.weight, plain["base_layer.weight"], steps=4)
+    assert_close(other(x), want, steps=4)
+    other.load_state_dict({k: t for k, t in plain.items() if k != "_extra_state"})  # of an earlier version
+    assert_close(other(x), want)
+
+
+def test_a_state_of_another_rank_is_rejected() -> None:
+    """Two whole factors have the same shapes for every rank, and alpha is divided by it."""
+    layer = LoKrLinear(24, 30, 16, factor=4)
+    with pytest.raises(ValueError, match=r"with rank=16; got rank=8$"):
+        layer.load_state_dict(made("linear_whole").state_dict())
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_alpha_is_followed_and_never_rounded(name: str) -> None:
+    layer, x = made(name, alpha=1e5, dtype=torch.float64), None
+    x = operand(layer)
+    other = copy.deepcopy(layer).half()
+    assert other.alpha.dtype == torch.float32
+    assert other.scale == layer.scale == 5e4
+    layer.alpha.fill_(3)
+    want = whole(layer)(x).detach()
+    assert layer.scale == 1.5
+    assert_close(layer(x), want, steps=4)
+    again = made(name, dtype=torch.float64)
+    again.load_state_dict(layer.state_dict())
+    assert_close(torch.compile(again, backend="aot_eager", fullgraph=True)(x), want, steps=4)
+    assert_close(torch.func.functional_call(again, layer.state_dict() | {"alpha": torch.tensor(3.0)}, x), want, steps=4)
+
+
+def test_compiled_layers_see_that_they_were_merged() -> None:
+    layer = made("linear", dtype=torch.float64)
+    x = operand(layer)
+    want, call = layer(x).detach(), torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for change in (lambda: None, layer.merge, layer.unmerge):
+        change()
+        assert_close(call(x), want, steps=8)
+
+
+# ---- quantised base layers ------------------------------------------------------------------------
+
+
+class Quantised(nn.Module):
+    """A linear layer whose weight is stored otherwise: int8, float8, or two numbers of 4 bits in a byte."""
+
+    def __init__(self, kind: str, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.kind = 24, 30, kind
+        numbers = torch.randint(-7, 8, (30, 24))
+        self.numbers = numbers.double()
+        if kind == "packed":
+            stored = ((numbers[:, ::2] + 8) * 16 + numbers[:, 1::2] + 8).to(torch.uint8).view(-1, 1)
+        else:
+            stored = numbers.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+        if kind == "nameless":
+            self.register_buffer("qweight", stored)
+        else:
+            self.weight = nn.Parameter(stored, requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(30)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.double(), self.numbers, None if self.bias is None else self.bias.double()).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "float8", "packed", "nameless"])
+def test_quantised_base_layers(kind: str, dtype: torch.dtype) -> None:
+    base = Quantised(kind)
+    layer = LoKrLinear.from_linear(base, 2, alpha=3.0)
+    own = [p for n, p in layer.named_parameters() if n.startswith("lokr")]
+    assert {p.dtype for p in own} == {torch.float32}
+    assert (layer.in_features, layer.out_features) == (24, 30)
+    assert layer.bias is base.bias
+    for p in own:
+        nn.init.normal_(p, std=0.3)
+    x = torch.randn(5, 24).to(dtype)
+    w1, w2 = layer.first_factor().expanded().left.double(), layer.second_factor().expanded().double()
+    want = layer.scale * (x.double() @ torch.kron(w1, w2).mT).detach()
+    for got in (layer(x), torch.no_grad()(layer)(x)):  # float32, as the base layer's result is
+        if dtype == torch.float32:
+            assert_close(got.detach(), base(x).detach().double() + want, steps=8)
+        else:
+            assert_close((got - base(x)).detach().to(dtype), want, steps=8)
+    layer(x).sum().backward()
+    assert all([p.grad is not None for p in own])
+    held = "None of None" if kind == "nameless" else f"torch.nn.parameter.Parameter of {base.weight.dtype}"
+    with pytest.raises(TypeError, match=rf"^base_layer.weight: expected a floating-point parameter, .*; got {held}$"):
+        layer.merge()
+    assert not layer.is_merged
+    assert hasattr(layer, "weight") == (kind != "nameless")
+    if kind != "nameless":
+        assert layer.weight is base.weight
+
+
+def test_a_computed_weight_is_not_merged() -> None:
+    layer = made("linear", dtype=torch.float64)
+    nn.utils.parametrizations.weight_norm(layer.base_layer)
+    x = operand(layer)
+    want = layer(x).detach()
+    with pytest.raises(TypeError, match=r"^base_layer\.weight: expected a floating-point parameter"):
+        layer.merge()
+    assert_close(layer(x), want)
+
+
+# ---- other modules that read a layer's weight -----------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_weight_of_the_layer(name: str, dtype: torch.dtype) -> None:
+    layer = made(name, dtype=dtype, alpha=3.0)
+    want = (layer.base_layer.weight.double() + weight_of(layer)).detach()  # type: ignore[union-attr, operator]
+    assert layer.weight.dtype == dtype
+    assert_close(layer.weight, want, steps=4)
+    assert layer.bias is layer.base_layer.bias  # type: ignore[union-attr]
+    layer.merge()
+    assert layer.weight is layer.base_layer.weight  # type: ignore[union-attr]
+    layer.unmerge()
+    # By autograd it is the forward pass's.
+    if dtype == torch.float64 and isinstance(layer, LoKrLinear):
+        x, own = operand(layer), [p for p in layer.parameters() if p.requires_grad]
+        loss = nn.functional.linear(x, layer.weight, layer.bias).square().sum()
+        for got, expected in zip(torch.autograd.grad(loss, own), torch.autograd.grad(layer(x).square().sum(), own), strict=True):
+            assert_close(got, expected, steps=256)
+
+
+def test_torch_encoder_layers_read_the_weight() -> None:
+    """Its path for inference multiplies by the weights of its layers, and attention always does by that of its last one."""
+    encoder = nn.TransformerEncoderLayer(24, 2, 30, dropout=0.0, batch_first=True)
+    encoder.linear1 = made("linear")  # type: ignore[assignment]
+    encoder.linear2 = LoKrLinear.from_linear(encoder.linear2, 2)  # type: ignore[assignment]
+    encoder.self_attn.out_proj = LoKrLinear.from_linear(encoder.self_attn.out_proj, 2)  # type: ignore[assignment]
+    for n, p in encoder.named_parameters():
+        if "lokr" in n:
+            nn.init.normal_(p, std=0.3)
+    x = torch.randn(2, 5, 24)
+    want, dense = encoder(x).detach(), copy.deepcopy(encoder).double()
+    for owner, name in ((dense, "linear1"), (dense, "linear2"), (dense.self_attn, "out_proj")):
+        setattr(owner, name, whole(getattr(owner, name)))
+    assert_close(want, dense(x.double()).detach(), steps=64)
+    with torch.no_grad():
+        assert_close(encoder.eval()(x), want.double(), steps=64)
+    encoder(x).sum().backward()
+    assert all([p.grad is not None for n, p in encoder.named_parameters() if "lokr" in n])
+
+
 def test_merging_a_half_weight_rounds_once() -> None:
     layer = made("linear", dtype=torch.bfloat16)
     want = layer.base_layer.weight.double() + weight_of(layer)  # type: ignore[union-attr, operator]
@@ -129,7 +334,7 @@ def test_adapter_states(name: str, style: str) -> None:
     other.base_layer.load_state_dict(layer.base_layer.state_dict())
     state = layer.adapter_state_dict(style)
     assert ("alpha" in state) == (style == "lycoris")
-    other.load_adapter_state_dict({f"{k}.default" if style == "peft" and k != "alpha" else k: v for k, v in state.items()})
+    other.load_adapter_state_dict({f"{k}.default" if style == "peft" else f"lycoris_q.{k}": v for k, v in state.items()})
     x = operand(layer)
     torch.testing.assert_close(other(x), layer(x))
 
@@ -159,6 +364,12 @@ def test_on_the_meta_device(device: str) -> None:
     assert layer(torch.ones(3, 24, device=device)).shape == (3, 30)
 
 
+def merged() -> LoKrLinear:
+    layer = LoKrLinear(24, 30, 2)
+    layer.merge()
+    return layer
+
+
 REFUSED: dict[str, Refusal] = {
     "in_features": (lambda: LoKrLinear(0, 3, 1), ValueError, "in_features: expected a positive integer; got 0"),
     "rank": (lambda: LoKrLinear(3, 3, 0), ValueError, "rank: expected a positive integer; got 0"),
@@ -170,7 +381,27 @@ REFUSED: dict[str, Refusal] = {
     "layer": (
         lambda: LoKrLinear.from_linear(nn.Conv2d(3, 3, 1), 1),
         TypeError,
-        "layer: expected an nn.Linear; got torch.nn.modules.conv.Conv2d",
+        "layer: expected an nn.Linear, or a module with in_features and out_features; got torch.nn.modules.conv.Conv2d",
+    ),
+    "lazy_layer": (
+        lambda: LoKrLinear.from_linear(nn.LazyLinear(3), 1),
+        ValueError,
+        "layer.in_features: expected a positive integer; got 0",
+    ),
+    "state_of_layers": (
+        lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({f"lycoris_{n}.lokr_w1": torch.ones(2, 2) for n in "qkvo"}),
+        ValueError,
+        "state: expected the part of a file that is one layer's; got names of 4 layers, 'lycoris_k', 'lycoris_o', 'lycoris_q', ...",
+    ),
+    "state_while_merged": (
+        lambda: merged().load_adapter_state_dict(merged().adapter_state_dict()),
+        ValueError,
+        "is_merged: expected False: call unmerge() first; got True",
+    ),
+    "reset_while_merged": (
+        lambda: merged().reset_parameters(),
+        ValueError,
+        "is_merged: expected False: call unmerge() first; got True",
     ),
     "conv_layer": (
         lambda: LoKrConv2d.from_conv(nn.Linear(3, 3), 1),

@@ -115,7 +115,7 @@ def test_state_dict_deepcopy_and_moves(tmp_path: Path, device: torch.device) -> 
     first = GroupRational(8, 2, version="C", init="tanh", share_numerator=True)
     with torch.no_grad():
         first.denominator.mul_(1.5)
-    assert set(first.state_dict()) == {"numerator", "denominator"}
+    assert set(first.state_dict()) == {"numerator", "denominator", "_extra_state"}
     torch.save(first.state_dict(), tmp_path / "act.pt")
     second = GroupRational(8, 2, version="C", share_numerator=True)
     second.load_state_dict(torch.load(tmp_path / "act.pt"))
