@@ -14,6 +14,8 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 AppliedT = TypeVar("AppliedT", bound="Applied")
 _SHOWN: Final = 3  # reasons in an error
+_PATCHED: Final = "already patched by use_fastkron"
+_ADAPTERS: Final = ("peft.tuners.", "lycoris.modules.", "fastkron_py.nn.lokr")  # modules of their classes
 
 
 class Replacement(nn.Module):
@@ -118,7 +120,7 @@ def _modules(argument: str, model: Any) -> Iterator[tuple[str, nn.Module]]:
 def replaceable(
     argument: str, model: Any, expected: str, is_candidate: Callable[[Any], bool], obstacle: Callable[[Any], str | None]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The modules of a model that can be changed, and why the other candidates cannot, by name.
+    """The modules of a model that can be changed, and why the other candidates cannot, by name; none if they were changed before.
 
     Args:
         argument: that the model is.
@@ -135,12 +137,12 @@ def replaceable(
     left_alone: dict[str, str] = {}
     for name, module in _modules(argument, model):
         if is_candidate(module):
-            reason = obstacle(module)
+            reason = _PATCHED if isinstance(module, Replacement) else obstacle(module)
             if reason is None:
                 found[name] = module
             else:
                 left_alone[name] = reason
-    if not found:
+    if not found and _PATCHED not in left_alone.values():
         raise value_error(argument, expected, reasons(model, left_alone))
     return found, left_alone
 
@@ -158,10 +160,22 @@ def leave_all(argument: str, model: Any, leave: Callable[[nn.Module], None]) -> 
 def reasons(model: nn.Module, left_alone: Mapping[str, str]) -> str:
     """Why nothing in a model was changed, for an error."""
     if not left_alone:
-        return f"{type_name(model)}, which has none"
+        instead = _adapters(model)
+        return type_name(model) + (f" with {', '.join(instead)}" if instead else ", which has none")
     shown = [f"{name or 'it'}: {reason}" for name, reason in left_alone.items()][:_SHOWN]
     more = len(left_alone) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _adapters(model: nn.Module) -> list[str]:
+    """The adapters that a model has in place of those that were looked for, for an error."""
+    kinds = [own_class(module) if isinstance(module, Replacement) else type(module) for module in model.modules()]
+    found = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.startswith(_ADAPTERS)}
+    if any([getattr(module, "_lycoris_wrappers", None) for module in model.modules()]):
+        found.add("layers of a LyCORIS network: pass that to fastkron_py.integrations.lycoris")
+    if not found and getattr(model, "loras", None):
+        found.add("modules of LyCORIS that are not applied: call its apply_to() first")
+    return sorted(found)
 
 
 def names_read(function: Any) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -36,14 +37,19 @@ def refuse_older(name: str, first: tuple[int, ...]) -> None:
 
 @contextmanager
 def of_extra(extra: str, name: str, first: tuple[int, ...] = ()) -> Iterator[None]:
-    """Explain an import that fails inside, where the distribution that an extra installs is missing, or older than the first supported.
+    """Explain an import that fails inside: the distribution of an extra is missing or too old, or torchvision is of another build.
 
     Raises:
         ImportError: the import failed.
     """
     try:
         yield
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
+        if "operator torchvision::" in "".join(traceback.format_exception(error)):  # of its cause
+            expected = f"the same build as torch {installed('torch')} (CPU, or the same CUDA version), since {name} imports it"
+            raise ImportError(f"torchvision: expected {expected}; got {installed('torchvision')}, which does not load") from error
+        if not isinstance(error, ImportError):
+            raise
         if installed(name) is None:
             message = f"{name}: expected it to be installed, by the extra {extra}: pip install 'fastkron_py[{extra}]'; got no such package"
             raise ModuleNotFoundError(message, name=error.name) from error

@@ -23,7 +23,6 @@ from fastkron_py.runtime.torch_internals import is_watching
 
 NAMES: Final = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 _STYLES: Final = ("lycoris", "peft")
-_MERGED: Final = ("merged_w1", "merged_w2")
 
 
 class LoKrOptions(NamedTuple):
@@ -159,7 +158,7 @@ class LoKrLayer(Configured):
     @property
     def is_merged(self) -> bool:
         """Whether an adapter is part of the base layer's weight."""
-        return _MERGED[0] in self._buffers
+        return "merged_w1" in self._buffers
 
     def _scaled_factors(self) -> tuple[Tensor, Tensor]:
         """Both factors as matrices, of float32 at least, the first one with the scale: no parameters themselves."""
@@ -178,10 +177,10 @@ class LoKrLayer(Configured):
             TypeError: the base layer's weight is quantised, or no parameter (a parametrization computes it, say).
         """
         if not self.is_merged:
-            factors = self._scaled_factors()
-            self._add_to_weight(*factors, 1.0)
-            for name, factor in zip(_MERGED, factors, strict=True):
-                self.register_buffer(name, factor)
+            w1, w2 = self._scaled_factors()
+            self._add_to_weight(w1, w2, 1.0)
+            self.register_buffer("merged_w1", w1)
+            self.register_buffer("merged_w2", w2)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -198,9 +197,9 @@ class LoKrLayer(Configured):
 
     def _add_to_weight(self, w1: Tensor, w2: Tensor, sign: float) -> None:
         weight: Any = getattr(self.base_layer, "weight", None)
-        dtype = getattr(weight, "dtype", None)
-        if type(weight) is not nn.Parameter or dtype not in DTYPES:
-            raise type_error("base_layer.weight", "a floating-point parameter, to add the adapter to", f"{type_name(weight)} of {dtype}")
+        if type(weight) is not nn.Parameter or weight.dtype not in DTYPES:
+            got = f"{type_name(weight)} of {getattr(weight, 'dtype', None)}"
+            raise type_error("base_layer.weight", "a floating-point parameter, to add the adapter to", got)
         slices = weight.data.unflatten(1, (w1.shape[1], w2.shape[1])).unflatten(0, (w1.shape[0], w2.shape[0]))
         wide = torch.promote_types(weight.dtype, w1.dtype)
         rows = w1.to(wide).view(*w1.shape, *[1] * (w2.ndim - 1))  # [out1, in1, 1, ...]
@@ -300,8 +299,8 @@ class LoKrLayer(Configured):
         given: dict[str, Tensor] = {}
         layers = sorted({_split(key)[0] for key in state})
         if len(layers) > 1:
-            shown = ", ".join(map(repr, layers[:3])) + (", ..." if len(layers) > 3 else "")
-            raise value_error("state", "the part of a file that is one layer's", f"names of {len(layers)} layers, {shown}")
+            got = f"names of {len(layers)} layers, {layers[0]!r} and {layers[1]!r} among them"
+            raise value_error("state", "the part of a file that is one layer's", got)
         for key, tensor in state.items():
             name = _split(key)[1]
             if name in given:

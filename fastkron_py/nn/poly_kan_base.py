@@ -112,12 +112,8 @@ class EdgeFunctions(Configured):
 
     def configuration(self) -> dict[str, Any]:
         """The functions that the coefficients multiply."""
-        return {
-            "basis": self.basis,
-            "basis_parameters": self._all_parameters(),
-            "degree": self.degree,
-            "normalization": self.normalization,
-        }
+        functions = {"basis": self.basis, "basis_parameters": self._all_parameters(), "degree": self.degree}
+        return {**functions, "normalization": self.normalization}
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:

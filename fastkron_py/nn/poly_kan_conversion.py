@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -143,12 +144,7 @@ class SplineKANLinear(PolyKANLinear):
 
     def configuration(self) -> dict[str, Any]:
         """The functions of both branches."""
-        act = self.base_activation
-        name = (
-            repr(act).replace(", inplace=True", "").replace("inplace=True", "")
-            if isinstance(act, nn.Module)
-            else getattr(act, "__name__", type_name(act))
-        )
+        name = getattr(self.base_activation, "__name__", re.sub("(, )?inplace=True", "", repr(self.base_activation)))
         return {**super().configuration(), "base_activation": name}
 
     def extra_repr(self) -> str:

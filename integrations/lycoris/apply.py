@@ -34,7 +34,7 @@ def use_fastkron(network: nn.Module) -> Applied:
         network: a network, or one module of it.
 
     Returns:
-        The modules replaced, those left alone with the reason, and `close` to revert.
+        The modules replaced, those left alone with the reason, and `close` to revert. A second call replaces no module again.
 
     Raises:
         TypeError: no module.
@@ -47,7 +47,7 @@ def use_fastkron(network: nn.Module) -> Applied:
         >>> len(applied.replaced)
         2
     """
-    expected = "LoKr modules of LyCORIS that can be replaced"
+    expected = "LoKr modules of LyCORIS (its network, not the model) that can be replaced"
     replaced, left_alone = replaceable("network", network, expected, lambda module: isinstance(module, LokrModule), _reason)
     for module in replaced.values():
         replacement.enter(module, FastLoKr, {})
@@ -94,8 +94,6 @@ def _rebind(module: Any) -> None:
 
 def _reason(module: Any) -> str | None:
     """Why a module is left alone, or None."""
-    if isinstance(module, FastLoKr):
-        return "it was replaced before"
     kind = type(module)
     if kind is not LokrModule:
         return f"its class {type_name(module)} is not LyCORIS's LokrModule"

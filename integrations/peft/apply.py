@@ -30,7 +30,7 @@ def use_fastkron(model: nn.Module) -> Applied:
         model: a model, or a part of one.
 
     Returns:
-        The layers replaced, those left alone with the reason, and `close` to revert.
+        The layers replaced, those left alone with the reason, and `close` to revert. A second call replaces no layer again.
 
     Raises:
         TypeError: no module.
@@ -42,7 +42,7 @@ def use_fastkron(model: nn.Module) -> Applied:
         >>> len(applied.replaced)
         2
     """
-    expected = "LoKr layers of PEFT that can be replaced"
+    expected = "LoKr layers of PEFT (peft.get_peft_model with a LoKrConfig) that can be replaced"
     replaced, left_alone = replaceable("model", model, expected, lambda module: isinstance(module, LoKrLayer), _reason)
     for module in replaced.values():
         replacement.enter(module, FastLoKr, {})
@@ -72,8 +72,6 @@ def _leave(module: nn.Module) -> None:
 
 def _reason(layer: Any) -> str | None:
     """Why a layer is left alone, or None."""
-    if isinstance(layer, FastLoKr):
-        return "it was replaced before"
     if type(layer) not in (Linear, Conv2d, Conv1d):
         return f"its class {type_name(layer)} is not among PEFT's Linear, Conv2d and Conv1d"
     if "forward" in layer.__dict__ or names_read(type(layer).forward) != _FORWARD:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastkron_py.gated.api import BACKWARDS
 from fastkron_py.integrations.replacement import Applied, leave_all, names_read, replaceable
-from fastkron_py.integrations.transformers.layers import GatedProjections, activation_name, enter, leave
+from fastkron_py.integrations.transformers.layers import activation_name, enter, leave
 from fastkron_py.nn.hooks import is_hooked, is_plain_linear
 from fastkron_py.runtime.checks import check_choice, check_precision
 from fastkron_py.runtime.errors import type_name
@@ -49,7 +49,7 @@ def apply_to_llama(model: nn.Module, *, backward: str = "save", precision: str |
         precision: of products in float32, as in `kron_matmul`.
 
     Returns:
-        The modules replaced, those left alone with the reason, and `close` to revert.
+        The modules replaced, those left alone with the reason, and `close` to revert. A second call replaces no module again.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -94,8 +94,6 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 def _obstacle(mlp: Any) -> str | None:
     """Why an MLP is left alone, or None."""
-    if isinstance(mlp, GatedProjections):
-        return "it was replaced before"
     kind = type(mlp)
     known = [f"transformers.models.{family}.modeling_{family}.{name}" for family, name in FAMILIES.items()]
     if f"{kind.__module__}.{kind.__qualname__}" not in known or set(mlp._modules) != set(_PARTS):

@@ -214,6 +214,28 @@ def test_reasons() -> None:
             function([])  # type: ignore[arg-type]
 
 
+def test_the_wrong_object() -> None:
+    """The message tells what it is."""
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    from fastkron_py.integrations.peft import use_fastkron as use_fastkron_in_peft
+
+    model, net = network("low_rank")
+    with pytest.raises(
+        ValueError, match=r"^network: expected .*its network, not the model.* with layers of a LyCORIS network: pass that to"
+    ):
+        use_fastkron(model)
+    with pytest.raises(ValueError, match=r"^model: expected LoKr layers of PEFT .* got .* with lycoris.modules.lokr.LokrModule$"):
+        use_fastkron_in_peft(net)
+    first = use_fastkron(net)
+    assert use_fastkron(net).left_alone == dict.fromkeys(first.replaced, "already patched by use_fastkron")
+    with pytest.raises(ValueError, match=r"^model: .* with lycoris.modules.lokr.LokrModule$"):
+        use_fastkron_in_peft(net)
+    unapplied = nn.Module()
+    unapplied.loras = [nn.Linear(2, 2)]  # as LyCORIS's network holds them until apply_to
+    with pytest.raises(ValueError, match=r"with modules of LyCORIS that are not applied: call its apply_to\(\) first$"):
+        use_fastkron(unapplied)
+
+
 @pytest.mark.parametrize("form", ["low_rank", "both", "whole", "tucker", "conv"])
 def test_states_of_our_layers(form: str) -> None:
     """`nn.LoKrLinear` and `nn.LoKrConv2d` read LyCORIS's names, and LyCORIS reads those that they write."""

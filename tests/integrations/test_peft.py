@@ -124,14 +124,24 @@ def test_reasons() -> None:
         "base_model.model.depth": "its convolution has 4 groups",
         "base_model.model.line": "PEFT's weight of a Conv1d with a whole lokr_w2 is no Kronecker product",
     }
-    with pytest.raises(ValueError, match=r"^model: expected LoKr layers of PEFT that can be replaced; got base_model.model.conv: it was"):
-        use_fastkron(model)
     with pytest.raises(ValueError, match=r"got torch.nn.modules.linear.Linear, which has none$"):
         use_fastkron(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module; got list$"):
         use_fastkron([])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module; got list$"):
         revert_fastkron([])  # type: ignore[arg-type]
+
+
+def test_a_second_time_changes_nothing() -> None:
+    model = made("low_rank")
+    first = use_fastkron(model)
+    with use_fastkron(model) as second:
+        assert second.replaced == ()
+        assert {*second.left_alone} == {*first.replaced, *first.left_alone}
+        assert {second.left_alone[n] for n in first.replaced} == {"already patched by use_fastkron"}
+    assert sum(isinstance(m, FastLoKr) for m in layers(model)) == len(first.replaced) > 0
+    first.close()
+    assert not any(isinstance(m, FastLoKr) for m in layers(model))
 
 
 def test_a_replaced_forward_is_left_alone() -> None:
@@ -246,8 +256,12 @@ def test_compiles_to_one_graph(training: bool) -> None:
 def test_lora_beside_lokr() -> None:
     """Another kind of adapter is not touched."""
     model = get_peft_model(Net(), LoraConfig(target_modules=["up"]))
-    with pytest.raises(ValueError, match="which has none"):
+    with pytest.raises(ValueError, match=r"got peft.peft_model.PeftModel with peft.tuners.lora.layer.Linear, peft.tuners.lora.model"):
         use_fastkron(model)
+    with pytest.raises(
+        ValueError, match=r"with a LoKrConfig\) that can be replaced; got .*Sequential with fastkron_py.nn.lokr.LoKrLinear$"
+    ):
+        use_fastkron(nn.Sequential(LoKrLinear(4, 4, 2)))
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["second", "both"])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fastkron_py
 from fastkron_py.integrations.transformers import apply_to_llama, revert_llama
 from fastkron_py.integrations.transformers.layers import GatedProjections
+from fastkron_py.nn import LoKrLinear
 from fastkron_py.testing import assert_close
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")
@@ -409,11 +410,26 @@ def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message:
         call()
 
 
-def test_a_second_time_is_refused() -> None:
+def test_a_second_time_changes_nothing() -> None:
     model = tiny()
-    with apply_to_llama(model), pytest.raises(ValueError, match=r"model.layers.0.mlp: it was replaced before"):
-        apply_to_llama(model)
+    with apply_to_llama(model) as first:
+        with apply_to_llama(model) as second:
+            assert second.left_alone == dict.fromkeys(first.replaced, "already patched by use_fastkron")
+        assert_applied(model)
     apply_to_llama(model)
+    assert_applied(model)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_t5_reads_the_weight_of_its_last_layer(training: bool) -> None:
+    config = transformers.T5Config(d_model=24, d_ff=30, dropout_rate=0.0)
+    block = importlib.import_module("transformers.models.t5.modeling_t5").T5DenseActDense(config).train(training)
+    x = torch.randn(2, 5, 24)
+    want = block(x).detach()
+    block.wo = LoKrLinear.from_linear(block.wo, 2)
+    assert_close(block(x).detach(), want.double(), steps=4)
+    block.half().wo.float()  # T5 keeps this one in float32, and casts its operand
+    assert block(x.half()).dtype == torch.float32
 
 
 LATER: dict[str, Callable[[Any], Any]] = {

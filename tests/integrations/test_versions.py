@@ -31,3 +31,21 @@ def test_an_import_that_fails_for_another_reason_is_not_explained(monkeypatch: p
     monkeypatch.setattr(versions, "installed", lambda name: "1.0")
     with pytest.raises(ImportError, match=r"^cannot import name"), versions.of_extra("peft", "peft", (0, 18)):
         from math import no_such_name  # noqa: F401
+
+
+def test_torchvision_of_another_build_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind the error of a library that imports it, as transformers raises one."""
+    monkeypatch.setattr(versions, "installed", {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "peft": "0.21"}.get)
+    missing = RuntimeError("operator torchvision::nms does not exist")
+    behind = ModuleNotFoundError("Could not import module 'BloomPreTrainedModel'")
+    behind.__cause__ = missing
+    for error in (missing, behind):
+        with (
+            pytest.raises(
+                ImportError, match=r"^torchvision: expected the same build as torch 2\.13\.0\+cpu .*, since peft imports it; got 0\.28\.0"
+            ),
+            versions.of_extra("peft", "peft"),
+        ):
+            raise error
+    with pytest.raises(RuntimeError, match=r"^another$"), versions.of_extra("peft", "peft"):
+        raise RuntimeError("another")

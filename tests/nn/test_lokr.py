@@ -391,7 +391,7 @@ REFUSED: dict[str, Refusal] = {
     "state_of_layers": (
         lambda: LoKrLinear(4, 4, 2).load_adapter_state_dict({f"lycoris_{n}.lokr_w1": torch.ones(2, 2) for n in "qkvo"}),
         ValueError,
-        "state: expected the part of a file that is one layer's; got names of 4 layers, 'lycoris_k', 'lycoris_o', 'lycoris_q', ...",
+        "state: expected the part of a file that is one layer's; got names of 4 layers, 'lycoris_k' and 'lycoris_o' among them",
     ),
     "state_while_merged": (
         lambda: merged().load_adapter_state_dict(merged().adapter_state_dict()),
