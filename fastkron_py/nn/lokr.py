@@ -86,7 +86,7 @@ class LoKrLinear(LoKrLayer):
         super().__init__(base, (out_features, in_features), options, adapter_dtype)
 
     @classmethod
-    def from_linear(cls, layer: nn.Module, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrLinear:
+    def from_linear(cls, layer: Any, rank: int, *, adapter_dtype: torch.dtype | None = None, **options: Any) -> LoKrLinear:
         """An adapted layer around a layer, which is frozen and not copied.
 
         Args:

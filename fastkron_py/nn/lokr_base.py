@@ -212,7 +212,7 @@ class LoKrLayer(Configured):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         kept: dict[str, Any] = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, after in self._buffers.items():
             if after is not None and after.dtype != kept[name].dtype:
                 self._buffers[name] = kept[name].to(after.device)  # moved, but not rounded
