@@ -232,7 +232,9 @@ def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options:
     _check_tensors(tensors, labels, options[1])
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     chosen = "" if torch.compiler.is_compiling() else requested_backend()
-    call = operator.gated_linear_saving if backward == "save" and wants_gradient(tensors) else operator.gated_linear
+    # torch.jit.trace compares the graphs of two calls, with gradients and without.
+    saves = backward == "save" and wants_gradient(tensors) and not torch.jit.is_tracing()
+    call = operator.gated_linear_saving if saves else operator.gated_linear
     y: Tensor = call(*tensors, *options, chosen, key=key if dtype is None else None)  # under autocast of other tensors
     return y
 

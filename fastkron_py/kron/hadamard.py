@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -12,16 +12,15 @@ from torch.autograd.graph import increment_version
 
 from fastkron_py.kron import hadamard_factors
 from fastkron_py.kron.api import ArrayT, Scalar, kron_matmul
-from fastkron_py.kron.hadamard_factors import LEAST_ALONE, no_order, shrunk
-from fastkron_py.kron.hadamard_matrices import MOST
+from fastkron_py.kron.hadamard_factors import LEAST_ALONE, shrunk
 from fastkron_py.kron.hadamard_program import program
 from fastkron_py.runtime.arrays import find_bridge
 from fastkron_py.runtime.autocast import autocast_dtype
 from fastkron_py.runtime.autocast import cast as cast_tensor
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE, about
-from fastkron_py.runtime.checks import check_scalar
-from fastkron_py.runtime.eager import TENSOR_TYPES
+from fastkron_py.runtime.checks import check_scalar, check_tensor
+from fastkron_py.runtime.constants import constants
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.out import can_write, check_out, is_same
@@ -64,10 +63,9 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, ou
             raise type_error("out", f"None, since x is {bridge.noun}", type_name(out))
         with bridge.context():
             return bridge.give_back(hadamard(bridge.load(x, "x"), scale=scale, precision=precision))  # type: ignore[no-any-return]
+    check_tensor("x", x, x, "x")
     if x.ndim == 0:
         raise value_error("x", "at least one dimension", tuple(x.shape))
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
-        raise type_error("x", "a floating-point or complex dtype", x.dtype)
     dtype = autocast_dtype(x)
     t = x if dtype is None else cast_tensor(x, dtype)
     scale = check_scalar("scale", scale, x)
@@ -79,31 +77,29 @@ def hadamard(x: ArrayT, *, scale: Scalar = 1.0, precision: str | None = None, ou
 
 def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | None) -> Tensor:
     """By additions where a kernel has them, to out if it can be written; else by the factors."""
-    constants: Any = hadamard_factors
-    n, backend, make = x.shape[-1], "", _made
+    source: Any = hadamard_factors
+    n = index(x.shape[-1])  # a graph that is compiled or traced is one of this length
+    backend, make = "", _in_graph
     if torch.compiler.is_compiling():
-        from fastkron_py.kron import hadamard_constants as constants  # whose decorator imports the compiler, and that Triton
-
-        n = _length(n)
+        from fastkron_py.kron import hadamard_constants as source  # whose decorator imports the compiler, and that Triton
     else:
-        backend = requested_backend()
-        make = _kept if type(x) in TENSOR_TYPES else _made
-    m, bits = constants.split(n)
+        backend, make = requested_backend(), constants
+    m, bits = source.split(n)
 
     def has_additions(m: int) -> bool:
-        return not isinstance(scale, Tensor) and constants.has_additions(m, bits, x.dtype, x.device, backend)
+        return not isinstance(scale, Tensor) and source.has_additions(m, bits, x.dtype, x.device, backend)
 
     if has_additions(m):
-        (matrix,) = make(constants.padded_matrix, (m,), x.device)
+        (matrix,) = make(source.padded_matrix, (m,), x.device)
         if out is not None and x.numel() and can_write([x], out, True):
             return _write(x, matrix, (scale, m, bits, backend), out)
         return _added(x, matrix, (scale, m, bits, backend))
     if x.dtype == torch.float64 and bits >= LEAST_ALONE and has_additions(1):  # faster than factors in as many launches
-        parts = kron_matmul(x.reshape(-1, n), [*make(constants.matrices, ((m,), x.dtype), x.device), 1 << bits])
+        parts = kron_matmul(x.reshape(-1, n), [*make(source.matrices, ((m,), x.dtype), x.device), 1 << bits])
         y: Tensor = operator(parts.view(*x.shape[:-1], m, 1 << bits), None, scale, 1, bits, backend)
         return y.view(x.shape)
-    sizes = constants.factor_sizes(n)
-    factors = make(constants.matrices, (sizes, x.dtype), x.device)
+    sizes = source.factor_sizes(n)
+    factors = make(source.matrices, (sizes, x.dtype), x.device)
     y = kron_matmul(x.reshape(-1, n), factors, alpha=scale * shrunk(sizes, x.dtype), precision=precision)
     return y.view(x.shape)
 
@@ -138,25 +134,9 @@ def _run(made: Program, given: Sequence[Tensor], options: tuple[Any, ...]) -> No
     made(given, options[:1])
 
 
-def _made(make: Callable[..., list[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
-    """Constants on a device; None stays what it is."""
+def _in_graph(make: Callable[..., Sequence[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
+    """Constants of a graph that is being compiled, on a device; None stays what it is."""
     return [None if t is None else t.to(device) for t in make(*arguments)]
-
-
-@lru_cache(maxsize=64)
-def _kept(make: Callable[..., list[Any]], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
-    """The same, made once."""
-    with torch.inference_mode(False), torch.no_grad():
-        return _made(make, arguments, device)
-
-
-def _length(n: int) -> int:
-    """n, if it may be one of a transform, as a number that a compiler knows: a comparison makes its graph one of this length."""
-    twos = next((k for k in range(63) if n % (2 << k)), 63)
-    found = next((odd << twos for odd in range(1, MOST // 4, 2) if n == odd << twos), None)
-    if found is None:
-        raise no_order(n)
-    return found
 
 
 # ---- the operator ---------------------------------------------------------------------------------

@@ -103,13 +103,13 @@ def _entries(order: int) -> tuple[tuple[int, ...], ...]:
 def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """The factors on the CPU, in float16 made smaller."""
     shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
-    return [torch.tensor(_entries(order), dtype=torch.float64).mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
+    return [torch.tensor(_entries(order), dtype=torch.float64, device="cpu").mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
 
 
 def padded_matrix(m: int) -> list[Tensor | None]:
     """The matrix of order m on the CPU, in bfloat16, with rows and columns of zeros up to a power of two; None where m is 1."""
     if m == 1:
         return [None]
-    matrix = torch.zeros((1 << (m - 1).bit_length(),) * 2, dtype=torch.bfloat16)
-    matrix[:m, :m] = torch.tensor(_entries(m))
+    matrix = torch.zeros((1 << (m - 1).bit_length(),) * 2, dtype=torch.bfloat16, device="cpu")
+    matrix[:m, :m] = torch.tensor(_entries(m), device="cpu")
     return [matrix]

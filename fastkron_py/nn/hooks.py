@@ -27,5 +27,8 @@ def is_plain_linear(module: Any) -> bool:
 
 
 def owns_result(module: Any) -> bool:
-    """Whether nobody but the caller sees the result of a call, autograd included: it may be written over."""
-    return not torch.is_grad_enabled() and is_plain_linear(module)
+    """Whether nobody but the caller sees the result of a call, autograd included: it may be written over.
+
+    Not by `torch.jit.trace`, which compares the graphs of two calls, with gradients and without.
+    """
+    return not torch.is_grad_enabled() and not torch.jit.is_tracing() and is_plain_linear(module)

@@ -136,21 +136,20 @@ class EdgeFunctions(Configured):
             raise value_error("x", "a finite number of every input", f"none of input {int((~is_set(low, high)).nonzero()[0])}")
         self.set_range(low, high)
 
-    @torch.no_grad()
     def _range(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The range ``[2, features]`` for ``x [..., features]``, and the running range after a training batch, of the same shape.
 
         The host does not read the numbers.
         """
         if self.low is None or self.high is None:
-            return None
-        wide = torch.promote_types(self.low.dtype, torch.float32)  # half types cannot hold the difference of their largest numbers
-        running = torch.stack([self.low, self.high]).to(wide)
-        if not self.training or x.numel() == 0:
-            return running, None
-        return self._calls.follow(torch.stack(own_bounds(x)).to(wide), running, self.momentum)
+            return None  # torch.export refuses a region without gradients that has no result; so do writes, below
+        with torch.no_grad():
+            wide = torch.promote_types(self.low.dtype, torch.float32)  # half types cannot hold the difference of their largest numbers
+            running = torch.stack([self.low, self.high]).to(wide)
+            if not self.training or x.numel() == 0:
+                return running, None
+            return self._calls.follow(torch.stack(own_bounds(x)).to(wide), running, self.momentum)
 
-    @torch.no_grad()
     def _keep(self, found: tuple[Tensor, Tensor | None] | None) -> None:
         """Move the running range, once nothing can go wrong any more."""
         after = None if found is None else found[1]

@@ -16,6 +16,7 @@ from fastkron_py.nn.rational_fit import Fit, fit
 from fastkron_py.rational.denominators.denominator import Denominator
 from fastkron_py.rational.denominators.host import host_polynomial
 from fastkron_py.rational.denominators.registry import find_denominator
+from fastkron_py.runtime.constants import constants
 
 # Functions of one variable; the gated ones with both of their inputs the same.
 FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -65,17 +66,15 @@ def _table() -> dict[str, Any]:
 
 def initial(name: str, degrees: tuple[int, int], version: str) -> Fit:
     """The coefficients of one of `FUNCTIONS`: from the table where it has them, else fitted now, which takes seconds."""
-    return _initial(name, degrees, find_denominator(version).without_noise)
+    return Fit(*constants(_initial, (name, degrees, find_denominator(version).without_noise), torch.device("cpu")))
 
 
-@lru_cache(maxsize=256)
 def _initial(name: str, degrees: tuple[int, int], denominator: Denominator) -> Fit:
     version = denominator.name
-    with torch.device("cpu"):  # whatever layers are made on: this is kept for all of them
-        if name == "identity":
-            return identity(degrees, version)
-        found = _table().get(version, {}).get(name) if degrees == TABLE_DEGREES else None
-        if found is None:
-            return fit(FUNCTIONS[name], degrees, version, INTERVAL)
-        a, b = (torch.tensor(found[k], dtype=torch.float64) for k in ("numerator", "denominator"))
-        return Fit(a, b, float(found["error"]))
+    if name == "identity":
+        return identity(degrees, version)
+    found = _table().get(version, {}).get(name) if degrees == TABLE_DEGREES else None
+    if found is None:
+        return fit(FUNCTIONS[name], degrees, version, INTERVAL)
+    a, b = (torch.tensor(found[k], dtype=torch.float64) for k in ("numerator", "denominator"))
+    return Fit(a, b, float(found["error"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -23,17 +22,15 @@ def _outside() -> dict[bool, int]:
 
     Asked in a new thread: the caller may be inside of some.
     """
-    found = {}
 
-    def ask() -> None:
+    def ask() -> dict[bool, int]:
+        found = {}
         for inference in (False, True):
             with torch.inference_mode(inference):
                 found[inference] = torch_internals.keys_in_force()
+        return found
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    return found
+    return torch_internals.apart(ask)
 
 
 def _plain_keys(device: torch.device, inference: bool) -> int:
@@ -54,6 +51,20 @@ def transforms_active() -> bool:
         return False
     # The path for transforms is correct without one, too. With one, the dispatcher may leave out a tangent.
     return not torch_internals.works("transforms") or torch_internals.is_transforming()
+
+
+def is_functionalizing() -> bool:
+    """Whether `torch.func.functionalize` is in force.
+
+    Raises:
+        NotImplementedError: with another transform around it or in it.
+    """
+    names = torch_internals.transforms() if torch_internals.works("transforms") else []
+    if torch_internals.FUNCTIONALIZE not in names:
+        return False
+    if len(set(names)) > 1:
+        raise NotImplementedError(f"torch.func.functionalize: expected no other transform beside it; got {' in '.join(names[::-1])}")
+    return True
 
 
 def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastkron_py.runtime import torch_internals
 from fastkron_py.runtime.batching import batchable, batchable_one_by_one
 from fastkron_py.runtime.call_cache import CACHE, about
-from fastkron_py.runtime.eager import takes_fast_path, transforms_active, wants_gradient, without_autocast
+from fastkron_py.runtime.eager import is_functionalizing, takes_fast_path, transforms_active, wants_gradient, without_autocast
 from fastkron_py.runtime.program import Program
 
 NAMESPACE: Final = "fastkron"  # hub/build.py writes another one here
@@ -172,6 +172,8 @@ class Operator:
         if transforms_active():
             if self._in_torch is not None:
                 return self._in_torch(tensors, options)
+            if is_functionalizing():  # no autograd function may be
+                return self._shown(self.registered(*arguments))
             return self._shown(self._function.apply(None, options, *tensors))
         if not takes_fast_path(tensors):
             return self._shown(self.registered(*arguments))

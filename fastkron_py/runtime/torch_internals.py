@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from fastkron_py.runtime.cpu import zen
 logger = logging.getLogger("fastkron_py")
 
 Guard = Callable[..., bool]
+T = TypeVar("T")
+FUNCTIONALIZE: Final = "Functionalize"  # of torch.func's transforms
 
 
 # ---- the names -----------------------------------------------------------------------------------
@@ -50,6 +52,12 @@ def keys_of(t: Tensor) -> int:
 def is_transforming() -> bool:
     """Whether a torch.func transform or a forward-mode level is in force in this thread."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def transforms() -> list[str]:
+    """The names of the torch.func transforms that are in force in this thread, the outermost first; a forward-mode level is one, too."""
+    names = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return [*names, "Jvp"] if forward_ad._current_level >= 0 else names
 
 
 def is_watching() -> bool:
@@ -104,6 +112,11 @@ def will_execute(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def mark_static(t: Any) -> None:
+    """Let Dynamo make no symbols of the sizes of a tensor; its own function of this name does so only while nothing is compiled."""
+    t._dynamo_static_indices = set(range(t.ndim))
+
+
 def precision_getter() -> Callable[[str, str], Any]:
     """The precision of an operation of a backend, such as ``torch.backends.cuda.matmul.fp32_precision`` for ("cuda", "matmul")."""
     getter: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter
@@ -139,7 +152,7 @@ def onednn_product() -> Callable[[Tensor, Tensor], Tensor] | None:
             if torch.equal(product(a, a.mT), a @ a.mT) and torch.equal(product(a.mT, a), a.mT @ a):
                 found.append(product)
 
-    _apart(attempt)
+    apart(attempt)
     return found[0] if found else None
 
 
@@ -180,17 +193,16 @@ def failures() -> dict[str, str]:
             except Exception as error:  # whatever a private name does in another version
                 found[names] = f"{names} of torch {torch.__version__}: {type(error).__name__}: {error}"
 
-    _apart(attempt)
+    apart(attempt)
     for reason in found.values():
         logger.warning("calls are not cached: %s", reason)
     return found
 
 
-def _apart(attempt: Callable[[], None]) -> None:
-    """Run it in a thread of its own, in which no mode, transform or tracing of the caller's is in force."""
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
+def apart(call: Callable[[], T]) -> T:
+    """What a function returns in a thread of its own, in which no mode, transform or tracing of the caller's is in force."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _try_guards() -> bool:
@@ -227,7 +239,8 @@ def _is_forward_mode() -> bool:
 
 def _try_transforms() -> bool:
     is_read = "_current_level" in forward_ad.make_dual.__code__.co_names
-    return is_read and is_transforming() == _is_forward_mode()
+    is_known = FUNCTIONALIZE in torch._C._functorch.TransformType.__members__
+    return is_read and is_known and is_transforming() == _is_forward_mode() == bool(transforms())
 
 
 def _try_modes() -> bool:

@@ -8,13 +8,13 @@ are those of the function that is evaluated; it errs by h / 2 times the second d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fastkron_py.kan.bases.basis import Basis, Parameters
 from fastkron_py.kan.bases.registry import find_basis
+from fastkron_py.runtime.constants import constants
 from fastkron_py.runtime.optional_triton import tl, triton
 
 _SAMPLES = 4097  # where the second derivative is looked at
@@ -53,11 +53,15 @@ TABLE_MAKER = (_table_start, _table_step, _table_value)
 TABLE_DERIVATIVE_MAKER = (_table_start, _table_step, _table_derivative)
 
 
-@lru_cache(maxsize=64)
 def basis_table(basis: Basis, terms: int, parameters: Parameters, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values of a basis at size uniform points over [-1, 1]: ``[terms, size]``, of float32 or float64."""
-    t = torch.linspace(-1, 1, size, dtype=torch.float64)
-    return torch.stack(list(basis.values(t, terms, parameters))).to(device=device, dtype=dtype)
+    found: Tensor = constants(_table, (basis, terms, parameters, size, dtype), device)[0]
+    return found
+
+
+def _table(basis: Basis, terms: int, parameters: Parameters, size: int, dtype: torch.dtype) -> list[Tensor]:
+    t = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu")
+    return [torch.stack(list(basis.values(t, terms, parameters))).to(dtype)]
 
 
 def _lines(t: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
