@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkron_py.kron.checks import check_tensors, factor_list
 from fastkron_py.kron.quantize_program import INT4, LARGEST, STORED, program, values_shape
 from fastkron_py.kron.shapes import result_shape
+from fastkron_py.runtime.autocast import autocasted
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.errors import type_error, value_error
@@ -51,11 +52,11 @@ def kron_quantize(
     Sun et al., 2025). A row's scale is ``clip_ratio * max|y| / largest``, with the largest number of the format: 127 of int8, 448 of
     float8_e4m3fn, 7 of int4. Values beyond are clipped; ties are rounded to even. Two factors of up to 256 and 128 rows and columns
     in half types are multiplied, and their rows rounded, in one launch on GPUs with warpgroup products (Hopper); elsewhere rounding takes
-    a launch of its own. A row of zeros has scale 1. A row with an infinity or a NaN has a scale of NaN, and values without a meaning. There
-    are no gradients.
+    a launch of its own. A row of zeros has scale 1. A row with an infinity or a NaN has a scale of NaN, and undefined values; so does a
+    row of float64 whose scale is too large for float32. There are no gradients.
 
     Args:
-        x: ``[*, K]``, a torch tensor of float16, bfloat16, float32 or float64.
+        x: ``[*, K]``, a torch tensor of float16, bfloat16, float32 or float64; under autocast of its dtype, as in `kron_matmul`.
         factors: matrices ``[P_i, Q_i]`` of x's dtype and device; ``K = prod P_i``, ``N = prod Q_i``.
         dtype: torch.int8, torch.float8_e4m3fn or "int4".
         clip_ratio: a number above 0, at most 1: the share of a row's largest absolute value that is the format's largest number.
@@ -80,6 +81,8 @@ def kron_quantize(
     if kind not in LARGEST or (kind == INT4) is not isinstance(dtype, str):
         raise type_error("dtype", 'torch.int8, torch.float8_e4m3fn or "int4"', dtype)
     listed = factor_list(factors)
+    if isinstance(x, Tensor):
+        x, listed, _ = autocasted(x, listed, None)
     check_tensors(x, listed, None, ("x", "factors", ""))
     if x.is_complex():
         raise type_error("x", "a real dtype", x.dtype)

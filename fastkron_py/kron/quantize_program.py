@@ -67,20 +67,28 @@ def program(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     if launcher is not None:
         build.launch(launcher, (problem.x, tuple(problem.factors), targets[1], targets[0]), (_STEP, bits(0.0)))
         return build.program(targets, shapes)
-    y = add_multiply(build, problem.x, problem.factors, precision)
-    launcher = rounding_launch(rows, n, kind, build.device)
+    operands = (problem.x, *problem.factors)
+    if x.dtype in HALF_DTYPES:  # a row is rounded once, and far below 1 float16 has few bits; for these operands TF32 is exact
+        wide = build.call(_in_float32, operands, *[describe(t.shape, torch.float32) for t in operands])
+        operands, precision = tuple(wide), "high"
+    y = add_multiply(build, operands[0], operands[1:], precision)
+    launcher = rounding_launch(rows, n, kind, build.device) if y.dtype == torch.float32 else None  # float64 has rows beyond float32
     if launcher is not None:
         build.launch(launcher, (y, targets[1], targets[0]), (_STEP,))
         return build.program(targets, shapes)
-    wide = build.reshape(y, (*x.shape[:-1], n))
-    return build.program(build.call(lambda y, step: rounded(y, step, kind), (wide,), values, scales, scalars=(_STEP,)))
+    y = build.reshape(y, (*x.shape[:-1], n))
+    return build.program(build.call(lambda y, step: rounded(y, step, kind), (y,), values, scales, scalars=(_STEP,)))
+
+
+def _in_float32(*tensors: Tensor) -> list[Tensor]:
+    return [t.to(torch.float32, memory_format=torch.contiguous_format) for t in tensors]
 
 
 def rounded(y: Tensor, step: float, kind: str) -> tuple[Tensor, Tensor]:
-    """(Values, scales) of rows, by torch's operations; ties go to even."""
-    y = y.float()
+    """(Values, scales) of rows of float32 or float64, by torch's operations; ties go to even."""
     largest = y.abs().amax(-1, keepdim=True) + (y * 0.0).sum(-1, keepdim=True)
-    scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny))
+    scales = torch.where(largest == 0, 1.0, (largest * step).clamp(min=torch.finfo(torch.float32).tiny)).float()
+    scales = scales.masked_fill(scales.isinf(), math.nan)
     v = (y / scales).clamp(-LARGEST[kind], LARGEST[kind])
     if kind == "float8_e4m3fn":
         return v.to(torch.float8_e4m3fn), scales
