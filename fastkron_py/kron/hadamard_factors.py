@@ -103,7 +103,9 @@ def _entries(order: int) -> tuple[tuple[int, ...], ...]:
 def matrices(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """The factors on the CPU, in float16 made smaller."""
     shrink = [2.0 ** -_exponent(order) if dtype == torch.float16 else 1.0 for order in sizes]
-    return [torch.tensor(_entries(order), dtype=torch.float64, device="cpu").mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)]
+    return [
+        torch.tensor(_entries(order), dtype=torch.float64, device="cpu").mul(s).to(dtype) for order, s in zip(sizes, shrink, strict=True)
+    ]
 
 
 def padded_matrix(m: int) -> list[Tensor | None]:

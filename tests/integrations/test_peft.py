@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastkron_py.integrations.peft import revert_fastkron, use_fastkron
 from fastkron_py.integrations.peft.layers import FastLoKr
 from fastkron_py.nn import LoKrLinear
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:peft", "ignore:Already unmerged:UserWarning")
@@ -280,3 +281,15 @@ def test_states_of_our_layer(both: bool) -> None:
     written = {f"{n}.default": t for n, t in own.adapter_state_dict("peft").items()}
     assert not theirs.load_state_dict(written, strict=False).unexpected_keys
     torch.testing.assert_close(own(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traced() -> None:
+    """torch.jit.trace compares two graphs, of calls with gradients and without: no layer may write over its base's result in one."""
+    CACHE.forget()
+    model = randomised(get_peft_model(Net(), LoKrConfig(target_modules=TARGETS, **CONFIGS["low_rank"]))).eval()
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    use_fastkron(model)
+    traced = torch.jit.trace(model, (x,))
+    assert_close(traced(x), expected)

@@ -18,6 +18,7 @@ import fastkron_py
 from fastkron_py.integrations.transformers import apply_to_llama, revert_llama
 from fastkron_py.integrations.transformers.layers import GatedProjections
 from fastkron_py.nn import LoKrLinear
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")
@@ -507,3 +508,24 @@ def test_mismatched_arguments_are_named() -> None:
         mlp(torch.randn(3, 16, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"weight\[0\]: expected a last dimension of x's 15 inputs"):
         mlp(torch.randn(3, 15))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("backward", ["save", "recompute"])
+def test_traced(backward: str) -> None:
+    """torch.jit.trace compares two graphs, of calls with gradients and without."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.model(ids, use_cache=False).logits
+            return logits
+
+    CACHE.forget()
+    model = tiny().eval()
+    expected = logits_of(model)
+    apply_to_llama(model, backward=backward)
+    assert_close_model(torch.jit.trace(Logits(model), (IDS,))(IDS), expected)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastkron_py
 from fastkron_py import hadamard
@@ -17,6 +18,7 @@ from fastkron_py.kron.hadamard import operator
 from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
 from fastkron_py.kron.plan.plan import PlanProblem, plan
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 # Those that language models' rows need, and one of each construction.
@@ -120,7 +122,13 @@ def test_transforms_modes_and_arrays(device: torch.device) -> None:
     [
         (torch.ones(3, 7), ValueError, r"x.shape\[-1\]: expected m \* 2\^k .*; got 7"),
         (torch.ones(3, 0), ValueError, r"x.shape\[-1\]: expected a positive length; got 0"),
-        (torch.ones(3, 8, dtype=torch.int64), TypeError, "x: expected a floating-point or complex dtype; got torch.int64"),
+        (torch.ones(3, 8, dtype=torch.int64), TypeError, "x: expected a dtype among float16, .*; got torch.int64"),
+        (torch.ones(2, 8).to_sparse(), TypeError, r"x: expected a dense \(strided\) tensor; got torch.sparse_coo"),
+        (
+            torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged),
+            TypeError,
+            r"x: expected a dense \(strided\) tensor; got a nested",
+        ),
         (torch.tensor(1.0), ValueError, "x: expected at least one dimension"),
         ([1.0, 2.0], TypeError, "x: expected a torch tensor"),
     ],
@@ -129,6 +137,34 @@ def test_transforms_modes_and_arrays(device: torch.device) -> None:
 def test_refusals(x: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         hadamard(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("n", [16, 24])
+def test_traced(n: int, device: torch.device) -> None:
+    CACHE.forget()
+    x, others = (torch.randn(3, n, dtype=torch.float64, device=device) for _ in range(2))
+    wanted = others @ matrix(n).to(device)
+    graphs: list[Any] = [torch.jit.trace(hadamard, (x,))]
+    graphs += [make_fx(lambda x: hadamard(x), tracing_mode=mode)(x) for mode in ("real", "fake", "symbolic")]
+    for graph in graphs:
+        torch.testing.assert_close(graph(others), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True], ids=str)
+def test_compiled_for_lengths_that_change(dynamic: bool | None, device: torch.device) -> None:
+    """Also of a scale with a gradient; a graph is one of its length."""
+    CACHE.forget()
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, scale: hadamard(x, scale=scale), dynamic=dynamic, fullgraph=True, backend="aot_eager")
+    for rows, n in ((3, 16), (4, 16), (3, 24), (5, 32)):
+        x = torch.randn(rows, n, dtype=torch.float64, device=device)
+        wanted = x @ matrix(n).to(device)
+        torch.testing.assert_close(compiled(x, 1.0), wanted, rtol=0, atol=1e-12)
+        scale = torch.tensor(2.0, dtype=torch.float64, device=device, requires_grad=True)
+        compiled(x, scale).sum().backward()
+        torch.testing.assert_close(scale.grad, wanted.sum(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("n", [16, 24])

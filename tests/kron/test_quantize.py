@@ -146,6 +146,48 @@ def test_tiny_rows(dtype: torch.dtype, kind: Any, backend_name: str, device: tor
     assert ((found.dequantize().double() - x.double()).abs() <= 0.501 * found.scales.double()).all()
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["a launch", "two launches"])
+@pytest.mark.parametrize("shapes", [SHAPES["a launch"], SHAPES["small"], SHAPES["multiplied out"]], ids=str)
+def test_small_numbers_of_float16(
+    shapes: list[tuple[int, int]], fused: bool, backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that float16 has few bits for is rounded once, to the values."""
+    if not fused:
+        monkeypatch.setattr(kernels, "half_of", lambda device, dtype: "")
+    x, factors, _ = problem(shapes, torch.float16, device)
+    x = x * 1e-6
+    wanted = reference.kron_matmul(x.double(), [f.double() for f in factors])
+    assert_nearest(kron_quantize(x, factors, torch.int8), wanted, torch.float16, torch.int8)
+
+
+def test_autocast(backend_name: str, device: torch.device) -> None:
+    """Operands are multiplied in autocast's dtype, as by kron_matmul; float64 stays."""
+    x, factors, wanted = problem(SHAPES["small"], torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = kron_quantize(x, [f.bfloat16() for f in factors], torch.int8)
+        doubled = kron_quantize(x.double(), [f.double() for f in factors], torch.int8)
+    same = kron_quantize(x.bfloat16(), [f.bfloat16() for f in factors], torch.int8)
+    assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True))
+    assert_nearest(doubled, wanted, torch.float64, torch.int8)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_rows_beyond_float32(kind: Any, backend_name: str, device: torch.device) -> None:
+    """A row of float64 may be larger than float32's numbers, while its scale is not."""
+    x, factors, _ = problem(SHAPES["small"], torch.float64, device)
+    x *= torch.tensor([[1.0], [3e38], [1e45]], dtype=torch.float64, device=device)
+    wanted = reference.kron_matmul(x, factors)
+    assert wanted[1].abs().max() > torch.finfo(torch.float32).max
+    found = kron_quantize(x, factors, kind)
+    found = found._replace(scales=found.scales.double())  # for a product that is not in float32
+    assert found.scales[:2].isfinite().all()
+    assert found.scales[2].isnan()
+    if kind != "int4":
+        ratio = found.values[:2].double() * found.scales[:2] / wanted[:2].abs().amax(-1, keepdim=True)
+        wanted_ratio = wanted[:2] / wanted[:2].abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(ratio, wanted_ratio, rtol=0, atol=0.04 if kind == torch.float8_e4m3fn else 0.51 / 127)
+
+
 def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
     x, factors, wanted = problem(SHAPES["padded"], torch.float16, device, (2, 3))
     for given in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., : x.shape[-1]]):

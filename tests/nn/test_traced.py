@@ -1,0 +1,118 @@
+"""torch.jit.trace, torch.export and its files, of layers whose eager calls write in place, save more, or keep a range."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastkron_py import KroneckerProduct
+from fastkron_py.nn import KAN, GatedMLP, LoKrConv2d, LoKrLinear, PolyKANLinear
+from fastkron_py.runtime.call_cache import CACHE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Llama(nn.Module):
+    """An MLP of one of transformers' models, in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(8, 12, layout="stacked")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.mlp(x.tanh())
+        return y
+
+
+TRACED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lokr": (lambda: LoKrLinear.from_linear(nn.Linear(8, 12), 2), (5, 8)),
+    "lokr of a vector": (lambda: LoKrLinear.from_linear(nn.Linear(8, 12, bias=False), 2), (8,)),
+    "lokr convolution": (lambda: LoKrConv2d.from_conv(nn.Conv2d(4, 6, 3), 2), (2, 4, 5, 5)),
+    "gated": (lambda: GatedMLP(8, 12), (5, 8)),
+    "gated, recomputed": (lambda: GatedMLP(8, 12, backward="recompute"), (5, 8)),
+    "in a model": (Llama, (2, 3, 8)),
+    "kan": (lambda: PolyKANLinear(8, 4, 3, basis="bspline"), (5, 8)),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("name", TRACED)
+def test_torch_traces_the_same_twice(name: str, trains: bool) -> None:
+    """It traces again without gradients, and compares the graphs."""
+    CACHE.forget()
+    make, shape = TRACED[name]
+    layer, x = make(), torch.randn(shape)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    layer(x)
+    layer.eval()
+    with torch.set_grad_enabled(trains):
+        traced = torch.jit.trace(layer, (x,))
+    others = torch.randn(shape)
+    torch.testing.assert_close(traced(others), layer(others), rtol=1e-5, atol=1e-5)
+    wanted, found = (
+        torch.autograd.grad(module(others).square().sum(), [p for p in module.parameters() if p.requires_grad])
+        for module in (layer, traced)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+EXPORTED: dict[str, Callable[[], nn.Module]] = {
+    "kan": lambda: PolyKANLinear(8, 4, 3),
+    "with a range": lambda: PolyKANLinear(8, 4, 5, basis="bspline"),
+    "network": lambda: KAN([8, 6, 4], 3),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_regions_without_gradients_have_a_result(name: str, training: bool) -> None:
+    """torch.export.save refuses one that has none, depending on what the process has traced before."""
+    CACHE.forget()
+    layer, x = EXPORTED[name]().train(), torch.randn(5, 8)
+    layer(x)
+    program = torch.export.export(layer.train(training), (x,))
+    regions = [node for node in program.graph.nodes if "set_grad_enabled" in str(node.target)]
+    assert all(node.users for node in regions)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.export.load(file).module()(x), layer(x))
+
+
+class Product(nn.Module):
+    """A Kronecker product as an operator."""
+
+    def __init__(self, call: Callable[[KroneckerProduct, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([torch.randn(3, 3), torch.randn(4, 4)])
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(KroneckerProduct(list(self.factors)), x)
+
+
+CALLS: dict[str, Callable[[KroneckerProduct, Tensor], Tensor]] = {
+    "K @ x": lambda k, x: k @ x.mT,
+    "x @ K": lambda k, x: x @ k,
+    "K * s": lambda k, x: x @ (k * x[0, 0]),
+    "s * K": lambda k, x: x @ (x[0, 0] * k),
+    "K / s": lambda k, x: x @ (k / x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_are_exported(name: str, strict: bool) -> None:
+    CACHE.forget()
+    torch.compiler.reset()
+    module, x = Product(CALLS[name]), torch.randn(5, 12)
+    torch.testing.assert_close(torch.export.export(module, (x,), strict=strict).module()(x), module(x))

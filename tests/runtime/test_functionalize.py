@@ -1,0 +1,89 @@
+"""torch.func.functionalize around public functions: their result, its gradients by autograd, and a plain word beside other transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functionalize, grad, jvp, vmap
+
+from fastkron_py import KroneckerProduct, gated_linear, hadamard, kron_matmul, kron_matmul_left, kron_quantize, mode_matmul, poly_kan
+from fastkron_py import rational as rational_function
+from fastkron_py.nn import LoKrLinear
+from fastkron_py.runtime.call_cache import CACHE
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+FACTORS = [torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)]
+LAYER = LoKrLinear.from_linear(torch.nn.Linear(12, 8, dtype=torch.float64), 2)
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kron_matmul": lambda x: kron_matmul(x, FACTORS),
+    "kron_matmul_left": lambda x: kron_matmul_left([f.mT for f in FACTORS], x.mT),
+    "mode_matmul": lambda x: mode_matmul(x.view(-1, 3, 4), {1: FACTORS[0], 2: FACTORS[1]}),
+    "hadamard": hadamard,
+    "operator": lambda x: KroneckerProduct([f @ f.mT for f in FACTORS]) @ x.mT,
+    "gated_linear": lambda x: gated_linear(x, FACTORS[0].new_ones(2, 6, 12), layout="stacked"),
+    "poly_kan": lambda x: poly_kan(x, FACTORS[0].new_ones(4, 6, 12), evaluation="lut"),
+    "rational": lambda x: rational_function(x, FACTORS[0].new_ones(3, 4), FACTORS[0].new_ones(3, 2)),
+    "lokr": LAYER,
+}
+OF_TORCH = ("gated_linear", "poly_kan")  # in transforms made of torch's own operations
+
+
+def of(x: Tensor) -> Tensor:
+    CACHE.forget()
+    return x
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients(name: str) -> None:
+    call = CALLS[name]
+    x = of(torch.randn(6, 12, dtype=torch.float64, requires_grad=True))
+    y, wanted = functionalize(call)(x), call(x)
+    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), x)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_writes_in_place() -> None:
+    """What functionalize is for."""
+
+    def call(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, :2] = 0
+        return kron_matmul(y.mul_(2), FACTORS)
+
+    x = of(torch.randn(6, 12, dtype=torch.float64))
+    torch.testing.assert_close(functionalize(call)(x), call(x), rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients() -> None:
+    x = of(torch.randn(6, 12, dtype=torch.float64))
+    found = functionalize(lambda x: tuple(kron_quantize(x, FACTORS, torch.int8)))(x)
+    assert all(torch.equal(a, b) for a, b in zip(found, kron_quantize(x, FACTORS, torch.int8), strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_beside_another_transform(name: str) -> None:
+    """It works, or raises; the operator of torch's dispatcher would lose a tangent."""
+    call = CALLS[name]
+    x = of(torch.randn(6, 12, dtype=torch.float64))
+    nested: list[Callable[[], Any]] = [
+        lambda: functionalize(grad(lambda x: call(x).square().sum()))(x),
+        lambda: grad(lambda x: functionalize(call)(x).square().sum())(x),
+        lambda: functionalize(lambda x: jvp(call, (x,), (x,))[1])(x),
+    ]
+    if name not in ("kron_matmul_left", "operator", "mode_matmul"):
+        nested.append(lambda: functionalize(vmap(call))(x))
+    if name in OF_TORCH:
+        torch.testing.assert_close(nested[0](), grad(lambda x: call(x).square().sum())(x), rtol=1e-12, atol=1e-12)
+        return
+    for run in nested:
+        with pytest.raises(NotImplementedError, match=r"torch\.func\.functionalize: expected no other transform beside it; got"):
+            run()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got Jvp in Functionalize"):
+        functionalize(call)(forward_ad.make_dual(x, x))
