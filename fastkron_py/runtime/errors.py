@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import warnings
+from typing import Any, Final
+
+_INSIDE: Final = ("fastkron_py", "torch")
 
 
 def _message(argument: str, expected: str, got: Any) -> str:
@@ -25,3 +29,14 @@ def type_name(value: Any) -> str:
     if value is None:
         return "None"
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warn of something at the line of the caller's that led to it: the innermost one outside of this package and of torch."""
+    level, frame = 1, sys._getframe()
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
+        if frame.f_back is None:  # a thread of autograd's
+            level = 2
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.checks import check_integer
-from fastkron_py.runtime.errors import type_error, type_name, value_error
+from fastkron_py.runtime.errors import type_error, type_name, value_error, warn
 
 TOLERANCES: Final = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float64: 1e-10, torch.complex128: 1e-10}
 """Of the residual relative to b, where the caller states none."""
@@ -68,10 +67,22 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
     return product.sum(-2, dtype=torch.float64)
 
 
-def _worst(squares: Tensor, start: Tensor) -> float:
+def _worst(squares: Tensor, start: Tensor) -> Tensor:
     """The largest relative residual; columns of b that are 0 have none."""
     ratio = torch.where(start > 0, (squares / start).sqrt(), 0.0)
-    return float(ratio.max()) if ratio.numel() else 0.0
+    return ratio.max() if ratio.numel() else ratio.sum()
+
+
+class _Best(NamedTuple):
+    """The iterates of the least residual that have been left behind, column by column, and the squares of these residuals."""
+
+    x: Tensor
+    squares: Tensor
+
+    def keep(self, columns: Tensor, x: Tensor, squares: Tensor) -> None:
+        """Take these columns' iterates."""
+        self.x.copy_(torch.where(columns.unsqueeze(-2), x, self.x))
+        self.squares.copy_(torch.where(columns, squares, self.squares))
 
 
 def conjugate_gradients(
@@ -81,7 +92,8 @@ def conjugate_gradients(
 
     The recurrence's residual drifts from the true one. So the true one is computed where the recurrence says that it has arrived, and
     the iteration begins anew from there as long as that halves it; then with a quarter of the tolerance as its goal, since it would
-    else stop after one step at a residual as large as before.
+    else stop after one step at a residual as large as before. Residuals rise and fall on their way: where the tolerance is not reached,
+    the result is the iterate of the least one, of each column, and none is worse than 0.
 
     Args:
         apply: A, Hermitian and positive definite, of ``[*batch, n, M]``.
@@ -98,21 +110,27 @@ def conjugate_gradients(
     start = _dots(b, b)
     if not bool(start.isfinite().all()):
         raise value_error("b", "finite numbers", "NaN or an infinity")
-    x, r = torch.zeros_like(b), b.clone()
-    iterations, residual, before = 0, _worst(start, start), math.inf
+    x, r, squares = torch.zeros_like(b), b.clone(), start
+    best = _Best(torch.zeros_like(b), start.clone())
+    iterations, residual, before = 0, float(_worst(start, start)), math.inf
     while residual > stop.tolerance and residual < before / 2 and iterations < stop.max_iterations:
         before = residual
         goal = stop if iterations == 0 else stop._replace(tolerance=stop.tolerance / 4)
-        iterations = _descend(apply, precondition, x, r, start, iterations, goal)
+        iterations = _descend(apply, precondition, x, r, start, iterations, goal, best)
         r = b - apply(x)
-        residual = _worst(_dots(r, r), start)
-    found = Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
-    if not found.converged:
-        text = (
-            f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
+        squares = _dots(r, r)
+        residual = float(_worst(squares, start))
+    if not residual <= stop.tolerance:
+        r = b - apply(best.x)
+        for other, of_other in ((best.x, _dots(r, r)), (torch.zeros_like(b), start)):
+            is_better = (of_other < squares) | squares.isnan()
+            x, squares = torch.where(is_better.unsqueeze(-2), other, x), torch.where(is_better, of_other, squares)
+        residual = float(_worst(squares, start))
+        warn(
+            f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}; "
+            "mask= leaves out points without data, and preconditioner= takes an approximation of the inverse"
         )
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return x, found
+    return x, Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
 
 
 def _descend(
@@ -123,11 +141,12 @@ def _descend(
     start: Tensor,
     iterations: int,
     stop: Stopping,
+    best: _Best,
 ) -> int:
     """Iterate from x with residual r, both updated in place, until the recurrence has converged. Returns the number of iterations."""
     z = precondition(r)
     p, rz = z.clone(), _dots(r, z)
-    residual = math.inf
+    residual, squares = math.inf, _dots(r, r)
     while residual > stop.tolerance and iterations < stop.max_iterations:
         ap = apply(p)
         curvature, active = _dots(p, ap), rz > 0
@@ -137,11 +156,15 @@ def _descend(
         step = torch.where(active, rz / curvature, 0.0).unsqueeze(-2).to(x.dtype)
         x.addcmul_(step, p)
         r.addcmul_(step, ap, value=-1)
+        last, squares = squares, _dots(r, r)
+        is_left = (squares > last) & (last < best.squares)
+        residual, any_left = torch.stack([_worst(squares, start), is_left.any().double()]).tolist()
+        if any_left:
+            best.keep(is_left, x - step * p, last)
         z = precondition(r)
         old, rz = rz, _dots(r, z)
         p = z.addcmul(torch.where(old > 0, rz / old, 0.0).unsqueeze(-2).to(x.dtype), p)
         iterations += 1
-        residual = _worst(_dots(r, r), start)
         if stop.progress is not None:
             stop.progress(iterations, residual)
     return iterations

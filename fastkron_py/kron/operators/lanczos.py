@@ -3,12 +3,18 @@
 With the preconditioner ``M = K + D'``, whose inverse is ``W W^H`` and whose determinant its eigenvalues give, ``log det A = log det M +
 tr log(W^H A W)``. The trace is the mean of ``z^H log(B) z`` over random signs z, each by the quadrature of a Lanczos iteration (Ubaru, Chen
 and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", 2017). B is near the identity where D is near a Kronecker
-product, and so is the estimate's error near 0. Its gradient is ``tr(M^-1 dA)``, exactly, and the mean of ``z^H (A^-1 - M^-1) dA z``.
+product, and so is the estimate's error near 0. Where D spans decades, M is ``T^-1 (K + D') T^-1`` with a diagonal T that gives it about
+the diagonal of A. The gradient is ``tr(P^-1 dA)``, exactly, and the mean of ``z^H (A^-1 - P^-1) dA z``: with
+``P = K + D'`` for factors, and for D with the matrix of conjugate gradients' preconditioner, whose diagonal is known.
+
+Quadratures of more steps are nearer, and of a logarithm they fall towards it, since its even derivatives are negative. Their bias
+is told from the changes by the last two doublings of the steps, as if further ones went on in their ratio. The iteration ends where the
+bias is small against the standard error, and it counts as a part of the error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -19,13 +25,13 @@ from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import Stopping, conjugate_gradients
 from fastkron_py.kron.operators.pencil import check_hermitian
-from fastkron_py.kron.operators.shifted import Shifted, check_real, preconditioning_basis
+from fastkron_py.kron.operators.shifted import Shifted, check_real, preconditioner
 from fastkron_py.runtime.errors import value_error
 
-_MOST_STEPS: Final = 200
-_BETWEEN: Final = 5  # steps between two looks at the estimate
-_CHANGE: Final = 1e-7  # of an estimate between two looks, for each dimension, at which it has converged
-_SHARE: Final = 0.01  # of the estimates' spread, which a change may have besides
+_LOOKS: Final = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # numbers of steps after which the estimate is looked at
+_CHANGE: Final = 1e-7  # bias of the estimate, for each dimension, at which it has converged
+_SHARE: Final = 0.1  # of the estimate's standard error, which that bias may be besides
+_SLOWEST: Final = 0.9  # ratio of two successive changes, at most, that a bias is told from
 
 
 class Probes(NamedTuple):
@@ -36,8 +42,10 @@ class Probes(NamedTuple):
     stop: Stopping
 
 
-def trace_of_log(apply: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    """``z^H log(B) z`` of each column, ``[*batch, M]`` in float64, for a B near the identity and columns of n signs.
+def trace_of_log(apply: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of ``z^H log(B) z`` over the columns, and its error, ``[*batch]`` in float64, for a B near the identity and columns of n signs.
+
+    The error is the standard error, NaN for one column, and with it the bias that steps which were not taken leave.
 
     Raises:
         ValueError: B is not positive definite.
@@ -47,8 +55,7 @@ def trace_of_log(apply: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     alphas: list[Tensor] = []
     betas: list[Tensor] = []
     beta = z.new_zeros(z.shape[:-2] + z.shape[-1:], dtype=torch.float64)
-    found = torch.full_like(beta, torch.inf)
-    for step in range(1, min(n, _MOST_STEPS) + 1):
+    for step in range(1, _LOOKS[-1] + 1):
         w = apply(q) - beta.unsqueeze(-2).to(z.dtype) * before
         alpha = (q.conj() * w).sum(-2).real.double()
         w = w - alpha.unsqueeze(-2).to(z.dtype) * q
@@ -58,20 +65,24 @@ def trace_of_log(apply: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
         beta = torch.where(beta > 4 * torch.finfo(z.dtype).eps * alpha.abs(), beta, 0.0)
         betas.append(beta)
         before, q = q, torch.where(beta.unsqueeze(-2) > 0, w / beta.clamp_min(1e-300).unsqueeze(-2).to(z.dtype), 0)
-        if step % _BETWEEN and step < min(n, _MOST_STEPS):
+        if step not in _LOOKS:
             continue
-        last, found = found, n * _quadrature(torch.stack(alphas, -1), torch.stack(betas[:-1], -1) if step > 1 else None)
-        spread = found.std(-1, keepdim=True) if found.shape[-1] > 1 else torch.zeros_like(found)
-        if bool(((found - last).abs() <= _CHANGE * n + _SHARE * spread).all()):
+        quarter, half, found = (n * _quadrature(alphas[:m], betas[: m - 1]) for m in (step // 4, step // 2, step))
+        mean = found.mean(-1)
+        error = found.std(-1) / found.shape[-1] ** 0.5 if found.shape[-1] > 1 else torch.full_like(mean, torch.nan)
+        change, earlier = (half.mean(-1) - mean).abs(), (quarter - half).mean(-1).abs()
+        bias = change / (1 - (change / earlier).nan_to_num(0.0).clamp_max(_SLOWEST))
+        if bool((bias <= _CHANGE * n + _SHARE * error.nan_to_num(0.0)).all()):
             break
-    return found
+    return mean, torch.hypot(error, bias)
 
 
-def _quadrature(diagonal: Tensor, beside: Tensor | None) -> Tensor:
-    """The first element of the logarithm of tridiagonal matrices ``[*batch, m, m]``."""
-    matrix = torch.diag_embed(diagonal)
-    if beside is not None:
-        matrix = matrix + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+def _quadrature(diagonal: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
+    """The first element of the logarithm of tridiagonal matrices, ``[*batch]``, of their diagonals' elements ``[*batch]``."""
+    matrix = torch.diag_embed(torch.stack(list(diagonal), -1))
+    if beside:
+        above = torch.diag_embed(torch.stack(list(beside), -1), 1)
+        matrix = matrix + above + above.mT
     values, vectors = torch.linalg.eigh(matrix)
     if not bool((values > 0).all()):
         raise value_error("factors, s", "a positive definite matrix for logdet", f"an eigenvalue near {float(values.min()):.3g}")
@@ -135,36 +146,33 @@ def estimate(k: Shifted, probes: Probes) -> tuple[Tensor, Tensor]:
     check_hermitian(k.factors, "logdet with probes")
     check_real(k.diagonals, "logdet with probes")
     size, own = len(k.factors), [_constant(t) for t in k.parameters]
-    diagonal, *vectors = preconditioning_basis(k._replace(factors=own[:size], diagonals=own[size:]))
-    right, left = vectors[:size], vectors[size:]
-    batch = torch.broadcast_shapes(diagonal.shape[:-1], *[t.shape[:-2] for t in k.factors], k.diagonal().shape[:-1])
-    n, like = diagonal.shape[-1], k.factors[0]
+    near = preconditioner(k._replace(factors=own[:size], diagonals=own[size:]))
+    right, scale = near.right, near.weight.sqrt()
+    batch = torch.broadcast_shapes(near.inverse.shape[:-1], *[t.shape[:-2] for t in k.factors], k.diagonal().shape[:-1])
+    n, like = near.inverse.shape[-1], k.factors[0]
     with torch.no_grad():
         shape = (*batch, n, probes.number)
         signs = torch.randint(2, shape, generator=probes.generator, device=like.device) * 2 - 1
         z = signs.to(like.dtype)
-        root = diagonal.rsqrt()
+        root = near.inverse.sqrt()
 
         def preconditioned(x: Tensor) -> Tensor:
-            inside = k.system.apply(kron_matmul_left(right, spectral.scaled(x, root)), own, False)
-            return spectral.scaled(kron_matmul_left([r.mH for r in right], inside), root)
+            x = spectral.scaled(kron_matmul_left(right, spectral.scaled(x, root)), scale)
+            x = spectral.scaled(k.system.apply(x, own, False), scale)
+            return spectral.scaled(kron_matmul_left([r.mH for r in right], x), root)
 
-        traces = trace_of_log(preconditioned, z)
+        trace, error = trace_of_log(preconditioned, z)
         of_right = algebra.slogdet(right)[1].double()
-        value = (diagonal.double().log().sum(-1) - 2 * of_right + traces.mean(-1)).to(like.real.dtype)
-        error = (traces.std(-1) / probes.number**0.5 if probes.number > 1 else traces.mean(-1) * float("nan")).to(value.dtype)
+        of_near = near.inverse.double().log().sum(-1) + near.weight.double().log().sum(-1) + 2 * of_right
+        value, error = (trace - of_near).to(like.real.dtype), error.to(like.real.dtype)
     if not any([_is_differentiated(p) for p in k.parameters]):
         return value, error
     with torch.no_grad():
-
-        def precondition(r: Tensor) -> Tensor:
-            return spectral.by_basis(left, diagonal.reciprocal(), right, r)
-
-        u = conjugate_gradients(lambda x: k.system.apply(x, own, False), precondition, z, probes.stop)[0] - precondition(z)
-        squares = [r.abs().square() for r in right]
-        of_inverse = kron_matmul_left(squares, diagonal.reciprocal().unsqueeze(-1)).squeeze(-1)
+        nearly = near.function()
+        x = conjugate_gradients(lambda x: k.system.apply(x, own, False), nearly, z, probes.stop)[0]
+        of_factors, of_diagonal = x - near.solve(z), near.diagonal() + ((x - nearly(z)).conj() * z).real.mean(-1)
     moving = [_Once.apply(p) for p in k.parameters]  # type: ignore[no-untyped-call]
     values = [(r.mH @ f @ r).diagonal(dim1=-2, dim2=-1).real for r, f in zip(right, moving, strict=False)]
-    slope = (algebra.kron_vectors(values) / diagonal).sum(-1) + (of_inverse * algebra.kron_vectors(moving[size:]).real).sum(-1)
-    slope = slope + (u.conj() * k.system.apply(z, moving, False)).sum((-2, -1)).real / probes.number
+    slope = (algebra.kron_vectors(values) * near.inverse).sum(-1) + (of_diagonal * algebra.kron_vectors(moving[size:]).real).sum(-1)
+    slope = slope + (of_factors.conj() * kron_matmul_left(moving[:size], z)).sum((-2, -1)).real / probes.number
     return value + slope - _constant(slope), error

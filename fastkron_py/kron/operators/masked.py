@@ -72,8 +72,8 @@ def _check_points(t: Tensor, dim: int, count: int, name: str) -> None:
 
 
 def _spread(s: Tensor, index: Tensor, size: int) -> Tensor:
-    """The vector at these indices of one of this size, with its mean elsewhere: only preconditioners read that."""
-    return s.detach().mean(-1, keepdim=True).expand(*s.shape[:-1], size).index_copy(-1, index, s)
+    """The vector at these indices of one of this size, with its median elsewhere: only preconditioners read that."""
+    return s.detach().real.median(-1, keepdim=True).values.to(s.dtype).expand(*s.shape[:-1], size).index_copy(-1, index, s)
 
 
 class MaskedKroneckerProduct(LazyOperator):
@@ -248,7 +248,7 @@ class MaskedKroneckerProduct(LazyOperator):
                 a matrix that turns out not to be positive definite.
 
         Warns:
-            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual.
+            RuntimeWarning: conjugate gradients did not reach the tolerance; it names the residual, and x is the best iterate.
 
         Example:
             >>> x = torch.linspace(0, 1, 30)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import Convergence, Stopping, conjugate_gradients
@@ -21,6 +23,9 @@ from fastkron_py.runtime.errors import value_error
 
 EQUAL, KRONECKER, VECTOR = "one number", "a Kronecker product", "a vector"
 _FLOOR: Final = 1e-3  # of the mean of D: less than this the preconditioner takes for this
+_FAR: Final = 10.0  # times K's diagonal: points of a larger D hardly depend on K, and do not count for the D' of the others
+_UNCOUNTED: Final = 1e-9  # the weight of such points in means, which others have 1 in
+_EVEN: Final = 0.9  # points of a larger weight are not told from those of weight 1
 
 
 class Shifted(NamedTuple):
@@ -108,7 +113,11 @@ def slogdet(k: Shifted, basis: Basis | None) -> tuple[Tensor, Tensor]:
     sign, log = spectral.log_abs_det(reduced(algebra.matrices(k.factors), k.masses, "s")[0], k.shift, False, basis)
     if k.form == EQUAL:
         count = Columns.of(k.factors).width
-        return (sign, log) if count == 1 else (monomial([sign], [count], signs=True).to(sign.dtype), count * log)
+        return (
+            (sign, log)
+            if count == 1
+            else (monomial([sign], [count], signs=True).to(sign.dtype), algebra.times(log.double(), count).to(log.dtype))
+        )
     of_diagonal = algebra.slogdet([torch.diag_embed(d) for d in k.diagonals])
     return sign * of_diagonal[0], log + of_diagonal[1]
 
@@ -149,32 +158,96 @@ def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
 # ---- conjugate gradients --------------------------------------------------------------------------------------------------------
 
 
-def nearest_kronecker(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Vectors whose Kronecker product is near to a positive one: the mean of its logarithms, and each mode's deviation from it."""
-    logs = vector.log().unflatten(-1, list(sizes))
+def nearest_kronecker(vector: Tensor, counts: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Vectors whose Kronecker product is near to a positive one: the mean of its logarithms, and each mode's deviation from it.
+
+    Args:
+        vector: ``[*batch, n]``.
+        counts: ``[*batch, n]``, how much each element counts in means.
+        sizes: of the modes.
+    """
+    logs, counts = vector.log().unflatten(-1, list(sizes)), counts.unflatten(-1, list(sizes))
     dims = list(range(-len(sizes), 0))
-    mean = logs.mean(dims)
+    mean = (counts * logs).sum(dims, keepdim=True) / counts.sum(dims, keepdim=True)
     found = []
     for d in dims:
         others = [e for e in dims if e != d]
-        own = logs.mean(others) if others else logs
-        found.append((own - mean.unsqueeze(-1) * (1 - 1 / len(sizes))).exp())
+        own = ((counts * (logs - mean)).sum(others) / counts.sum(others)) if others else logs - mean
+        found.append((own + mean.flatten(-len(sizes)) / len(sizes)).exp())
     return found
 
 
+class Preconditioner(NamedTuple):
+    """An approximation of ``(K + D)^-1`` by the eigenvectors of ``K + D'`` with a Kronecker product D' near to D.
+
+    Where D is far above D', that of missing measurements say, no D' of the whole grid does. With k the mean of K's diagonal and weights
+    ``w = (D' + k) / (D + k)``, which are near 1 where D is near D' or both are below k, it is ``w (K + D')^-1 w + (1 - w) / (D + k)``: at
+    points of a small w nearly the diagonal matrix ``1 / D``.
+
+    Attributes:
+        inverse: of the eigenvalues of ``K + D'``, ``[*batch, n]``.
+        weight: w, ``[*batch, n]``.
+        rest: ``(1 - w) / (D + k)``, or 0 where D is below D'.
+        right: matrices with ``right E^-1 left = (K + D')^-1``.
+        left: their conjugate transposes.
+    """
+
+    inverse: Tensor
+    weight: Tensor
+    rest: Tensor
+    right: list[Tensor]
+    left: list[Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them in a list."""
+        return [self.inverse, self.weight, self.rest, *self.right, *self.left]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> Preconditioner:
+        """The one with these `tensors`."""
+        inverse, weight, rest, *vectors = tensors
+        size = len(vectors) // 2
+        return cls(inverse, weight, rest, vectors[:size], vectors[size:])
+
+    def solve(self, r: Tensor) -> Tensor:
+        """``(K + D')^-1 r``."""
+        return spectral.by_basis(self.left, self.inverse, self.right, r)
+
+    def function(self) -> Callable[[Tensor], Tensor]:
+        """From r to an approximation of ``(K + D)^-1 r``."""
+        if self._is_even():
+            return self.solve
+        weight = self.weight.clamp(max=1)
+        return lambda r: spectral.scaled(self.solve(spectral.scaled(r, weight)), weight) + spectral.scaled(r, self.rest)
+
+    def diagonal(self) -> Tensor:
+        """That of the `function`'s matrix, ``[*batch, n]``."""
+        of_near = kron_matmul_left([r.abs().square() for r in self.right], self.inverse.unsqueeze(-1)).squeeze(-1)
+        return of_near if self._is_even() else self.weight.clamp(max=1).square() * of_near + self.rest
+
+    def _is_even(self) -> bool:
+        return bool((self.weight > _EVEN).all())
+
+
 @torch.no_grad()
-def preconditioning_basis(k: Shifted) -> list[Tensor]:
-    """E, and the right and left vectors of ``K + D'``, with the Kronecker product D' that is nearest to D, made positive definite."""
+def preconditioner(k: Shifted) -> Preconditioner:
+    """That of ``K + D``, with D made positive."""
     sizes = [f.shape[-1] for f in k.factors]
     diagonal = k.diagonal().real
     diagonal = diagonal.expand(*diagonal.shape[:-1], math.prod(sizes))
-    size = diagonal.abs().mean(-1, keepdim=True)
-    size = torch.where(size > 0, size, 1.0)
-    masses = [torch.diag_embed(v).to(k.factors[0].dtype) for v in nearest_kronecker(torch.maximum(diagonal, _FLOOR * size), sizes)]
-    basis = eigenbasis(k.factors, masses, name="s")
+    scale = reduce(torch.mul, [f.diagonal(dim1=-2, dim2=-1).abs().mean(-1, keepdim=True) for f in k.factors])
+    counts = torch.where(diagonal.abs() < _FAR * scale, 1.0, _UNCOUNTED).to(diagonal.dtype)
+    size = (counts * diagonal.abs()).sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)
+    size = torch.where(size > 0, size, torch.where(scale > 0, scale, 1.0))
+    raised = torch.maximum(diagonal, _FLOOR * size)
+    near = nearest_kronecker(raised, counts, sizes)
+    basis = eigenbasis(k.factors, [torch.diag_embed(v).to(k.factors[0].dtype) for v in near], name="s")
     values = combined(basis.values, False, torch.ones((), dtype=diagonal.dtype, device=diagonal.device))
     least = torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
-    return [torch.maximum(values, least), *basis.right, *basis.left]
+    weight = (algebra.kron_vectors(near) + scale) / (raised + scale)
+    rest = (1 - weight).clamp_min(0) / (raised + scale)
+    return Preconditioner(torch.maximum(values, least).reciprocal(), weight, rest, basis.right, basis.left)
 
 
 @dataclass(eq=False)
@@ -185,7 +258,7 @@ class IterativeSystem:
         product: ``K + D``.
         stop: when to stop.
         mask: bool ``[*batch, n, 1]`` or None.
-        preconditioner: a function of a residual; None takes the constants of a solve (`preconditioning_basis`), if there are any.
+        preconditioner: a function of a residual; None takes the constants of a solve, `Preconditioner.tensors`, if there are any.
         note: is told how each solve ended, those of backward passes too.
     """
 
@@ -204,16 +277,14 @@ class IterativeSystem:
 
     def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A^-1 b``."""
-        own = None if self.preconditioner is not None or not constants else (constants[0].reciprocal(), constants[1:])
+        own = None if self.preconditioner is not None or not constants else Preconditioner.of_tensors(constants).function()
 
         def precondition(r: Tensor) -> Tensor:
             if self.preconditioner is not None:
                 return self.preconditioner(r)
             if own is None:
                 return r
-            inside = r if self.mask is None else torch.where(self.mask, r, 0)
-            size = self.product.size
-            z = spectral.by_basis(own[1][size:], own[0], own[1][:size], inside)
+            z = own(r if self.mask is None else torch.where(self.mask, r, 0))
             return z if self.mask is None else torch.where(self.mask, z, r)
 
         x, found = conjugate_gradients(lambda p: self.apply(p, parameters, False), precondition, b, self.stop)
@@ -236,4 +307,4 @@ def solve_iteratively(k: Shifted, b: Tensor, system: IterativeSystem, preconditi
     check_hermitian(k.factors, "conjugate gradients")
     check_real(k.diagonals, "conjugate gradients")
     b = b if system.mask is None else torch.where(system.mask, b, 0)
-    return linear_solve(system, b, k.parameters, preconditioning_basis(k) if precondition and b.numel() else [])
+    return linear_solve(system, b, k.parameters, preconditioner(k).tensors if precondition and b.numel() else [])

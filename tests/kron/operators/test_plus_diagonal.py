@@ -15,7 +15,7 @@ import torch
 from kronecker_cases import SQUARE, hermitian, ids, near, near_by_elements, random_factors
 
 from fastkron_py import KroneckerProduct
-from fastkron_py.kron.operators import cg
+from fastkron_py.kron.operators import cg, lanczos
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
@@ -205,6 +205,68 @@ def test_float32_reaches_its_tolerance(device):
     assert float((dense @ x.double() - b.double()).norm() / b.norm()) < 2e-4
 
 
+def with_missing_points(dtype, device, share=0.3):
+    """A grid whose missing points have a noise of 1e6, others of 0.01, and the dense matrix in float64."""
+    x = torch.linspace(0, 1, 12, dtype=torch.float64, device=device)
+    line = torch.exp(-20 * (x - x[:, None]) ** 2)
+    s = torch.where(torch.rand(144, device=device) < share, 1e6, 0.01).double()
+    return KroneckerProduct([line, line]).to(dtype).add_diagonal(s.to(dtype)), torch.kron(line, line) + torch.diag(s)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("single", [False, True], ids=["float64", "float32"])
+def test_a_diagonal_that_spans_decades(single, share, device):
+    """The default takes fewer iterations than dividing by the diagonal, which takes fewer than the 1000 that are allowed."""
+    a, dense = with_missing_points(torch.float32 if single else torch.float64, device, share)
+    b = torch.randn(144, 2, dtype=torch.float64, device=device)
+    counts = []
+    for preconditioner in (lambda r: r / (dense.diagonal() - 1)[:, None].to(r.dtype), True):
+        x = a.solve(b.to(a.dtype), preconditioner=preconditioner)
+        assert a.convergence.converged
+        counts.append(a.convergence.iterations)
+        assert (x - torch.linalg.solve(dense, b)).norm() < (1e-3 if single else 1e-8) * torch.linalg.solve(dense, b).norm()
+    assert counts[1] < counts[0]
+
+
+def test_the_best_iterate_is_returned(device):
+    """Residuals of a poor preconditioner rise above that of 0 and fall below it; each column has its own best."""
+    a, dense = with_missing_points(torch.float64, device)
+    b = torch.randn(144, 3, dtype=torch.float64, device=device)
+    b[:, 2] = 0
+    for count in (1, 7, 40, 90):
+        seen = []
+        for columns in ([0], [1], [0, 1, 2]):
+            given, residuals = b[:, columns], []
+            with pytest.warns(RuntimeWarning, match="conjugate gradients"):
+                x = a.solve(given, preconditioner=False, max_iterations=count, progress=lambda _, r, to=residuals: to.append(r))
+            found = ((dense @ x - given).norm(dim=0) / given.norm(dim=0)).nan_to_num(0.0)
+            assert a.convergence.residual == pytest.approx(float(found.max()), rel=1e-6)
+            seen.append((found, min([1.0, *residuals])))
+        for column in (0, 1):
+            assert float(seen[column][0]) <= seen[column][1] * (1 + 1e-6)
+            assert float(seen[2][0][column]) == pytest.approx(seen[column][1], rel=0.1)  # rounding differs
+
+
+def test_nothing_worse_than_zero_is_returned(device):
+    """A preconditioner that leads away: the first iterates are worse than x = 0 in one column, and better in the other."""
+    values, scales = torch.tensor([[[1.0], [1e4]], [[1.0], [10.0]]], dtype=torch.float64, device=device)
+    b = torch.tensor([[1.0, 0.0], [1e-3, 1.0]], dtype=torch.float64, device=device)
+    with pytest.warns(RuntimeWarning, match="conjugate gradients"):
+        x, found = cg.conjugate_gradients(lambda x: values * x, lambda r: scales * r, b, cg.stopping(0, 1, None, torch.float64))
+    assert (x[:, 0] == 0).all()
+    assert (values * x - b)[:, 1].norm() < 1e-12
+    assert found.residual == 1
+
+
+def test_the_warning_points_at_the_caller_and_says_what_helps(device):
+    a, _ = with_missing_points(torch.float64, device)
+    s = a.solve
+    for call in (s, a.to(torch.float64).solve, torch.no_grad()(s), lambda *args, **options: a.inv_quad_logdet(*args, **options)):
+        with pytest.warns(RuntimeWarning, match="mask= .* preconditioner= ") as caught:
+            call(torch.ones(144, dtype=torch.float64, device=device), max_iterations=2)
+        assert {w.filename for w in caught} == {__file__}
+
+
 def test_a_restart_goes_beyond_the_tolerance(device):
     """Rounding left the true residual above a tolerance that the recurrence had just reached; reaching it again would leave it there."""
     torch.manual_seed(0)
@@ -242,6 +304,31 @@ def test_estimated_determinants(dtype, device):
     parts = [positive(p, dtype=dtype, device=device) for p in (8, 10)]
     d = kron_dense([p[:, None] for p in parts])[:, 0]
     near(k.add_diagonal(d).logdet(probes=2), torch.logdet(dense + torch.diag(d)))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_estimated_determinants_of_diagonals_that_span_decades(share, device):
+    a, dense = with_missing_points(torch.float64, device, share)
+    found, exact = a.logdet(probes=200, generator=torch.Generator(device).manual_seed(0)), torch.logdet(dense)
+    assert (found - exact).abs() < 4 * a.standard_error
+    assert a.standard_error < 0.01 * exact.abs()
+    s = torch.where(dense.diagonal() > 2, 1e6, 0.01).double().requires_grad_()
+    value = KroneckerProduct(a.factors).add_diagonal(s).logdet(probes=200, generator=torch.Generator(device).manual_seed(0))
+    (gradient,) = torch.autograd.grad(value, s)
+    assert ((gradient - torch.linalg.inv(dense).diagonal()) * s.detach()).norm() < 30  # of 2e7 with the same matrix for both
+
+
+def test_unfinished_quadratures_count_in_the_error(device):
+    """Eigenvalues of nine decades, evenly spread in logarithms, are too many for the steps that there are."""
+    values = torch.logspace(-9, 0, 4000, dtype=torch.float64, device=device)[:, None]
+    z = (torch.randint(2, (4000, 16), device=device) * 2 - 1).double()
+    mean, error = lanczos.trace_of_log(lambda x: values * x, z)
+    exact = float(values.log().sum())  # of a diagonal matrix, whichever the signs
+    assert mean > exact + 1
+    assert abs(float(mean) - exact) < float(error)
+    mean, error = lanczos.trace_of_log(lambda x: values.sqrt().sqrt() * x, z)
+    assert abs(float(mean) - exact / 4) < 1e-3
+    assert float(error) < 1
 
 
 def test_gradients_of_estimated_determinants(dtype):
