@@ -43,6 +43,9 @@ class Bridge:
 class _NumpyBridge(Bridge):
     noun = "a NumPy array"
 
+    def __init__(self) -> None:
+        self._read_only: set[int] = set()  # addresses of memory that was loaded, and that results shall not be written through
+
     def load(self, array: Any, name: str) -> Tensor:
         import numpy
 
@@ -55,11 +58,16 @@ class _NumpyBridge(Bridge):
         if copied:
             array = array.astype(array.dtype.newbyteorder("="), order="C")
         elif not array.flags.writeable:
-            array = numpy.asarray(_ReadOnly(array))
+            t = torch.from_numpy(numpy.asarray(_ReadOnly(array)))
+            self._read_only.add(t.untyped_storage().data_ptr())
+            return t
         return torch.from_numpy(array)
 
     def give_back(self, t: Tensor) -> Any:
-        array = t.detach().resolve_conj().resolve_neg().numpy()
+        t = t.detach().resolve_conj().resolve_neg()
+        array = t.numpy()
+        if t.untyped_storage().data_ptr() in self._read_only:
+            array.flags.writeable = False
         return array[()] if array.ndim == 0 else array  # a scalar, as from numpy.trace
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
@@ -69,7 +77,7 @@ class _NumpyBridge(Bridge):
 class _ReadOnly:
     """Presents a read-only array as a writable one, because torch warns of the others.
 
-    Operators only read their inputs, and this object keeps the array's memory alive.
+    Operators only read their inputs, `_NumpyBridge.give_back` has views of it read-only again, and this object keeps its memory alive.
     """
 
     def __init__(self, array: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from array_cases import draw, wide
 
-from fastkron_py import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left
+from fastkron_py import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left, mode_matmul
 from fastkron_py.runtime import arrays
 from fastkron_py.testing import assert_close
 
@@ -262,3 +262,29 @@ def test_tensors_need_no_adapter():
     code = "import sys, torch, fastkron_py; fastkron_py.kron_matmul(torch.ones(2, 4), [torch.ones(2, 2)] * 2); "
     code += "assert not {'array_api_compat', 'cupy', 'jax', 'dask', 'triton', 'fastkron_py.testing'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- read-only memory --------------------------------------------------------------------------------------------------------------------
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def test_memory_that_may_not_be_written_to_is_not_given_back_as_writable(rng, tmp_path):
+    """Verbs that return their input or a view of it; a write to a mapped file's memory would end the process."""
+    np.arange(12.0).tofile(tmp_path / "file")
+    m = np.memmap(tmp_path / "file", dtype=np.float64, mode="r", shape=(3, 4))
+    f, s = read_only(rng.standard_normal((4, 4))), read_only(rng.random(4))
+    product = KroneckerProduct([3, f]) @ KroneckerProduct([read_only(np.eye(3)), 4])
+    shifted = KroneckerProduct([f]).add_diagonal(KroneckerProduct([read_only(np.diag(s))]))
+    for y in (mode_matmul(m, {}), *product.factors, *shifted._diagonals, *shifted.mT._arrays, KroneckerProduct([m]).mT.factors[0]):
+        with pytest.raises(ValueError, match="read-only"):
+            y[...] = 5
+    own = rng.standard_normal((3, 4))
+    y = mode_matmul(own, {})
+    y[0, 0] = 5
+    assert own[0, 0] == 5
+    for y in (mode_matmul(m, {1: f}), KroneckerProduct([f]).diagonal(), KroneckerProduct([f]).to_dense()):
+        y[...] = 5
