@@ -24,6 +24,8 @@ from fastkron_py.runtime.errors import type_error, value_error
 
 _LINALG_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
+_LARGEST_VECTOR: Final = 2**36  # elements: 256 GiB of float32
+_WIDEST_STEP: Final = 100  # bits of an integer that float32, too, is multiplied with at once
 _LARGEST_LOG: Final = 44.0  # of a determinant that is computed as it is: half of float32's range
 
 
@@ -105,7 +107,17 @@ def kron_vectors(vectors: Sequence[Tensor], combine: Callable[[Tensor, Tensor], 
         product = combine(a[..., :, None], b[..., None, :])
         return product.reshape(*product.shape[:-2], a.shape[-1] * b.shape[-1])
 
+    count = math.prod([v.shape[-1] for v in vectors])
+    if count > _LARGEST_VECTOR:
+        raise value_error("factors", f"a product of at most {_LARGEST_VECTOR} rows, for a vector of as many elements", f"{count} rows")
     return reduce(pair, vectors) if len(vectors) > 1 else vectors[0].clone()
+
+
+def times(t: Tensor, n: float) -> Tensor:
+    """``t * n`` for a number, or an integer of any size: infinite where it overflows, and 0 where t is 0."""
+    while isinstance(n, int) and n >> _WIDEST_STEP:
+        t, n = t * 2.0**_WIDEST_STEP, n >> _WIDEST_STEP
+    return t * float(n)
 
 
 def kron_range(vectors: Sequence[Factor], start: int, stop: int, combine: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> Tensor:
@@ -178,7 +190,14 @@ def trace(factors: Sequence[Factor]) -> Tensor:
         raise value_error("factors", "a square product for trace", f"a product of {rows} x {columns}")
     if any([shape[-2] != shape[-1] for shape in shapes]):
         return diagonal(factors).sum(-1)
-    return reduce(torch.mul, [f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in matrices(factors)]) * _identity_size(factors)
+    return _product([f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in matrices(factors)], _identity_size(factors))
+
+
+def _product(ts: Sequence[Tensor], n: float) -> Tensor:
+    """The product of tensors and a number, in double precision on the way, where float32 may overflow."""
+    dtype = ts[0].dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return times(reduce(torch.mul, [t.to(wide) for t in ts]), n).to(dtype)
 
 
 def _identity_size(factors: Sequence[Factor]) -> int:
@@ -198,8 +217,8 @@ def slogdet(factors: Sequence[Factor]) -> tuple[Tensor, Tensor]:
         own = [f.to(torch.complex128) for f in own]
     parts = per_factor(own, "a determinant", torch.linalg.slogdet)
     sign = monomial([sign for sign, _ in parts], weights, signs=True)
-    # A weight of 0 (some other factor is empty) must not meet the log of 0.
-    logs = [log * float(weight) if weight else torch.zeros_like(log) for (_, log), weight in zip(parts, weights, strict=True)]
+    # A weight of 0 (some other factor is empty) must not meet the log of 0, and float32's largest number is below many weights.
+    logs = [times(log.double(), weight) if weight else torch.zeros_like(log) for (_, log), weight in zip(parts, weights, strict=True)]
     return sign.to(given.dtype), reduce(torch.add, logs).to(given.real.dtype)
 
 
@@ -293,7 +312,8 @@ def norm(factors: Sequence[Factor], order: Any) -> Tensor:
         check_linalg_dtype(factors, f"the norm {order!r}")
     norms: list[Tensor] = [torch.linalg.matrix_norm(f, order) for f in matrices(factors)]
     size = _identity_size(factors)
-    return reduce(torch.mul, norms) * {"fro": math.sqrt(size), "nuc": size}.get(order, min(size, 1))
+    root = math.isqrt(size) if size >> _WIDEST_STEP else math.sqrt(size)
+    return _product(norms, {"fro": root, "nuc": size}.get(order, min(size, 1)))
 
 
 def multiply(left: Sequence[Factor], right: Sequence[Factor]) -> list[Factor]:

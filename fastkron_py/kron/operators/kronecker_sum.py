@@ -185,10 +185,11 @@ class KroneckerSum(LazyOperator):
     def trace(self) -> Any:
         """The sum of the diagonal, ``[*batch]``."""
 
-        def trace(factors: list[Tensor], masses: list[Tensor]) -> Tensor:
-            return torch.stack([algebra.trace(term).expand(self._shape[:-2]) for term in terms(factors, masses)]).sum(0)
+        def trace(factors: list[Factor], masses: list[Factor]) -> Tensor:
+            one = algebra.matrices([*factors, *masses])[0].new_ones(1, 1)  # a term may have no matrix
+            return torch.stack([algebra.trace([one, *term]).expand(self._shape[:-2]) for term in terms(factors, masses)]).sum(0)
 
-        return self._pairs(trace)
+        return self._pairs(trace, identities=True)
 
     def solve(self, b: Any) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.

@@ -363,3 +363,12 @@ def test_large_sums_are_never_built():
     k = torch.arange(1, 65, dtype=torch.float64) * torch.pi / 65
     values = 2 - 2 * k.cos()
     near(s.logdet(), (values[:, None, None] + values[:, None] + values).log().sum())
+
+
+def test_traces_build_no_identity(device):
+    """Identities of any size, alone in a term too, and as masses."""
+    a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64, device=device)
+    assert float(KroneckerSum([2**40, 2**40, a]).trace()) == 2.0**80 * 9
+    assert KroneckerSum([8000, a]).trace() == 8000 * 7
+    s = KroneckerSum([3, a], masses=[torch.eye(3, dtype=torch.float64, device=device) + 1, 2])
+    assert s.trace() == s.to_dense().trace()
