@@ -22,12 +22,14 @@ DENSE_LIMIT: Final = 2**26
 
 
 def check_dense_size(shape: tuple[int, ...], max_elements: int | None) -> None:
-    """Raise ValueError where a matrix of this shape has more elements, TypeError where that is no number of them."""
+    """Raise ValueError where an array of this shape has more elements, TypeError where that is no number of them."""
     if max_elements is not None:
         max_elements = check_integer("max_elements", max_elements, "an integer or None")
         count = math.prod(shape)
         if count > max_elements:
-            raise value_error("max_elements", f"at least {count} to build a matrix of shape {shape}", max_elements)
+            raise value_error(
+                "max_elements", f"at least {count} to build {'a matrix' if len(shape) > 1 else 'a vector'} of shape {shape}", max_elements
+            )
 
 
 def numbered(name: str, arrays: Sequence[Any]) -> list[str]:

@@ -13,7 +13,7 @@ from fastkron_py.kron.api import kron_matmul, kron_matmul_left
 from fastkron_py.kron.checks import factors_and_identities, is_identity, shape_of
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.add_diagonal import plus_diagonal
-from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, numbered
+from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
 from fastkron_py.kron.operators.matrix_function import KroneckerFunction
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
@@ -21,6 +21,8 @@ from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
+DIAGONAL_LIMIT: Final = 2**30
+"""Elements that `diagonal` builds without being told to: 4 GiB of float32."""
 NORMS: Final = ("fro", "nuc", 1, 2, math.inf)
 
 
@@ -119,8 +121,17 @@ class KroneckerProduct(LazyOperator):
 
     # ---- linear algebra -----------------------------------------------------------------------
 
-    def diagonal(self) -> Any:
-        """The elements ``K[i, i]``, ``[*batch, min(prod P_i, prod Q_i)]``; the factors need not be square."""
+    def diagonal(self, *, max_elements: int | None = DIAGONAL_LIMIT) -> Any:
+        """The elements ``K[i, i]``, ``[*batch, min(prod P_i, prod Q_i)]``; the factors need not be square.
+
+        Args:
+            max_elements: refuse to build more than this; None builds anything.
+
+        Raises:
+            TypeError: max_elements is not an integer.
+            ValueError: the diagonal has more elements.
+        """
+        check_dense_size((*self._shape[:-2], min(self._shape[-2:])), max_elements)
         return self._run(algebra.diagonal)
 
     def trace(self) -> Any:

@@ -358,3 +358,41 @@ def test_autocast_and_backend_reach_the_products(device):
         assert (k @ x).dtype == torch.bfloat16
     with fastkron_py.backend("torch"):
         assert_close(k @ x, kron_dense([f.double() for f in k.factors]) @ x.double())
+
+
+# ---- extremes --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_numbers_beyond_the_dtype_on_the_way(dtype, device):
+    """Powers of determinants, sizes of identities and parts of products that are larger than any number of the dtype."""
+    eye, a = torch.eye(64, dtype=dtype, device=device), torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=dtype, device=device)
+    k = KroneckerProduct([eye] * 23)
+    assert k.slogdet() == (1, 0)
+    assert k.logdet() == 0
+    assert k.det() == 1
+    assert KroneckerProduct([torch.zeros_like(eye), *[eye] * 22]).slogdet().logabsdet == -torch.inf
+    assert complex(KroneckerProduct([2**40, 2**40, a]).logdet()).real == pytest.approx(2.0**80 * math.log(5), rel=1e-6)
+    wide = KroneckerProduct([2**40, 2**40, a])
+    for order, expected in {"fro": 2.0**40 * 15**0.5, "nuc": 2.0**80 * 5, 1: 4.0, torch.inf: 4.0, 2: (5 + 5**0.5) / 2}.items():
+        assert float(wide.norm(order)) == pytest.approx(expected, rel=1e-6)
+    assert complex(wide.trace()) == 5 * 2**80
+    assert KroneckerProduct([2**2000, torch.zeros_like(a)]).trace() == 0
+    assert KroneckerProduct([2**2000, torch.zeros_like(a)]).norm("nuc") == 0
+    huge, tiny = 1e30 * torch.eye(2, dtype=dtype, device=device), 1e-30 * torch.eye(2, dtype=dtype, device=device)
+    assert complex(KroneckerProduct([huge, huge, tiny]).trace()).real == pytest.approx(8e30, rel=1e-6)
+    assert float(KroneckerProduct([tiny, tiny, huge]).norm("nuc")) == pytest.approx(8e-30, rel=1e-6)
+    assert complex(wide.add_diagonal(0.5).logdet()).real == pytest.approx(2.0**80 * math.log(2.5 * 3.5 - 1), rel=1e-6)
+
+
+def test_diagonals_that_no_memory_holds_are_refused(device):
+    k = KroneckerProduct([torch.eye(4, device=device)] * 30)
+    with pytest.raises(ValueError, match="max_elements: expected at least 1152921504606846976 to build a vector"):
+        k.diagonal()
+    with pytest.raises(ValueError, match="factors: expected a product of at most 68719476736 rows"):
+        k.diagonal(max_elements=None)
+    with pytest.raises(ValueError, match="factors: expected a product of at most"):
+        k.eigvalsh()
+    with pytest.raises(ValueError, match="max_elements: expected at least 16"):
+        KroneckerProduct([torch.eye(4, device=device)] * 2).diagonal(max_elements=15)
+    assert KroneckerProduct([torch.eye(4, device=device)] * 2).diagonal(max_elements=16).sum() == 16
