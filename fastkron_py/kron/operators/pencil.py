@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.operators.algebra import kron_range, kron_vectors, per_factor
+from fastkron_py.kron.operators.schur import schur
 from fastkron_py.runtime.eager import transforms_active
 from fastkron_py.runtime.errors import value_error
 
 SYMMETRY: Final = 64.0
-"""Units in the last place of a matrix's largest element by which it may differ from its conjugate transpose."""
+"""Units in the last place of a matrix's largest element by which it may differ from its conjugate transpose; of the largest eigenvalue, by
+which others may differ from 0 by rounding alone."""
 
 
 class Basis(NamedTuple):
@@ -33,6 +35,7 @@ class Basis(NamedTuple):
         inverses: of the vectors: their conjugate transposes where every matrix is Hermitian.
         right: of the pairs.
         left: of the pairs.
+        conditions: of each pair's vectors, ``[]``; none where every matrix is Hermitian. Where one is infinite, the inverses are useless.
     """
 
     values: list[Tensor]
@@ -40,6 +43,7 @@ class Basis(NamedTuple):
     inverses: list[Tensor]
     right: list[Tensor]
     left: list[Tensor]
+    conditions: list[Tensor]
 
 
 def are_hermitian(matrices: Sequence[Tensor]) -> list[bool]:
@@ -120,21 +124,37 @@ def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name
     Raises:
         TypeError: half types.
         ValueError: a mass matrix is Hermitian and not positive definite, or factors are not Hermitian and shall be.
-        torch.linalg.LinAlgError: a mass matrix is singular, or a pair has too few eigenvectors.
+        torch.linalg.LinAlgError: a mass matrix is singular.
     """
     if hermitian:
         check_hermitian(factors, "eigenvalues that are real")
     matrices, lowers = reduced(factors, masses, name)
     if all(are_hermitian(matrices)):
         parts = per_factor(matrices, "eigenvectors", torch.linalg.eigh)
-        values, vectors = [v for v, _ in parts], [q for _, q in parts]
-        inverses = [q.mH for q in vectors]
+        inverses, conditions = [q.mH for _, q in parts], []
     else:
         parts = per_factor(matrices, "eigenvectors", torch.linalg.eig)
-        values, vectors = [v for v, _ in parts], [q for _, q in parts]
-        inverses = [_inverse(i, q) for i, q in enumerate(vectors)]
+        inverses = [torch.linalg.inv_ex(q).inverse for _, q in parts]
+        conditions = [torch.linalg.cond(q).amax() if q.numel() else torch.ones((), device=q.device) for _, q in parts]
+    vectors = [q for _, q in parts]
+    return Basis([v for v, _ in parts], vectors, inverses, *_of_pairs(vectors, inverses, masses, lowers), conditions)
+
+
+@torch.no_grad()
+def schur_basis(factors: Sequence[Tensor], masses: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Upper triangular T_i and matrices with ``left_i A_i right_i = T_i`` and ``left_i M_i right_i = I``: T, right and left."""
+    matrices, lowers = reduced(factors, masses, "masses")
+    parts = [schur(m) for m in matrices]
+    vectors = [q for _, q in parts]
+    return [t for t, _ in parts], *_of_pairs(vectors, [q.mH for q in vectors], masses, lowers)
+
+
+def _of_pairs(
+    vectors: list[Tensor], inverses: list[Tensor], masses: Sequence[Tensor], lowers: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Right and left matrices of the pairs, of those of the reduced matrices."""
     if not masses:
-        return Basis(values, vectors, inverses, vectors, inverses)
+        return vectors, inverses
     if lowers:
         lowers = [lower.to(q.dtype) for lower, q in zip(lowers, vectors, strict=True)]
         right = [torch.linalg.solve_triangular(lower.mH, q, upper=True) for lower, q in zip(lowers, vectors, strict=True)]
@@ -142,18 +162,7 @@ def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name
     else:
         right = vectors
         left = [torch.linalg.solve(m.to(w.dtype), w, left=False) for m, w in zip(masses, inverses, strict=True)]
-    return Basis(values, vectors, inverses, right, left)
-
-
-def _inverse(i: int, vectors: Tensor) -> Tensor:
-    """The inverse of eigenvectors that are not orthogonal, and so may be dependent."""
-    limit = torch.finfo(vectors.dtype).eps ** (-2 / 3)  # one step of refinement still gains all digits
-    condition = torch.linalg.cond(vectors)
-    if not bool((condition <= limit).all()):
-        worst = float(condition.max())
-        raise LinAlgError(f"factors[{i}]: expected a matrix with eigenvectors of condition up to {limit:.1g}; got {worst:.1g}")
-    inverse: Tensor = torch.linalg.inv(vectors)
-    return inverse
+    return right, left
 
 
 class Share:
@@ -206,9 +215,16 @@ def check_regular(values: Tensor, sizes: Sequence[int], argument: str, what: str
         )
 
 
+def rounding(values: Tensor) -> Tensor:
+    """What an eigenvalue among ``[*batch, n]`` may be by rounding where 0 is right, ``[*batch, 1]``."""
+    if not values.shape[-1]:
+        return values.new_zeros(*values.shape[:-1], 1)
+    return SYMMETRY * torch.finfo(values.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
+
+
 def check_positive(values: Tensor, argument: str, what: str) -> None:
-    """Raise ValueError unless every element of E is positive."""
+    """Raise ValueError where an element of E is negative beyond rounding."""
     if values.is_complex():
         raise value_error(argument, f"a positive definite matrix for {what}", "complex eigenvalues")
-    if not values.is_meta and values.numel() and not bool((values > 0).all()):
+    if not values.is_meta and values.numel() and not bool((values >= -rounding(values)).all()):
         raise value_error(argument, f"a positive definite matrix for {what}", f"an eigenvalue of {float(values.min()):.3g}")

@@ -6,22 +6,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fastkron_py.kron.api import kron_matmul_left
 from fastkron_py.kron.operators.algebra import kron_vectors
-from fastkron_py.kron.operators.implicit import System, linear_solve, pull_back
+from fastkron_py.kron.operators.implicit import linear_solve, pull_back
 from fastkron_py.kron.operators.modes import sum_matmul
-from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined
+from fastkron_py.kron.operators.pencil import WHOLE, Basis, Share, check_regular, combined, schur_basis
+from fastkron_py.kron.operators.schur import solve_triangular
 from fastkron_py.kron.scaled import multiply_scaled
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
+from fastkron_py.runtime.precision import has_precisions, resolved
 
 Slogdet = tuple[Tensor, Tensor]
+
+# Backward errors, in units of rounding: of a solution that is not refined further, and of one that eigenvectors have found.
+_GOOD: Final = 4.0
+_SOLVED: Final = 64.0
 
 
 def scaled(x: Tensor, diagonal: Tensor) -> Tensor:
@@ -34,30 +43,46 @@ def by_basis(left: Sequence[Tensor], diagonal: Tensor, right: Sequence[Tensor], 
     return kron_matmul_left(right, multiply_scaled(left, x, diagonal))
 
 
-class DiagonalSystem(System, Protocol):
-    """A system that a basis makes diagonal."""
-
-    @property
-    def size(self) -> int:
-        """The number of factors."""
-
-    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor ``[*batch, n]``, if there is one."""
-
-
 def multiply_divided(factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None) -> Tensor:
-    """`DiagonalSystem.multiply` on one device."""
+    """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor ``[*batch, n]``, if there is one."""
     return kron_matmul_left(factors, x) if divisor is None else multiply_scaled(factors, x, divisor, divides=True)
 
 
-class ProductSystem(NamedTuple):
-    """``A = K + D``, of parameters the factors of K and D's diagonal ``[*batch, n or 1]`` or the diagonals of its Kronecker factors."""
+@dataclass(frozen=True)
+class SumSystem:
+    """``A = sum_i M1 (x) .. (x) A_i (x) .. (x) MN``, of parameters A_i and the masses, if any.
 
-    size: int  # the number of factors
+    Attributes:
+        size: the number of factors.
+    """
+
+    size: int
 
     def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """As `DiagonalSystem.multiply`."""
+        """As `multiply_divided`."""
         return multiply_divided(factors, x, divisor)
+
+    def largest(self, values: Tensor, *, of_columns: bool) -> Tensor:
+        """Values, where other processes have other rows of these columns, or other blocks: the largest of all of them."""
+        return values
+
+    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A x``."""
+        matrices = [p.mH for p in parameters] if adjoint else parameters
+        return sum_matmul(matrices[: self.size], matrices[self.size :], x, True)
+
+    def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """From a complex b to ``A^-1 b``, by Schur forms."""
+        factors, masses = parameters[: self.size], parameters[self.size :]
+        return _by_schur(factors, masses, torch.zeros((), dtype=factors[0].dtype, device=factors[0].device), True, adjoint)
+
+    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """``A^-1 b``."""
+        return invert_by_basis(self, b, parameters, constants, adjoint)
+
+
+class ProductSystem(SumSystem):
+    """``A = K + D``, of parameters the factors of K and D's diagonal ``[*batch, n or 1]`` or the diagonals of its Kronecker factors."""
 
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
         """``A x``."""
@@ -66,53 +91,98 @@ class ProductSystem(NamedTuple):
             factors, diagonal = [f.mH for f in factors], diagonal.conj()
         return kron_matmul_left(factors, x, beta=1.0, z=scaled(x, diagonal).resolve_conj())
 
-    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """``A^-1 b``."""
-        return invert_by_basis(self, b, parameters, constants, adjoint)
+    def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """From a complex b to ``A^-1 b``, by Schur forms."""
+        factors, diagonals = parameters[: self.size], parameters[self.size :]
+        if len(diagonals) == 1 and diagonals[0].shape[-1] == 1:
+            return _by_schur(factors, [], diagonals[0].squeeze(-1), False, adjoint)
+        shift = torch.ones((), dtype=factors[0].dtype, device=factors[0].device)
+        return _by_schur(factors, [torch.diag_embed(d) for d in diagonals], shift, False, adjoint)
 
 
-class SumSystem(NamedTuple):
-    """``A = sum_i M1 (x) .. (x) A_i (x) .. (x) MN``, of parameters A_i and the masses, if any."""
-
-    size: int
-
-    def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """As `DiagonalSystem.multiply`."""
-        return multiply_divided(factors, x, divisor)
-
-    def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """``A x``."""
-        matrices = [p.mH for p in parameters] if adjoint else parameters
-        return sum_matmul(matrices[: self.size], matrices[self.size :], x, True)
-
-    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """``A^-1 b``."""
-        return invert_by_basis(self, b, parameters, constants, adjoint)
+def _by_schur(
+    factors: Sequence[Tensor], masses: Sequence[Tensor], shift: Tensor, sums: bool, adjoint: bool
+) -> Callable[[Tensor], Tensor]:
+    """From a complex b to the x of ``A x = b``, with A as in the module's first lines."""
+    ts, right, left = schur_basis(factors, masses)
+    shift = shift.to(ts[0].dtype)
+    if adjoint:  # upper triangular again, with rows and columns in reverse order
+        ts, shift = [t.mH.flip(-2, -1) for t in ts], shift.conj().resolve_conj()
+        right, left = [y.mH.flip(-1) for y in left], [x.mH.flip(-2) for x in right]
+    return lambda b: kron_matmul_left(right, solve_triangular(ts, shift, kron_matmul_left(left, b), sums))
 
 
-def invert_by_basis(system: DiagonalSystem, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
-    """``X E^-1 Y b``; of constants E, the X_i and the Y_i.
+def invert_by_basis(system: SumSystem, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
+    """``X E^-1 Y b``; of constants E, the X_i and the Y_i, or E alone.
 
-    Eigenvectors of a matrix that is not Hermitian are complex and not orthogonal: one step of iterative refinement takes back the digits
-    that their condition costs.
+    Eigenvectors of a matrix that is not Hermitian are complex and not orthogonal. Iterative refinement takes back the digits that their
+    condition costs, and Schur forms take their place if it does not, or if there are none.
+
+    Raises:
+        torch.linalg.LinAlgError: the residual stays large.
     """
     diagonal, *vectors = constants
     right, left = vectors[: system.size], vectors[system.size :]
     if adjoint:
         right, left, diagonal = [y.mH for y in left], [x.mH for x in right], diagonal.conj()
 
-    def invert(r: Tensor) -> Tensor:
-        x = system.multiply(right, system.multiply(left, r.to(left[0].dtype), diagonal))
-        return x if r.is_complex() else x.real if x.is_complex() else x
+    def by_eigenvectors(r: Tensor) -> Tensor:
+        return system.multiply(right, system.multiply(left, r, diagonal))
 
-    x = invert(b)
-    if diagonal.is_complex():
-        x = x + invert(b - system.apply(x.contiguous(), parameters, adjoint))
-    return x.contiguous()
+    if not diagonal.is_complex():
+        x = by_eigenvectors(b.to(left[0].dtype))
+        return (x if b.is_complex() else x.real if x.is_complex() else x).contiguous()
+    unit = rounding_unit(b)
+    if vectors:
+        x, error = _refined(system, by_eigenvectors, b, parameters, adjoint, diagonal.dtype)
+        if error <= _SOLVED * unit:
+            return x
+    x, error = _refined(system, system.by_schur(parameters, adjoint), b, parameters, adjoint, diagonal.dtype)
+    if error <= unit**0.5:
+        return x
+    raise LinAlgError(f"factors: expected an invertible matrix for solve; got a residual of {error:.1g} relative to abs(A) abs(x) + abs(b)")
+
+
+def _refined(
+    system: SumSystem, invert: Callable[[Tensor], Tensor], b: Tensor, parameters: Sequence[Tensor], adjoint: bool, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """The x of ``A x = b`` by an approximate inverse and steps of refinement until the residual stops falling, and its backward error.
+
+    That is the largest of all columns' ``max abs(b - A x) / max(abs(A) abs(x) + abs(b))`` (Oettli and Prager, 1964, by maxima): some
+    rounding errors, however ill-conditioned A is.
+    """
+    unit, sizes = rounding_unit(b), [p.abs() for p in parameters]
+    x, error, residual = torch.zeros_like(b), 1.0, b
+    while True:
+        step = invert(residual.to(dtype))
+        moved = (x + (step if b.is_complex() else step.real)).contiguous()
+        rest = b - system.apply(moved, parameters, adjoint)
+        found = _backward_error(system, rest, system.apply(moved.abs(), sizes, adjoint) + b.abs(), b)
+        if not found < error:
+            return x, error
+        x, last, error, residual = moved, error, found, rest
+        if error <= _GOOD * unit or error > last / 4:
+            return x, error
+
+
+def _backward_error(system: SumSystem, residual: Tensor, scale: Tensor, b: Tensor) -> float:
+    """`_refined`'s, of columns whose b is finite."""
+    parts = [residual.abs(), scale, (~b.isfinite()).to(scale.dtype)]
+    empty = scale.new_zeros(3, *scale.shape[:-2], scale.shape[-1])
+    largest = torch.stack([p.amax(-2) for p in parts]) if scale.shape[-2] else empty
+    rest, whole, ignored = system.largest(largest.nan_to_num(nan=math.inf), of_columns=True)
+    ratio = torch.where((rest == 0) | (ignored > 0), 0.0, rest / whole).nan_to_num(nan=math.inf)
+    return float(system.largest(ratio.amax() if ratio.numel() else ratio.new_zeros(()), of_columns=False))
+
+
+def rounding_unit(t: Tensor) -> float:
+    """The relative error of products of matrices: eps of a tensor's dtype, or TF32's where torch may take that."""
+    allows_tf32 = t.is_cuda and has_precisions(t.dtype) and resolved(None) != "highest"
+    return 2**-10 if allows_tf32 else torch.finfo(t.dtype).eps
 
 
 def solve(
-    system: DiagonalSystem,
+    system: SumSystem,
     b: Tensor,
     parameters: Sequence[Tensor],
     basis: Basis,
@@ -132,7 +202,9 @@ def solve(
         share: the elements of E that the diagonal has.
     """
     check_regular(share.extremes(diagonal), [v.shape[-1] for v in basis.values], argument, "solve")
-    return linear_solve(system, b, parameters, [diagonal, *basis.right, *basis.left])
+    condition = math.prod(map(float, basis.conditions))  # of the eigenvectors of A
+    vectors = [*basis.right, *basis.left] if condition <= torch.finfo(b.dtype).eps ** (-2 / 3) else []
+    return linear_solve(system, b, parameters, [diagonal, *vectors])
 
 
 # ---- determinants ---------------------------------------------------------------------------------------------------------------
