@@ -31,6 +31,10 @@ Slogdet = tuple[Tensor, Tensor]
 # Backward errors, in units of rounding: of a solution that is not refined further, and of one that eigenvectors have found.
 _GOOD: Final = 4.0
 _SOLVED: Final = 64.0
+# Powers of eps: conditions of eigenvectors up to which they give determinants' first and second derivatives.
+_FIRST: Final = -1 / 4
+_SECOND: Final = -1 / 2
+_ELEMENTS: Final = 1 << 22  # of matrices that are inverted at once
 
 
 def scaled(x: Tensor, diagonal: Tensor) -> Tensor:
@@ -217,36 +221,76 @@ class _LogForm(NamedTuple):
     T add to the second ones is ``sum D[a, b] T[a, b] T[b, a] / 2``, where D is a divided difference of the first derivative. E is affine in
     each factor's eigenvalues, so D has no quotient in it that could be 0 / 0: ``D[a, b] = -sum_o r[a, o] r[b, o]`` with
     ``r = (dE / dl_a) / E``, summed over the indices o of the other modes.
+
+    Rounding errors of this grow with the square of the eigenvectors' condition. Where that is large, first derivatives are those of
+    ``sum_o log det(A_i + l_o)`` or ``sum_o log det(l_o A_i + s)`` with the other modes' eigenvalues l_o, and there are no second ones.
+
+    Attributes:
+        sums: whether E has sums of eigenvalues, else products.
+        size: the number of factors.
+        share: the elements of E that this process has.
+        is_complex: whether the sum is.
+        condition: of the worst factor's eigenvectors.
     """
 
     sums: bool
     size: int
-    share: Share = WHOLE
+    share: Share
+    is_complex: bool
+    condition: float
 
     def value(self, shift: Tensor, factors: Sequence[Tensor], vectors: Sequence[Tensor], second: bool) -> Tensor:
-        """``[*batch]``: complex where E is, else the share's sum of log abs E. Derivatives are right to the first order, or the second."""
-        right, left = vectors[: self.size], vectors[self.size : 2 * self.size]
-        is_complex = shift.is_complex() or vectors[-1].is_complex()
+        """``[*batch]``: the share's sum of log E if it is complex, else of log abs E. Derivatives are right to the first or second order."""
+        right, left = vectors[: self.size], vectors[self.size :]
         rotated = [y @ f.to(x.dtype) @ x for f, x, y in zip(factors, right, left, strict=True)]
         values = [t.diagonal(dim1=-2, dim2=-1) for t in rotated]
-        values = values if is_complex else [v.real if v.is_complex() else v for v in values]
+        values = values if self.is_complex else [v.real if v.is_complex() else v for v in values]
         diagonal = combined(values, self.sums, None if self.sums else shift, self.share)
-        total = (diagonal.log() if is_complex else diagonal.abs().log()).sum(-1)
+        total = _logs(diagonal, self.is_complex)
         if not second:
             return total
         for i, t in enumerate(rotated):
             d = self._differences([v.detach() for v in values], i, shift.detach())
             part = ((t * t.mT) * d.to(t.dtype)).sum((-2, -1)) / 2
-            total = total + (part if is_complex or not part.is_complex() else part.real)
+            total = total + (part if self.is_complex or not part.is_complex() else part.real)
         return total
+
+    def resolvents(self, cotangent: Tensor, shift: Tensor, factors: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The gradients of shift and factors by inverses of ``A_i + l_o`` or ``l_o A_i + s`` alone, of the eigenvalues of each factor."""
+
+        def given_back(found: Tensor, like: Tensor) -> Tensor:
+            return (found if like.is_complex() else found.real).sum_to_size(like.shape)
+
+        diagonal = combined(values, self.sums, None if self.sums else shift, self.share)
+        of_shift = torch.zeros_like(shift) if self.sums else given_back((cotangent.unsqueeze(-1) / diagonal.conj()).sum(-1), shift)
+        gradients = [of_shift]
+        for i, f in enumerate(factors):
+            unit = torch.eye(f.shape[-1], dtype=diagonal.dtype, device=f.device)
+            total = torch.zeros_like(f, dtype=diagonal.dtype)
+            for o in self._others(values, i).split(max(1, _ELEMENTS // max(1, f.numel())), -1):
+                o, own = o[..., None, None], f.unsqueeze(-3)
+                matrices = own + o * unit if self.sums else o * own + shift[..., None, None, None] * unit
+                inverses = torch.linalg.inv_ex(matrices).inverse
+                total = total + (inverses if self.sums else o * inverses).sum(-3)
+            gradients.append(given_back(cotangent[..., None, None] * total.mH, f))
+        return tuple(gradients)
+
+    def _others(self, values: Sequence[Tensor], i: int) -> Tensor:
+        """Sums or products of the eigenvalues of all modes but one, ``[*batch, o]``; those of a share."""
+        neutral = values[i].new_full((1,), 0.0 if self.sums else 1.0)
+        return combined([*values[:i], neutral, *values[i + 1 :]], self.sums, None, self.share)
 
     def _differences(self, values: Sequence[Tensor], i: int, shift: Tensor) -> Tensor:
         """D of a factor without its diagonal, ``[*batch, P, P]``; its sum over o is that of a share."""
-        neutral = values[i].new_full((1,), 0.0 if self.sums else 1.0)
-        others = combined([*values[:i], neutral, *values[i + 1 :]], self.sums, None, self.share).unsqueeze(-2)
+        others = self._others(values, i).unsqueeze(-2)
         own = values[i].unsqueeze(-1)
         ratio = 1 / (own + others) if self.sums else others / (own * others + shift[..., None, None])
         return -(ratio @ ratio.mT) * (1 - torch.eye(own.shape[-2], dtype=ratio.dtype, device=ratio.device))
+
+
+def _logs(diagonal: Tensor, is_complex: bool) -> Tensor:
+    """The sum of log E, or of log abs E."""
+    return (diagonal.to(diagonal.dtype.to_complex()).log() if is_complex else diagonal.abs().log()).sum(-1)
 
 
 class _OfForm(torch.autograd.Function):
@@ -263,32 +307,38 @@ class _OfForm(torch.autograd.Function):
 
 
 class _LogSum(_OfForm):
-    """Tensors are shift, factors, and the vectors of `_LogForm.value` with one of the eigenvalues' dtype at the end."""
+    """The first tensor, the sum, with derivatives to the next ones, shift and factors; then eigenvalues, eigenvectors and their inverses."""
 
     @staticmethod
     def forward(form: _LogForm, *tensors: Tensor) -> Tensor:
-        shift, *rest = tensors
-        return form.value(shift, rest[: form.size], rest[form.size :], False)
+        return tensors[0].clone()
 
     @staticmethod
     @batchable_one_by_one
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, count = ctx.saved_tensors, ctx.form.size + 1
+        _, *tensors = ctx.saved_tensors
         found = _LogSumGradient.apply(ctx.form, gradient, *tensors)  # type: ignore[no-untyped-call]
-        return None, *found, *[None] * (len(tensors) - count)
+        return None, None, *found, *[None] * (len(tensors) - len(found))
 
 
 class _LogSumGradient(_OfForm):
-    """The gradients of shift and factors, of a cotangent and the tensors of `_LogSum`."""
+    """The gradients of shift and factors, of a cotangent and the tensors of `_LogSum` but its first."""
 
     @staticmethod
     def forward(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], False)(*tensors[: form.size + 2])
+        count = form.size + 2
+        if form.condition > torch.finfo(tensors[-1].dtype).eps ** _FIRST:
+            return form.resolvents(*tensors[:2], tensors[2:count], tensors[count : count + form.size])
+        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], False)(*tensors[:count])
         return found
 
     @staticmethod
     @batchable_one_by_one
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        limit = torch.finfo(ctx.saved_tensors[-1].dtype).eps ** _SECOND
+        if ctx.form.condition > limit:
+            expected = f"factors with eigenvectors of condition up to {limit:.1g} for second derivatives of logdet"
+            raise LinAlgError(f"factors: expected {expected}; got {ctx.form.condition:.1g}")
         found = _LogSumSecond.apply(ctx.form, *cotangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return None, *found, *[None] * (len(ctx.saved_tensors) - len(found))
 
@@ -311,7 +361,7 @@ class _LogSumSecond(_OfForm):
 
 def _gradient(form: _LogForm, tensors: Sequence[Tensor], second: bool) -> Any:
     """From a cotangent, shift and factors to the gradients of shift and factors."""
-    vectors = tensors[form.size + 1 :]
+    vectors = tensors[2 * form.size + 1 :]
 
     def gradients(cotangent: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
         found = pull_back(lambda s, *fs: form.value(s, fs, vectors, second), own, [True] * len(own), cotangent)
@@ -330,19 +380,23 @@ def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, bas
         basis: of the pairs.
         share: the elements of E that this process takes the logarithms of.
     """
+    given, real = factors[0], factors[0].real.dtype
     with torch.no_grad():
         values = combined(basis.values, sums, shift, share)
-    given, real = factors[0], factors[0].real.dtype
-    start = torch.zeros((), dtype=real, device=values.device) if shift is None else shift
-    constants = [*basis.vectors, *basis.inverses, values.new_zeros(0)]
-    form = _LogForm(sums, len(factors), share)
-    total = share.total(_LogSum.apply(form, *share.replicated([start, *factors]), *constants))  # type: ignore[no-untyped-call]
-    if not total.is_complex():
-        return share.product(values.sign().prod(-1)).to(given.dtype), total
-    with torch.no_grad():
-        turns = share.total(values.to(torch.complex128).angle().sum(-1))
-    if not given.is_complex() and not start.is_complex():
-        return turns.cos().sign().to(real), total.real
-    # The phase with its derivative, between -pi and pi.
-    phase = total.imag - (total.imag - torch.atan2(turns.sin(), turns.cos()).to(real)).detach()
-    return torch.polar(torch.ones_like(phase), phase), total.real
+        start = torch.zeros((), dtype=real, device=values.device) if shift is None else shift
+        is_real = not (given.is_complex() or start.is_complex())
+        is_complex = values.is_complex() or not is_real
+        total = _logs(values, is_complex)
+        if values.is_complex():
+            turns = share.total(values.to(torch.complex128).angle().sum(-1))
+            sign = turns.cos().sign() if is_real else torch.polar(torch.ones_like(turns), turns)
+        else:
+            sign = share.product(values.sign().prod(-1))
+        sign = sign.to(given.dtype if is_real else given.dtype.to_complex())
+    constants = [*basis.values, *basis.vectors, *basis.inverses]
+    form = _LogForm(sums, len(factors), share, is_complex, max(map(float, basis.conditions), default=1.0))
+    total = share.total(_LogSum.apply(form, total, *share.replicated([start, *factors]), *constants))  # type: ignore[no-untyped-call]
+    if is_real:
+        return sign, total.real if is_complex else total
+    phase = total.imag - total.imag.detach()  # 0, with the derivative
+    return sign * torch.polar(torch.ones_like(phase), phase), total.real
