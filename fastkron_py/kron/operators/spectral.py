@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -33,7 +33,7 @@ _GOOD: Final = 4.0
 _SOLVED: Final = 64.0
 # Powers of eps: conditions of eigenvectors up to which they give determinants' first and second derivatives.
 _FIRST: Final = -1 / 4
-_SECOND: Final = -1 / 2
+_SECOND: Final = -1 / 3
 _ELEMENTS: Final = 1 << 22  # of matrices that are inverted at once
 
 
@@ -66,6 +66,12 @@ class SumSystem:
         """As `multiply_divided`."""
         return multiply_divided(factors, x, divisor)
 
+    def norm(self, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """A bound of A's maximum norm ``[*batch]``, or of that of its adjoint."""
+        norms = [torch.linalg.matrix_norm(p, 1 if adjoint else math.inf) for p in parameters]
+        units = norms[self.size :] or [torch.ones_like(t) for t in norms]
+        return reduce(torch.add, [reduce(torch.mul, [*units[:i], norms[i], *units[i + 1 :]]) for i in range(self.size)])
+
     def largest(self, values: Tensor, *, of_columns: bool) -> Tensor:
         """Values, where other processes have other rows of these columns, or other blocks: the largest of all of them."""
         return values
@@ -94,6 +100,11 @@ class ProductSystem(SumSystem):
         if adjoint:
             factors, diagonal = [f.mH for f in factors], diagonal.conj()
         return kron_matmul_left(factors, x, beta=1.0, z=scaled(x, diagonal).resolve_conj())
+
+    def norm(self, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
+        """As `SumSystem.norm`."""
+        norms = [torch.linalg.matrix_norm(p, 1 if adjoint else math.inf) for p in parameters[: self.size]]
+        return reduce(torch.mul, norms) + kron_vectors(parameters[self.size :]).abs().amax(-1)
 
     def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """From a complex b to ``A^-1 b``, by Schur forms."""
@@ -152,16 +163,16 @@ def _refined(
 ) -> tuple[Tensor, float]:
     """The x of ``A x = b`` by an approximate inverse and steps of refinement until the residual stops falling, and its backward error.
 
-    That is the largest of all columns' ``max abs(b - A x) / max(abs(A) abs(x) + abs(b))`` (Oettli and Prager, 1964, by maxima): some
-    rounding errors, however ill-conditioned A is.
+    That is the largest of all columns' ``norm(b - A x) / (norm(A) norm(x) + norm(b))`` in the maximum norm (Rigal and Gaches, 1967): of a
+    good x some roundings, however ill-conditioned A is.
     """
-    unit, sizes = rounding_unit(b), [p.abs() for p in parameters]
+    unit, norm = rounding_unit(b), system.norm(parameters, adjoint)
     x, error, residual = torch.zeros_like(b), 1.0, b
     while True:
         step = invert(residual.to(dtype))
         moved = (x + (step if b.is_complex() else step.real)).contiguous()
         rest = b - system.apply(moved, parameters, adjoint)
-        found = _backward_error(system, rest, system.apply(moved.abs(), sizes, adjoint) + b.abs(), b)
+        found = _backward_error(system, norm, moved, rest, b)
         if not found < error:
             return x, error
         x, last, error, residual = moved, error, found, rest
@@ -169,13 +180,12 @@ def _refined(
             return x, error
 
 
-def _backward_error(system: SumSystem, residual: Tensor, scale: Tensor, b: Tensor) -> float:
+def _backward_error(system: SumSystem, norm: Tensor, x: Tensor, residual: Tensor, b: Tensor) -> float:
     """`_refined`'s, of columns whose b is finite."""
-    parts = [residual.abs(), scale, (~b.isfinite()).to(scale.dtype)]
-    empty = scale.new_zeros(3, *scale.shape[:-2], scale.shape[-1])
-    largest = torch.stack([p.amax(-2) for p in parts]) if scale.shape[-2] else empty
-    rest, whole, ignored = system.largest(largest.nan_to_num(nan=math.inf), of_columns=True)
-    ratio = torch.where((rest == 0) | (ignored > 0), 0.0, rest / whole).nan_to_num(nan=math.inf)
+    parts = torch.stack([t.abs() for t in (x, residual, b)])
+    largest = parts.amax(-2) if b.shape[-2] else parts.new_zeros(3, *b.shape[:-2], b.shape[-1])
+    of_x, rest, of_b = system.largest(largest.nan_to_num(nan=math.inf), of_columns=True)
+    ratio = torch.where((rest == 0) | of_b.isinf(), 0.0, rest / (norm.unsqueeze(-1) * of_x + of_b)).nan_to_num(nan=math.inf)
     return float(system.largest(ratio.amax() if ratio.numel() else ratio.new_zeros(()), of_columns=False))
 
 
@@ -207,7 +217,7 @@ def solve(
     """
     check_regular(share.extremes(diagonal), [v.shape[-1] for v in basis.values], argument, "solve")
     condition = math.prod(map(float, basis.conditions))  # of the eigenvectors of A
-    vectors = [*basis.right, *basis.left] if condition <= torch.finfo(b.dtype).eps ** (-2 / 3) else []
+    vectors = [*basis.right, *basis.left] if condition <= 1 / torch.finfo(b.dtype).eps else []
     return linear_solve(system, b, parameters, [diagonal, *vectors])
 
 
@@ -267,7 +277,9 @@ class _LogForm(NamedTuple):
         for i, f in enumerate(factors):
             unit = torch.eye(f.shape[-1], dtype=diagonal.dtype, device=f.device)
             total = torch.zeros_like(f, dtype=diagonal.dtype)
-            for o in self._others(values, i).split(max(1, _ELEMENTS // max(1, f.numel())), -1):
+            others = self._others(values, i)
+            count = _ELEMENTS // max(1, f.numel() * math.prod(others.shape[:-1]))
+            for o in others.split(max(1, count), -1):
                 o, own = o[..., None, None], f.unsqueeze(-3)
                 matrices = own + o * unit if self.sums else o * own + shift[..., None, None, None] * unit
                 inverses = torch.linalg.inv_ex(matrices).inverse
