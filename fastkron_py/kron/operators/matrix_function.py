@@ -19,7 +19,7 @@ from fastkron_py.kron.checks import right_hand_side
 from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.lazy import LazyOperator
-from fastkron_py.kron.operators.pencil import Basis, combined, eigenbasis
+from fastkron_py.kron.operators.pencil import Basis, check_positive, combined, eigenbasis, largest, rounding
 from fastkron_py.kron.operators.spectral import by_basis, scaled
 from fastkron_py.kron.shapes import Shape
 from fastkron_py.runtime.batching import batchable_one_by_one, vmap_by_sample
@@ -43,6 +43,17 @@ def function_values(f: Function, values: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
+def square_root(values: Tensor) -> Tensor:
+    """Square roots of eigenvalues ``[*batch, n]``; those that may be 0 but for rounding count as 0, and have no derivative.
+
+    Raises:
+        ValueError: one is negative beyond rounding.
+    """
+    check_positive(values, "factors", "a square root")
+    is_zero = values <= rounding(values)
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, values).sqrt())
+
+
 def multiply_by_function(factors: Sequence[Tensor], f: Function, basis: Basis, x: Tensor, batch: Shape) -> Tensor:
     """``f(K) @ x`` with derivatives to x and to whatever f depends on; to the factors of the first order.
 
@@ -54,6 +65,7 @@ def multiply_by_function(factors: Sequence[Tensor], f: Function, basis: Basis, x
         batch: of the eigenvalues that f is given.
     """
     values = combined(basis.values, False, None)
+    values = torch.where((values < 0) & (values >= -rounding(values)), 0.0, values)  # as functions of semi-definite matrices need it
     values = values.expand(*batch, values.shape[-1])
     found = function_values(f, values, x.dtype)
     if not wants_gradient(factors):
@@ -163,7 +175,7 @@ def _factor_gradient(
     lines = eigenvalues[i]
     gap = lines.unsqueeze(-1) - lines.unsqueeze(-2)
     # A quotient errs by eps / gap, the mean of two derivatives by gap ** 2: they are about equal here.
-    near = gap.abs() <= torch.finfo(lines.dtype).eps ** 0.4 * lines.abs().amax(-1, keepdim=True).unsqueeze(-1)
+    near = gap.abs() <= torch.finfo(lines.dtype).eps ** 0.4 * largest(lines).unsqueeze(-1)
     return torch.where(near, derivative, quotient / torch.where(near, 1.0, gap))
 
 

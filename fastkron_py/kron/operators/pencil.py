@@ -215,16 +215,19 @@ def check_regular(values: Tensor, sizes: Sequence[int], argument: str, what: str
         )
 
 
+def largest(values: Tensor) -> Tensor:
+    """The largest absolute value of ``[*batch, n]``, as ``[*batch, 1]``; 0 where n is."""
+    return values.detach().abs().amax(-1, keepdim=True) if values.shape[-1] else values.new_zeros(*values.shape[:-1], 1)
+
+
 def rounding(values: Tensor) -> Tensor:
-    """What an eigenvalue among ``[*batch, n]`` may be by rounding where 0 is right, ``[*batch, 1]``."""
-    if not values.shape[-1]:
-        return values.new_zeros(*values.shape[:-1], 1)
-    return SYMMETRY * torch.finfo(values.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
+    """The absolute value up to which one of the eigenvalues ``[*batch, n]`` may be 0 but for rounding, ``[*batch, 1]``."""
+    return SYMMETRY * torch.finfo(values.dtype).eps * largest(values)
 
 
 def check_positive(values: Tensor, argument: str, what: str) -> None:
     """Raise ValueError where an element of E is negative beyond rounding."""
     if values.is_complex():
-        raise value_error(argument, f"a positive definite matrix for {what}", "complex eigenvalues")
+        raise value_error(argument, f"a positive semi-definite matrix for {what}", "complex eigenvalues")
     if not values.is_meta and values.numel() and not bool((values >= -rounding(values)).all()):
-        raise value_error(argument, f"a positive definite matrix for {what}", f"an eigenvalue of {float(values.min()):.3g}")
+        raise value_error(argument, f"a positive semi-definite matrix for {what}", f"an eigenvalue of {float(values.min()):.3g}")

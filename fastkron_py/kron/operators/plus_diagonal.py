@@ -15,6 +15,7 @@ from fastkron_py.kron.operators import algebra, shifted
 from fastkron_py.kron.operators.cg import Convergence, Stopping, stopping
 from fastkron_py.kron.operators.lanczos import Probes, estimate
 from fastkron_py.kron.operators.lazy import DENSE_LIMIT, LazyOperator, numbered
+from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.pencil import Basis
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
 from fastkron_py.kron.operators.spectral import scaled
@@ -237,7 +238,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         return algebra.SlogDet(*self._tensors(lambda k: self._slogdet(k, self._basis(k), None), identities=self._form == EQUAL))
 
     def _slogdet(self, k: Shifted, basis: Basis | None, probes: Probes | None) -> tuple[Tensor, Tensor]:
-        if k.form == VECTOR and probes is not None:
+        if k.form == VECTOR and probes is not None and self._shape[-1]:
             found, error = estimate(k, probes)
             self.standard_error = error if isinstance(self._first[1], Tensor) else error.cpu().numpy()
             return torch.ones_like(found, dtype=k.factors[0].dtype), found
@@ -328,7 +329,7 @@ class KroneckerPlusDiagonal(LazyOperator):
 
         Raises:
             TypeError: sample_shape is no sequence of integers, or float16 or bfloat16 factors.
-            ValueError: a factor is not Hermitian, or A not positive definite (of a vector D: K with half of D's least element).
+            ValueError: a factor is not Hermitian, or A not positive semi-definite (of a vector D: K with half of D's least element).
         """
         if not isinstance(sample_shape, Sequence):
             raise type_error("sample_shape", "a sequence of integers", type_name(sample_shape))
@@ -362,6 +363,23 @@ class KroneckerPlusDiagonal(LazyOperator):
     def eigvalsh(self) -> Any:
         """The eigenvalues of `eigh`, in the same order."""
         return self._tensors(lambda k: self._eigh(k)[0], identities=True)
+
+    def sqrt(self) -> KroneckerFunction:
+        """``A^(1/2)`` of Hermitian factors, a D of equal elements and a positive semi-definite A, as `KroneckerProduct.sqrt`.
+
+        Raises:
+            ValueError: a factor is not square, the elements of D differ or are not real; in a product, as `KroneckerProduct.sqrt`.
+        """
+        if self._form != EQUAL:
+            raise value_error("s", "one number: other sums have no Kronecker product of eigenvectors", self._form)
+        s = torch.as_tensor(self._diagonals[0]) if self._diagonals else torch.tensor(self._number, dtype=torch.complex128)
+        shifted.check_real([s], "sqrt")
+        algebra.check_square(self._factors, "sqrt")
+
+        def root(values: Tensor) -> Tensor:
+            return square_root(values + s.real.to(values.device, values.dtype))
+
+        return KroneckerFunction(self._factors, root, self._shape)
 
     def _eigh(self, k: Shifted) -> tuple[Tensor, list[Factor]]:
         if k.form != EQUAL:

@@ -15,7 +15,7 @@ from fastkron_py.kron.operators import algebra
 from fastkron_py.kron.operators.add_diagonal import plus_diagonal
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays, check_dense_size, numbered
 from fastkron_py.kron.operators.masked import MaskedKroneckerProduct, masked
-from fastkron_py.kron.operators.matrix_function import KroneckerFunction
+from fastkron_py.kron.operators.matrix_function import KroneckerFunction, square_root
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes
 from fastkron_py.runtime.checks import check_integer
@@ -294,7 +294,7 @@ class KroneckerProduct(LazyOperator):
     def apply_function(self, f: Callable[[Tensor], Tensor]) -> KroneckerFunction:
         """``f(K) = V f(L) V^H`` of Hermitian factors, with the eigenvalues L and eigenvectors V of K, as a lazy operator with ``@``.
 
-        A product with it is two products with eigenvectors and a scaling. It has derivatives to the operand and to whatever f depends on,
+        A product with it is two products with eigenvectors and a scaling. Negative eigenvalues count as 0 if they may be by rounding. It has derivatives to the operand and to whatever f depends on,
         and of the first order to the factors, where eigenvalues are equal too (Daleckii and Krein, 1965).
 
         Args:
@@ -316,6 +316,22 @@ class KroneckerProduct(LazyOperator):
             raise type_error("f", "a function of eigenvalues", type_name(f))
         algebra.check_square(self._factors, "apply_function")
         return KroneckerFunction(self._factors, f, self._shape)
+
+    def sqrt(self) -> KroneckerFunction:
+        """``K^(1/2)`` of Hermitian factors and a positive semi-definite K, as `apply_function` with a square root that bears singular K.
+
+        Eigenvalues that may be 0 but for rounding, up to 64 units of the largest one, count as 0, and derivatives leave them at 0.
+
+        Raises:
+            ValueError: a factor is not square; in a product, one is not Hermitian, or K has a negative eigenvalue.
+
+        Example:
+            >>> K = KroneckerProduct([torch.ones(4, 4), torch.eye(5)])  # of rank 5
+            >>> x = torch.ones(20)
+            >>> torch.allclose(K.sqrt() @ (K.sqrt() @ x), K @ x, atol=1e-5)
+            True
+        """
+        return self.apply_function(square_root)
 
 
 def _diagonals(factors: list[Any]) -> list[Tensor]:

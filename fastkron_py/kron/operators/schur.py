@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -70,7 +70,10 @@ def _substitute(ts: Sequence[Tensor], scale: Tensor, shift: Tensor, b: Tensor, s
     half, n = size // 2, b.shape[-2] // size
     split = half * n
     lower = _substitute([first[..., half:, half:], *rest], scale, shift, b[..., split:, :], sums)
-    others: Sequence[Any] = [n] if sums else rest
-    moved = kron_matmul_left([first[..., :half, half:], *others], lower)
-    top = b[..., :split, :] - (moved if sums else scale[..., None, None] * moved)
+    corner = first[..., :half, half:]
+    if sums:
+        moved = (corner @ lower.unflatten(-2, (size - half, n)).flatten(-2)).unflatten(-1, (n, -1)).flatten(-3, -2)
+    else:
+        moved = scale[..., None, None] * kron_matmul_left([corner, *rest], lower)
+    top = b[..., :split, :] - moved
     return torch.cat([_substitute([first[..., :half, :half], *rest], scale, shift, top, sums), lower], -2)

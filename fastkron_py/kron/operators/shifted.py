@@ -16,7 +16,7 @@ from fastkron_py.kron.identity import Columns
 from fastkron_py.kron.operators import algebra, spectral
 from fastkron_py.kron.operators.cg import Convergence, Stopping, conjugate_gradients
 from fastkron_py.kron.operators.implicit import linear_solve
-from fastkron_py.kron.operators.matrix_function import multiply_by_function
+from fastkron_py.kron.operators.matrix_function import multiply_by_function, square_root
 from fastkron_py.kron.operators.monomial import monomial
 from fastkron_py.kron.operators.pencil import Basis, check_hermitian, check_positive, combined, eigenbasis, reduced
 from fastkron_py.runtime.errors import value_error
@@ -137,7 +137,7 @@ def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
     """
     check_real(k.diagonals, "sample")
     if 0 in k.diagonals[0].shape:
-        return draw()
+        return draw() + sum([t.sum() for t in k.parameters])  # of no elements, with derivatives of 0
     if k.form == VECTOR:  # a sum of two independent ones, neither of them singular
         least = k.diagonals[0].real.amin(-1, keepdim=True) / 2
         rest = k.diagonals[0] - least
@@ -150,7 +150,7 @@ def sample(k: Shifted, draw: Callable[[], Tensor]) -> Tensor:
     shift = k.shift.real.unsqueeze(-1)
     own = basis._replace(right=basis.vectors, left=basis.inverses)
     x, identities = draw(), Columns.of(k.factors)
-    found = multiply_by_function(matrices, lambda v: (v + shift).sqrt(), own, identities.pack(x), tuple(x.shape[:-2]))
+    found = multiply_by_function(matrices, lambda v: square_root(v + shift), own, identities.pack(x), tuple(x.shape[:-2]))
     found = identities.unpack(found, x.shape[-1])
     return found if k.form == EQUAL else spectral.scaled(found, k.diagonal().sqrt())
 

@@ -31,9 +31,7 @@ Slogdet = tuple[Tensor, Tensor]
 # Backward errors, in units of rounding: of a solution that is not refined further, and of one that eigenvectors have found.
 _GOOD: Final = 4.0
 _SOLVED: Final = 64.0
-# Powers of eps: conditions of eigenvectors up to which they give determinants' first and second derivatives.
-_FIRST: Final = -1 / 4
-_SECOND: Final = -1 / 3
+_DERIVED: Final = -1 / 3  # power of eps: the condition of eigenvectors up to which they give derivatives of determinants
 _ELEMENTS: Final = 1 << 22  # of matrices that are inverted at once
 
 
@@ -232,8 +230,10 @@ class _LogForm(NamedTuple):
     each factor's eigenvalues, so D has no quotient in it that could be 0 / 0: ``D[a, b] = -sum_o r[a, o] r[b, o]`` with
     ``r = (dE / dl_a) / E``, summed over the indices o of the other modes.
 
-    Rounding errors of this grow with the square of the eigenvectors' condition. Where that is large, first derivatives are those of
-    ``sum_o log det(A_i + l_o)`` or ``sum_o log det(l_o A_i + s)`` with the other modes' eigenvalues l_o, and there are no second ones.
+    Rounding leaves such other elements too, in proportion to the condition of eigenvectors that are not orthogonal. So first derivatives
+    of the second-order form err by that condition, those of the diagonals alone and second derivatives by its square. Where it is large,
+    first derivatives are those of ``sum_o log det(A_i + l_o)`` or ``sum_o log det(l_o A_i + s)`` with the other modes' eigenvalues l_o, and
+    there are no second ones.
 
     Attributes:
         sums: whether E has sums of eigenvalues, else products.
@@ -287,6 +287,10 @@ class _LogForm(NamedTuple):
             gradients.append(given_back(cotangent[..., None, None] * total.mH, f))
         return tuple(gradients)
 
+    def limit(self, like: Tensor) -> float:
+        """The condition up to which `value` has derivatives, of eigenvectors of this dtype."""
+        return float(torch.finfo(like.dtype).eps ** _DERIVED)
+
     def _others(self, values: Sequence[Tensor], i: int) -> Tensor:
         """Sums or products of the eigenvalues of all modes but one, ``[*batch, o]``; those of a share."""
         neutral = values[i].new_full((1,), 0.0 if self.sums else 1.0)
@@ -339,15 +343,15 @@ class _LogSumGradient(_OfForm):
     @staticmethod
     def forward(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = form.size + 2
-        if form.condition > torch.finfo(tensors[-1].dtype).eps ** _FIRST:
+        if form.condition > form.limit(tensors[-1]):
             return form.resolvents(*tensors[:2], tensors[2:count], tensors[count : count + form.size])
-        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], False)(*tensors[:count])
+        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], form.condition > 1.0)(*tensors[:count])
         return found
 
     @staticmethod
     @batchable_one_by_one
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        limit = torch.finfo(ctx.saved_tensors[-1].dtype).eps ** _SECOND
+        limit = ctx.form.limit(ctx.saved_tensors[-1])
         if ctx.form.condition > limit:
             expected = f"factors with eigenvectors of condition up to {limit:.1g} for second derivatives of logdet"
             raise LinAlgError(f"factors: expected {expected}; got {ctx.form.condition:.1g}")
