@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastkron_py.distributed.api import kron_matmul_left, multiply
@@ -18,18 +21,19 @@ from fastkron_py.distributed.local import (
     LocalKroneckerProduct,
     LocalKroneckerSum,
     SlogDet,
+    SumSystem,
     built,
     combined,
     eigenbasis,
-    invert_by_basis,
     log_of,
     solve_by_basis,
     sum_slogdet,
     terms,
 )
 from fastkron_py.distributed.operator import GridOperator, checked_arrays
+from fastkron_py.distributed.plan.layout import chunk_offsets
 from fastkron_py.distributed.product import KroneckerProduct
-from fastkron_py.distributed.replicated import Reduction, from_first
+from fastkron_py.distributed.replicated import Reduction, all_reduce, from_first
 from fastkron_py.distributed.solvers import GridShare, as_given, right_hand_block
 from fastkron_py.runtime.eager import without_autocast
 from fastkron_py.runtime.errors import type_error, type_name
@@ -153,8 +157,9 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
     def solve(self, b: Any) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
 
-        Factors that are not symmetric take complex eigenvectors and one step of iterative refinement. Derivatives of every order go by
-        further solves, and bear equal eigenvalues.
+        Factors that are not symmetric take complex eigenvectors and iterative refinement; if the residual stays large, or eigenvectors are
+        nearly dependent, every rank solves for all rows of its columns, by Schur forms. Derivatives of every order go by further solves,
+        and bear equal eigenvalues.
 
         Args:
             b: this rank's block of ``[n, M]``, or a DTensor.
@@ -165,7 +170,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         Raises:
             TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
             ValueError: b does not fit, or a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: S is singular but for rounding, or a factor has too few eigenvectors. Every rank raises each of these.
+            torch.linalg.LinAlgError: S is singular but for rounding. Every rank raises each of these.
         """
         grid = grid_for(b, self._grid)
         try:
@@ -185,7 +190,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         Raises:
             TypeError: float16 or bfloat16 factors.
             ValueError: a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: a factor has too few eigenvectors. Every rank raises each of these.
+            torch.linalg.LinAlgError: a mass is singular. Every rank raises each of these.
         """
         grid = self._grid
         factors, masses = self._built()
@@ -212,7 +217,7 @@ class KroneckerSum(GridOperator[LocalKroneckerSum]):
         needs = [name for name, t in given if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad]
         compared = {"call": call, "arguments that need gradients": needs, "scalars of the operator": self._scalars}
         compared |= checksums(factors=self.factors, masses=self.masses)
-        return from_first(grid, compared, lambda: eigenbasis(*self._built()))
+        return Basis(*from_first(grid, compared, lambda: tuple(eigenbasis(*self._built()))))
 
 
 def _sum_matmul(
@@ -231,24 +236,42 @@ def _sum_matmul(
     return y
 
 
-class _System(NamedTuple):
-    """A sum on blocks, of parameters factors and masses; as the single-device operator's system."""
+@dataclass(frozen=True)
+class _System(SumSystem):
+    """A sum on blocks.
 
-    size: int
+    Attributes:
+        grid: the ranks that have them.
+        reduction: over the ranks, of gradients.
+    """
+
     grid: ProcessGrid
     reduction: Reduction
 
     def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor, if there is one."""
         y: Tensor = kron_matmul_left(factors, x, grid=self.grid, reduction=self.reduction)
         return y if divisor is None else y.div_(divisor.unsqueeze(-1))
 
+    def largest(self, values: Tensor, *, of_columns: bool) -> Tensor:
+        found = values.clone()
+        group = self.grid.col_group if of_columns else self.grid.group
+        all_reduce("KroneckerSum.solve: largest elements", found, group, dist.ReduceOp.MAX)
+        return found
+
     def apply(self, x: Tensor, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """``S x``."""
         matrices = [p.mH for p in parameters] if adjoint else parameters
         y: Tensor = _sum_matmul(matrices[: self.size], matrices[self.size :], x, True, self.grid, self.reduction)
         return y
 
-    def invert(self, b: Tensor, parameters: Sequence[Tensor], constants: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """``S^-1 b``."""
-        return invert_by_basis(self, b, parameters, constants, adjoint)
+    def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
+        """Every rank solves for all rows of its columns, by its own Schur forms, and takes its rows."""
+        whole, n = super().by_schur(parameters, adjoint), math.prod([f.shape[-1] for f in parameters[: self.size]])
+        start, stop = chunk_offsets(n, self.grid.shape[0])[self.grid.row :][:2]
+
+        def invert(b: Tensor) -> Tensor:
+            rows = b.new_zeros(n, b.shape[1])
+            rows[start:stop] = b
+            all_reduce("KroneckerSum.solve: rows of b", torch.view_as_real(rows), self.grid.col_group)
+            return whole(rows)[start:stop]
+
+        return invert

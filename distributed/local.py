@@ -11,7 +11,7 @@ from fastkron_py.kron.operators.algebra import SlogDet, built, check_square, kro
 from fastkron_py.kron.operators.kronecker_sum import sum_slogdet
 from fastkron_py.kron.operators.modes import terms
 from fastkron_py.kron.operators.pencil import Basis, Share, are_hermitian, combined, eigenbasis
-from fastkron_py.kron.operators.spectral import invert_by_basis, log_abs_det
+from fastkron_py.kron.operators.spectral import SumSystem, log_abs_det
 from fastkron_py.kron.operators.spectral import solve as solve_by_basis
 from fastkron_py.kron.plan.plan import IN_WHOLE, InBlocks
 from fastkron_py.kron.shapes import check_factor_shapes
@@ -24,6 +24,7 @@ __all__ = [
     "LocalKroneckerSum",
     "Share",
     "SlogDet",
+    "SumSystem",
     "are_hermitian",
     "built",
     "check_factor_shapes",
@@ -35,7 +36,6 @@ __all__ = [
     "filled",
     "gradients_into",
     "in_blocks",
-    "invert_by_basis",
     "is_identity",
     "kron_range",
     "local_kron_matmul",

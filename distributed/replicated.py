@@ -121,7 +121,7 @@ def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:
-    """Tensors in lists and tuples that the grid's first rank computes, on every rank, without derivatives. Collective, and an agreement.
+    """Tensors in plain lists and tuples that the grid's first rank computes, on every rank, without derivatives. Collective, and an agreement.
 
     Raises:
         Exception: an error of the computation, on every rank; or of the agreement on the description (`agree`).
@@ -143,7 +143,7 @@ def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Calla
             data.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
         broadcast(f"{description['call']}: results of the first rank", data, grid.group)
         if grid.rank > 0:
-            found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=grid.device, weights_only=False)
+            found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=grid.device, weights_only=True)
     return found  # type: ignore[no-any-return]
 
 

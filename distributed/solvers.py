@@ -325,7 +325,7 @@ def agree_on_solve(
     except REFUSALS as error:
         refuse(grid, error)
     if eigenvectors:
-        return block, from_first(grid, description, lambda: eigenbasis(matrices(product.factors)))
+        return block, Basis(*from_first(grid, description, lambda: tuple(eigenbasis(matrices(product.factors)))))
     agree(grid, description)
     return block, None
 
