@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fastkron_py.distributed.call import Call, check_blocks, checked, plan_text, row_groups
+from fastkron_py.distributed.call import Call, check_blocks, checked, row_groups
 from fastkron_py.distributed.group.agreement import Agreement, agree, refuse
 from fastkron_py.distributed.group.failures import REFUSALS
 from fastkron_py.distributed.group.grid import ProcessGrid, grid_of_call
@@ -267,7 +267,7 @@ def _common_plan(problem: Problem, grid: ProcessGrid, *figures: int) -> Plan:
     """The plan for GPUs with these figures, which ranks compare once: they know of the same plans, since they make the same calls."""
     chosen, key, known = _planned(problem, grid.shape, *figures), (problem, grid.shape, figures), grid.control.planned
     if key not in known:
-        agree(grid, {"call": "plan", "plan": plan_text(chosen)})
+        agree(grid, {"call": "plan", "plan": [chosen.cuts, chosen.chunks, chosen.transport]})
         if len(known) >= PLANS:
             known.clear()
         known.add(key)

@@ -41,8 +41,7 @@ class Call:
     recompute: bool = False
     reduction: Reduction = "sum"
     left: bool = False
-    scalars: str = ""
-    """Those that an operator has been multiplied by or made with."""
+    scalars: str = ""  # those that an operator was multiplied by or made with
     grid: ProcessGrid = field(init=False)
 
     @property
@@ -87,7 +86,7 @@ class Call:
             "beta": scalar_text(self.beta),
             "z": "none" if self.z is None else "a tensor",
             "precision": self.precision,
-            "plan": None if self.plan is None else plan_text(self.plan),
+            "plan": None if self.plan is None else [self.plan.cuts, self.plan.chunks, self.plan.transport],
             "recompute": self.recompute,
             "reduction": self.reduction,
             "arguments that need gradients": grads if torch.is_grad_enabled() else [],
@@ -102,22 +101,13 @@ def shape_texts(factors: Sequence[Any]) -> list[Any]:
     return [f if is_identity(f) else list(f.shape) for f in factors]
 
 
-def plan_text(plan: Plan) -> list[Any]:
-    """A plan, as ranks compare it."""
-    return [plan.cuts, plan.chunks, plan.transport]
-
-
 def scalar_text(value: Any) -> str:
     """A number, or only that it is a tensor, whose value may be on a GPU."""
     return "a tensor" if isinstance(value, Tensor) else str(value)
 
 
 def checksums(**given: Any) -> dict[str, str]:
-    """With ``FASTKRON_CHECK=1`` in the environment checksums of the tensors' values, for ranks to compare; else nothing.
-
-    Args:
-        given: arguments that are the same on every rank, tensors or sequences of tensors; others are left out.
-    """
+    """With ``FASTKRON_CHECK=1`` in the environment, checksums of the tensors and sequences of tensors given, for ranks to compare."""
     if os.environ.get("FASTKRON_CHECK", "") in ("", "0"):
         return {}
     named = given | {f"{name}[{i}]": t for name, many in given.items() if isinstance(many, Sequence) for i, t in enumerate(many)}

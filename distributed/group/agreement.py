@@ -52,18 +52,14 @@ class Control:
     Args:
         ranks: the members in the default group, ascending; this rank is one of them.
         number: of the private grid that it is for, among all grids of these ranks; 0 for the one that the others share.
-
-    Attributes:
-        grids: how many grids have been made over it.
-        planned: keys of plans that have been compared.
     """
 
     layout: tuple[str, ...] = ()  # of no grid
 
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks = tuple(ranks)
-        self.grids = number
-        self.planned: set[Hashable] = set()
+        self.grids = number  # that have been made over it
+        self.planned: set[Hashable] = set()  # keys of plans that have been compared
         self._busy = threading.RLock()
         self._failure = ""
         self._barrier: Barrier | None = None

@@ -76,8 +76,7 @@ def _check_alone(env: Mapping[str, str]) -> None:
     """Refuse to run as the only rank if a variable says that there are others, and warn if Slurm gave room for others."""
     if env.get("WORLD_SIZE", "1") != "1":
         missing = ", ".join(name for name in _TORCHRUN if name not in env)
-        told = f"WORLD_SIZE={env['WORLD_SIZE']} in the environment, without {missing}"
-        raise RuntimeError(f"init_process_group: expected {', '.join(_TORCHRUN)}, as torchrun sets them; got {told}; set {missing}, too")
+        raise RuntimeError(f"init_process_group: WORLD_SIZE={env['WORLD_SIZE']} in the environment, without {missing}; set {missing}, too")
     found = [f"{name}={env[name]}" for name in _SLURM_SIZES if env.get(name, "1") != "1"]
     if found and "SLURM_STEP_NUM_TASKS" not in env:
         text = f"this process runs as the only rank in a Slurm allocation with {', '.join(found)}: srun starts a rank for each task"

@@ -113,7 +113,7 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, r"expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .*; set MASTER_ADDR, MASTER_PORT, too"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, r"WORLD_SIZE=2 .* without MASTER_ADDR, MASTER_PORT; set MASTER_ADDR, MASTER_PORT, too"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, r"without MASTER_PORT; set MASTER_PORT, too"),
         (SRUN | {"SLURM_STEP_ID": "0"}, r"the environment variable SLURM_JOB_ID is missing; pass on what srun sets \(srun --export=ALL\)"),
         (SRUN | {"SLURM_JOB_ID": "7"}, r"the environment variable SLURM_STEP_ID is missing"),
