@@ -32,6 +32,11 @@ def factors_of(kind: str) -> tuple[list, list]:
     """Factors and masses: of distinct or double eigenvalues, not symmetric, complex, indefinite, with masses, and with identities."""
     if kind == "ring":  # second differences on a ring have pairs of equal eigenvalues
         return [2.1 * torch.eye(p).double() - torch.eye(p).roll(1, 0).double() - torch.eye(p).roll(-1, 0).double() for p in SIZES], []
+    if kind == "defective":
+        return [2 * torch.eye(p).double() + torch.diag(torch.ones(p - 1).double(), 1) for p in SIZES], []
+    if kind == "transport":  # eigenvectors of condition 2e12 in all
+        lower = [torch.diag(torch.ones(p - 1).double(), -1) for p in SIZES]
+        return [torch.eye(len(f)).double() - f - f.mT / 3000 for f in lower], []
     roots = [random(p, p, seed=p) for p in SIZES]
     symmetric = [r @ r.mT / len(r) + 0.2 * torch.eye(len(r), dtype=torch.float64) for r in roots]
     if kind == "symmetric":
@@ -51,7 +56,7 @@ def factors_of(kind: str) -> tuple[list, list]:
     return symmetric, [masses[0], SIZES[1], masses[2]]
 
 
-KINDS = ("symmetric", "masses", "general", "complex", "complex general", "indefinite", "identities", "ring")
+KINDS = ("symmetric", "masses", "general", "complex", "complex general", "indefinite", "identities", "ring", "defective", "transport")
 
 
 def as_matrix(f) -> torch.Tensor:
@@ -174,7 +179,14 @@ def gradients(shape, kind, second, reduction):
 
 @pytest.mark.parametrize(
     ("kind", "second", "reduction"),
-    [("symmetric", True, "sum"), ("ring", True, "mean"), ("masses", False, "sum"), ("general", False, "mean"), ("identities", True, "sum")],
+    [
+        ("symmetric", True, "sum"),
+        ("ring", True, "mean"),
+        ("masses", False, "sum"),
+        ("general", False, "mean"),
+        ("identities", True, "sum"),
+        ("transport", False, "sum"),
+    ],
 )
 def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kind: str, second: bool, reduction: str) -> None:
     assert set(ranks.run(gradients, grid_shape, kind, second, reduction)) <= {True, None}

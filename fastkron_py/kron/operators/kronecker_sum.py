@@ -194,8 +194,10 @@ class KroneckerSum(LazyOperator):
     def solve(self, b: Any) -> Any:
         """The x of ``S @ x = b``, by fast diagonalisation: two products with eigenvectors and a scaling.
 
-        Symmetric (Hermitian) factors, with masses that are positive definite too, take orthogonal eigenvectors. Others take complex ones,
-        and one step of iterative refinement. Derivatives of every order go by further solves, and bear equal eigenvalues.
+        Symmetric (Hermitian) factors, with masses that are positive definite too, take orthogonal eigenvectors. Others take complex ones
+        and iterative refinement. If the residual stays large, or eigenvectors are nearly dependent, they take Schur forms and back
+        substitution (Bartels and Stewart, "Solution of the matrix equation AX + XB = C", 1972), which is slower. Derivatives of every order
+        go by further solves, and bear equal eigenvalues.
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
@@ -206,7 +208,7 @@ class KroneckerSum(LazyOperator):
         Raises:
             TypeError: b of another array type or dtype, or float16 or bfloat16 factors.
             ValueError: b does not fit, or a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: S is singular but for rounding, or a factor has too few eigenvectors.
+            torch.linalg.LinAlgError: S is singular but for rounding.
 
         Example:
             >>> S = KroneckerSum([torch.diag(torch.arange(1.0, 4)), torch.eye(5)])
@@ -229,7 +231,7 @@ class KroneckerSum(LazyOperator):
         Raises:
             TypeError: float16 or bfloat16 factors.
             ValueError: a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: a factor has too few eigenvectors.
+            torch.linalg.LinAlgError: a mass is singular.
         """
         return algebra.SlogDet(*self._pairs(_slogdet))
 
@@ -241,7 +243,7 @@ class KroneckerSum(LazyOperator):
         Raises:
             TypeError: float16 or bfloat16 factors.
             ValueError: a symmetric mass is not positive definite.
-            torch.linalg.LinAlgError: a factor has too few eigenvectors.
+            torch.linalg.LinAlgError: a mass is singular; in second derivatives, a factor has nearly dependent eigenvectors.
         """
         return self._pairs(lambda factors, masses: algebra.log_of(*_slogdet(factors, masses)))
 

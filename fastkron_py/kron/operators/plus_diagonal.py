@@ -149,7 +149,8 @@ class KroneckerPlusDiagonal(LazyOperator):
     ) -> Any:
         """The x of ``A @ x = b``.
 
-        By eigenvectors where D has equal elements or is a Kronecker product of positive diagonals, and there is no mask. Otherwise by
+        By eigenvectors, or as `KroneckerSum.solve` by Schur forms, where D has equal elements or is a Kronecker product of positive
+        diagonals, and there is no mask. Otherwise by
         conjugate gradients, of Hermitian factors and a positive definite A, preconditioned by the eigenvectors of ``K + D'`` where D' is
         the Kronecker product of diagonals that is nearest to D in the mean of logarithms. Derivatives of every order, to factors, s and b,
         go by further solves of the same kind: none goes through eigenvectors, so that equal eigenvalues do no harm.
@@ -269,7 +270,7 @@ class KroneckerPlusDiagonal(LazyOperator):
             TypeError: float16 or bfloat16 factors, or probes are no integer.
             ValueError: a factor is not square, a Kronecker product of diagonals is not positive, D is a vector of more than 8192 and no
                 probes are given, or in an estimate ``K + D`` is not Hermitian and positive definite.
-            torch.linalg.LinAlgError: a factor has too few eigenvectors.
+            torch.linalg.LinAlgError: in second derivatives, a factor has nearly dependent eigenvectors.
         """
         given = self._probes(probes, generator, stopping(None, 1000, None, _torch_dtype(self.dtype)))
         return self._tensors(lambda k: algebra.log_of(*self._slogdet(k, self._basis(k), given)), identities=self._form == EQUAL)

@@ -294,8 +294,9 @@ class KroneckerProduct(LazyOperator):
     def apply_function(self, f: Callable[[Tensor], Tensor]) -> KroneckerFunction:
         """``f(K) = V f(L) V^H`` of Hermitian factors, with the eigenvalues L and eigenvectors V of K, as a lazy operator with ``@``.
 
-        A product with it is two products with eigenvectors and a scaling. Negative eigenvalues count as 0 if they may be by rounding. It has derivatives to the operand and to whatever f depends on,
-        and of the first order to the factors, where eigenvalues are equal too (Daleckii and Krein, 1965).
+        A product with it is two products with eigenvectors and a scaling. Negative eigenvalues within rounding of 0 count as 0. It has
+        derivatives to the operand and to whatever f depends on, and of the first order to the factors, where eigenvalues are equal too
+        (Daleckii and Krein, 1965).
 
         Args:
             f: from eigenvalues ``[*batch, n]``, a real tensor, to as many numbers, each a function of its own eigenvalue alone. With

@@ -113,9 +113,7 @@ class ProductSystem(SumSystem):
         return _by_schur(factors, [torch.diag_embed(d) for d in diagonals], shift, False, adjoint)
 
 
-def _by_schur(
-    factors: Sequence[Tensor], masses: Sequence[Tensor], shift: Tensor, sums: bool, adjoint: bool
-) -> Callable[[Tensor], Tensor]:
+def _by_schur(factors: Sequence[Tensor], masses: Sequence[Tensor], shift: Tensor, sums: bool, adjoint: bool) -> Callable[[Tensor], Tensor]:
     """From a complex b to the x of ``A x = b``, with A as in the module's first lines."""
     ts, right, left = schur_basis(factors, masses)
     shift = shift.to(ts[0].dtype)
@@ -250,7 +248,7 @@ class _LogForm(NamedTuple):
     condition: float
 
     def value(self, shift: Tensor, factors: Sequence[Tensor], vectors: Sequence[Tensor], second: bool) -> Tensor:
-        """``[*batch]``: the share's sum of log E if it is complex, else of log abs E. Derivatives are right to the first or second order."""
+        """``[*batch]``: the share's sum of log E if that is complex, else of log abs E; derivatives are right to one order or two."""
         right, left = vectors[: self.size], vectors[self.size :]
         rotated = [y @ f.to(x.dtype) @ x for f, x, y in zip(factors, right, left, strict=True)]
         values = [t.diagonal(dim1=-2, dim2=-1) for t in rotated]
@@ -323,7 +321,7 @@ class _OfForm(torch.autograd.Function):
 
 
 class _LogSum(_OfForm):
-    """The first tensor, the sum, with derivatives to the next ones, shift and factors; then eigenvalues, eigenvectors and their inverses."""
+    """The first tensor, the sum, with derivatives to the next ones, shift and factors; then eigenvalues, vectors and their inverses."""
 
     @staticmethod
     def forward(form: _LogForm, *tensors: Tensor) -> Tensor:
