@@ -35,7 +35,7 @@ GPUS: Final = (
     gpus.ADA,
     gpus.BLACKWELL,
     gpus.BLACKWELL_RTX,
-    gpus.OTHER,
+    gpus.AMD,
 )
 REAL: Final = ("float32", "float32", "float64", "bfloat16", "float16")
 COMPLEX: Final = ("complex64", "complex128")
