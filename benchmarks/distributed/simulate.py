@@ -1,4 +1,4 @@
-"""Plans simulated (`fastkron_py.distributed.plan.simulate`): beside measurements, and from 16 to 4,096 GPUs.
+"""Plans simulated (`simulator`): beside measurements, and from 16 to 4,096 GPUs.
 
     python -m benchmarks.distributed.simulate [--write]
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.distributed.ranks import LOOP_SECONDS, REPEATS, scalings
+from benchmarks.distributed.simulator import Event, Simulation, simulate
 from fastkron_py.distributed import Plan, Problem, plan
 from fastkron_py.distributed.plan.cost import multiply_seconds
 from fastkron_py.distributed.plan.links import NVLINK
-from fastkron_py.distributed.plan.simulate import Event, Simulation, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"

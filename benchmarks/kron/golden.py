@@ -242,7 +242,7 @@ def text_of(program: Any) -> list[Any]:
 def problems() -> Iterator[tuple[str, Problem, list[Any]]]:
     """(kind, sizes, text) of each problem."""
     for kind, (dtypes, build) in KINDS.items():
-        random_ = random.Random(f"{kind} 1")  # noqa: S311 - sizes, no secrets
+        random_ = random.Random(f"{kind} 1")
         for _ in range(EACH):
             p = _problem(random_, dtypes)
             with pretending(GPUS[p["gpu"]]):

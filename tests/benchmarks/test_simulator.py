@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("benchmarks.catalogue", reason="the tests run beside an installed package, without the source tree")
+
+from benchmarks.distributed.simulator import Simulation, simulate
+from benchmarks.distributed.tasks import COMPUTE, PULL, PUSH, Schedule
 from fastkron_py.distributed import Links, Plan, Problem, plan
 from fastkron_py.distributed.pipeline import Pipeline
 from fastkron_py.distributed.plan import schedule
 from fastkron_py.distributed.plan.cost import multiply_seconds
-from fastkron_py.distributed.plan.schedule import COMPUTE, PULL, PUSH, Schedule
-from fastkron_py.distributed.plan.simulate import Simulation, simulate
 from fastkron_py.distributed.transport.transfer import Channel, RowGroup, Transfer
 
 M, SIZES = 64, (8, 8, 8)

@@ -6,7 +6,7 @@ the task before it on its stream is done and its blocks are ready on all these r
 share the links. Beside an exchange, multiplies and copies go on at a share of their speed (`Links.beside`).
 
 The figures are those of the plan's own model (`cost`), which adds times up and does not know their order. The order is the pipeline's
-(`schedule`).
+(`tasks`).
 
 Row groups do not wait for each other, so one of several equal row groups is simulated. In a row group whose exchanges are uniform, one of
 the equal ranks is simulated (`_stand_ins`). 4,096 equal ranks therefore take as long as one.
@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from benchmarks.distributed.tasks import COMPUTE, Schedule, Task
 from fastkron_py.distributed.plan.cost import sampled_ranks
 from fastkron_py.distributed.plan.layout import chunk_offsets, widths
 from fastkron_py.distributed.plan.planner import Plan
-from fastkron_py.distributed.plan.schedule import COMPUTE, Schedule, Task
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import value_error
 
