@@ -149,8 +149,7 @@ class KroneckerProduct(GridOperator[LocalKroneckerProduct]):
                 return self.inverse()._multiply(b, left=True)
         block, basis = agree_on_solve(self._local, self._grid, b, shift=shift, call="solve", scalars=self._scalars)
         found = eigen(self.factors, basis, self._grid)
-        system = System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction)
-        return as_given(solve(system, block), b)
+        return as_given(solve(System(self._grid, list(self.factors), shift, direct=True, eigen=found, reduction=self._reduction), block), b)
 
     def conjugate_gradients(
         self,
