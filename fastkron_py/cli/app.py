@@ -44,9 +44,7 @@ def _show_version(asked: bool) -> None:
 
 
 @app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False,
-) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", callback=_show_version, help="Show the version.")] = False) -> None:
     """What the program as a whole takes."""
 
 

@@ -47,16 +47,8 @@ class Measurement:
     error: float = float("nan")
     failure: str = ""
 
-    @property
-    def seconds(self) -> float:
-        """The shortest time of all turns."""
-        return min(self.turns)
-
     def speedups(self, other: Measurement) -> list[float]:
-        """How often this method's time fits into another's: the lower quartile, the median and the upper quartile over the turns.
-
-        A turn's two times were taken side by side, so that other work on the machine slows both, or shows in the quartiles.
-        """
+        """Quartiles of another method's time divided by this one's, turn by turn: other work slows both, or shows in their distance."""
         return quantiles((b / a for a, b in zip(self.turns, other.turns, strict=True)), n=4, method="inclusive")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -29,13 +28,6 @@ def fail(console: Console, message: str) -> NoReturn:
     """Print the error as it stands, without markup, and exit with status 1."""
     console.print(message, style="bold red", markup=False)
     raise typer.Exit(1)
-
-
-def finite(value: float | None) -> float | None:
-    """Refuse what a range lets pass: infinity and NaN."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number.")
-    return value
 
 
 def make_folder(console: Console, folder: Path) -> None:

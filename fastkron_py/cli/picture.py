@@ -25,11 +25,11 @@ def picture_file(path: Path) -> Path:
     Raises:
         ValueError: Matplotlib writes no files with this suffix.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backend_bases import FigureCanvasBase
 
     if path.is_dir() or not path.suffix:
         return path / "demo.png"
-    known = FigureCanvasAgg.get_supported_filetypes()
+    known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise value_error("out", f"a folder or a file that ends with one of .{', .'.join(sorted(known))}", path)
     return path

@@ -31,7 +31,7 @@ class Entry:
 def _take(data: Any, name: str, cls: type) -> Any:
     """A member of a JSON object, of exactly this type (True is no integer). Text is printable, since messages and lists show it."""
     value = data[name] if isinstance(data, dict) and name in data else None
-    if type(value) is not cls or (cls is str and not value.isprintable()):
+    if type(value) is not cls or (isinstance(value, str) and not value.isprintable()):
         raise ValueError(f"{name}: expected {'printable ' * (cls is str)}{cls.__name__}, got {value!r:.60}")
     return value
 
