@@ -210,7 +210,7 @@ def _tiles_of(name: str, sizes: Sizes) -> Sequence[Tile]:
     found = (_TILES if gpu.has_shared_operands else _FROM_REGISTERS)[name][sizes.itemsize]
     if sizes.passes == 3:
         return (_THREE_PASSES if gpu.has_shared_operands else _THREE_PASSES_FROM_REGISTERS)[name], found[-1]
-    if name == "input" and gpu.stages_sums:
+    if name == "input" and gpu.has_staged_sums:
         return found[-1:]  # sums of larger ones would fill shared memory
     if len(found) == 3 and not gpu.is_measured:
         return found[1:]  # the widest spills where it is not Hopper's wgmma that it is compiled to

@@ -17,10 +17,10 @@ from torch import Tensor
 from fastkron_py.runtime.errors import type_error, value_error
 
 BACKENDS: Final = ("auto", "triton", "torch")
-# AMD's GPUs, by the beginning of their names. Those of half types have no matrix cores for other products, which then spill kilobytes
-# of each thread, and some of which take minutes to compile. Between two steps, products of float16 are float32.
+# AMD's GPUs, by the beginning of their names. The second ones have no matrix cores for other products, which then spill kilobytes
+# of each thread and compile for long. Between two steps, products of float16 are float32.
 _AMD_OF_ALL_TYPES: Final = ("gfx90a", "gfx942", "gfx950")
-_AMD_OF_HALF_TYPES: Final = ("gfx11", "gfx12")
+_AMD_OF_BFLOAT16: Final = ("gfx11", "gfx12")
 
 logger = logging.getLogger("fastkron_py")
 
@@ -97,9 +97,9 @@ def _gpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.hip is None:
         return "compute capability is below 8.0" if torch.cuda.get_device_capability(device) < (8, 0) else None
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    if name.startswith(_AMD_OF_ALL_TYPES) or (name.startswith(_AMD_OF_HALF_TYPES) and dtype == torch.bfloat16):
+    if name.startswith(_AMD_OF_ALL_TYPES) or (name.startswith(_AMD_OF_BFLOAT16) and dtype == torch.bfloat16):
         return None
-    if not name.startswith(_AMD_OF_HALF_TYPES):
+    if not name.startswith(_AMD_OF_BFLOAT16):
         return f"kernels were not compiled for {name}"
     return f"kernels for {str(dtype).removeprefix('torch.')} multiply in float32 or more, for which {name} has no matrix cores"
 

@@ -35,7 +35,7 @@ class GPU:
         has_descriptors: a copy engine takes tensor descriptors.
         has_overlap: a launch can begin before the end of the one ahead ("programmatic dependent launch").
         has_approximations: functions are approximated in one of PTX's instructions each, with errors of some units in the last place.
-        stages_sums: sums that are taken apart pass through shared memory, all of a tile at once.
+        has_staged_sums: sums that are taken apart pass through shared memory, all of a tile at once.
     """
 
     name: str
@@ -56,7 +56,7 @@ class GPU:
     has_descriptors: bool = False
     has_overlap: bool = False
     has_approximations: bool = False
-    stages_sums: bool = False
+    has_staged_sums: bool = False
 
     def rate(self, itemsize: int) -> float:
         """Operations a second of tensor cores on operands of this many bytes."""
@@ -164,7 +164,7 @@ AMD: Final = replace(
     has_descriptors=False,
     has_overlap=False,
     has_approximations=False,
-    stages_sums=True,
+    has_staged_sums=True,
 )
 """As compiled for an MI300X (gfx942). No kernel was run there: rates are Hopper's."""
 

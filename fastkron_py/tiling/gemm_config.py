@@ -52,7 +52,7 @@ class GemmSpan(NamedTuple):
 def shared_memory(tile: GemmTile, sizes: GemmSizes) -> int:
     """Bytes of a program, about: blocks in flight, and the staging buffer of a part that is finished."""
     blocks = (tile.block_m + tile.block_n) * tile.block_k * sizes.itemsize * tile.stages
-    stored = 4 * tile.parts if sizes.gpu.stages_sums and tile.parts > 1 else sizes.stored
+    stored = 4 * tile.parts if sizes.gpu.has_staged_sums and tile.parts > 1 else sizes.stored
     return blocks + tile.block_m * tile.block_n // tile.parts * stored + _BARRIERS
 
 
@@ -129,7 +129,7 @@ def _fitted(tile: GemmTile, sizes: GemmSizes) -> GemmTile:
             fitted = tile._replace(stages=stages, parts=parts)
             if is_valid(fitted, sizes):
                 return fitted
-    return tile._replace(stages=1, parts=most_parts)
+    return tile._replace(stages=1, parts=most_parts, programs=1)
 
 
 def _known(sizes: GemmSizes) -> _Known:

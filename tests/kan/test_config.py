@@ -9,7 +9,7 @@ import pytest
 from fastkron_py.kan import config as tuning
 from fastkron_py.kan import config_hopper as hopper
 from fastkron_py.kan.config import Sizes
-from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, HOPPER, INTERPRETER
+from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, HOPPER, INTERPRETER
 
 SHAPES = [
     (1, 1, 1, 1),
@@ -25,7 +25,7 @@ CASES = [
     Sizes(*shape, itemsize, passes, gpu)
     for shape in SHAPES
     for itemsize, passes in PASSES
-    for gpu in (INTERPRETER, HOPPER, AMPERE, ADA, BLACKWELL)
+    for gpu in (INTERPRETER, HOPPER, AMPERE, ADA, BLACKWELL, AMD)
 ]
 PRODUCTS = {
     "forward": (tuning.forward, lambda s: s.num_in),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, GPU, HOPPER
+from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, GPU, HOPPER
 from fastkron_py.tiling.gemm_config import (
     GemmSizes,
     GemmSpan,
@@ -34,10 +34,11 @@ def llama(model: str, rows: int, beside: bool = False) -> GemmSizes:
     return GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, HOPPER, True, beside)
 
 
-@pytest.mark.parametrize("gpu", [AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", [AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX, AMD], ids=lambda gpu: gpu.name)
 def test_every_choice_is_valid(gpu: GPU) -> None:
     for sizes in SIZES:
-        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2, gpu=gpu)
+        described = sizes.has_descriptors and gpu is not AMD  # which takes none
+        stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2, gpu=gpu, has_descriptors=described)
         tile = gemm_tile(stored)
         assert is_valid(tile, stored), (tile, stored)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fastkron_py.kron.plan.launch import chain_configs, chain_shared_memory, single_configs, single_shared_memory
 from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
 from fastkron_py.kron.plan.steps import Step, padded
-from fastkron_py.runtime.gpu import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
+from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)
 NUMBERS = [(2, 1), (4, 1), (8, 1), (4, 2), (8, 2)]  # bytes of a real number, and the real numbers of an element
@@ -80,7 +80,7 @@ def test_padded(size, expected):
     q=st.integers(1, 600),
     numbers=st.sampled_from(NUMBERS),
     num_slices=st.integers(1, 2**40),
-    gpu=st.sampled_from(GPUS),
+    gpu=st.sampled_from((*GPUS, AMD)),
 )
 def test_blocks_are_powers_of_two_that_a_dot_takes(p, q, numbers, num_slices, gpu):
     itemsize, parts = numbers
