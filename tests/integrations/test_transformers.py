@@ -511,6 +511,7 @@ def test_mismatched_arguments_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # torch.jit.trace reads every property
 @pytest.mark.parametrize("backward", ["save", "recompute"])
 def test_traced(backward: str) -> None:
     """torch.jit.trace compares two graphs, of calls with gradients and without."""
