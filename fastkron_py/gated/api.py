@@ -14,7 +14,7 @@ from fastkron_py.runtime.autocast import autocast_dtype, cast
 from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_choice, check_precision, check_tensor
-from fastkron_py.runtime.eager import wants_gradient
+from fastkron_py.runtime.eager import is_tracing, wants_gradient
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 ArrayT = TypeVar("ArrayT")
@@ -232,8 +232,7 @@ def _gated_linear(tensors: Any, labels: tuple[str, ...], backward: str, options:
     _check_tensors(tensors, labels, options[1])
     # Dynamo cannot read a context variable: a compiled graph asks for the backend when it runs.
     chosen = "" if torch.compiler.is_compiling() else requested_backend()
-    # torch.jit.trace compares the graphs of two calls, with gradients and without.
-    saves = backward == "save" and wants_gradient(tensors) and not torch.jit.is_tracing()
+    saves = backward == "save" and wants_gradient(tensors) and not is_tracing()
     call = operator.gated_linear_saving if saves else operator.gated_linear
     y: Tensor = call(*tensors, *options, chosen, key=key if dtype is None else None)  # under autocast of other tensors
     return y

@@ -79,7 +79,8 @@ def _transformed(x: Tensor, scale: Any, precision: str | None, out: Tensor | Non
     """By additions where a kernel has them, to out if it can be written; else by the factors."""
     source: Any = hadamard_factors
     n = index(x.shape[-1])  # a graph that is compiled or traced is one of this length
-    backend, make = "", _in_graph
+    backend = ""
+    make: Callable[..., Sequence[Any]] = _in_graph
     if torch.compiler.is_compiling():
         from fastkron_py.kron import hadamard_constants as source  # whose decorator imports the compiler, and that Triton
     else:

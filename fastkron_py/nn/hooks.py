@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkron_py.runtime.eager import is_tracing
+
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward; torch asks the same of these."""
@@ -27,8 +29,5 @@ def is_plain_linear(module: Any) -> bool:
 
 
 def owns_result(module: Any) -> bool:
-    """Whether nobody but the caller sees the result of a call, autograd included: it may be written over.
-
-    Not by `torch.jit.trace`, which compares the graphs of two calls, with gradients and without.
-    """
-    return not torch.is_grad_enabled() and not torch.jit.is_tracing() and is_plain_linear(module)
+    """Whether nobody but the caller sees the result of a call, autograd included: it may be written over."""
+    return not torch.is_grad_enabled() and not is_tracing() and is_plain_linear(module)

@@ -67,6 +67,11 @@ def is_functionalizing() -> bool:
     return True
 
 
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` runs: it compares the graphs of two calls, with gradients and without, which have to be the same."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
