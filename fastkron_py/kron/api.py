@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fastkron_py.runtime.backend import requested_backend
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import check_precision, check_scalar
 from fastkron_py.runtime.eager import TENSOR_TYPES
-from fastkron_py.runtime.errors import type_error
+from fastkron_py.runtime.errors import type_error, type_name
 
 ArrayT = TypeVar("ArrayT")
 Scalar = float | complex | Tensor
@@ -27,7 +27,7 @@ Scalar = float | complex | Tensor
 def kron_matmul(
     x: ArrayT,
     factors: Sequence[ArrayT | int],
-    *,
+    *others: Never,
     alpha: Scalar = 1.0,
     beta: Scalar = 0.0,
     z: ArrayT | None = None,
@@ -69,13 +69,15 @@ def kron_matmul(
         >>> kron_matmul(x, [2, f1, 8]).shape  # I_2 (x) F1 (x) I_8
         torch.Size([100, 64])
     """
+    if others:
+        raise type_error("factors", "one list, as in kron_matmul(x, [F1, F2]), and options by name", f"{len(others) + 1} arguments")
     return _call(x, factors, alpha, beta, z, precision, False, ("x", "factors", "z"))  # type: ignore[no-any-return]
 
 
 def kron_matmul_left(
     factors: Sequence[ArrayT | int],
     x: ArrayT,
-    *,
+    *others: Never,
     alpha: Scalar = 1.0,
     beta: Scalar = 0.0,
     z: ArrayT | None = None,
@@ -104,6 +106,8 @@ def kron_matmul_left(
         >>> kron_matmul_left([torch.randn(4, 8), torch.randn(16, 16)], torch.randn(128, 100)).shape
         torch.Size([64, 100])
     """
+    if others:
+        raise type_error("factors", "one list, as in kron_matmul_left([F1, F2], x), and options by name", f"{len(others) + 1} arguments")
     return _call(x, factors, alpha, beta, z, precision, True, ("x", "factors", "z"))  # type: ignore[no-any-return]
 
 
@@ -180,6 +184,9 @@ def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool
 
 
 def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
+    if isinstance(x, list | tuple | torch.nn.ParameterList):
+        order = names[1::-1] if left else names[:2]
+        raise type_error(names[0], f"an array: the order of arguments is ({', '.join(order)})", type_name(x))
     factors = factors_and_identities(factors, names[1])
     given = {names[0]: x, **{f"{names[1]}[{i}]": f for i, f in enumerate(factors) if not is_identity(f)}}
     given |= {} if z is None else {names[2]: z}

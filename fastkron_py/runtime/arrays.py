@@ -8,6 +8,7 @@ CuPy nor array-api-compat is imported before an argument that is not a torch ten
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -70,8 +71,10 @@ class _NumpyBridge(Bridge):
             array.flags.writeable = False
         return array[()] if array.ndim == 0 else array  # a scalar, as from numpy.trace
 
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", enabled=False)  # NumPy has no bfloat16 to give back
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        with _dtypes_without_torch(), torch.autocast("cpu", enabled=False):  # NumPy has no bfloat16 to give back
+            yield
 
 
 class _ReadOnly:
@@ -108,7 +111,7 @@ class _CupyBridge(Bridge):
             handle = int(current.ptr)
             # 0 and 1 are CUDA's names of the legacy default stream, which torch knows as its default stream.
             stream = torch.cuda.default_stream(self._device) if handle in (0, 1) else torch.cuda.ExternalStream(handle, device=self._device)
-            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.autocast("cuda", enabled=False):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.autocast("cuda", enabled=False), _dtypes_without_torch():
                 yield
 
     def load(self, array: Any, name: str) -> Tensor:
@@ -138,6 +141,24 @@ class _SameStream:
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         return self._tensor.__dlpack_device__()
+
+
+def plain_tensor(given: Any) -> Tensor:
+    """A tensor of any array or sequence; NumPy arrays, of any strides and byte order and of Python's numbers too, are copied."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(given, numpy.ndarray):
+        given = given.tolist() if given.dtype.hasobject else numpy.array(given, given.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(given)
+
+
+@contextlib.contextmanager
+def _dtypes_without_torch() -> Iterator[None]:
+    """Errors call dtypes by the names that all libraries give them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.args = tuple([re.sub(r"\btorch\.(?=(b?float|complex|u?int)\d)", "", a) if isinstance(a, str) else a for a in error.args])
+        raise
 
 
 def _check_dtype(array: Any, name: str) -> None:

@@ -267,11 +267,6 @@ def test_tensors_need_no_adapter():
 # ---- read-only memory --------------------------------------------------------------------------------------------------------------------
 
 
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
 def test_memory_that_may_not_be_written_to_is_not_given_back_as_writable(rng, tmp_path):
     """Verbs that return their input or a view of it; a write to a mapped file's memory would end the process."""
     np.arange(12.0).tofile(tmp_path / "file")
@@ -288,3 +283,18 @@ def test_memory_that_may_not_be_written_to_is_not_given_back_as_writable(rng, tm
     assert own[0, 0] == 5
     for y in (mode_matmul(m, {1: f}), KroneckerProduct([f]).diagonal(), KroneckerProduct([f]).to_dense()):
         y[...] = 5
+
+
+def test_errors_name_dtypes_as_numpy_does(rng):
+    x, factors = problem(rng, "float64")
+    for call in (
+        lambda: kron_matmul(x, [f.astype("float32") for f in factors]),
+        lambda: mode_matmul(x, {1: factors[0].astype("float32")}),
+        lambda: KroneckerProduct([factors[0], factors[1].astype("float32")]),
+        lambda: KroneckerProduct([np.eye(3)]).add_diagonal(np.ones(3, "float32")),
+    ):
+        with pytest.raises(TypeError, match="float64; got float32") as caught:
+            call()
+        assert "torch" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"torch\.float64; got torch\.float32"):
+        kron_matmul(torch.from_numpy(x), [torch.from_numpy(f).float() for f in factors])

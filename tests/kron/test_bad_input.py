@@ -405,3 +405,18 @@ def test_a_refused_default_backend_changes_nothing():
     with pytest.raises(ValueError, match="backend"):
         fastkron_py.set_backend("nonsense")
     assert torch.equal(kron_matmul(X, F), before)
+
+
+@pytest.mark.parametrize("convert", [lambda t: t, lambda t: t.numpy()], ids=["torch", "numpy"])
+def test_hints_for_other_orders_of_arguments(convert):
+    x, f = convert(torch.ones(3, 4)), convert(torch.eye(2))
+    with pytest.raises(TypeError, match=r"x: expected an array: the order of arguments is \(x, factors\); got list"):
+        fastkron_py.kron_matmul([f, f], x)
+    with pytest.raises(TypeError, match=r"x: expected an array: the order of arguments is \(factors, x\); got list"):
+        fastkron_py.kron_matmul_left(x, [f, f])
+    with pytest.raises(TypeError, match=r"x: expected an array: the order of arguments is \(fs, x\); got tuple"):
+        fastkron_py.gekmm(x, (f, f))
+    with pytest.raises(TypeError, match=r"factors: expected one list, as in kron_matmul\(x, \[F1, F2\]\), and options by name; got 2 arg"):
+        fastkron_py.kron_matmul(x, f, f)
+    with pytest.raises(TypeError, match=r"factors: expected one list, as in kron_matmul_left\(\[F1, F2\], x\)"):
+        fastkron_py.kron_matmul_left(f, f, x)

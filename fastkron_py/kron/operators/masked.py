@@ -14,7 +14,7 @@ from fastkron_py.kron.operators.cg import Convergence
 from fastkron_py.kron.operators.lazy import LazyOperator, check_arrays
 from fastkron_py.kron.operators.plus_diagonal import KroneckerPlusDiagonal
 from fastkron_py.kron.points import Points, gathered, scattered
-from fastkron_py.runtime.arrays import find_bridge
+from fastkron_py.runtime.arrays import find_bridge, plain_tensor
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 _EXPECTED = "a bool mask or indices, of one dimension"
@@ -29,7 +29,7 @@ def kept_points(given: Any, size: int, name: str, device: torch.device) -> Point
             another device.
     """
     try:
-        index: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given).to(device)
+        index: Tensor = given if isinstance(given, Tensor) else plain_tensor(given).to(device)
     except (TypeError, ValueError, RuntimeError):
         raise type_error(name, _EXPECTED, type_name(given)) from None
     if index.ndim != 1:

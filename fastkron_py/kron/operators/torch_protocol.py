@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fastkron_py.runtime.errors import value_error
+
 _SAME_NAME: Final = ("cholesky", "det", "eigh", "eigvalsh", "inverse", "kron", "logdet", "matrix_power", "slogdet", "solve", "trace")
+
+
+def _norm(k: Any, ord: Any = None) -> Any:
+    return k.norm("fro" if ord is None else ord)
+
+
+def _diagonal(k: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    if offset != 0 or {dim1 % k.ndim, dim2 % k.ndim} != {k.ndim - 2, k.ndim - 1}:
+        raise value_error("offset, dim1, dim2", "0 and the last two dimensions, those of an operator's matrices", (offset, dim1, dim2))
+    return k.diagonal()
+
+
+_FUNCTIONS: Final[dict[Any, tuple[str, Callable[..., Any]]]] = {
+    torch.linalg.norm: ("norm", _norm),
+    torch.linalg.matrix_norm: ("norm", _norm),
+    torch.diagonal: ("diagonal", _diagonal),
+    torch.linalg.diagonal: ("diagonal", partial(_diagonal, dim1=-2, dim2=-1)),
+}
 _METHODS: Final[dict[Any, str]] = {
     torch.matmul: "__matmul__",
     Tensor.matmul: "__matmul__",
@@ -33,6 +54,8 @@ def torch_function(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapp
         return args[1].__matmul__(args[0])
     if func is Tensor.__rtruediv__:
         return args[1].__truediv__(args[0])
+    if func in _FUNCTIONS and hasattr(args[0], _FUNCTIONS[func][0]):
+        return _FUNCTIONS[func][1](*args, **(kwargs or {}))
     method = _METHODS.get(func)
     if method is None:
         return NotImplemented

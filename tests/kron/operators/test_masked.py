@@ -252,3 +252,20 @@ NOT_SO: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_refusals(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_masks_of_any_array(device):
+    """Strides below 0, another byte order, Python's objects, memory that is read only: as the same mask of torch's."""
+    k = KroneckerProduct([torch.rand(3, 3, device=device), torch.rand(4, 4, device=device)])
+    kept = np.random.default_rng(0).random(12) < 0.5
+    kept[0] = True
+    index, locked = np.flatnonzero(kept), kept.copy()
+    locked.flags.writeable = False
+    expected = k.to_dense()[torch.from_numpy(index)]
+    for mask in (kept[::-1].copy()[::-1], kept.astype(object), locked, index.astype(">i8"), index[::-1].copy()[::-1], index.astype(object)):
+        assert torch.equal(k.masked(rows=mask).to_dense(), expected)
+    a, b = KroneckerProduct([torch.eye(3) + 1, torch.eye(4)]).add_diagonal(1.0), torch.rand(12)
+    for mask in (kept[::-1].copy()[::-1], kept.astype(object), locked):
+        assert torch.equal(a.solve(b, mask=mask), a.solve(b, mask=torch.from_numpy(kept.copy())))
+    with pytest.raises(TypeError, match="rows: expected a bool mask or indices"):
+        k.masked(rows=np.array([None, 1], dtype=object))

@@ -396,3 +396,23 @@ def test_diagonals_that_no_memory_holds_are_refused(device):
     with pytest.raises(ValueError, match="max_elements: expected at least 16"):
         KroneckerProduct([torch.eye(4, device=device)] * 2).diagonal(max_elements=15)
     assert KroneckerProduct([torch.eye(4, device=device)] * 2).diagonal(max_elements=16).sum() == 16
+
+
+def test_norms_and_diagonals_by_torch(device):
+    k = KroneckerProduct([torch.rand(2, 2, device=device, dtype=torch.float64), torch.rand(3, 3, device=device, dtype=torch.float64)])
+    dense = k.to_dense()
+    near(torch.linalg.norm(k), torch.linalg.norm(dense))
+    near(torch.linalg.matrix_norm(k), torch.linalg.matrix_norm(dense))
+    for order in ("nuc", 2, 1, torch.inf):
+        near(torch.linalg.norm(k, order), torch.linalg.norm(dense, order))
+        near(torch.linalg.matrix_norm(k, ord=order), torch.linalg.matrix_norm(dense, ord=order))
+    near(torch.diagonal(k), dense.diagonal())
+    batch = KroneckerProduct([torch.rand(2, 3, 3, device=device), torch.eye(2, device=device)])
+    assert torch.equal(torch.linalg.diagonal(batch), batch.diagonal())
+    assert torch.equal(torch.diagonal(batch, dim1=-2, dim2=-1), batch.diagonal())
+    assert torch.equal(torch.diagonal(k.add_diagonal(1.0)), k.add_diagonal(1.0).diagonal())
+    for wrong in (lambda: torch.diagonal(batch), lambda: torch.diagonal(k, 1)):
+        with pytest.raises(ValueError, match="offset, dim1, dim2: expected 0 and the last two dimensions"):
+            wrong()
+    with pytest.raises(TypeError):
+        torch.linalg.norm(k.add_diagonal(1.0))
