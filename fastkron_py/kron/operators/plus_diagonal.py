@@ -20,6 +20,7 @@ from fastkron_py.kron.operators.pencil import Basis
 from fastkron_py.kron.operators.shifted import EQUAL, KRONECKER, VECTOR, Shifted
 from fastkron_py.kron.operators.spectral import scaled
 from fastkron_py.kron.shapes import Shape, broadcast_batch
+from fastkron_py.runtime.arrays import plain_tensor
 from fastkron_py.runtime.checks import check_integer
 from fastkron_py.runtime.errors import type_error, type_name, value_error
 
@@ -222,7 +223,7 @@ class KroneckerPlusDiagonal(LazyOperator):
         self.convergence = found
 
     def _mask(self, given: Any) -> Tensor:
-        mask: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given)
+        mask: Tensor = given if isinstance(given, Tensor) else plain_tensor(given)
         if mask.dtype != torch.bool:
             raise type_error("mask", "a tensor of bool", mask.dtype)
         n = self._shape[-1]
