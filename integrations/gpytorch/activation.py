@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib.util
+import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -23,7 +23,7 @@ from torch import Tensor
 from fastkron_py.integrations.gpytorch import interpolation
 from fastkron_py.integrations.gpytorch.operators import adopt
 from fastkron_py.integrations.gpytorch.versions import untested
-from fastkron_py.runtime.errors import type_error, type_name
+from fastkron_py.runtime.errors import type_error, type_name, warn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -205,7 +205,7 @@ class use_fastkron:  # noqa: N801
     def _push(self) -> _State:
         found = untested() if self._enabled else None
         if found is not None:
-            warnings.warn(f"use_fastkron changes nothing, since it was not tested with {found}", UserWarning, stacklevel=3)
+            warn(f"use_fastkron changes nothing, since it was not tested with {found}", UserWarning)
         state = _State(self._enabled and found is None, self, _current.get())
         _current.set(state)
         return state
@@ -229,12 +229,40 @@ class use_fastkron:  # noqa: N801
             _current.set(state.previous)
 
     def __call__(self, function: FunctionT) -> FunctionT:
-        """Decorate a function: in force during its calls."""
+        """Decorate a function: in force during its calls; a generator's or a coroutine's while its own code runs.
+
+        Raises:
+            TypeError: an asynchronous generator.
+        """
         self.close()
+        if inspect.isasyncgenfunction(function):
+            raise type_error("function", "no asynchronous generator: use a with block in its body", function.__qualname__)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with use_fastkron(self._enabled):
                 return function(*args, **kwargs)
 
-        return run  # type: ignore[return-value]
+        @functools.wraps(function)
+        async def run_async(*args: Any, **kwargs: Any) -> Any:
+            with use_fastkron(self._enabled):  # in this task's context alone
+                return await function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def run_steps(*args: Any, **kwargs: Any) -> Any:
+            steps = function(*args, **kwargs)
+            resume: Callable[[], Any] = functools.partial(next, steps)
+            while True:
+                with use_fastkron(self._enabled):
+                    try:
+                        item = resume()
+                    except StopIteration as stop:
+                        return stop.value
+                try:
+                    resume = functools.partial(steps.send, (yield item))
+                except BaseException as error:  # noqa: BLE001
+                    resume = functools.partial(steps.throw, error)
+
+        if inspect.iscoroutinefunction(function):
+            return run_async  # type: ignore[return-value]
+        return run_steps if inspect.isgeneratorfunction(function) else run  # type: ignore[return-value]
