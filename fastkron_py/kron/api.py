@@ -45,6 +45,7 @@ def kron_matmul(
         factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, of x's array type, dtype and device.
             Batch dimensions of x and of the factors broadcast. An integer n stands for the identity I_n, which
             takes no multiply: the others are multiplied where their modes stand in x.
+        others: none: factors come in one list, and options by name.
         alpha: scales the product: a finite number, or a 0-dimensional tensor (which gets a gradient).
         beta: scales z: a number or a 0-dimensional tensor; other than 0 it needs z.
         z: added to the product; broadcasts to the result. Where beta is the number 0, z's shape is checked
@@ -90,6 +91,7 @@ def kron_matmul_left(
     Args:
         factors: sequence of ``[P_i, Q_i]`` or ``[*batch, P_i, Q_i]``, or of integers n for identities I_n.
         x: ``[*batch, prod(Q_i), M]`` or ``[prod(Q_i)]``.
+        others: none, as in `kron_matmul`.
         alpha: scales the product.
         beta: scales z; other than 0 it needs z.
         z: added to the product; broadcasts to the result.
@@ -184,7 +186,7 @@ def _key(factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool
 
 
 def _on_arrays(x: Any, factors: Any, alpha: Any, beta: Any, z: Any, precision: Any, left: bool, names: tuple[str, str, str]) -> Any:
-    if isinstance(x, list | tuple | torch.nn.ParameterList):
+    if isinstance(x, list | tuple | torch.nn.ParameterList) and not isinstance(factors, Sequence | torch.nn.ParameterList):
         order = names[1::-1] if left else names[:2]
         raise type_error(names[0], f"an array: the order of arguments is ({', '.join(order)})", type_name(x))
     factors = factors_and_identities(factors, names[1])

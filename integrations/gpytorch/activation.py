@@ -260,7 +260,7 @@ class use_fastkron:  # noqa: N801
                         return stop.value
                 try:
                     resume = functools.partial(steps.send, (yield item))
-                except BaseException as error:  # noqa: BLE001
+                except BaseException as error:
                     resume = functools.partial(steps.throw, error)
 
         if inspect.iscoroutinefunction(function):

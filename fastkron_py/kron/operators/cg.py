@@ -127,8 +127,8 @@ def conjugate_gradients(
             x, squares = torch.where(is_better.unsqueeze(-2), other, x), torch.where(is_better, of_other, squares)
         residual = float(_worst(squares, start))
         warn(
-            f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}; "
-            "mask= leaves out points without data, and preconditioner= takes an approximation of the inverse"
+            f"conjugate gradients: relative residual {residual:.3g} after {iterations} iterations, above the tolerance {stop.tolerance:.3g}"
+            "; mask= leaves out points without data, and preconditioner= takes an approximation of the inverse"
         )
     return x, Convergence(iterations, residual, stop.tolerance, residual <= stop.tolerance)
 

@@ -43,7 +43,7 @@ class Probes(NamedTuple):
 
 
 def trace_of_log(apply: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of ``z^H log(B) z`` over the columns, and its error, ``[*batch]`` in float64, for a B near the identity and columns of n signs.
+    """The mean of ``z^H log(B) z`` over columns z, and its error, ``[*batch]`` in float64, for a B near the identity and n signs each.
 
     The error is the standard error, NaN for one column, and with it the bias that steps which were not taken leave.
 
