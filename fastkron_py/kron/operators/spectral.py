@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -45,11 +45,6 @@ def by_basis(left: Sequence[Tensor], diagonal: Tensor, right: Sequence[Tensor], 
     return kron_matmul_left(right, multiply_scaled(left, x, diagonal))
 
 
-def multiply_divided(factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None) -> Tensor:
-    """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor ``[*batch, n]``, if there is one."""
-    return kron_matmul_left(factors, x) if divisor is None else multiply_scaled(factors, x, divisor, divides=True)
-
-
 @dataclass(frozen=True)
 class SumSystem:
     """``A = sum_i M1 (x) .. (x) A_i (x) .. (x) MN``, of parameters A_i and the masses, if any.
@@ -61,14 +56,9 @@ class SumSystem:
     size: int
 
     def multiply(self, factors: Sequence[Tensor], x: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """As `multiply_divided`."""
-        return multiply_divided(factors, x, divisor)
-
-    def norm(self, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """A bound of A's maximum norm ``[*batch]``, or of that of its adjoint."""
-        norms = [torch.linalg.matrix_norm(p, 1 if adjoint else math.inf) for p in parameters]
-        units = norms[self.size :] or [torch.ones_like(t) for t in norms]
-        return reduce(torch.add, [reduce(torch.mul, [*units[:i], norms[i], *units[i + 1 :]]) for i in range(self.size)])
+        """``(F1 (x) ... (x) FN) x``; its rows are divided by a divisor ``[*batch, n]``, if there is one."""
+        y: Tensor = kron_matmul_left(factors, x) if divisor is None else multiply_scaled(factors, x, divisor, divides=True)
+        return y
 
     def largest(self, values: Tensor, *, of_columns: bool) -> Tensor:
         """Values, where other processes have other rows of these columns, or other blocks: the largest of all of them."""
@@ -98,11 +88,6 @@ class ProductSystem(SumSystem):
         if adjoint:
             factors, diagonal = [f.mH for f in factors], diagonal.conj()
         return kron_matmul_left(factors, x, beta=1.0, z=scaled(x, diagonal).resolve_conj())
-
-    def norm(self, parameters: Sequence[Tensor], adjoint: bool) -> Tensor:
-        """As `SumSystem.norm`."""
-        norms = [torch.linalg.matrix_norm(p, 1 if adjoint else math.inf) for p in parameters[: self.size]]
-        return reduce(torch.mul, norms) + kron_vectors(parameters[self.size :]).abs().amax(-1)
 
     def by_schur(self, parameters: Sequence[Tensor], adjoint: bool) -> Callable[[Tensor], Tensor]:
         """From a complex b to ``A^-1 b``, by Schur forms."""
@@ -151,7 +136,7 @@ def invert_by_basis(system: SumSystem, b: Tensor, parameters: Sequence[Tensor], 
     x, error = _refined(system, system.by_schur(parameters, adjoint), b, parameters, adjoint, diagonal.dtype)
     if error <= unit**0.5:
         return x
-    raise LinAlgError(f"factors: expected an invertible matrix for solve; got a residual of {error:.1g} relative to abs(A) abs(x) + abs(b)")
+    raise LinAlgError(f"factors: expected an invertible matrix for solve; got a relative residual of {error:.1g}")
 
 
 def _refined(
@@ -162,13 +147,14 @@ def _refined(
     That is the largest of all columns' ``norm(b - A x) / (norm(A) norm(x) + norm(b))`` in the maximum norm (Rigal and Gaches, 1967): of a
     good x some roundings, however ill-conditioned A is.
     """
-    unit, norm = rounding_unit(b), system.norm(parameters, adjoint)
+    unit, ones = rounding_unit(b), torch.ones_like(b.abs()[..., :1])
+    rows = system.apply(ones, [p.abs() for p in parameters], adjoint)  # sums of A's rows, whose largest is the norm
     x, error, residual = torch.zeros_like(b), 1.0, b
     while True:
         step = invert(residual.to(dtype))
         moved = (x + (step if b.is_complex() else step.real)).contiguous()
         rest = b - system.apply(moved, parameters, adjoint)
-        found = _backward_error(system, norm, moved, rest, b)
+        found = _backward_error(system, rows, moved, rest, b)
         if not found < error:
             return x, error
         x, last, error, residual = moved, error, found, rest
@@ -176,12 +162,13 @@ def _refined(
             return x, error
 
 
-def _backward_error(system: SumSystem, norm: Tensor, x: Tensor, residual: Tensor, b: Tensor) -> float:
+def _backward_error(system: SumSystem, rows: Tensor, x: Tensor, residual: Tensor, b: Tensor) -> float:
     """`_refined`'s, of columns whose b is finite."""
-    parts = torch.stack([t.abs() for t in (x, residual, b)])
-    largest = parts.amax(-2) if b.shape[-2] else parts.new_zeros(3, *b.shape[:-2], b.shape[-1])
-    of_x, rest, of_b = system.largest(largest.nan_to_num(nan=math.inf), of_columns=True)
-    ratio = torch.where((rest == 0) | of_b.isinf(), 0.0, rest / (norm.unsqueeze(-1) * of_x + of_b)).nan_to_num(nan=math.inf)
+    parts = torch.stack([t.abs() for t in (x, residual, b, rows.expand_as(b))])
+    largest = parts.amax(-2) if b.shape[-2] else parts.new_zeros(4, *b.shape[:-2], b.shape[-1])
+    of_x, rest, of_b, norm = system.largest(largest.nan_to_num(nan=math.inf), of_columns=True)
+    ratio = torch.where((rest == 0) | of_b.isinf(), 0.0, rest / (norm * of_x + of_b)).nan_to_num(nan=math.inf)
+    ratio = torch.where(torch.finfo(b.dtype).eps * norm * of_x > of_b, math.inf, ratio)  # only where A is singular but for rounding
     return float(system.largest(ratio.amax() if ratio.numel() else ratio.new_zeros(()), of_columns=False))
 
 
@@ -238,14 +225,14 @@ class _LogForm(NamedTuple):
         size: the number of factors.
         share: the elements of E that this process has.
         is_complex: whether the sum is.
-        condition: of the worst factor's eigenvectors.
+        by_vectors: whether the eigenvectors' condition is not large.
     """
 
     sums: bool
     size: int
     share: Share
     is_complex: bool
-    condition: float
+    by_vectors: bool
 
     def value(self, shift: Tensor, factors: Sequence[Tensor], vectors: Sequence[Tensor], second: bool) -> Tensor:
         """``[*batch]``: the share's sum of log E if that is complex, else of log abs E; derivatives are right to one order or two."""
@@ -265,29 +252,19 @@ class _LogForm(NamedTuple):
 
     def resolvents(self, cotangent: Tensor, shift: Tensor, factors: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradients of shift and factors by inverses of ``A_i + l_o`` or ``l_o A_i + s`` alone, of the eigenvalues of each factor."""
-
-        def given_back(found: Tensor, like: Tensor) -> Tensor:
-            return (found if like.is_complex() else found.real).sum_to_size(like.shape)
-
         diagonal = combined(values, self.sums, None if self.sums else shift, self.share)
-        of_shift = torch.zeros_like(shift) if self.sums else given_back((cotangent.unsqueeze(-1) / diagonal.conj()).sum(-1), shift)
-        gradients = [of_shift]
+        found = [(cotangent.unsqueeze(-1) / diagonal.conj()).sum(-1)]
         for i, f in enumerate(factors):
-            unit = torch.eye(f.shape[-1], dtype=diagonal.dtype, device=f.device)
+            unit, others = torch.eye(f.shape[-1], dtype=diagonal.dtype, device=f.device), self._others(values, i)
             total = torch.zeros_like(f, dtype=diagonal.dtype)
-            others = self._others(values, i)
-            count = _ELEMENTS // max(1, f.numel() * math.prod(others.shape[:-1]))
-            for o in others.split(max(1, count), -1):
+            for o in others.split(max(1, _ELEMENTS // max(1, f.numel() * math.prod(others.shape[:-1]))), -1):
                 o, own = o[..., None, None], f.unsqueeze(-3)
                 matrices = own + o * unit if self.sums else o * own + shift[..., None, None, None] * unit
                 inverses = torch.linalg.inv_ex(matrices).inverse
                 total = total + (inverses if self.sums else o * inverses).sum(-3)
-            gradients.append(given_back(cotangent[..., None, None] * total.mH, f))
-        return tuple(gradients)
-
-    def limit(self, like: Tensor) -> float:
-        """The condition up to which `value` has derivatives, of eigenvectors of this dtype."""
-        return float(torch.finfo(like.dtype).eps ** _DERIVED)
+            found.append(cotangent[..., None, None] * total.mH)
+        own = [shift, *factors]
+        return tuple([(t if p.is_complex() else t.real).sum_to_size(p.shape) for t, p in zip(found, own, strict=True)])
 
     def _others(self, values: Sequence[Tensor], i: int) -> Tensor:
         """Sums or products of the eigenvalues of all modes but one, ``[*batch, o]``; those of a share."""
@@ -341,18 +318,16 @@ class _LogSumGradient(_OfForm):
     @staticmethod
     def forward(form: _LogForm, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = form.size + 2
-        if form.condition > form.limit(tensors[-1]):
-            return form.resolvents(*tensors[:2], tensors[2:count], tensors[count : count + form.size])
-        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], form.condition > 1.0)(*tensors[:count])
+        if not form.by_vectors:
+            return form.resolvents(tensors[0], tensors[1], tensors[2:count], tensors[count : count + form.size])
+        found: tuple[Tensor, ...] = _gradient(form, tensors[1:], tensors[count].is_complex())(*tensors[:count])
         return found
 
     @staticmethod
     @batchable_one_by_one
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        limit = ctx.form.limit(ctx.saved_tensors[-1])
-        if ctx.form.condition > limit:
-            expected = f"factors with eigenvectors of condition up to {limit:.1g} for second derivatives of logdet"
-            raise LinAlgError(f"factors: expected {expected}; got {ctx.form.condition:.1g}")
+        if not ctx.form.by_vectors:
+            raise LinAlgError("second derivatives of logdet: expected factors with eigenvectors; got nearly dependent ones")
         found = _LogSumSecond.apply(ctx.form, *cotangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return None, *found, *[None] * (len(ctx.saved_tensors) - len(found))
 
@@ -408,7 +383,8 @@ def log_abs_det(factors: Sequence[Tensor], shift: Tensor | None, sums: bool, bas
             sign = share.product(values.sign().prod(-1))
         sign = sign.to(given.dtype if is_real else given.dtype.to_complex())
     constants = [*basis.values, *basis.vectors, *basis.inverses]
-    form = _LogForm(sums, len(factors), share, is_complex, max(map(float, basis.conditions), default=1.0))
+    by_vectors = all([float(c) <= torch.finfo(real).eps ** _DERIVED for c in basis.conditions])
+    form = _LogForm(sums, len(factors), share, is_complex, by_vectors)
     total = share.total(_LogSum.apply(form, total, *share.replicated([start, *factors]), *constants))  # type: ignore[no-untyped-call]
     if is_real:
         return sign, total.real if is_complex else total

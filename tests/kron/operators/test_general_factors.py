@@ -157,8 +157,7 @@ def test_second_derivatives(kind):
     b = torch.randn(math.prod([len(f) for f in given]), 1, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradgradcheck(lambda *t: KroneckerSum(t[:-1]).solve(t[-1]), (*given, b), fast_mode=True, rtol=1e-2)
     (gradient, *_) = torch.autograd.grad(KroneckerSum(given).logdet(), given, create_graph=True)
-    expected = r"factors: expected factors with eigenvectors of condition up to 2e\+05 for second derivatives of logdet; got"
-    with pytest.raises(torch.linalg.LinAlgError, match=expected):
+    with pytest.raises(torch.linalg.LinAlgError, match="second derivatives of logdet: expected factors with eigenvectors"):
         torch.autograd.grad(gradient.sum(), given)
 
 
