@@ -121,7 +121,7 @@ def broadcast(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def from_first(grid: ProcessGrid, description: Mapping[str, Any], compute: Callable[[], T]) -> T:
-    """Tensors in plain lists and tuples that the grid's first rank computes, on every rank, without derivatives. Collective, and an agreement.
+    """Tensors in plain lists and tuples, of the grid's first rank, on every rank; without derivatives. Collective, and an agreement.
 
     Raises:
         Exception: an error of the computation, on every rank; or of the agreement on the description (`agree`).

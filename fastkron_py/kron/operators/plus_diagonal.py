@@ -151,10 +151,10 @@ class KroneckerPlusDiagonal(LazyOperator):
         """The x of ``A @ x = b``.
 
         By eigenvectors, or as `KroneckerSum.solve` by Schur forms, where D has equal elements or is a Kronecker product of positive
-        diagonals, and there is no mask. Otherwise by
-        conjugate gradients, of Hermitian factors and a positive definite A, preconditioned by the eigenvectors of ``K + D'`` where D' is
-        a Kronecker product of diagonals near to D, and by D itself where that is far above D'. Derivatives of every order, to factors, s and b,
-        go by further solves of the same kind: none goes through eigenvectors, so that equal eigenvalues do no harm.
+        diagonals, and there is no mask. Otherwise by conjugate gradients, of Hermitian factors and a positive definite A,
+        preconditioned by the eigenvectors of ``K + D'`` where D' is a Kronecker product of diagonals near to D, and by D itself where
+        that is far above D'. Derivatives of every order, to factors, s and b, go by further solves of the same kind: none goes through
+        eigenvectors, so that equal eigenvalues do no harm.
 
         Args:
             b: ``[n]``, or ``[*batch, n, M]``; batches broadcast with the operator's.
