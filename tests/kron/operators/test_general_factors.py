@@ -98,6 +98,14 @@ def test_columns_that_are_not_finite_spoil_no_others(device):
     assert (found[:, 2] == 0).all()
 
 
+def test_singular_sums_raise(device):
+    """Where rounding makes a nilpotent factor's eigenvalues 1e-5, x would be 1e16."""
+    factor = rotated(jordan(3, 0.0)).to(device)
+    for s in (KroneckerSum([factor, factor]), KroneckerSum([jordan(3, 0.0).to(device)] * 2)):
+        with pytest.raises(torch.linalg.LinAlgError, match="factors: expected an invertible matrix for solve; got "):
+            s.solve(torch.randn(9, dtype=torch.float64, device=device))
+
+
 def test_inverse_quadratic_forms_and_determinants(factors):
     n = math.prod([f.shape[-1] for f in factors])
     dense = kron_dense(factors) + 0.5 * torch.eye(n, dtype=torch.float64, device=factors[0].device)
