@@ -75,12 +75,9 @@ def test_too_little_shared_memory_takes_the_next_configuration(device, monkeypat
         def __init__(self, kernel):
             self.arg_names = kernel.arg_names
 
-        def __getitem__(self, grid):
-            def launch(**arguments):
-                tried.append(arguments["BLOCK_S"])
-                raise OutOfResources(300_000, 100_000, "shared memory")
-
-            return launch
+        def run(self, **arguments):
+            tried.append(arguments["BLOCK_S"])
+            raise OutOfResources(300_000, 100_000, "shared memory")
 
     def changed(case, config):
         first, *others = real(case, config)

@@ -222,3 +222,13 @@ def test_back_substitution(shapes, sums, device):
     dense = dense + shift[..., None, None] * torch.eye(dense.shape[-1], device=device)
     x = torch.randn(*dense.shape[:-1], 3, dtype=torch.complex128, device=device)
     near(solve_triangular(ts, shift, dense @ x, sums), x)
+
+
+def test_factors_whose_columns_are_runs_of_memory_stay_as_they_are(device: torch.device) -> None:
+    """torch.linalg.eig of torch 2.11 writes to such a matrix on a GPU: the factors were overwritten, and the solution was another one's."""
+    for dtype in (torch.float32, torch.float64, torch.complex128):
+        factors = [(torch.eye(n, dtype=dtype) + torch.randn(n, n, dtype=dtype) / (2 * n)).to(device).mT for n in (3, 4)]
+        before, b = [f.clone() for f in factors], torch.randn(12, 2, dtype=dtype, device=device)
+        x = KroneckerSum(factors).solve(b)
+        assert all(torch.equal(f, was) for f, was in zip(factors, before, strict=True))
+        assert (dense_sum(before) @ x - b).abs().max() <= 1e3 * torch.finfo(dtype).eps
