@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -30,7 +31,8 @@ def page() -> str:
         cells = [_cell(f, c, notes) for c in CONTRACTS]
         lines.append(f"| `{f.name}` | {_dtypes(f)} | " + " | ".join(cells) + " |")
     lines += ["", "## Reasons", ""]
-    lines += [f"{number}. {text}" for text, number in notes.items()]
+    for text, number in notes.items():
+        lines += textwrap.wrap(f"{number}. {text}", 100, subsequent_indent="   ")
     return "\n".join(lines) + "\n"
 
 
