@@ -56,13 +56,14 @@ def dense(x, factors):
 
 def multiply_program(x, factors, z=None, scaled=False, precision=None, epilogue="axpby") -> Program:
     """Of x, the factors, and z if there is one; it is run with alpha, if it scales, and beta, if there is a z."""
-    from fastkron_py.kron.forward import add_multiply  # imports Triton, which reads TRITON_INTERPRET
+    from fastkron_py.kron import epilogues  # imports Triton, which reads TRITON_INTERPRET
+    from fastkron_py.kron.forward import add_multiply
     from fastkron_py.kron.scale import Scale
 
     build = Builder([x, *factors, z])
     x, *factors, z = build.inputs
     scale = Scale(Scalar(0) if scaled else bits(1.0), bits(0.0) if z is None else Scalar(1))
-    return build.program([add_multiply(build, x, factors, resolved(precision), scale, z, epilogue=epilogue)])
+    return build.program([add_multiply(build, x, factors, resolved(precision), scale, z, epilogue=getattr(epilogues, epilogue.upper()))])
 
 
 def multiply(x, factors, z=None, alpha=1.0, beta=0.0, precision=None, epilogue="axpby"):

@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fastkron_py.kron import epilogues
+from fastkron_py.kron.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
@@ -51,14 +53,14 @@ def rows_of(t: Tensor) -> Rows:
     return Rows(t.stride(0), t.stride(1), 1)
 
 
-def _addend(build: Builder, z: Tensor, epilogue: str) -> tuple[Tensor, Rows]:
+def _addend(build: Builder, z: Tensor, epilogue: StoreEpilogue) -> tuple[Tensor, Rows]:
     """Describe z, of any strides: broadcast rows and columns are read in place where (n, R) has a constant stride, or z scales."""
     _, _, n, columns = z.shape
     if columns == 1:
         return z, Rows(z.stride(0), z.stride(1), z.stride(2) if n > 1 else 0)
     if n == 1 or z.stride(2) == columns * z.stride(3):
         return z, Rows(z.stride(0), z.stride(1), z.stride(3))
-    if epilogue != "axpby":
+    if epilogue.scales_by is not None:
         return z, Rows(z.stride(0), z.stride(1), z.stride(2), z.stride(3))
     z = build.contiguous(z)
     return z, rows_of(z)
@@ -131,7 +133,7 @@ def launch_problem(
         launch,
         problem.dtype,
         problem.precision,
-        problem.epilogue if z is not None else "scale" if final and problem.scaled else "plain",
+        problem.epilogue if z is not None else SCALE if final and problem.scaled else epilogues.PLAIN,
         shape,
         transposed and mode_stride > 1,
         mode_stride,
@@ -158,7 +160,7 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
         return "kernels"
     has_wgmma = kernels.has_wide(problem.device, problem.dtype)
     found = best_algorithm(mode, has_wgmma, is_chained, is_alone)
-    if found == "gemm" and problem.epilogue != "axpby":  # that main loop adds z, and has no other epilogue
+    if found == "gemm" and problem.epilogue is not AXPBY:  # that main loop adds z, and has no other epilogue
         found = best_algorithm(mode._replace(adds=False), has_wgmma, is_chained, is_alone)
     return found if found == "gemm" or found in BY_TORCH else "kernels"
 
@@ -230,7 +232,7 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
         elif algorithms[i] == "kernels":
             found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, configs[i]))))
         else:
-            epilogue = problem.epilogue if final else "plain"
+            epilogue = problem.epilogue if final else epilogues.PLAIN
             found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i], problem.precision, epilogue))
         x = y
     return found
@@ -244,7 +246,7 @@ def multiply_problem(
     scaled: bool = False,
     z: Rows | None = None,
     part: Part | None = None,
-    epilogue: str = "axpby",
+    epilogue: StoreEpilogue = AXPBY,
 ) -> MultiplyProblem:
     """The problem of a multiply of x ``[B, L, K, R]``, contiguous in (K, R), by some of the factors, which may all be conjugate views."""
     shapes, strides = tuple([f.shape for f in factors]), tuple([f.stride() for f in factors])
@@ -281,7 +283,7 @@ def add_multiply(
     z: Tensor | None = None,
     out: Tensor | None = None,
     part: Part | None = None,
-    epilogue: str = "axpby",
+    epilogue: StoreEpilogue = AXPBY,
 ) -> Tensor:
     """``alpha * x (F1 (x) ... (x) FN) + beta * z`` by Triton, or, element by element, ``x (F1 (x) ... (x) FN)`` times or over z.
 
@@ -294,7 +296,7 @@ def add_multiply(
         z: ``[B, L, N, R]``, any strides, or None.
         out: where the result shall be, ``[B, L, N, R]``, contiguous; a new buffer if None.
         part: the factors to multiply with; all if None.
-        epilogue: "axpby", "times" or "over"; z scales in the last launch.
+        epilogue: of the last launch, where there is a z: `epilogues.AXPBY`, `TIMES` or `OVER`.
 
     Returns:
         ``[B, L, N, R]``, contiguous.

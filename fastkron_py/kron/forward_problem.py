@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastkron_py.kron.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.launches import Rows
 
 
@@ -26,4 +27,4 @@ class MultiplyProblem(NamedTuple):
     device: torch.device
     conj: bool = False  # the factors are conjugated
     whole_rows: bool = False  # vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them
-    epilogue: str = "axpby"  # where there is a z: that of the last launch, or "times" or "over"
+    epilogue: StoreEpilogue = AXPBY  # of the last launch, where there is a z

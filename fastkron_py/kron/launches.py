@@ -5,33 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from fastkron_py.kron.epilogues import StoreEpilogue
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.hopper.whole_row_launch import whole_row_launch
 from fastkron_py.kron.hopper.wide_config import multiply_launch
 from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
 from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
-from fastkron_py.kron.kernels.sliced_multiply import (
-    _fused_multiply_fwd_kernel,
-    _sliced_multiply_fwd_kernel,
-    epilogue_axpby,
-    epilogue_axpby_complex,
-    epilogue_over,
-    epilogue_over_complex,
-    epilogue_plain,
-    epilogue_scale,
-    epilogue_times,
-    epilogue_times_complex,
-)
+from fastkron_py.kron.kernels.sliced_multiply import _fused_multiply_fwd_kernel, _sliced_multiply_fwd_kernel
 from fastkron_py.kron.plan.chained import ChainedConfig, chained_config, chained_layout, chained_pad, run_sectors
 from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig, chain_configs, single_configs
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.narrow import NarrowConfig, is_narrow, narrow_config
 from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.row_pair import QUANTIZING, matrices_of, row_pair_config, tiling, turns_of
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, tiling, turns_of
 from fastkron_py.kron.plan.wide import is_wide, looped_seconds, multiply_config
 from fastkron_py.kron.small_factors_launch import small_factors_launch
 from fastkron_py.runtime import device as devices
@@ -94,21 +84,6 @@ def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype
     return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
 
 
-_EPILOGUES: Final = {
-    "plain": (epilogue_plain, epilogue_plain),
-    "scale": (epilogue_scale, epilogue_scale),
-    "axpby": (epilogue_axpby, epilogue_axpby_complex),
-    "times": (epilogue_times, epilogue_times_complex),
-    "over": (epilogue_over, epilogue_over_complex),
-    **dict.fromkeys(QUANTIZING, (epilogue_plain, epilogue_plain)),
-}
-
-
-def epilogue_of(name: str, dtype: torch.dtype) -> Any:
-    """The device function of an epilogue: "plain", "scale", "axpby", "times", "over", or one of `QUANTIZING`: the product as it is."""
-    return _EPILOGUES[name][dtype.is_complex]
-
-
 @dataclass(frozen=True)
 class LaunchProblem:
     """One launch of a multiply, without its tensors.
@@ -117,8 +92,7 @@ class LaunchProblem:
         launch: its steps.
         dtype: of all tensors.
         precision: of float32 products.
-        epilogue: "plain", "scale", "axpby", "times" or "over" z, or one of `QUANTIZING`, which stores small numbers and each slice's
-            scale in z's place.
+        epilogue: of the sums.
         shape: (B, L, before, after) around the launch's modes.
         transposed: the modes, which are the last ones of x, are the first ones of y.
         mode_stride: of a transposed y, in elements: ``before``, or more where y is a block of a tensor.
@@ -135,7 +109,7 @@ class LaunchProblem:
     launch: Launch
     dtype: torch.dtype
     precision: str
-    epilogue: str
+    epilogue: StoreEpilogue
     shape: tuple[int, int, int, int]
     transposed: bool
     mode_stride: int
@@ -174,7 +148,7 @@ def _common(problem: LaunchProblem) -> dict[str, Any]:
         "SHAPES": problem.factor_shapes,
         "HEAD": not merged and before != 1,
         "TAIL": after != 1,
-        "EPILOGUE": epilogue_of(problem.epilogue, problem.dtype),
+        "EPILOGUE": problem.epilogue.function(problem.dtype),
     }
 
 
@@ -261,9 +235,9 @@ def _plain(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig 
 
 def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> LaunchConfig:
     """The launch configuration of two steps on one slice at a time."""
-    batches, steps, rounds = problem.shape[0], problem.launch.steps, problem.epilogue in QUANTIZING
+    batches, steps, epilogue = problem.shape[0], problem.launch.steps, problem.epilogue
     first, second, matrices = steps[0], steps[-1], matrices_of(steps)
-    config, found = row_pair_config(steps, problem.epilogue, gpu), tiling(steps)
+    config, found = row_pair_config(steps, epilogue.needs_z, epilogue.rounds_to, gpu), tiling(steps)
     programs = min(common["num_slices"], math.ceil(gpu.multiprocessors * config.programs_per_sm / batches))
     factors = [(step.start - first.start, step.stop - first.start) for step in (first, second)]
     left, right = factors[::-1] if found.transposed else factors
@@ -277,12 +251,12 @@ def _row_pair(problem: LaunchProblem, common: dict[str, Any], gpu: GPU) -> Launc
         "P_PARTS": found.p_parts,
         "Q_PARTS": found.q_parts,
         "TRANSPOSED": found.transposed,
-        "PAIRED": found.transposed and rounds and second.q % 2 == 0,
+        "PAIRED": found.transposed and epilogue.rounds_to != "" and second.q % 2 == 0,
         "X_SIZES": (first.p, second.p),
         "Y_SIZES": (first.q, second.q),
         "STAGES": config.stages,
         "PRECISION": arithmetic(torch.bfloat16, problem.precision, True).precision,
-        "STORE": store_quantized if rounds else store_product,
+        "STORE": store_quantized if epilogue.rounds_to else store_product,
         "num_warps": config.num_warps,
     }
     return LaunchConfig(_row_pair_fwd_kernel, (batches * programs,), arguments)

@@ -15,8 +15,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fastkron_py.kron import epilogues
+from fastkron_py.kron.epilogues import StoreEpilogue
 from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
-from fastkron_py.kron.launches import epilogue_of, in_words, parts_of
+from fastkron_py.kron.launches import in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
 from fastkron_py.kron.plan.matmul_times import copied_width
 from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
@@ -45,7 +47,7 @@ class MatmulStep(NamedTuple):
         after: elements after the mode.
         algorithm: one of `BY_TORCH`.
         precision: of float32 products.
-        epilogue: of the last one, as in `LaunchProblem`; "plain" for others. One by which z scales is an operation of its own, in place.
+        epilogue: of the last one, `epilogues.PLAIN` for others. One by which z scales is an operation of its own, in place.
         fell_back: as of a `MultiplyLaunch`.
     """
 
@@ -55,16 +57,16 @@ class MatmulStep(NamedTuple):
     after: int
     algorithm: str
     precision: str
-    epilogue: str
+    epilogue: StoreEpilogue
     fell_back: bool = False
 
     def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
         """Add it to a program, from x to y, or to new memory; return the result."""
-        if self.epilogue in ("times", "over") and z is not None:
-            y = self._replace(epilogue="plain").add(build, x, factors, None, y, scale)
-            add_scaling(build, y, z, self.epilogue == "over")
+        if self.epilogue.scales_by is not None and z is not None:
+            y = self._replace(epilogue=epilogues.PLAIN).add(build, x, factors, None, y, scale)
+            add_scaling(build, y, z, self.epilogue.scales_by)
             return y
-        factor, scale = factors[self.start], PLAIN if self.epilogue == "plain" else scale
+        factor, scale = factors[self.start], PLAIN if self.epilogue is epilogues.PLAIN else scale
         groups, p, q = factor.shape
         x, is_conj = build.reshape(x, (groups, -1, p, self.after)), factor.is_conj()  # which a copy's memory does not tell
         if self.algorithm == "matmul":
@@ -229,7 +231,7 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
     block_n = min(next_power_of_two(count), tile // block_i // block_j)
     addend, blocks = y if z is None else z, (block_n, block_i, block_j)
     reach = max(sum(abs(stride) * block for stride, block in zip(t.stride()[1:], blocks, strict=True)) for t in (x, addend, y))
-    epilogue = "axpby" if z is not None else "plain" if scale.is_one else "scale"
+    epilogue = epilogues.AXPBY if z is not None else epilogues.PLAIN if scale.is_one else epilogues.SCALE
     arguments = {
         "x_strides": in_words(x.stride(), x.dtype),
         "z_strides": in_words(addend.stride(), x.dtype),
@@ -242,7 +244,7 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
         "BLOCK_J": block_j,
         "INDEX": tl.int32 if reach < 2**30 else tl.int64,
         "ACC": arithmetic(x.dtype, "highest", True).acc,
-        "EPILOGUE": epilogue_of(epilogue, x.dtype),
+        "EPILOGUE": epilogue.function(x.dtype),
         "PARTS": parts_of(x.dtype),
         "num_warps": 4,
     }

@@ -114,12 +114,13 @@ class Multiply(NamedTuple):
         z4 = None if self.backend == "torch" or self._is_of_nothing(x) else self._packed(x, cast(build, z, x.dtype))
         if z4 is None:
             y, _ = self.add(build, x, None)
-            add_scaling(build, y.view(shape), z, divides)
+            add_scaling(build, y.view(shape), z, Tensor.div_ if divides else Tensor.mul_)
             return y
+        from fastkron_py.kron.epilogues import OVER, TIMES
         from fastkron_py.kron.forward import add_multiply
 
         problem = canonical(x, self.factors, self.left, build.reshape)
-        epilogue = "over" if divides else "times"
+        epilogue = OVER if divides else TIMES
         return add_multiply(build, problem.x, problem.factors, resolved(self.precision), z=z4, epilogue=epilogue)
 
     def _packed(self, x: Tensor, z: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from fastkron_py.kron.canonical import Canonical
+from fastkron_py.kron.epilogues import TO_FLOAT8, TO_INTEGERS
 from fastkron_py.kron.forward import multiply_problem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel
@@ -53,7 +54,7 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
         launch,
         x.dtype,
         precision,
-        "quantize" if kind == "float8_e4m3fn" else "quantize_integers",
+        TO_FLOAT8 if kind == "float8_e4m3fn" else TO_INTEGERS,
         (1, rows, 1, 1),
         False,
         1,

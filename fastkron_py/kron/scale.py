@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -25,10 +26,10 @@ class Scale(NamedTuple):
 PLAIN: Final = Scale()
 
 
-def add_scaling(build: Builder, y: Tensor, z: Tensor, divides: bool) -> None:
-    """Add ``y *= z``, or ``y /= z``, to a program; z broadcasts to y."""
+def add_scaling(build: Builder, y: Tensor, z: Tensor, method: Callable[[Tensor, Tensor], Any]) -> None:
+    """Add ``y *= z``, or ``y /= z``, by a method of torch's, to a program; z broadcasts to y."""
 
     def scale(y: Tensor, z: Tensor) -> None:
-        y.div_(z) if divides else y.mul_(z)
+        method(y, z)
 
     build.call(scale, (y, z))

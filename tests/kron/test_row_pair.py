@@ -9,10 +9,11 @@ import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
+from fastkron_py.kron.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import row_pair
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.row_pair import QUANTIZING, matrices_of, row_pair_config, shared_memory, tiling, turns_of
+from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, tiling, turns_of
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
@@ -174,16 +175,16 @@ NARROW = [(16, 16), (16, 100), (31, 128), (128, 16), (20, 40), (8, 8)]
 TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "axpby", *QUANTIZING])
+@pytest.mark.parametrize("epilogue", [PLAIN, AXPBY, TO_FLOAT8, TO_INTEGERS], ids=lambda epilogue: epilogue.name)
 @pytest.mark.parametrize("shape", [*PAIRS, *NARROW, *TRIPLES], ids=str)
-def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: str) -> None:
+def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: StoreEpilogue) -> None:
     """By the model, which `tests/compile` holds against the compiler."""
     assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "axpby", *QUANTIZING])
+@pytest.mark.parametrize("epilogue", [PLAIN, AXPBY, TO_FLOAT8, TO_INTEGERS], ids=lambda epilogue: epilogue.name)
 @pytest.mark.parametrize(("ps", "qs"), [((60, 100), (140, 100)), ((100, 64), (200, 128)), ((33, 65), (129, 33))], ids=str)
-def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs: tuple[int, ...], epilogue: str) -> None:
+def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs: tuple[int, ...], epilogue: StoreEpilogue) -> None:
     assert_fits(tuple([Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]), epilogue)
 
 
@@ -191,13 +192,13 @@ def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs
 def test_z_takes_no_stage_of_several_matrices(shape: tuple[int, ...]) -> None:
     """It is loaded after the last of them, so nothing of it is ahead."""
     steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
-    assert row_pair_config(steps, "axpby", HOPPER) == row_pair_config(steps, "plain", HOPPER)
+    assert row_pair_config(steps, True, "", HOPPER) == row_pair_config(steps, False, "", HOPPER)
 
 
-def assert_fits(steps: tuple[Step, ...], epilogue: str) -> None:
+def assert_fits(steps: tuple[Step, ...], epilogue: StoreEpilogue) -> None:
     """Shared memory has the programs of a multiprocessor, and a thread's registers its sums."""
-    config, tiles = row_pair_config(steps, epilogue, HOPPER), tiling(steps)
-    adds = epilogue == "axpby" and len(steps) == 2
+    config, tiles = row_pair_config(steps, epilogue.needs_z, epilogue.rounds_to, HOPPER), tiling(steps)
+    adds = epilogue.needs_z and len(steps) == 2
     assert shared_memory(tiles, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
     assert matrices_of(steps) // turns_of(steps) * tiles.sums // (32 * config.num_warps) <= 128
 
@@ -216,12 +217,12 @@ def test_tiles_waste_as_little_as_they_can() -> None:
 
 
 def test_two_programs_round_to_integers_where_registers_suffice() -> None:
-    def of(p: int, q: int, epilogue: str) -> tuple[int, int, int]:
-        config = row_pair_config((Step(0, 1, p, p), Step(1, 2, q, q)), epilogue, HOPPER)
+    def of(p: int, q: int, rounds_to: str) -> tuple[int, int, int]:
+        config = row_pair_config((Step(0, 1, p, p), Step(1, 2, q, q)), False, rounds_to, HOPPER)
         return config.num_warps, config.stages, config.programs_per_sm
 
-    assert of(86, 128, "quantize_integers") == (4, 2, 2)
-    assert of(86, 128, "quantize") == of(86, 128, "plain") == (8, 3, 1)
-    assert of(112, 128, "quantize_integers")[0] == 8  # too many sums
-    assert of(86, 126, "quantize_integers")[0] == 8  # rows of x come by way of registers
-    assert of(172, 64, "quantize_integers") == of(172, 64, "quantize") == (4, 1, 2)
+    assert of(86, 128, "integers") == (4, 2, 2)
+    assert of(86, 128, "float8") == of(86, 128, "") == (8, 3, 1)
+    assert of(112, 128, "integers")[0] == 8  # too many sums
+    assert of(86, 126, "integers")[0] == 8  # rows of x come by way of registers
+    assert of(172, 64, "integers") == of(172, 64, "float8") == (4, 1, 2)

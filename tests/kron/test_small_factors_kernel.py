@@ -8,7 +8,7 @@ import pytest
 import torch
 from gluon_on_numpy import launch
 
-from fastkron_py.kron.launches import epilogue_of
+from fastkron_py.kron.epilogues import AXPBY, PLAIN, SCALE, TIMES, StoreEpilogue
 from fastkron_py.kron.plan.steps import Step
 from fastkron_py.kron.small_factors_launch import small_factors_launch
 from fastkron_py.reference import kron_matmul
@@ -19,7 +19,7 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 SHAPES = [(2, 2), (8, 8), (2, 4, 8), (8, 2, 4), (4, 4, 4, 4), (8, 8, 8), (2,) * 9, (4, 8, 2, 8, 8), (8, 8, 8, 8), (8, 8, 8, 8, 2), (4,) * 6]
 
 
-def multiplied(x: torch.Tensor, factors: list[torch.Tensor], z: torch.Tensor, epilogue: str) -> torch.Tensor:
+def multiplied(x: torch.Tensor, factors: list[torch.Tensor], z: torch.Tensor, epilogue: StoreEpilogue) -> torch.Tensor:
     """``[B, L, P]`` by the kernel; alpha is 0.5 and beta 2."""
     batches, rows, _ = x.shape
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -34,7 +34,7 @@ def multiplied(x: torch.Tensor, factors: list[torch.Tensor], z: torch.Tensor, ep
         "SHAPES": tuple([tuple(f.shape[1:]) for f in factors]),
         "HEAD": False,
         "TAIL": False,
-        "EPILOGUE": epilogue_of(epilogue, x.dtype),
+        "EPILOGUE": epilogue.function(x.dtype),
     }
     steps = [Step(i, i + 1, f.shape[1], f.shape[2]) for i, f in enumerate(factors)]
     kernel, grid, arguments = small_factors_launch(steps, common["factor_strides"], x.element_size(), batches, common)
@@ -58,7 +58,7 @@ def expected(x: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_products(shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     x, factors = problem(shapes, dtype)
-    y = multiplied(x, factors, x, "plain")
+    y = multiplied(x, factors, x, PLAIN)
     assert_close(y, expected(x, factors), steps=2 * len(shapes))
     with pytest.raises(AssertionError):  # a control: a factor transposed
         assert_close(y, expected(x, [*factors[:-1], factors[-1].mT]), steps=2 * len(shapes))
@@ -71,7 +71,7 @@ def test_batches_views_and_epilogues() -> None:
     z = torch.randn(2, 35, 128)
     factors[1] = factors[1].mT
     wanted = expected(x, factors)
-    assert_close(multiplied(wide[..., 5:133], factors, z, "axpby"), 0.5 * wanted + 2 * z.double(), steps=8)
-    assert_close(multiplied(x, factors, z, "scale"), 0.5 * wanted, steps=8)
+    assert_close(multiplied(wide[..., 5:133], factors, z, AXPBY), 0.5 * wanted + 2 * z.double(), steps=8)
+    assert_close(multiplied(x, factors, z, SCALE), 0.5 * wanted, steps=8)
     row = z[:, :1].expand_as(z)
-    assert_close(multiplied(x, factors, row, "times"), wanted * row.double(), steps=8)
+    assert_close(multiplied(x, factors, row, TIMES), wanted * row.double(), steps=8)

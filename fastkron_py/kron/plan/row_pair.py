@@ -22,8 +22,6 @@ WIDEST_RIGHT: Final = 192
 LEAST_RIGHT_OF_WIDE: Final = 64  # beside a factor over WIDEST on the left; narrower ones spill
 LEAST_PARTED: Final = 65  # columns that come in two parts
 MOST_SUMS: Final = 128  # of a thread
-QUANTIZING: Final = ("quantize", "quantize_integers")
-"""Epilogues that round each slice: to float8, and to integers."""
 MOST_SUMS_OF_FOUR: Final = 96  # of a thread, where four warps round a slice,
 LEAST_OF_FOUR: Final = 32  # columns of their parts,
 LOADED_AHEAD: Final = 4  # and elements that rows of x are multiples of, which are copied without registers
@@ -255,30 +253,31 @@ def row_pair_start(steps: Sequence[Step], slices: int) -> float:
     return max(0.0, loads - FREE_LOADS - LOADS_OF_SLICE * slices) / LOADS
 
 
-def row_pair_config(steps: Sequence[Step], epilogue: str, gpu: GPU) -> RowPairConfig:
+def row_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu: GPU) -> RowPairConfig:
     """The launch of the steps.
 
     Args:
         steps: as in `tiling`.
-        epilogue: as in `LaunchProblem`; "axpby", "times" and "over" read z, those of `QUANTIZING` round.
+        needs_z: whether the epilogue reads z.
+        rounds_to: "float8" or "integers" where it rounds each slice; else "".
         gpu: where it runs.
     """
     found, matrices = tiling(steps), matrices_of(steps)
-    adds = matrices == 1 and epilogue in ("axpby", "times", "over")  # of several matrices, z is loaded after the last one
+    adds = matrices == 1 and needs_z  # of several matrices, z is loaded after the last one
     if is_narrow(steps):
         return _narrow_config(steps, adds, gpu)
     is_small = found.pads[0] * found.p <= (SMALL_SLICE if matrices == 1 else SMALL_TILE)
     most = MOST_STAGES if is_small else MOST_STAGES - 1
     stages = next((n for n in range(most, 1, -1) if shared_memory(found, n, adds) <= gpu.shared_memory), 1)
     programs = max(1, gpu.shared_memory // shared_memory(found, stages, adds))
-    warps, rounds = warps_of(found, matrices), epilogue in QUANTIZING
+    warps = warps_of(found, matrices)
     if matrices > 1:
         return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
     held = 1 if warps == 4 else 2  # stages of each of two programs
-    by_four = warps == 4 or (epilogue == "quantize_integers" and _rounds_by_four(found, steps[-1].p))
-    if rounds and programs == 1 and by_four and 2 * shared_memory(found, held, False) <= gpu.shared_memory:
+    by_four = warps == 4 or (rounds_to == "integers" and _rounds_by_four(found, steps[-1].p))
+    if rounds_to and programs == 1 and by_four and 2 * shared_memory(found, held, False) <= gpu.shared_memory:
         return RowPairConfig(4, held, 2)  # one multiplies while the other waits for its row's largest number
-    return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds or is_small else MOST_PROGRAMS - 1))
+    return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds_to or is_small else MOST_PROGRAMS - 1))
 
 
 def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
