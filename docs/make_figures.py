@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from fastkron_py.distributed import Problem, plan
-from fastkron_py.kron.plan.chained import chained_config, chained_layout
+from fastkron_py.kron.families.fragments import chained_config, chained_layout
 from fastkron_py.kron.plan.steps import Step
 
 INK, MUTED, ACCENT = "#1f2933", "#7b8794", "#d64545"
@@ -130,7 +130,7 @@ WAY = (
     ("kron/operator.py", "autograd, vmap, torch.compile"),
     ("kron/program.py", "picks a backend, builds a program"),
     ("kron/plan/", "which factors share a launch"),
-    ("kron/launches.py", "kernels and their arguments"),
+    ("kron/families/", "kernels and their arguments"),
     ("runtime/program.py", "runs the launches, keeps the program"),
 )
 

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from fastkron_py import reference
-from fastkron_py.kron.plan.launch import ChainConfig, SingleConfig
+from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
 from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem
 from fastkron_py.kron.tune.entry import Entry
 

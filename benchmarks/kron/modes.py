@@ -1,6 +1,6 @@
 """`modes`: each algorithm for one mode, or for its factor's gradient, beside the one that the plan takes.
 
-The closed form of times (`kron/plan/wide.py`, `kron/plan/matmul_times.py`) is fitted to these times; each case's JSON has its times.
+The closed form of times (`kron/families/one_mode.py`, `torch_products.py`) is fitted to these times; each case's JSON has its times.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.kron.drawn import check_draw, log_uniform
 from benchmarks.kron.problems import TOLERANCES
 from benchmarks.registry import Benchmark, Call, Case, Contender, Draw, register
+from fastkron_py.kron.families.one_mode import gradient_times, multiply_times
 from fastkron_py.kron.plan.mode import Mode
-from fastkron_py.kron.plan.wide import gradient_times, multiply_times
 from fastkron_py.runtime.builder import Builder
 
 ALGORITHMS: Final = ("wgmma", "chained", "matmul", "copying", "looped")
@@ -41,8 +41,8 @@ class Inputs:
     @property
     def modelled(self) -> dict[str, float]:
         """Seconds of each algorithm by the closed form."""
-        mode, has_wgmma, is_chained = _described(self)
-        return multiply_times(mode, has_wgmma, is_chained, is_alone=True) if self.dy is None else gradient_times(mode, has_wgmma)
+        mode, has_wgmma, family = _described(self)
+        return multiply_times(mode, has_wgmma, family, is_alone=True) if self.dy is None else gradient_times(mode, has_wgmma)
 
 
 def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
@@ -57,7 +57,7 @@ def _described(inputs: Inputs) -> tuple[Mode, bool, bool]:
     mode = mode_of((1, 1, before, after), p, q, x.dtype, "highest", x.device)
     problem = forward.multiply_problem(x.unsqueeze(0), [inputs.factor.unsqueeze(0)], x.device, "highest")
     (launch,) = plan((p,), (q,), forward.plan_problem(problem))
-    return mode, kernels.has_wide(x.device, x.dtype), launch.kernel == "chained"
+    return mode, kernels.has_wide(x.device, x.dtype), launch.family
 
 
 # ---- problems ----------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 from fastkron_py.distributed.plan.layout import Exchange, Leg, Way, by_rows, chunk_offsets, chunk_rows, even_offsets, widths
 from fastkron_py.distributed.plan.links import Links
 from fastkron_py.distributed.problem import Problem
-from fastkron_py.kron.plan.plan import PlanProblem, plans
+from fastkron_py.kron.plan.plan import plans
+from fastkron_py.kron.plan.steps import PlanProblem
 
 # The model of launches is asked for very many rows; the cost of a launch by itself is added here.
 MANY_ROWS: Final = 1 << 20

@@ -4,7 +4,7 @@ Columns count (p1, ..., pN) with p1 slowest, so that a block is a range of p1. A
 every block, and may read or write one after the other from where they are. So nothing is copied into one operand, or out of one result.
 
 For both, the first factor goes between others, which takes three launches in place. In 16-bit types the closed form has these where two
-steps share a slice (`plan.row_pair`). Its other launches transpose their modes to the front, and launches in place would be slower than
+steps share a slice (`slice_pair`). Its other launches transpose their modes to the front, and launches in place would be slower than
 these, by 13 to 57% on an H200 (float32: up to 6%). The first factor is their last one: blocks are read, not written.
 """
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from fastkron_py.kron.forward import MultiplyLaunch, launch_problem, plan_problem
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.launches import Rows, launch_configs
-from fastkron_py.kron.plan.plan import InBlocks, Launch, places, plan, transposes
+from fastkron_py.kron.plan.plan import InBlocks, places, plan, transposes
+from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.scale import Scale
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.errors import value_error

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from fastkron_py.kron import epilogues
 from fastkron_py.kron.epilogues import AXPBY, SCALE, StoreEpilogue
+from fastkron_py.kron.families.one_mode import WIDE, best_algorithm, has_choice, planned_seconds
+from fastkron_py.kron.families.whole_row import takes_whole_rows
 from fastkron_py.kron.forward_problem import MultiplyProblem
-from fastkron_py.kron.gemm_step import GemmStep
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
-from fastkron_py.kron.matmul_step import BY_TORCH, MatmulStep
-from fastkron_py.kron.plan.plan import Launch, Place, PlanProblem, places, plan, transposes
-from fastkron_py.kron.plan.steps import HALF_VECTOR
-from fastkron_py.kron.plan.whole_row import takes_whole_rows
-from fastkron_py.kron.plan.wide import WIDE, best_algorithm, chained_seconds, has_choice, is_wide, looped_seconds, multiply_seconds
+from fastkron_py.kron.matmul_step import BY_TORCH, GemmStep, MatmulStep
+from fastkron_py.kron.plan.plan import Place, places, plan, transposes
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, PlanProblem
 from fastkron_py.kron.scale import PLAIN, Scale
-from fastkron_py.kron.small_factors_launch import has_small_factors
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.kron.units import lone_units, without_units
@@ -109,7 +107,7 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
         kernels.half_of(problem.device, problem.dtype),
         parts_of(problem.dtype),
         problem.whole_rows,
-        has_small_factors(problem.device, problem.dtype, problem.precision),
+        kernels.has_small_factors(problem.device, problem.dtype, problem.precision),
     )
 
 
@@ -155,13 +153,13 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     groups, rows, _, _ = problem.shape
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
     mode = mode._replace(adds=final and problem.z is not None)
-    is_chained, is_alone = launch.kernel == "chained", problem.stop - problem.start == 1
-    if not has_choice(mode, is_alone, is_chained):
+    is_alone = problem.stop - problem.start == 1
+    if not has_choice(mode, is_alone, launch.family):
         return "kernels"
     has_wgmma = kernels.has_wide(problem.device, problem.dtype)
-    found = best_algorithm(mode, has_wgmma, is_chained, is_alone)
+    found = best_algorithm(mode, has_wgmma, launch.family, is_alone)
     if found == "gemm" and problem.epilogue is not AXPBY:  # that main loop adds z, and has no other epilogue
-        found = best_algorithm(mode._replace(adds=False), has_wgmma, is_chained, is_alone)
+        found = best_algorithm(mode._replace(adds=False), has_wgmma, launch.family, is_alone)
     return found if found == "gemm" or found in BY_TORCH else "kernels"
 
 
@@ -184,10 +182,7 @@ def _in_order(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
         total = 0.0
         for launch, place in zip(order, places(list(order), problem.sizes, columns, False), strict=True):
             mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
-            if launch.kernel == "chained":
-                total += chained_seconds(mode)
-            else:
-                total += multiply_seconds(mode, has_wide) if is_wide(launch.p, launch.q) else looped_seconds(mode)
+            total += planned_seconds(launch, mode, has_wide)
         return total
 
     best = list(min(permutations(launches), key=seconds))

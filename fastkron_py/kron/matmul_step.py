@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import triton.language as tl
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fastkron_py.kron import epilogues
 from fastkron_py.kron.epilogues import StoreEpilogue
+from fastkron_py.kron.families.torch_products import copied_width
 from fastkron_py.kron.kernels.copy_matrices import _copy_matrices_kernel
+from fastkron_py.kron.kernels.gemm_epilogue import epilogue_axpby
 from fastkron_py.kron.launches import in_words, parts_of
 from fastkron_py.kron.matmul import Epilogue, matrices, mode_products, product, scaled_product, summed_products, wide_product
-from fastkron_py.kron.plan.matmul_times import copied_width
 from fastkron_py.kron.scale import PLAIN, Scale, add_scaling
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -28,6 +29,8 @@ from fastkron_py.runtime.precision import has_precisions, torch_products
 from fastkron_py.runtime.program import Scalar
 from fastkron_py.runtime.sizes import next_power_of_two
 from fastkron_py.tiling.arithmetic import arithmetic
+from fastkron_py.tiling.gemm_launch import add_gemm
+from fastkron_py.tiling.gemm_problem import Gemm
 from fastkron_py.tiling.long_products import Cut, cut_of, write_parts
 from fastkron_py.tiling.partials import sum_launcher
 
@@ -35,6 +38,7 @@ BY_TORCH: Final = ("matmul", "copying")  # algorithms
 _UNIT: Final = 8  # elements of half types that take 16 bytes
 _TILE_BYTES: Final = 8192  # of a program's elements
 _TILE_SIDE: Final = 64  # elements of a tile's rows at least, where there are as many
+_GEMM: Final = Gemm(epilogue_axpby, divisible=True)
 
 
 class MatmulStep(NamedTuple):
@@ -251,3 +255,30 @@ def _add_copy(build: Builder, x: Tensor, y: Tensor, z: Tensor | None = None, sca
     tiles = math.ceil(count / block_n) * math.ceil(sizes[0] / block_i) * math.ceil(sizes[1] / block_j)
     launcher = Launcher([LaunchConfig(_copy_matrices_kernel, (groups * tiles,), arguments)])
     build.launch(launcher, (x, addend, y), (scale.alpha, scale.beta))
+
+
+class GemmStep(NamedTuple):
+    """The last mode of x, with nothing after it, times a factor that all rows share, plus z, by the main loop of linear layers.
+
+    Torch's product would copy z first.
+
+    Attributes:
+        start: its factor.
+        stop: one past it.
+        shape: of its result.
+        fell_back: as of a `MultiplyLaunch`.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, int, int, int]
+    fell_back: bool = False
+
+    def add(self, build: Builder, x: Tensor, factors: Sequence[Tensor], z: Tensor | None, y: Tensor | None, scale: Scale) -> Tensor:
+        """Add it to a program, from x to y, or to new memory; return the result."""
+        y = build.empty(self.shape, x.dtype) if y is None else y
+        factor = factors[self.start][0]
+        p, q = factor.shape
+        rows, side = build.reshape(x, (-1, p)), build.reshape(cast("Tensor", z), (-1, q))  # z is why this step was chosen
+        add_gemm(build, rows, factor.mT, None, _GEMM, y.view(-1, q), side=side, scalars=(scale.alpha, scale.beta))
+        return y

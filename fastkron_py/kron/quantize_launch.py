@@ -8,12 +8,12 @@ import torch
 
 from fastkron_py.kron.canonical import Canonical
 from fastkron_py.kron.epilogues import TO_FLOAT8, TO_INTEGERS
+from fastkron_py.kron.families import slice_pair
 from fastkron_py.kron.forward import multiply_problem
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs
-from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.row_pair import row_pair_cost, row_pairs
+from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.backend import is_interpreting
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
@@ -44,10 +44,10 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     if not kernels.half_of(device, x.dtype) or not _converts_to(kind, device):
         return None
     # A byte has two columns of int4, of one row of a slice.
-    pairs = [pair for pair in row_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
+    pairs = [pair for pair in slice_pair.slice_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]
     if not pairs:
         return None
-    launch = Launch(min(pairs, key=lambda pair: row_pair_cost(pair, 1.0)), "row_pair")
+    launch = Launch(min(pairs, key=lambda pair: slice_pair.slice_pair_cost(pair, 1.0)), slice_pair.name)
     whole = multiply_problem(x, factors, device, precision)
     rows, width = x.shape[1], launch.q // (2 if kind == "int4" else 1)
     made = LaunchProblem(

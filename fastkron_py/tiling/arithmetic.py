@@ -40,3 +40,8 @@ def arithmetic(dtype: torch.dtype, precision: str, given: bool) -> Arithmetic:
         return Arithmetic(tl.float32, tl.float32, "tf32" if has_tf32 else "ieee")
     emulated = dtype == torch.bfloat16 and knobs.runtime.interpret
     return Arithmetic(_HALF[dtype], tl.float32, "emulated" if emulated else "ieee")
+
+
+def half_precision() -> str:
+    """Return the name of the precision of products of given numbers in any half type."""
+    return arithmetic(torch.bfloat16, "highest", given=True).precision

@@ -141,7 +141,7 @@ def choose_algorithm(algorithm: str) -> None:
     """Multiply modes of wide factors by this algorithm, where the plan does not take the register-chained kernel."""
     from fastkron_py.kron import backward, forward, launches
 
-    forward.best_algorithm = lambda mode, has_wgmma, is_chained, is_alone: "chained" if is_chained else algorithm  # type: ignore[assignment]
+    forward.best_algorithm = lambda mode, has_wgmma, family, is_alone: "chained" if family == "fragments" else algorithm  # type: ignore[assignment]
     backward.best_gradient_algorithm = lambda mode, has_wgmma: algorithm  # type: ignore[assignment]
     launches.takes_tensor_cores = lambda case: algorithm == "wgmma"  # type: ignore[assignment]
 

@@ -35,8 +35,7 @@ from fastkron_py import reference
 from fastkron_py.distributed import CollectiveError, Plan, Problem, ProcessGrid, kron_matmul, plan, whole_rows
 from fastkron_py.distributed.split import Gradients
 from fastkron_py.distributed.transport import copies
-from fastkron_py.kron.plan.plan import Launch
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.testing import assert_close
 
 # ---- forward -----------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch
 from canonical_cases import watch_kernels
 
 import fastkron_py
-from fastkron_py.kron import small_factors_launch
+from fastkron_py.kron.families import small_factors
+from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import plan
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
@@ -23,9 +24,9 @@ PROBLEMS = [*[(shapes, dtype) for dtype in (SINGLE, DOUBLE) for shapes in SHAPES
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched; any number of rows takes this one."""
-    if not small_factors_launch.has_small_factors(torch.device("cuda"), SINGLE, "highest"):
+    if not kernels.has_small_factors(torch.device("cuda"), SINGLE, "highest"):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(plan, "small_factors_cost", lambda *sizes: 0.0)
+    monkeypatch.setattr(small_factors, "small_factors_cost", lambda *sizes: 0.0)
     plan.plan.cache_clear()
     CACHE.forget()
     yield watch_kernels(monkeypatch)

@@ -10,6 +10,7 @@ import torch
 from canonical_cases import by_factors, multiply, problem, watch_kernels
 
 import fastkron_py
+from fastkron_py.kron.families import slice_pair, whole_row
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.kron.plan import plan
 from fastkron_py.runtime.call_cache import CACHE
@@ -48,8 +49,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; few rows take this one too, and none the kernel for pairs, which may save a launch."""
     if not kernels.has_whole_row(torch.device("cuda"), torch.bfloat16):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(plan, "whole_row_cost", lambda moved, rows: 0.0)
-    monkeypatch.setattr(plan, "row_pairs", lambda *sizes: iter(()))
+    monkeypatch.setattr(whole_row, "whole_row_cost", lambda moved, rows: 0.0)
+    monkeypatch.setattr(slice_pair, "slice_pairs", lambda *sizes: iter(()))
     plan.plan.cache_clear()
     CACHE.forget()
     yield watch_kernels(monkeypatch)

@@ -15,8 +15,8 @@ from fastkron_py import reference
 from fastkron_py.kron import blocks as kron_blocks
 from fastkron_py.kron.blocks import in_blocks
 from fastkron_py.kron.into import multiply_into
-from fastkron_py.kron.plan.plan import InBlocks, Launch, PlanProblem
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.plan import InBlocks
+from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
@@ -117,7 +117,7 @@ def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.
 def pair_first(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -> tuple[Launch, ...]:
     """Two steps on one slice, then a launch for each other factor, as bfloat16 has it on Hopper."""
     steps = [Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]
-    return Launch((steps[-2], steps[-1]), "row_pair"), *[Launch((step,)) for step in steps[-3::-1]]
+    return Launch((steps[-2], steps[-1]), "slice_pair"), *[Launch((step,)) for step in steps[-3::-1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

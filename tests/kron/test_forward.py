@@ -8,7 +8,7 @@ from canonical_cases import CASES, DTYPES, dense, multiply, multiply_program, pr
 
 import fastkron_py
 from fastkron_py.kron import forward
-from fastkron_py.kron.plan import plan as planning
+from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.testing import assert_close
 
 
@@ -57,7 +57,7 @@ def test_plans_in_other_orders_agree(device, monkeypatch):
     """In place in any order, turned from the last: the same numbers."""
     ps = (4, 5, 3)
     x, factors = problem(torch.float64, device, 1, 6, ps, ps, 1)
-    steps = [planning.Launch((planning.Step(i, i + 1, p, p),)) for i, p in enumerate(ps)]
+    steps = [Launch((Step(i, i + 1, p, p),)) for i, p in enumerate(ps)]
     expected = dense(x, factors)
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]):
         monkeypatch.setattr(forward, "plan", lambda *_, order=order: tuple(steps[i] for i in order))

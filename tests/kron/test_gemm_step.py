@@ -7,8 +7,9 @@ import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron import forward
+from fastkron_py.kron.families.one_mode import best_algorithm
+from fastkron_py.kron.families.torch_products import takes_gemm
 from fastkron_py.kron.plan.mode import Mode
-from fastkron_py.kron.plan.wide import best_algorithm, takes_gemm
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
 

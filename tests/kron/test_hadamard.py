@@ -17,7 +17,8 @@ from fastkron_py.kron import hadamard_factors
 from fastkron_py.kron.hadamard import operator
 from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
-from fastkron_py.kron.plan.plan import PlanProblem, plan
+from fastkron_py.kron.plan.plan import plan
+from fastkron_py.kron.plan.steps import PlanProblem
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
@@ -210,7 +211,7 @@ def test_rows_of_language_models_take_one_launch_in_half_types(n: int) -> None:
     sizes = factor_sizes(n)
     assert math.prod(sizes) == n
     (launch,) = plan(sizes, sizes, PlanProblem(2, 16384, 1, True, 1, "bfloat16"))
-    assert launch.kernel == "row_pair"
+    assert launch.family == "slice_pair"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, multiply, problem, watch_kernels
 
-from fastkron_py.kron.plan.narrow import is_narrow, is_narrow_gradient, narrow_config, narrow_gradient_config
+from fastkron_py.kron.families.narrow import is_narrow, is_narrow_gradient, narrow_config, narrow_gradient_config
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 

@@ -10,11 +10,11 @@ import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
 
 from fastkron_py.kron.epilogues import AXPBY, PLAIN, TO_FLOAT8, TO_INTEGERS, StoreEpilogue
+from fastkron_py.kron.families import slice_pair
+from fastkron_py.kron.families.slice_pair import matrices_of, shared_memory, slice_pair_config, tiling, turns_of
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.plan import row_pair
-from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.row_pair import matrices_of, row_pair_config, shared_memory, tiling, turns_of
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.plan import plan
+from fastkron_py.kron.plan.steps import PlanProblem, Step
 from fastkron_py.runtime.gpu import HOPPER
 from fastkron_py.testing import assert_close
 
@@ -54,7 +54,7 @@ LARGE = ("eight in the middle, in two turns",)  # takes the interpreter half a m
 @pytest.fixture(autouse=True)
 def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are launched; half types take this kernel on any device, however few rows there are."""
-    monkeypatch.setattr(row_pair, "LOADING", 0.0)
+    monkeypatch.setattr(slice_pair, "LOADING", 0.0)
     monkeypatch.setattr(kernels, "half_of", lambda device, dtype: str(dtype).removeprefix("torch."))
     monkeypatch.setattr(kernels, "has_chained", lambda device, dtype: False)
     monkeypatch.setattr(kernels, "has_whole_row", lambda device, dtype: False)
@@ -140,20 +140,20 @@ def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], dtype: 
 def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
     launches = plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half))
     assert len(launches) == count
-    assert any(launch.kernel == "row_pair" for launch in launches)
+    assert any(launch.family == "slice_pair" for launch in launches)
 
 
 @pytest.mark.parametrize(("ps", "rows", "is_taken"), [((98, 167), 2, False), ((98, 167), 200, True), ((96, 160), 2, True)], ids=str)
 def test_few_slices_do_not_wait_for_odd_wide_factors(ps: tuple[int, ...], rows: int, is_taken: bool) -> None:
     """Rows of 167 elements are loaded one element at a time, before the first slice."""
     launches = plan(ps, ps, PlanProblem(2, rows, 1, True, 1, "bfloat16"))
-    assert any(launch.kernel == "row_pair" for launch in launches) is is_taken
+    assert any(launch.family == "slice_pair" for launch in launches) is is_taken
 
 
 @pytest.mark.parametrize("ps", [(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ids=str)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
-    assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
+    assert not any(launch.family == "slice_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
 
 
 PAIRS = [
@@ -192,12 +192,12 @@ def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs
 def test_z_takes_no_stage_of_several_matrices(shape: tuple[int, ...]) -> None:
     """It is loaded after the last of them, so nothing of it is ahead."""
     steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
-    assert row_pair_config(steps, True, "", HOPPER) == row_pair_config(steps, False, "", HOPPER)
+    assert slice_pair_config(steps, True, "", HOPPER) == slice_pair_config(steps, False, "", HOPPER)
 
 
 def assert_fits(steps: tuple[Step, ...], epilogue: StoreEpilogue) -> None:
     """Shared memory has the programs of a multiprocessor, and a thread's registers its sums."""
-    config, tiles = row_pair_config(steps, epilogue.needs_z, epilogue.rounds_to, HOPPER), tiling(steps)
+    config, tiles = slice_pair_config(steps, epilogue.needs_z, epilogue.rounds_to, HOPPER), tiling(steps)
     adds = epilogue.needs_z and len(steps) == 2
     assert shared_memory(tiles, config.stages, adds) * config.programs_per_sm <= HOPPER.shared_memory
     assert matrices_of(steps) // turns_of(steps) * tiles.sums // (32 * config.num_warps) <= 128
@@ -218,7 +218,7 @@ def test_tiles_waste_as_little_as_they_can() -> None:
 
 def test_two_programs_round_to_integers_where_registers_suffice() -> None:
     def of(p: int, q: int, rounds_to: str) -> tuple[int, int, int]:
-        config = row_pair_config((Step(0, 1, p, p), Step(1, 2, q, q)), False, rounds_to, HOPPER)
+        config = slice_pair_config((Step(0, 1, p, p), Step(1, 2, q, q)), False, rounds_to, HOPPER)
         return config.num_warps, config.stages, config.programs_per_sm
 
     assert of(86, 128, "integers") == (4, 2, 2)

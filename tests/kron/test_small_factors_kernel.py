@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from gluon_on_numpy import launch
 
 from fastkron_py.kron.epilogues import AXPBY, PLAIN, SCALE, TIMES, StoreEpilogue
-from fastkron_py.kron.plan.steps import Step
-from fastkron_py.kron.small_factors_launch import small_factors_launch
+from fastkron_py.kron.families import small_factors
+from fastkron_py.kron.plan.steps import Launch, Step
 from fastkron_py.reference import kron_matmul
 from fastkron_py.runtime.program import bits as pattern
 from fastkron_py.testing import assert_close
@@ -37,7 +38,9 @@ def multiplied(x: torch.Tensor, factors: list[torch.Tensor], z: torch.Tensor, ep
         "EPILOGUE": epilogue.function(x.dtype),
     }
     steps = [Step(i, i + 1, f.shape[1], f.shape[2]) for i, f in enumerate(factors)]
-    kernel, grid, arguments = small_factors_launch(steps, common["factor_strides"], x.element_size(), batches, common)
+    sizes = {"shape": (batches, rows, 1, 1), "num_slices": rows, "itemsize": x.element_size()}
+    problem = SimpleNamespace(launch=Launch(tuple(steps)), common=common, factor_strides=common["factor_strides"], **sizes)
+    ((kernel, grid, arguments),) = small_factors.launch_configs(problem, None)  # type: ignore[arg-type]
     given = arguments | {"alpha": pattern(0.5), "beta": pattern(2.0)}
     launch(kernel, grid[0], [x, tuple(factors), z, y], given)
     return y

@@ -9,8 +9,9 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
+from fastkron_py.kron.families.one_mode import best_algorithm, best_gradient_algorithm
+from fastkron_py.kron.families.wgmma import gradient_config, multiply_config, ring_stages
 from fastkron_py.kron.plan.mode import Mode
-from fastkron_py.kron.plan.wide import best_algorithm, best_gradient_algorithm, gradient_config, multiply_config, ring_stages
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
@@ -112,7 +113,7 @@ def test_the_fastest_measured_algorithm_is_chosen(sizes: tuple[int, ...], itemsi
 )
 def test_the_chained_kernel_is_chosen_where_it_was_measured_the_fastest(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
     """The faster of it and of torch's product on an H200."""
-    assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, is_chained=True, is_alone=True) == algorithm
+    assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, family="fragments", is_alone=True) == algorithm
 
 
 @pytest.mark.parametrize(
@@ -179,8 +180,8 @@ def test_tiles_cover_the_product(itemsize: int) -> None:
 def test_x_is_copied_where_runs_begin_on_16_bytes(
     strides: tuple[int, ...], p: int, after: int, copied: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from fastkron_py.kron.families.wgmma import multiply_launch
     from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
-    from fastkron_py.kron.hopper.wide_config import multiply_launch
 
     monkeypatch.setattr(kernels, "wide_kernel", object)
     common = {"x_strides": strides, "y_strides": strides, "z_strides": strides, "before": 1, "after": after, "HEAD": False}

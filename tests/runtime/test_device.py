@@ -13,7 +13,7 @@ import torch
 from fastkron_py.kan.hopper import kernels as kan_kernels
 from fastkron_py.kron.hadamard_launch import has_launch
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.small_factors_launch import has_small_factors
+from fastkron_py.kron.hopper.kernels import has_small_factors
 from fastkron_py.runtime import backend
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime import gpu as gpus

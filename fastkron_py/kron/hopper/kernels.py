@@ -59,3 +59,16 @@ def has_whole_row(device: torch.device, dtype: torch.dtype) -> bool:
 def has_chained_gradients(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the register-chained kernels of the backward pass can run here."""
     return dtype == torch.float32 and has_chained(device, dtype) and gradient_kernels() is not None
+
+
+def small_factors_kernel() -> Any:
+    """The kernel for small factors, or None where this Triton cannot compile it."""
+    return devices.gluon_kernel("kron.kernels.small_factors", "_small_factors_fwd_kernel")
+
+
+def has_small_factors(device: torch.device, dtype: torch.dtype, precision: str) -> bool:
+    """Whether the kernel for small factors may multiply here: on GPUs it was timed on, where TF32 is not asked for."""
+    if dtype != torch.float64 and (dtype != torch.float32 or precision != "highest"):
+        return False
+    gpu = devices.gpu_of(device)
+    return gpu.has_wgmma and gpu.is_measured and small_factors_kernel() is not None

@@ -7,8 +7,8 @@ from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from fastkron_py.kron.backward_problem import GradientProblem, shared_strides
+from fastkron_py.kron.families.fragments import TileLayout
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.plan.chained import TileLayout
 from fastkron_py.kron.plan.chained_gradient import (
     NARROW,
     NEIGHBOURS,

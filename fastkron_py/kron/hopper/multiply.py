@@ -2,7 +2,7 @@
 
 Plain Triton keeps a tile between two products in shared memory, in both halves of three-pass TF32. Here, in Triton's
 lower-level dialect, each product's left operand is made in registers from the accumulator of the one before
-(`plan.chained` says which element sits where) and split there, so that data crosses shared memory once between
+(`families.fragments` says which element sits where) and split there, so that data crosses shared memory once between
 two steps, in float32, or not at all where it stays within a warp.
 
 Gluon has no interpreter: `sliced_multiply` holds the same computation in plain Triton, for every other device and for tests.
@@ -13,13 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import builtin
 
+from fastkron_py.kron.families.fragments import digits_of
 from fastkron_py.kron.hopper.tile import fetch_tile, fetched_tile, in_order, load_tile, make_tile, store_tile, tile_buffer, twos
-from fastkron_py.kron.plan.chained import digits_of
 from fastkron_py.runtime.gluon_names import barrier
 from fastkron_py.tiling.addresses import factor_tile, round_to_tf32
 from fastkron_py.tiling.products import high_half, rounded
 
-# Entries of STEPS: the fields of `plan.chained.ChainedStep`.
+# Entries of STEPS: the fields of `families.fragments.ChainedStep`.
 ORDER, ROWS, START, STOP, P_SIZE, Q_SIZE, P_PAD, Q_PAD, COLUMNS = (gl.constexpr(i) for i in range(9))
 
 

@@ -6,7 +6,7 @@ place, and A multiplies its own and stores the result. Parts of the next row are
 
 Every product takes its right operand from shared memory as eight rows of eight elements at a time. The lowest three bits of each mode
 of t swap vectors of eight elements, so that eight rows are in different banks, whichever mode they belong to. Bits that swap nothing
-tell slices of t apart: the fourth bit of a mode, and higher ones (`plan.whole_row` says where each bit lies).
+tell slices of t apart: the fourth bit of a mode, and higher ones (`families.whole_row` says where each bit lies).
 
 Gluon has no interpreter: `sliced_multiply` holds the same computation in plain Triton, for every other device and for tests.
 """
@@ -15,10 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from fastkron_py.kron.families import whole_row as plan
 from fastkron_py.kron.hopper.tile import in_order, seen_as
 from fastkron_py.kron.kernels.phases import item
 from fastkron_py.kron.kernels.row_pair import in_half
-from fastkron_py.kron.plan import whole_row as plan
 from fastkron_py.runtime.gluon_names import barrier, begin_copy
 from fastkron_py.tiling.addresses import factor_tile
 
@@ -111,7 +111,7 @@ def _left_factor(
 def _paired_factor(factors, batch, SHAPES: gl.constexpr, START: gl.constexpr, STOP: gl.constexpr, WARPS: gl.constexpr):
     """(a left operand ``[16, 16]``, its scale) of an 8 x 8 factor that multiplies two matrices at once, as a block-diagonal one.
 
-    Rows of the product are those of both matrices in turns of four: see `plan.whole_row`.
+    Rows of the product are those of both matrices in turns of four: see `families.whole_row`.
     """
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, _products(WARPS, True), 2)
     ptrs, strides = factors
@@ -221,7 +221,7 @@ def _whole_row_fwd_kernel(
     SIZES: gl.constexpr,  # (PA, QA, B, PM, QM, PC, QC)
     MATRICES: gl.constexpr,  # in a part of a row
     RING: gl.constexpr,  # parts in shared memory
-    LAYOUTS: gl.constexpr,  # the fields of `plan.whole_row.Layouts`
+    LAYOUTS: gl.constexpr,  # the fields of `families.whole_row.Layouts`
     WARPS: gl.constexpr,
     HEAD: gl.constexpr,
     TAIL: gl.constexpr,

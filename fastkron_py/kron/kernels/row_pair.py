@@ -3,7 +3,7 @@
 A slice ``[PA, PB]`` lies in memory as a matrix X, so that ``y = (A^T X) B`` needs no transposition: X and the factors are
 taken as they lie in shared memory, A^T X stays in registers, and the result is stored as it is. While a program multiplies one slice,
 the next one is on its way. Transposed, it is ``y^T = (B^T X^T) A``: tensor cores take 64 or 128 rows at a time of the factor on the left,
-but any number of columns, and the plan (`plan.row_pair`) puts that factor left which wastes fewer rows.
+but any number of columns, and the plan (`families.slice_pair`) puts that factor left which wastes fewer rows.
 
 X's columns come in parts, each a power of two: 86 of them are 64 and 32, where one part would be 128.
 

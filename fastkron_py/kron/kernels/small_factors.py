@@ -1,6 +1,6 @@
 """A product with small square factors, by multiply-adds in registers: each row is read once and written once, in full precision.
 
-`plan.small_factors` says which thread has which element in each phase. In Gluon, for the reasons of `kernels.hadamard`.
+`families.small_factors` says which thread has which element in each phase. In Gluon, for the reasons of `kernels.hadamard`.
 """
 
 from triton.experimental import gluon
@@ -97,7 +97,7 @@ def _small_factors_fwd_kernel(
     SHAPES: gl.constexpr,
     BITS: gl.constexpr,  # of a row
     TILE: gl.constexpr,
-    PHASES: gl.constexpr,  # `plan.phases.Phase`; a mode is a `plan.small_factors.Group` and its factor's strides (P_i, Q_i)
+    PHASES: gl.constexpr,  # `plan.phases.Phase`; a mode is a `families.small_factors.Group` and its factor's strides (P_i, Q_i)
     COUNT: gl.constexpr,  # of PHASES
     EVEN: gl.constexpr,  # whether tiles have no padding
     HEAD: gl.constexpr,

@@ -2,7 +2,7 @@
 
 A tile of u `[slices, P]` and one of g `[slices, Q]` wait in shared memory, and each product takes its operands from there
 as its instructions want them: for the factor's gradient `u^T g` the slices are summed over, for `dx = g F^T` they are rows.
-Which index counts as which bit of an operand's row or column is free, as in `plan.chained`, so the bits that tell a warp's
+Which index counts as which bit of an operand's row or column is free, as in `families.fragments`, so the bits that tell a warp's
 lanes apart are chosen such that a load touches every bank of shared memory once.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Final
 
-from fastkron_py.kron.plan.chained import SLICE, Bases, Bit, TileLayout, digits_of
+from fastkron_py.kron.families.fragments import SLICE, Bases, Bit, TileLayout, digits_of
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 STEP_WIDTHS: Final = (16, 32, 64)

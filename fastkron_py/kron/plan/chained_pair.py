@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fastkron_py.kron.plan.chained import SLICE, Bit, TileLayout, digits_of
+from fastkron_py.kron.families.fragments import SLICE, Bit, TileLayout, digits_of
 from fastkron_py.kron.plan.chained_gradient import REPEATED, Operand, operand_of, warp_lanes
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 

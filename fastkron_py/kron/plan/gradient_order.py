@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from fastkron_py.kron.families.one_mode import gradient_times, multiply_seconds
 from fastkron_py.kron.plan.gradient import Group, Numbers, fused_cost
 from fastkron_py.kron.plan.mode import Mode
-from fastkron_py.kron.plan.wide import gradient_times, multiply_seconds
 from fastkron_py.runtime.gpu import GPU
 
 _FUSED: Final = 0.6  # of `fused_cost`, which a launch takes on an H200

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from fastkron_py.kron.canonical import canonical
 from fastkron_py.kron.checks import check_problem, check_tensors, factor_list
-from fastkron_py.kron.tune import cache, table
-from fastkron_py.kron.tune.choice import FACTORS_MOST
-from fastkron_py.kron.tune.result import TuningProgress, TuningResult
 from fastkron_py.runtime.backend import triton_obstacle
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.checks import DTYPES, check_integer, check_precision
@@ -23,9 +20,10 @@ from fastkron_py.runtime.errors import type_error, type_name, value_error
 
 if TYPE_CHECKING:
     from fastkron_py.kron.tune.compilers import Compilers
+    from fastkron_py.kron.tune.result import TuningProgress, TuningResult
 
 BUDGET: Final = 60.0
-Report = Callable[[TuningProgress], None]
+Report = Callable[["TuningProgress"], None]
 
 
 def tune(
@@ -104,7 +102,7 @@ def run(
     x4: Tensor, matrices: Sequence[Tensor], precision: str | None, budget: float, report: Report, save: bool, compiling: Compilers
 ) -> TuningResult:
     """Tune for checked operands in canonical form (see `example`)."""
-    from fastkron_py.kron.tune import search
+    from fastkron_py.kron.tune import cache, search, table
 
     result = search.search(x4, matrices, precision, float(budget), compiling, report)
     path = cache.cache_file() if save else None
@@ -118,6 +116,8 @@ def example(
     x: Any, factors: Any, left: bool, precision: Any, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Random operands of the problem, in canonical form: x ``[B, L, K, R]``, factors ``[B, P_i, Q_i]``."""
+    from fastkron_py.kron.tune.choice import FACTORS_MOST
+
     listed = factor_list(factors)
     check_precision(precision)
     if len(listed) > FACTORS_MOST:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from fastkron_py.kron.plan.chained import chained_config, run_sectors
-from fastkron_py.kron.plan.launch import Config, chain_configs, single_configs
-from fastkron_py.kron.plan.plan import MERGE_WIDTH, Launch, PlanProblem, places, plans, transposes
-from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Problem, is_valid, kernel_of, launch_obstacle
+from fastkron_py.kron.families import fragments, tile
+from fastkron_py.kron.plan.plan import MERGE_WIDTH, places, plans, transposes
+from fastkron_py.kron.plan.steps import Launch, PlanProblem
+from fastkron_py.kron.tune.choice import Choice, ChosenLaunch, Config, Problem, is_valid, kernel_of, launch_obstacle
 from fastkron_py.runtime.gpu import GPU, HOPPER
 
+# Of the families that have configurations to choose from.
+CONFIGS: Final[dict[str, Callable[[Launch, int, int, tuple[int, int], GPU], Sequence[Config]]]] = {
+    family.name: family.configs for family in (tile, fragments)
+}
 MODEL_SLACK: Final = 1.5  # plans modelled to take longer than this many times the least are not tried
 PLANS_MOST: Final = 8
 WIDTHS: Final = (MERGE_WIDTH, 32, 16)
@@ -28,16 +32,7 @@ VALUES: Final = {
 
 def closed_form(launch: Launch, problem: Problem, before: int, after: int, gpu: GPU) -> Iterator[ChosenLaunch]:
     """A launch with the configurations that are its defaults, the preferred one first."""
-    num_slices, itemsize = problem.rows * before * after, problem.itemsize
-    configs: tuple[Config, ...]
-    if launch.kernel == "chained":
-        chained = chained_config(launch.steps, itemsize, run_sectors(before, after), num_slices)
-        configs = () if chained is None else (chained,)
-    elif len(launch.steps) == 1:
-        configs = single_configs(launch.p, launch.q, itemsize, num_slices, gpu)
-    else:
-        configs = chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
-    for config in configs:
+    for config in CONFIGS[launch.family](launch, problem.itemsize, problem.rows * before * after, (before, after), gpu):
         yield ChosenLaunch(tuple((s.start, s.stop) for s in launch.steps), kernel_of(config), config)
 
 

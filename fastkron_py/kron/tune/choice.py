@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.chained import ChainedConfig, fits_chained
-from fastkron_py.kron.plan.launch import ChainConfig, Config, SingleConfig
-from fastkron_py.kron.plan.plan import CHAIN_STEPS, CHAIN_TILE, MERGE_WIDTH, Launch, is_chain
-from fastkron_py.kron.plan.steps import DOT_SIDE, Step, padded
+from fastkron_py.kron.families import fragments, tile
+from fastkron_py.kron.families.fragments import ChainedConfig, fits_chained
+from fastkron_py.kron.families.registry import Family
+from fastkron_py.kron.families.tile import CHAIN_STEPS, CHAIN_TILE, ChainConfig, SingleConfig, is_chain
+from fastkron_py.kron.plan.plan import MERGE_WIDTH
+from fastkron_py.kron.plan.steps import DOT_SIDE, Launch, Step, padded
 
 # Raised when a kernel or the meaning of a configuration changes so that older timings say nothing any more. Not the library's
 # version: most releases leave the kernels alone, and a table shall outlive them.
@@ -18,6 +20,7 @@ SCHEMA: Final = 2
 ITEMSIZE: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 OPERATIONS: Final = ("multiply",)
 FACTORS_MOST: Final = 64
+Config = tile.Config | ChainedConfig  # of a launch
 INTERPRETER: Final = "interpreter"  # in place of a device's name
 WARPS: Final = (1, 2, 4, 8, 16)
 STAGES_MOST: Final = 8
@@ -89,7 +92,7 @@ class Choice:
     @property
     def has_chained(self) -> bool:
         """Whether some launch needs the register-chained kernel, and so its GPUs."""
-        return any(chosen.kernel == "chained" for chosen in self.launches)
+        return any(KERNELS[chosen.kernel].family is fragments for chosen in self.launches)
 
     def __str__(self) -> str:
         """A line for people: the factors of each step, the kernel, its blocks, warps, stages and programs a multiprocessor."""
@@ -106,7 +109,7 @@ def _launch_text(chosen: ChosenLaunch) -> str:
 
 def as_launch(chosen: ChosenLaunch, factors: Sequence[tuple[int, int]]) -> Launch:
     """A launch whose steps are given by their factors' numbers, with their sizes."""
-    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), "chained" if chosen.kernel == "chained" else "plain")
+    return Launch(tuple(_step(start, stop, factors) for start, stop in chosen.steps), KERNELS[chosen.kernel].family.name)
 
 
 def _step(start: int, stop: int, factors: Sequence[tuple[int, int]]) -> Step:
@@ -158,16 +161,17 @@ def _chained_obstacle(launch: Launch, config: Any, problem: Problem) -> str | No
 
 
 class Kernel(NamedTuple):
-    """A kernel that a choice can name: its configuration's type, and the reason why a launch with it is not valid, if there is one."""
+    """A kernel that a choice can name: its family and its configuration's type, and why a launch with it is not valid, if it is not."""
 
+    family: Family
     config: type
     obstacle: Callable[[Launch, Any, Problem], str | None]
 
 
 KERNELS: Final[dict[str, Kernel]] = {
-    "single": Kernel(SingleConfig, _single_obstacle),
-    "chain": Kernel(ChainConfig, _chain_obstacle),
-    "chained": Kernel(ChainedConfig, _chained_obstacle),
+    "single": Kernel(tile, SingleConfig, _single_obstacle),
+    "chain": Kernel(tile, ChainConfig, _chain_obstacle),
+    "chained": Kernel(fragments, ChainedConfig, _chained_obstacle),
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastkron_py import reference
-from fastkron_py.kron.plan.chained import (
+from fastkron_py.kron.families.fragments import (
     CHAIN_WIDTH,
     SINGLE_WIDTH,
     WARP_ROWS,
@@ -25,8 +25,8 @@ from fastkron_py.kron.plan.chained import (
     chained_pad,
     run_sectors,
 )
-from fastkron_py.kron.plan.plan import Launch, PlanProblem, plan
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.plan import plan
+from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step
 from fastkron_py.runtime.sizes import SECTOR_BYTES
 
 LONGEST_LAYOUT = 15  # bits of a tile's index
@@ -201,7 +201,7 @@ def test_what_it_refuses(shapes, itemsize, sectors):
 )
 def test_plans_with_chained(ps, rows, chained_of):
     launches = plan(ps, ps, PlanProblem(4, rows, 1, True))
-    assert all(launch.kernel == "chained" for launch in launches)
+    assert all(launch.family == "fragments" for launch in launches)
     assert sorted(len(launch.steps) for launch in launches) == sorted(chained_of)
 
 
@@ -220,8 +220,8 @@ def test_a_run_behind_other_modes_has_no_whole_rows():
 
 
 def test_plans_without_chains_have_none():
-    assert not any(launch.kernel == "chained" for launch in plan((16,) * 4, (16,) * 4, PlanProblem(4, 1024, 1)))
-    assert Launch(steps_of([(2, 2)]), "chained").shifted(3).kernel == "chained"
+    assert not any(launch.family == "fragments" for launch in plan((16,) * 4, (16,) * 4, PlanProblem(4, 1024, 1)))
+    assert Launch(steps_of([(2, 2)]), "fragments").shifted(3).family == "fragments"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

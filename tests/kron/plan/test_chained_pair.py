@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkron_py.kron.plan.chained import SLICE, Bit
+from fastkron_py.kron.families.fragments import SLICE, Bit
 from fastkron_py.kron.plan.chained_gradient import REPEATED, ROW, Operand, bases
 from fastkron_py.kron.plan.chained_pair import (
     WARPS,

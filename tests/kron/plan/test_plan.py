@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fastkron_py.kron.plan.launch import chain_configs, chain_shared_memory, single_configs, single_shared_memory
-from fastkron_py.kron.plan.plan import CHAIN_WIDTH, MERGE_WIDTH, Launch, PlanProblem, is_chain, plan
-from fastkron_py.kron.plan.steps import Step, padded
+from fastkron_py.kron.families.tile import CHAIN_WIDTH, chain_configs, chain_shared_memory, is_chain, single_configs, single_shared_memory
+from fastkron_py.kron.plan.plan import MERGE_WIDTH, plan
+from fastkron_py.kron.plan.steps import Launch, PlanProblem, Step, padded
 from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 
 GPUS = (AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX)

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
+from fastkron_py.kron.families.small_factors import SIZES, small_factors, takes_small_factors
 from fastkron_py.kron.plan.phases import DOUBLE, LANES, SINGLE
-from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.small_factors import SIZES, small_factors, takes_small_factors
+from fastkron_py.kron.plan.plan import plan
+from fastkron_py.kron.plan.steps import PlanProblem
 
 # (sizes, bytes, rows), as measured on an H200
 FASTER = [
@@ -51,7 +52,7 @@ def test_phases(itemsize: int) -> None:
 
 def _kernels(ps: tuple[int, ...], itemsize: int, rows: int, has_kernel: bool = True, columns: int = 1) -> set[str]:
     problem = PlanProblem(itemsize, rows, columns, itemsize == SINGLE, small_factors=has_kernel)
-    return {launch.kernel for launch in plan(ps, ps, problem)}
+    return {launch.family for launch in plan(ps, ps, problem)}
 
 
 @pytest.mark.parametrize(("ps", "itemsize", "rows"), FASTER, ids=str)

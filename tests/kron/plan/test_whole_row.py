@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fastkron_py.kron import forward
-from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.kron.plan.steps import Step
-from fastkron_py.kron.plan.whole_row import Layouts, layouts, shared_memory, sizes_of, whole_row_config
+from fastkron_py.kron.families.whole_row import Layouts, layouts, shared_memory, sizes_of, whole_row_config
+from fastkron_py.kron.plan.plan import plan
+from fastkron_py.kron.plan.steps import PlanProblem, Step
 from fastkron_py.reference import kron_matmul
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.gpu import HOPPER
@@ -201,28 +201,28 @@ def test_shared_memory_suffices(shapes: tuple[tuple[int, int], ...]) -> None:
 def test_the_plan_takes_it(ps: tuple[int, ...], launches: int, half: str) -> None:
     found = plan(ps, ps, PlanProblem(HALF, 1024, 1, True, 1, half, whole_rows=True))
     assert len(found) == launches
-    assert "whole_row" in [launch.kernel for launch in found]
+    assert "whole_row" in [launch.family for launch in found]
 
 
 @pytest.mark.parametrize("ps", [(64, 64), (8,) * 5, (31, 32, 32), (300, 16, 16), (32, 32), (64,) * 3], ids=str)
 def test_what_it_does_not_take(ps: tuple[int, ...]) -> None:
     found = plan(ps, ps, PlanProblem(HALF, 1024, 1, True, 1, "bfloat16", whole_rows=True))
-    assert "whole_row" not in [launch.kernel for launch in found]
+    assert "whole_row" not in [launch.family for launch in found]
 
 
 @pytest.mark.parametrize("ps", [(16,) * 4, (32,) * 3], ids=str)
 def test_few_rows_take_more_programs(ps: tuple[int, ...]) -> None:
     """A row is one multiprocessor's: a few rows are cut into tiles that occupy all of them."""
     few, many = [plan(ps, ps, PlanProblem(HALF, rows, 1, True, 1, "bfloat16", whole_rows=True)) for rows in (2, 200)]
-    assert "whole_row" not in [launch.kernel for launch in few]
-    assert [launch.kernel for launch in many] == ["whole_row"]
+    assert "whole_row" not in [launch.family for launch in few]
+    assert [launch.family for launch in many] == ["whole_row"]
 
 
 @pytest.mark.parametrize(("columns", "whole_rows"), [(1, False), (3, True)])
 def test_rows_that_are_not_copied_whole(columns: int, whole_rows: bool) -> None:
     """Unaligned ones, and those of the left form."""
     found = plan((32,) * 3, (32,) * 3, PlanProblem(HALF, 1024, columns, True, 1, "bfloat16", whole_rows=whole_rows))
-    assert "whole_row" not in [launch.kernel for launch in found]
+    assert "whole_row" not in [launch.family for launch in found]
 
 
 @pytest.mark.parametrize(("offset", "columns", "whole_rows"), [(0, 1, True), (8, 1, True), (1, 1, False), (0, 2, False)])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuning_cases import CHAIN, SINGLE, UNMERGED, carry_out, choice, entry, expected, launches_by, operands, problem, single
 
-from fastkron_py.kron.plan.chained import ChainedConfig
-from fastkron_py.kron.plan.launch import ChainConfig, SingleConfig
+from fastkron_py.kron.families.fragments import ChainedConfig
+from fastkron_py.kron.families.tile import ChainConfig, SingleConfig
 from fastkron_py.kron.tune.candidates import neighbours, starting_points
 from fastkron_py.kron.tune.choice import KERNELS, Choice, ChosenLaunch, is_valid, kernel_of, obstacle, rows_bucket
 from fastkron_py.kron.tune.entry import entry_from_json, entry_to_json, problem_from_json, problem_to_json
@@ -31,7 +31,8 @@ PROBLEMS = st.builds(
 @settings(max_examples=30)
 @given(p=PROBLEMS)
 def test_candidates_are_valid_and_begin_with_the_closed_form(p):
-    from fastkron_py.kron.plan.plan import PlanProblem, plan
+    from fastkron_py.kron.plan.plan import plan
+    from fastkron_py.kron.plan.steps import PlanProblem
 
     choices = starting_points(p)
     assert choices

@@ -11,11 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step, balanced, merged, narrow_half_share, run_of
+from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "fragments"
+moves_to_front: Final = True
 
 MOST_STEPS: Final = 4
 # Widest step, in a chain and alone: 64 rows of the left operand and of the accumulator fit into a warpgroup's registers.
@@ -32,6 +40,17 @@ WARP_WIDTH: Final = 16
 BUSY: Final = 64  # tiles of that size: fewer take as long
 PADDING: Final = 0.4  # share of its time that a tile takes longer if half of it is padding
 WARP_ROWS: Final = 16
+# How much longer a register-chained launch takes where slices, not modes, are consecutive, if its tiles consist of runs of two sectors,
+# less with longer ones, and how many times as long if a tile is one run of a single sector (measured on an H100).
+CROSSING: Final = 0.9
+SINGLE_SECTORS: Final = 1.3
+# Widths up to which the register-chained kernel's neighbours are multiplied out; each gives a candidate.
+CHAINED_MERGES: Final = (16, 64)
+# TF32 holds float16 and bfloat16 exactly, and its truncated sums have more bits than bfloat16.
+_ROUND: Final = {"float32": 2, "float16": 1, "bfloat16": 0}
+_RUNTIME: Final = 0  # a stride that a kernel is not compiled for,
+_RUNTIME_NARROW: Final = -1  # with all of a tile's offsets below 2^31
+_MOST_OFFSET: Final = 2**31 - 1
 SLICE: Final = -1  # in place of a step's number: the bit counts slices
 
 
@@ -305,3 +324,122 @@ def chained_cost(steps: Sequence[Step], config: ChainedConfig, num_slices: int) 
     if widest > 32:
         share += 0.05 if widest <= 64 else 0.3
     return share
+
+
+def _steps(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> list[tuple[Step, ...]]:
+    """Candidates for the steps of factors start to stop."""
+    by_width = [merged(ps, qs, start, stop, width) for width in CHAINED_MERGES]
+    return by_width + [balanced(ps, qs, start, stop, count) for count in range(1, 1 + min(MOST_STEPS, stop - start))]
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """Chains of steps whose tile stays in registers, of every way to multiply neighbours out that is worth comparing."""
+    problem, found = segment.problem, list[Candidate]()
+    if not problem.chained:
+        return "takes a Hopper GPU, and float32 or half precision"
+    # As if launches moved their modes to the front, so that only columns come after them.
+    is_whole = segment.last and segment.start == 0 and problem.before == 1
+    sectors = run_sectors(1 if is_whole else 2, problem.columns)
+    num_slices = max(1, problem.rows * problem.columns * segment.outside)
+    for launch in dict.fromkeys(Launch(steps, name) for steps in _steps(segment.ps, segment.qs, segment.start, segment.stop)):
+        config = chained_config(launch.steps, problem.itemsize, sectors, num_slices)
+        if config is not None:
+            cost = chained_cost(launch.steps, config, num_slices) * _crossing(segment, config.block_s)
+            half = narrow_half_share(launch, problem.half, segment.after)
+            found.append((segment.moved * cost * (1.0 if half is None else half), launch))
+    return found or "no tile has room for such steps"
+
+
+def _crossing(segment: Segment, block_s: int) -> float:
+    """How many times as long tiles take that cross runs of the trailing elements, which have an address for each element."""
+    problem = segment.problem
+    if problem.columns == 1:
+        return 1.0
+    run = math.gcd(segment.after, block_s)
+    if run < block_s:
+        return 1 + CROSSING * min(1.0, (2 * SECTOR_BYTES / (run * problem.itemsize)) ** 2)
+    return SINGLE_SECTORS if run * problem.itemsize <= SECTOR_BYTES else 1.0
+
+
+def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU) -> tuple[ChainedConfig, ...]:
+    """The closed form's configuration of a launch with these numbers of elements before and after its modes, if there is one."""
+    found = chained_config(launch.steps, itemsize, run_sectors(*around), num_slices)
+    return () if found is None else (found,)
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """Where tiles are loaded ahead, also without: that needs no second tile in shared memory."""
+    closed = configs(problem.launch, problem.itemsize, problem.num_slices, problem.shape[2:], problem.gpu)
+    own = (config,) if isinstance(config, ChainedConfig) else ()
+    return tuple([found for c in (*own, *closed) for found in _with_config(problem, c)])
+
+
+def _with_config(problem: LaunchProblem, config: ChainedConfig) -> tuple[LaunchConfig, ...]:
+    """Launch configurations for the register-chained kernel: with tiles of a loop loaded ahead, where they can be, and without."""
+    from fastkron_py.kron.hopper import kernels
+    from fastkron_py.runtime.launch import LaunchConfig
+
+    batches, _, before, after = problem.shape
+    steps, common, num_slices = problem.launch.steps, problem.common, problem.num_slices
+    head, tail = common["HEAD"], common["TAIL"]
+    plan = chained_layout(steps, config.block_s, config.num_warps, problem.dtype.itemsize, (tail, tail or problem.transposed))
+    run = run_of(before, after, config.block_s) if head or tail else config.block_s
+    num_tiles = batches * math.ceil(num_slices / config.block_s)
+    loop = config.programs_per_sm > 0 and batches == 1
+    p_sizes, q_sizes = tuple(s.p for s in steps), tuple(s.q for s in steps)
+    p_pads, q_pads = (tuple(map(chained_pad, sizes)) for sizes in (p_sizes, q_sizes))
+    padded = (p_sizes, q_sizes) != (p_pads, q_pads)
+    arguments = {
+        **common,
+        "num_tiles": num_tiles,
+        "STEPS": tuple(astuple(step) for step in plan.steps),
+        "ALONG_P": tuple(_along_p(problem.factor_strides[step.stop - 1]) for step in plan.steps),
+        "STORE_ORDER": plan.order,
+        "LOAD": astuple(plan.load),
+        "STORE": astuple(plan.store),
+        "P_SIZES": p_sizes,
+        "P_PADS": p_pads,
+        "Q_SIZES": q_sizes,
+        "Q_PADS": q_pads,
+        "PADDED": padded,
+        "STRIDES": _strides(problem, common, config.block_s),
+        "BLOCK_S": config.block_s,
+        "WARPS": config.num_warps,
+        "WARPGROUP": config.warpgroup,
+        "LOOP": loop,
+        "RUN": run,
+        "EVEN": num_slices % config.block_s == 0,
+        "THREE": problem.passes == 3,
+        "ROUND": _ROUND[str(problem.dtype).removeprefix("torch.")],
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers or None,
+    }
+    grid = (min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm) if loop else num_tiles,)
+    ahead = loop and len(steps) == 1 and problem.dtype.itemsize == 4 and run == config.block_s and not padded
+    return tuple(
+        LaunchConfig(kernels.chained_kernel(), grid, arguments | {"FETCH": fetch}) for fetch in ((True, False) if ahead else (False,))
+    )
+
+
+def _along_p(strides: tuple[int, int, int]) -> bool:
+    """Whether neighbouring rows of a factor with strides (B, P, Q), not columns, are consecutive in memory."""
+    return strides[1] == 1 and strides[2] != 1
+
+
+def _strides(problem: LaunchProblem, common: dict[str, Any], block_s: int) -> tuple[int, ...]:
+    """(slice, mode) strides of x, y and z that the kernel is compiled for; `_RUNTIME` for the others."""
+    found = []
+    fastest = 4 if common["TAIL"] else 2 if common["HEAD"] else 1
+    for strides, size in (
+        (common["x_strides"], problem.launch.p),
+        (common["y_strides"], problem.launch.q),
+        (common["z_strides"], problem.launch.q),
+    ):
+        slices, modes = strides[fastest], strides[3]
+        reach = slices * block_s + modes * 2 * size
+        if fastest == 1 and slices != size * modes:
+            slices = _RUNTIME  # rows of a larger tensor
+        if not problem.static and modes != 1:
+            slices, modes = (slices if common["TAIL"] else _RUNTIME), _RUNTIME_NARROW
+        found += [slices, modes] if reach <= _MOST_OFFSET else [_RUNTIME, _RUNTIME]
+    return tuple(found)

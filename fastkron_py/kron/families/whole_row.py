@@ -9,10 +9,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.plan.steps import Step
+from fastkron_py.kron.plan.steps import HALF, Candidate, Launch, Segment, Step
 from fastkron_py.runtime.gpu import HOPPER
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "whole_row"
+moves_to_front: Final = False  # a row is stored where it was
 
 MOST_ELEMENTS: Final = 65536  # of a row; a result may have twice as many
 SIDES: Final = (16, 32)  # rows and columns of a step; of square ones also the widths in SQUARES, which are of A, M and C
@@ -313,3 +320,37 @@ def _result_bases(sizes: Sequence[int], warps: int) -> tuple[Bases, Bases, Bases
     wide = [column(bit) for bit in low[VECTOR_BITS : VECTOR_BITS + w]]
     own = sorted([column(bit) for bit in (low[0], *low[VECTOR_BITS + w :])])
     return own + [[8 << i, 0] for i in range(_digits(qa) - VECTOR_BITS)], lanes, wide
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """Three or four steps of the last factors on one row at a time."""
+    problem = segment.problem
+    if not problem.whole_rows:
+        return "takes half precision on a Hopper GPU, in rows that begin at multiples of 16 bytes"
+    if not segment.in_place or not segment.last:
+        return "takes rows that are runs of memory, and leaves them in place"
+    cost = HALF * whole_row_cost(float(segment.moved), max(1, problem.rows * segment.outside))
+    found = [(cost, Launch(steps, name)) for steps in whole_rows(segment.ps, segment.qs, segment.start, segment.stop)]
+    return found or f"takes three or four steps of {SIDES} or {SQUARES} rows and columns"
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """The one launch of the steps; it has no configurations to tune."""
+    from fastkron_py.kron.hopper import kernels
+    from fastkron_py.runtime.launch import LaunchConfig
+
+    batches, steps = problem.shape[0], problem.launch.steps
+    made, sizes = whole_row_config(steps), sizes_of(steps)
+    programs = min(problem.num_slices, math.ceil(problem.gpu.multiprocessors * made.programs_per_sm / batches))
+    ends = [s.stop - steps[0].start for s in steps[:-1]]
+    arguments = problem.common | {
+        "programs": programs,
+        "STOPS": (ends[0], *ends[-2:]),  # without B its factors are none
+        "SIZES": sizes,
+        "MATRICES": made.matrices,
+        "RING": made.ring,
+        "LAYOUTS": tuple(layouts(sizes, made)),
+        "WARPS": made.num_warps,
+        "num_warps": made.num_warps,
+    }
+    return (LaunchConfig(kernels.whole_row_kernel(), (batches * programs,), arguments),)

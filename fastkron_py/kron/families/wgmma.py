@@ -1,16 +1,21 @@
-"""Launch configurations of the kernel for wide factors on Hopper GPUs."""
+"""Hopper's pipelined product of one large factor, or of its gradient: its tiles, its seconds, and its launches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
-from fastkron_py.kron.plan.mode import BLOCK_K, Mode
-from fastkron_py.kron.plan.wide import BLOCK_M, WideConfig, gradient_config, multiply_config, ring_stages
-from fastkron_py.runtime.launch import LaunchConfig
+from fastkron_py.kron.plan.mode import BLOCK_K, LAUNCH, Mode, ceil
+from fastkron_py.kron.plan.steps import Candidate, Segment
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "wgmma"
+moves_to_front: Final = True
 
 _GROUP: Final = 8  # rows of tiles that are in flight together
 # Of a thread that holds sums, and of those that bring the left and the right operand, or copy the left one.
@@ -21,13 +26,100 @@ _VECTOR: Final = 16  # bytes that a thread loads at once
 _FLUSH: Final = 2
 _UNUSED: Final = (0, 0, 0, 0, 0)
 
+BLOCK_M: Final = 128  # rows of two warpgroups
+_BLOCKS_N: Final = (128, 64, 32)
+_RING: Final = 196_608  # bytes of operands in shared memory
+_MOST_STAGES: Final = 6
+_SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
+_MOST_SPLITS: Final = 132
+# Shares of a GPU's rate that the kernel reaches, measured on an H200.
+_WGMMA: Final = {2: 0.25, 4: 0.97, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
+_WGMMA_START: Final = {2: 1.4e-6, 4: 2.8e-6, 8: 1e-6}  # seconds before the first step,
+_WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
+_WGMMA_UNALIGNED: Final = 1.5  # times that a step takes where rows of the last mode do not begin on 16 bytes,
+_WGMMA_COPIED: Final = 0.8  # where x is copied as it lies,
+_WGMMA_FEW: Final = 1.2  # where runs of slices are short,
+_WGMMA_SCATTERED: Final = 3.0  # and times that it takes where k runs over slices that are not one run
+
+
+class WideConfig(NamedTuple):
+    """Tiles ``[BLOCK_M, block_n]`` of the kernel for Hopper; splits of the reduction, each of this number of steps."""
+
+    block_n: int
+    splits: int
+    steps: int
+    items: int
+    programs: int
+
+
+def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> tuple[float, WideConfig]:
+    """The seconds of ``[height, depth] @ [depth, width]``, and its tiles."""
+    rate = mode.gpu.rate(mode.itemsize) / mode.passes * _WGMMA[mode.itemsize] / mode.gpu.multiprocessors
+    found = []
+    for block_n in _BLOCKS_N:
+        if block_n > _BLOCKS_N[-1] and width <= block_n // 2:
+            continue
+        tiles = ceil(height, BLOCK_M) * ceil(width, block_n) * mode.batches
+        all_steps = ceil(depth, BLOCK_K)
+        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
+        stored = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
+        counts = {1, *[min(ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
+        for wanted in counts:
+            steps = ceil(all_steps, wanted)
+            splits = ceil(all_steps, steps)
+            waves = ceil(tiles * splits, mode.gpu.multiprocessors)
+            partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
+            programs = min(tiles * splits, mode.gpu.multiprocessors)
+            config = WideConfig(block_n, splits, steps, tiles * splits, programs)
+            found.append((waves * (steps * step + stored) + partial, config))
+    return min(found)
+
+
+def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
+    """Steps whose operands are in shared memory: those that are stored for three passes in two halves, a copied left one as it is."""
+    halves = 2 if mode.passes == 3 else 1
+    lines = BLOCK_M * (1 if is_copied else halves) + block_n * halves
+    return min(_MOST_STAGES, _RING // (lines * BLOCK_K * mode.itemsize))
+
+
+@lru_cache(maxsize=1024)
+def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
+    """The seconds of a multiply by the kernel for Hopper, and its tiles."""
+    slowdown, run = 1.0, mode.p if mode.after == 1 else mode.after
+    if mode.passes == 3 and run % 4 == 0:
+        slowdown = _WGMMA_COPIED
+    elif mode.itemsize == 4 and mode.after == 1 and mode.p % 4:
+        slowdown = _WGMMA_UNALIGNED
+    elif 1 < mode.after < BLOCK_K:
+        slowdown = _WGMMA_FEW
+    seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
+    return max(seconds, mode.traffic()) + _WGMMA_START[mode.itemsize] + LAUNCH, config
+
+
+@lru_cache(maxsize=1024)
+def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
+    """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
+    scattered = _WGMMA_SCATTERED if mode.is_scattered else 1.0
+    seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, scattered)
+    return max(seconds, mode.traffic()) + 2 * LAUNCH, config
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """None: a launch of one mode passes to it, once it is planned, where it takes the least seconds (`one_mode`)."""
+    return "takes over launches of one factor by `tile`"
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """The one launch of a step; it has no configurations to tune."""
+    return (multiply_launch(problem.mode, problem.common, problem.factor_strides[0], problem.static),)
+
 
 def multiply_launch(mode: Mode, common: Mapping[str, Any], factor_strides: tuple[int, int, int], is_fixed: bool) -> LaunchConfig:
     """The launch of a multiply, on (x, (factor,), z, y), alpha and beta.
 
     Args:
         mode: the multiply.
-        common: arguments of every kernel of a multiply: see `launches.launch_configs`.
+        common: arguments of every kernel of a multiply: see `LaunchProblem.common`.
         factor_strides: (B, P, Q).
         is_fixed: whether strides are a matter of the factors alone, so that the kernel may be compiled for them.
     """
@@ -70,6 +162,8 @@ def gradient_launch(mode: Mode, addresses: Mapping[str, Any]) -> tuple[LaunchCon
         mode: the multiply that is differentiated.
         addresses: `GradientProblem.addresses`.
     """
+    from fastkron_py.kron.kernels.sliced_multiply import epilogue_plain
+
     _, config = gradient_config(mode)
     size = mode.p * mode.q
     fastest = 4 if addresses["TAIL"] else 2 if addresses["HEAD"] else 1
@@ -126,6 +220,9 @@ def _launch(
     arguments: dict[str, Any],
     slices: Mapping[str, Any],
 ) -> LaunchConfig:
+    from fastkron_py.kron.hopper import kernels
+    from fastkron_py.runtime.launch import LaunchConfig
+
     height, width, depth = sizes
     head, tail = slices["HEAD"], slices["TAIL"]
     fastest = slices["after"] if tail else slices["before"]

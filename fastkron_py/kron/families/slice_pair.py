@@ -6,10 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from fastkron_py.kron.plan.steps import HALF_VECTOR, Step, padded
+from fastkron_py.kron.plan.steps import HALF, HALF_VECTOR, Candidate, Launch, Segment, Step, padded
 from fastkron_py.runtime.gpu import GPU, HOPPER
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "slice_pair"
+moves_to_front: Final = False  # a slice is stored where it was
 
 # Rows and columns of the factor on the left, which are padded to those of a warpgroup's products, and of the one on the right.
 LEAST_LEFT: Final = 33
@@ -50,7 +57,7 @@ Parts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class RowPairConfig:
+class SlicePairConfig:
     """A program of this number of warps multiplies one slice at a time, with the next ones on their way."""
 
     num_warps: int
@@ -145,7 +152,7 @@ def _best_tiling(steps: tuple[Step, ...]) -> Tiling | None:
 
 
 def tiling(steps: Sequence[Step]) -> Tiling:
-    """The tiling of steps that `row_pairs` or `row_triples` gives; ValueError for others."""
+    """The tiling of steps that `slice_pairs` or `slice_triples` gives; ValueError for others."""
     found = _best_tiling(tuple(steps))
     if found is None:
         raise ValueError(f"steps: expected two that the kernel takes; got {steps}")
@@ -166,7 +173,7 @@ def turns_of(steps: Sequence[Step]) -> int:
     return next((n for n in range(1, matrices) if matrices % n == 0 and sums <= n * MOST_SUMS), matrices)
 
 
-def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
+def slice_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step]]:
     """The pairs of steps that multiply factors start to stop and that the kernel takes.
 
     Args:
@@ -181,7 +188,7 @@ def row_pairs(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> It
             yield first, second
 
 
-def row_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step, Step]]:
+def slice_triples(ps: Sequence[int], qs: Sequence[int], start: int, stop: int) -> Iterator[tuple[Step, Step, Step]]:
     """The same with a small square factor in the middle, which takes no product: a slice is as many matrices as that has rows.
 
     Args:
@@ -221,7 +228,7 @@ def shared_memory(tiles: Tiling, stages: int, adds: bool) -> int:
     return 2 * (elements + (part if ahead else 0))
 
 
-def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
+def slice_pair_cost(steps: Sequence[Step], moved: float) -> float:
     """Modelled time, in units of moving one element once.
 
     Args:
@@ -236,7 +243,7 @@ def row_pair_cost(steps: Sequence[Step], moved: float) -> float:
     return time * SMALL_MATRICES if len(steps) == 3 and found.pads[0] * found.p == SMALL_TILE else time
 
 
-def row_pair_start(steps: Sequence[Step], slices: int) -> float:
+def slice_pair_start(steps: Sequence[Step], slices: int) -> float:
     """Modelled time before the first slice, besides the launch's own and in units of it.
 
     Args:
@@ -253,7 +260,7 @@ def row_pair_start(steps: Sequence[Step], slices: int) -> float:
     return max(0.0, loads - FREE_LOADS - LOADS_OF_SLICE * slices) / LOADS
 
 
-def row_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu: GPU) -> RowPairConfig:
+def slice_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu: GPU) -> SlicePairConfig:
     """The launch of the steps.
 
     Args:
@@ -272,12 +279,12 @@ def row_pair_config(steps: Sequence[Step], needs_z: bool, rounds_to: str, gpu: G
     programs = max(1, gpu.shared_memory // shared_memory(found, stages, adds))
     warps = warps_of(found, matrices)
     if matrices > 1:
-        return RowPairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
+        return SlicePairConfig(warps, stages, min(programs, 8 // warps))  # which have the registers
     held = 1 if warps == 4 else 2  # stages of each of two programs
     by_four = warps == 4 or (rounds_to == "integers" and _rounds_by_four(found, steps[-1].p))
     if rounds_to and programs == 1 and by_four and 2 * shared_memory(found, held, False) <= gpu.shared_memory:
-        return RowPairConfig(4, held, 2)  # one multiplies while the other waits for its row's largest number
-    return RowPairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds_to or is_small else MOST_PROGRAMS - 1))
+        return SlicePairConfig(4, held, 2)  # one multiplies while the other waits for its row's largest number
+    return SlicePairConfig(warps, stages, min(programs, MOST_PROGRAMS if rounds_to or is_small else MOST_PROGRAMS - 1))
 
 
 def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
@@ -287,7 +294,7 @@ def _rounds_by_four(tiles: Tiling, columns: int) -> bool:
     return tiles.transposed and is_short and columns % LOADED_AHEAD == 0
 
 
-def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig:
+def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> SlicePairConfig:
     """The launch of narrow steps: one warp, or two where rows are whole vectors, or more that load a wide first factor."""
     found = tiling(steps)
     p, q = found.pads
@@ -295,4 +302,51 @@ def _narrow_config(steps: Sequence[Step], adds: bool, gpu: GPU) -> RowPairConfig
     warps = 2 if (is_exact and found.elements > LEAST_OF_TWO) or found.elements > 2 * NARROW_TILE else 1
     warps = max(warps, p * q // WARP_FACTOR)
     stages = MOST_STAGES if p * found.p <= NARROW_TILE else MOST_STAGES - 1
-    return RowPairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
+    return SlicePairConfig(warps, stages, max(1, min(MOST_WARPS // warps, gpu.shared_memory // shared_memory(found, stages, adds))))
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """The pairs of steps, and those with a small factor in the middle, of the last factors."""
+    problem = segment.problem
+    if not problem.half:
+        return "takes half precision on a Hopper GPU"
+    if not segment.in_place or not segment.last:
+        return "takes slices that are runs of memory, and leaves them in place"
+    factors, found = (segment.ps, segment.qs, segment.start, segment.stop), list[Candidate]()
+    for steps in (*slice_pairs(*factors), *slice_triples(*factors)):
+        start = slice_pair_start(steps, problem.rows * segment.outside) * problem.launch_cost
+        found.append((HALF * slice_pair_cost(steps, float(segment.moved)) + start, Launch(steps, name)))
+    return found or f"takes two steps from {NARROWEST} to {WIDEST_LEFT} and {WIDEST_RIGHT} wide whose sums fit into registers"
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """The one launch of the steps; it has no configurations to tune."""
+    from fastkron_py.kron.kernels.row_pair import _row_pair_fwd_kernel, store_product, store_quantized
+    from fastkron_py.runtime.launch import LaunchConfig
+    from fastkron_py.tiling.arithmetic import half_precision
+
+    batches, steps, epilogue = problem.shape[0], problem.launch.steps, problem.epilogue
+    first, second, matrices = steps[0], steps[-1], matrices_of(steps)
+    made, found = slice_pair_config(steps, epilogue.needs_z, epilogue.rounds_to, problem.gpu), tiling(steps)
+    programs = min(problem.num_slices, math.ceil(problem.gpu.multiprocessors * made.programs_per_sm / batches))
+    factors = [(step.start - first.start, step.stop - first.start) for step in (first, second)]
+    left, right = factors[::-1] if found.transposed else factors
+    arguments = problem.common | {
+        "programs": programs,
+        "LEFT": left,
+        "RIGHT": right,
+        "MIDDLE": matrices,
+        "SUMS": matrices // turns_of(steps),
+        "PADS": found.pads,
+        "P_PARTS": found.p_parts,
+        "Q_PARTS": found.q_parts,
+        "TRANSPOSED": found.transposed,
+        "PAIRED": found.transposed and epilogue.rounds_to != "" and second.q % 2 == 0,
+        "X_SIZES": (first.p, second.p),
+        "Y_SIZES": (first.q, second.q),
+        "STAGES": made.stages,
+        "PRECISION": half_precision(),
+        "STORE": store_quantized if epilogue.rounds_to else store_product,
+        "num_warps": made.num_warps,
+    }
+    return (LaunchConfig(_row_pair_fwd_kernel, (batches * programs,), arguments),)

@@ -1,21 +1,31 @@
-"""Wide factors: the algorithms that multiply one mode, their times, and the tiles of the kernel for Hopper. Closed-form."""
+"""The choice among families for a launch of one mode, in seconds: it may pass from the family that planned it to another one. Closed-form.
+
+The plan's costs (`plan.plan`) know neither torch's products nor Hopper's kernel for large factors.
+"""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.plan.matmul_times import (
+from fastkron_py.kron.families import fragments
+from fastkron_py.kron.families.torch_products import (
     copying_seconds,
+    gemm_seconds,
     gradient_copying_seconds,
     gradient_product_seconds,
     matmul_seconds,
     takes_copies,
+    takes_gemm,
 )
-from fastkron_py.kron.plan.mode import BLOCK_K, LAUNCH, Mode, ceil, filled
-from fastkron_py.kron.plan.steps import HALF_VECTOR, padded
+from fastkron_py.kron.families.wgmma import gradient_config, multiply_config
+from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
+from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, padded
 from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
 
 # Factors wider than this, on either side, choose among the algorithms below. A factor that is the only one does from the second width
 # on, in half types and float64, where torch's products are faster.
@@ -24,23 +34,7 @@ ALONE: Final = 32
 # Up to this width the plain kernel keeps the whole factor on chip, but for float64.
 RESIDENT: Final = 128
 
-BLOCK_M: Final = 128  # rows of two warpgroups
-_BLOCKS_N: Final = (128, 64, 32)
-_RING: Final = 196_608  # bytes of operands in shared memory
-_MOST_STAGES: Final = 6
-_SPEED: Final = {128: 1.0, 64: 0.72, 32: 0.45}  # of a tile, by its width: both operands are loaded for fewer products
-_MOST_SPLITS: Final = 132
-
 # Shares of a GPU's rate that the algorithms reach, measured on an H200.
-_WGMMA: Final = {2: 0.25, 4: 0.97, 8: 0.85}  # by bytes of an element: those of two bytes wait for the warps that load them
-_WGMMA_START: Final = {2: 1.4e-6, 4: 2.8e-6, 8: 1e-6}  # seconds before the first step,
-_WGMMA_STEP: Final = 1.3e-6  # seconds that a step takes at least,
-_WGMMA_UNALIGNED: Final = 1.5  # times that a step takes where rows of the last mode do not begin on 16 bytes,
-_WGMMA_COPIED: Final = 0.8  # where x is copied as it lies,
-_WGMMA_FEW: Final = 1.2  # where runs of slices are short,
-_WGMMA_SCATTERED: Final = 3.0  # and times that it takes where k runs over slices that are not one run
-_GEMM: Final = 0.75  # of the main loop of linear layers, where it is not the memory's,
-_GEMM_PASSES: Final = 1.15  # and times that it takes of the traffic
 _LOOPED: Final = {2: 0.26, 4: 0.36, 8: 0.67}  # by bytes of an element
 _LOOPED_UNEVEN: Final = {2: 0.15, 4: 0.135, 8: 0.21}  # where blocks reach beyond the factor
 _GRADIENT_UNEVEN: Final = {2: 0.14, 4: 0.13, 8: 0.38}  # the same of a gradient,
@@ -72,101 +66,25 @@ _LEAST_HALF: Final = 4.5e-6  # and of half types, which do not choose
 _LEAST_RESIDENT: Final = {2: 9e-6, 4: 19e-6}
 
 
-class WideConfig(NamedTuple):
-    """Tiles ``[BLOCK_M, block_n]`` of the kernel for Hopper; splits of the reduction, each of this number of steps."""
-
-    block_n: int
-    splits: int
-    steps: int
-    items: int
-    programs: int
-
-
 def is_wide(p: int, q: int) -> bool:
     """Whether a factor is wide."""
     return max(p, q) > WIDE
 
 
-def has_choice(mode: Mode, is_alone: bool, is_chained: bool = False) -> bool:
+def has_choice(mode: Mode, is_alone: bool, family: str = "tile") -> bool:
     """Whether a multiply chooses among the algorithms.
 
     Args:
         mode: the multiply.
         is_alone: it is of one factor.
-        is_chained: whether the plan takes the register-chained kernel.
+        family: that planned it.
     """
     widest = max(mode.p, mode.q)
     if widest > WIDE or widest <= ALONE:
         return widest > WIDE
-    if not is_chained and mode.traffic() < _LEAST.get(mode.itemsize, 0.0):
+    if family != fragments.name and mode.traffic() < _LEAST.get(mode.itemsize, 0.0):
         return True
     return is_alone and (mode.itemsize == 8 or (mode.itemsize == 2 and mode.after == 1))
-
-
-def _wgmma(mode: Mode, height: int, width: int, depth: int, most_splits: int, slowdown: float) -> tuple[float, WideConfig]:
-    """The seconds of ``[height, depth] @ [depth, width]``, and its tiles."""
-    rate = mode.gpu.rate(mode.itemsize) / mode.passes * _WGMMA[mode.itemsize] / mode.gpu.multiprocessors
-    found = []
-    for block_n in _BLOCKS_N:
-        if block_n > _BLOCKS_N[-1] and width <= block_n // 2:
-            continue
-        tiles = ceil(height, BLOCK_M) * ceil(width, block_n) * mode.batches
-        all_steps = ceil(depth, BLOCK_K)
-        step = slowdown * max(2 * BLOCK_M * BLOCK_K * block_n / (rate * _SPEED[block_n]), _WGMMA_STEP)
-        stored = BLOCK_M * block_n * 4 * mode.gpu.multiprocessors / mode.gpu.bandwidth
-        counts = {1, *[min(ceil(mode.gpu.multiprocessors * k, tiles), most_splits, all_steps) for k in (1, 2, 3, 4)]}
-        for wanted in counts:
-            steps = ceil(all_steps, wanted)
-            splits = ceil(all_steps, steps)
-            waves = ceil(tiles * splits, mode.gpu.multiprocessors)
-            partial = (2 * splits + 1) * mode.batches * height * width * 4 / mode.gpu.bandwidth if splits > 1 else 0.0
-            programs = min(tiles * splits, mode.gpu.multiprocessors)
-            config = WideConfig(block_n, splits, steps, tiles * splits, programs)
-            found.append((waves * (steps * step + stored) + partial, config))
-    return min(found)
-
-
-def ring_stages(mode: Mode, block_n: int, is_copied: bool) -> int:
-    """Steps whose operands are in shared memory: those that are stored for three passes in two halves, a copied left one as it is."""
-    halves = 2 if mode.passes == 3 else 1
-    lines = BLOCK_M * (1 if is_copied else halves) + block_n * halves
-    return min(_MOST_STAGES, _RING // (lines * BLOCK_K * mode.itemsize))
-
-
-@lru_cache(maxsize=1024)
-def multiply_config(mode: Mode) -> tuple[float, WideConfig]:
-    """The seconds of a multiply by the kernel for Hopper, and its tiles."""
-    slowdown, run = 1.0, mode.p if mode.after == 1 else mode.after
-    if mode.passes == 3 and run % 4 == 0:
-        slowdown = _WGMMA_COPIED
-    elif mode.itemsize == 4 and mode.after == 1 and mode.p % 4:
-        slowdown = _WGMMA_UNALIGNED
-    elif 1 < mode.after < BLOCK_K:
-        slowdown = _WGMMA_FEW
-    seconds, config = _wgmma(mode, mode.slices, mode.q, mode.p, 1, slowdown)
-    return max(seconds, mode.traffic()) + _WGMMA_START[mode.itemsize] + LAUNCH, config
-
-
-@lru_cache(maxsize=1024)
-def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
-    """The seconds of a factor's gradient by the kernel for Hopper, and its tiles and splits."""
-    scattered = _WGMMA_SCATTERED if mode.is_scattered else 1.0
-    seconds, config = _wgmma(mode, mode.p, mode.q, mode.slices, _MOST_SPLITS, scattered)
-    return max(seconds, mode.traffic()) + 2 * LAUNCH, config
-
-
-def takes_gemm(mode: Mode) -> bool:
-    """Whether the main loop of linear layers takes the mode: the last one, of half types, in rows that begin on 16 bytes."""
-    is_aligned = mode.p % 8 == 0 and mode.q % 8 == 0
-    return mode.itemsize == 2 and mode.batches == 1 and mode.after == 1 and is_aligned and mode.gpu.has_descriptors
-
-
-def gemm_seconds(mode: Mode) -> float:
-    """Seconds of the main loop of linear layers, which adds z as it stores the result."""
-    tiles = ceil(mode.slices, BLOCK_M) * ceil(mode.q, BLOCK_M)
-    waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
-    work = waves * mode.operations / filled(mode.q, BLOCK_M) / (_GEMM * mode.gpu.rate(mode.itemsize))
-    return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + LAUNCH
 
 
 def _written_passes(mode: Mode) -> float:
@@ -210,9 +128,9 @@ def chained_seconds(mode: Mode) -> float:
     return mode.traffic(passes[mode.itemsize]) + start + 2 * LAUNCH
 
 
-def best_algorithm(mode: Mode, has_wgmma: bool, is_chained: bool = False, is_alone: bool = False) -> str:
+def best_algorithm(mode: Mode, has_wgmma: bool, family: str = "tile", is_alone: bool = False) -> str:
     """The fastest of `multiply_times`, whose arguments are the same."""
-    times = multiply_times(mode, has_wgmma, is_chained, is_alone)
+    times = multiply_times(mode, has_wgmma, family, is_alone)
     return min(times, key=times.__getitem__)
 
 
@@ -222,15 +140,16 @@ def multiply_seconds(mode: Mode, has_wgmma: bool) -> float:
     return min(multiply_times(mode, has_wgmma).values())
 
 
-def multiply_times(mode: Mode, has_wgmma: bool, is_chained: bool = False, is_alone: bool = False) -> dict[str, float]:
+def multiply_times(mode: Mode, has_wgmma: bool, family: str = "tile", is_alone: bool = False) -> dict[str, float]:
     """Seconds of each algorithm that multiplies a mode: "chained", "wgmma", "matmul", "gemm", "copying" or "looped".
 
     Args:
         mode: the multiply.
         has_wgmma: whether the kernel for Hopper may be used.
-        is_chained: whether the plan takes the register-chained kernel, in place of it and of the plain one.
+        family: that planned it; the register-chained kernel in place of Hopper's for large factors and of the plain one.
         is_alone: whether there is no other launch.
     """
+    is_chained = family == fragments.name
     worth = _WORTH_ALONE if is_alone and mode.after == 1 else _WORTH
     times = {"chained": worth * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
     if has_wgmma and not is_chained:
@@ -268,3 +187,20 @@ def gradient_times(mode: Mode, has_wgmma: bool) -> dict[str, float]:
     if takes_copies(mode):
         times["copying"] = gradient_copying_seconds(mode)
     return times
+
+
+def planned_seconds(launch: Launch, mode: Mode, has_wgmma: bool) -> float:
+    """Seconds of a launch of a plan whose order is to be found."""
+    if launch.family == fragments.name:
+        return chained_seconds(mode)
+    return multiply_seconds(mode, has_wgmma) if is_wide(launch.p, launch.q) else looped_seconds(mode)
+
+
+def takes_wgmma(problem: LaunchProblem) -> bool:
+    """Whether Hopper's kernel for large factors is faster than the plain one."""
+    from fastkron_py.kron.hopper import kernels
+
+    is_single = len(problem.factor_shapes) == 1 and is_wide(problem.launch.p, problem.launch.q)
+    if not is_single or not kernels.has_wide(problem.device, problem.dtype):
+        return False
+    return multiply_config(problem.mode)[0] < looped_seconds(problem.mode)

@@ -10,9 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.phases import DOUBLE, LEAST_TILE, SINGLE, VECTOR, Phase, phase_of
+from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "small_factors"
+moves_to_front: Final = True
 
 SIZES: Final = (2, 4, 8)  # rows and columns of a factor
 _LONGEST: Final = {SINGLE: 14, DOUBLE: 13}  # bits of a row, by bytes of an element
@@ -142,3 +150,36 @@ def _phase(tile: int, registers: set[int], values: int, groups: Sequence[Group])
 def _is_last(phase: Phase, vector: int) -> bool:
     """Whether elements may be stored from it: 16 bytes of a thread, and whole sectors of a warp."""
     return set(range(vector)) <= set(phase.registers) and phase.lanes[0] <= vector + 1
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """All factors at once."""
+    problem, ps = segment.problem, segment.ps
+    if not problem.small_factors:
+        return "takes float32 in full precision and float64, on GPUs that it was timed on"
+    is_all = segment.start == 0 and segment.last and problem.before == 1
+    if not is_all or not takes_small_factors(ps, segment.qs, problem.itemsize):
+        return f"takes all factors at once, which are square, of {SIZES} rows, and rows of up to 2^{_LONGEST[problem.itemsize]} elements"
+    cost = small_factors_cost(ps, problem.itemsize, float(segment.moved), problem.launch_cost)
+    return [(cost, Launch(tuple([Step.of(ps, segment.qs, i, i + 1) for i in range(len(ps))]), name))]
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """The one launch of the steps; it has no configurations to tune."""
+    from fastkron_py.kron.hopper import kernels
+    from fastkron_py.runtime.launch import LaunchConfig
+
+    strides, num_slices = problem.factor_strides, problem.num_slices
+    found = small_factors(tuple([step.p for step in problem.launch.steps]), problem.itemsize)
+    at_once = 1 << found.tile - found.bits
+    programs = math.ceil(num_slices / at_once)
+    arguments = problem.common | {
+        "programs": programs,
+        "BITS": found.bits,
+        "TILE": found.tile,
+        "PHASES": tuple([(*phase[:3], tuple([(*group, *strides[group.factor][1:]) for group in phase.modes])) for phase in found.phases]),
+        "COUNT": len(found.phases),
+        "EVEN": num_slices % at_once == 0,
+        "num_warps": found.num_warps,
+    }
+    return (LaunchConfig(kernels.small_factors_kernel(), (problem.shape[0] * programs,), arguments),)

@@ -40,6 +40,10 @@ _TILE_TERM: Final = {2: 5.6e-9, 4: 2e-8, 8: 5e-8}
 _TILE_TERM_UNALIGNED: Final = 2.5e-8  # of half types
 _DOUBLE_TERM: Final = 1e-9  # seconds that each term of a sum in float64 takes torch at least, in a gradient of few tiles
 
+_GEMM: Final = 0.75  # of a GPU's rate that the main loop of linear layers reaches, where it is not the memory's,
+_GEMM_TILE: Final = 128  # rows and columns of its tiles
+_GEMM_PASSES: Final = 1.15  # and times that it takes of the traffic
+
 
 def _matmul_rate(mode: Mode) -> float:
     """Operations a second of torch's products."""
@@ -160,3 +164,17 @@ def gradient_copying_seconds(mode: Mode) -> float:
     aligned = _aligned(mode)
     product = _GRADIENT_PRODUCT * aligned.operations / _matmul_rate(mode) / filled(aligned.p, 32) / filled(aligned.q, 32)
     return max(product, mode.traffic()) + max(mode.traffic(_GRADIENT_COPIES), 2 * LAUNCH) + 2 * LAUNCH
+
+
+def takes_gemm(mode: Mode) -> bool:
+    """Whether the main loop of linear layers takes the mode: the last one, of half types, in rows that begin on 16 bytes."""
+    is_aligned = mode.p % 8 == 0 and mode.q % 8 == 0
+    return mode.itemsize == 2 and mode.batches == 1 and mode.after == 1 and is_aligned and mode.gpu.has_descriptors
+
+
+def gemm_seconds(mode: Mode) -> float:
+    """Seconds of the main loop of linear layers, which adds z as it stores the result."""
+    tiles = ceil(mode.slices, _GEMM_TILE) * ceil(mode.q, _GEMM_TILE)
+    waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
+    work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (_GEMM * mode.gpu.rate(mode.itemsize))
+    return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + LAUNCH

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from fastkron_py.kron.plan.steps import tile_constants
 from fastkron_py.runtime.gpu import GPU
 from fastkron_py.runtime.sizes import next_power_of_two
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
 
 # Widest result, and most elements of a factor with its columns padded to a power of two, by bytes of an element: beyond these the
 # multiply-adds take longer than the memory, and tensor cores are faster, whose tiles a narrower factor leaves mostly empty (measured on
@@ -116,3 +121,24 @@ def _vectors(after: int, itemsize: int, sums: int, most: int) -> tuple[int, int]
 def _spread(num_slices: int, programs: int) -> int:
     """Slices of a tile, a power of two, one for each thread at least, so that there are about this many tiles."""
     return max(THREADS, next_power_of_two(num_slices) // next_power_of_two(programs))
+
+
+def launch_config(problem: LaunchProblem, common: dict[str, Any]) -> LaunchConfig:
+    """The launch configuration of a multiply by a narrow factor."""
+    from fastkron_py.kron.kernels.narrow_multiply import _narrow_multiply_fwd_kernel
+    from fastkron_py.runtime.launch import LaunchConfig
+
+    batches, launch = problem.shape[0], problem.launch
+    config = narrow_config(launch.p, launch.q, problem.dtype.itemsize, problem.num_slices, problem.shape[3], problem.gpu)
+    num_tiles = batches * math.ceil(common["num_slices"] / config.block_s) * math.ceil(launch.q / config.block_q)
+    arguments = common | tile_constants(problem.shape, config.block_s)
+    arguments |= {
+        "RUN": config.run,
+        "P": launch.p,
+        "Q": launch.q,
+        "BLOCK_Q": config.block_q,
+        "UNROLL": config.unroll,
+        "num_tiles": num_tiles,
+        "num_warps": config.num_warps,
+    }
+    return LaunchConfig(_narrow_multiply_fwd_kernel, (min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm),), arguments)

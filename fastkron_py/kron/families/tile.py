@@ -1,0 +1,312 @@
+"""Triton's kernels on tiles of slices: one step of any width, or a chain that stays on chip; what they cost, and their launches.
+
+All block sizes are powers of two. Figures behind the choices are for sm_90 (H100): a persistent grid of two
+to four programs a multiprocessor, tiles of about 8,192 float32 elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from fastkron_py.kron.families import narrow, one_mode, wgmma
+from fastkron_py.kron.plan.steps import (
+    DOT_SIDE,
+    HALF,
+    HALF_CHAIN,
+    HALF_VECTOR,
+    Candidate,
+    Launch,
+    Segment,
+    merged,
+    narrow_half_share,
+    padded,
+    tile_constants,
+)
+from fastkron_py.runtime.gpu import GPU
+from fastkron_py.runtime.sizes import SECTOR_BYTES, next_power_of_two
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "tile"
+moves_to_front: Final = True
+
+# Steps wider than this, in real numbers, loop over blocks of the factor and are not chained.
+CHAIN_WIDTH: Final = 64
+CHAIN_STEPS: Final = 3  # the kernel's limit; with every side padded to 16, a fourth would not fit anyway
+# Real numbers of a chained tile, by bytes of one; a chain holds a tile in registers and once in shared memory.
+CHAIN_TILE: Final = {2: 8192, 4: 8192, 8: 4096}
+# Products are multiplied in the half type itself in a single step of this width, before whole vectors from HALF_BEFORE on, and in
+# steps of a chain from HALF_CHAIN on.
+HALF_SINGLE: Final = 33
+HALF_BEFORE: Final = 17
+SCATTERED_CHAIN: Final = 2.3  # times as long a chain takes in place, before other modes
+
+
+@dataclass(frozen=True)
+class ChainConfig:
+    """A chain of steps on a tile of block_s whole slices."""
+
+    block_s: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class SingleConfig:
+    """One step as a GEMM of [block_s, block_p] and [block_p, block_q] tiles of real numbers."""
+
+    block_s: int
+    block_p: int
+    block_q: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+Config = SingleConfig | ChainConfig
+_C = TypeVar("_C")
+
+
+def chain_shared_memory(config: ChainConfig, launch: Launch, itemsize: int) -> int:
+    """Bytes of a program, at most: tiles that are loaded ahead, one between two steps, and the factors."""
+    halves = _halves(itemsize)
+    factors = launch.parts**2 * sum([s.p_pad * s.q_pad for s in launch.steps]) * itemsize * halves
+    return config.block_s * launch.tile_width * itemsize * (config.num_stages - 1 + halves) + factors
+
+
+def single_shared_memory(config: SingleConfig, itemsize: int, parts: int = 1) -> int:
+    """Bytes of a program, at most: blocks of slices that are loaded ahead, those that change their layout, and the factor's.
+
+    One changes its layout, and of complex numbers a second one.
+    """
+    slices = config.block_s * config.block_p * (config.num_stages - 1) + parts * config.block_s * max(config.block_p, config.block_q)
+    return (slices + config.block_p * config.block_q * _halves(itemsize)) * itemsize
+
+
+def _halves(itemsize: int) -> int:
+    """Operands of three-pass TF32 lie in shared memory as two halves."""
+    return 2 if itemsize == 4 else 1
+
+
+def _fitting(configs: Sequence[_C], shared_memory: Callable[[_C], int], gpu: GPU) -> tuple[_C, ...]:
+    """Those from the first on that a GPU has shared memory for: later ones need less. The last one in any case."""
+    return (*dropwhile(lambda c: shared_memory(c) > gpu.shared_memory, configs[:-1]), configs[-1])
+
+
+def _least_rows(launch: Launch) -> int:
+    """The rows that a slice has in the chain's shortest product."""
+    rest, found = math.prod(s.p_pad for s in launch.steps), []
+    for s in reversed(launch.steps):
+        rest //= s.p_pad
+        found.append(rest)
+        rest *= s.q_pad
+    return min(found)
+
+
+def chain_configs(launch: Launch, itemsize: int, num_slices: int, fastest: int, gpu: GPU) -> tuple[ChainConfig, ...]:
+    """Tiles for a chain that fit the GPU, the preferred one first, then others that need less shared memory.
+
+    Args:
+        launch: its steps.
+        itemsize: bytes of a real number.
+        num_slices: slices there are in all.
+        fastest: neighbours that consecutive slices have in memory, when stored.
+        gpu: where it runs.
+    """
+    width = launch.tile_width
+    block_s = max(1, CHAIN_TILE[itemsize] // 2 // width)
+    run = min(max(1, SECTOR_BYTES // (itemsize * launch.parts)), next_power_of_two(fastest))
+    if itemsize == 8 and not gpu.has_float64_cores:
+        block_s, run = max(1, block_s // 2), 1  # products take longer than stores of less than a sector
+    block_s = max(min(block_s, next_power_of_two(num_slices)), run)
+    least = math.ceil(DOT_SIDE / _least_rows(launch))
+    block_s = max(block_s, least)
+    warps = 8 if block_s * width > 4096 or itemsize == 8 else 4
+    smaller = max(least, block_s // 2)
+    configs = (
+        ChainConfig(block_s, warps, 3 if warps == 4 else 2, 2),
+        ChainConfig(block_s, warps, 1, 1),
+        ChainConfig(smaller, 4, 1, 1),
+        ChainConfig(least, 4, 1, 1),
+    )
+    return _fitting(configs, lambda config: chain_shared_memory(config, launch, itemsize), gpu)
+
+
+def single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU, parts: int = 1) -> tuple[SingleConfig, ...]:
+    """Blocks for a single step p x q that fit the GPU, the preferred ones first, then others that need less shared memory.
+
+    Args:
+        p: rows of the (multiplied-out) factor, in real numbers.
+        q: its columns.
+        itemsize: bytes of a real number.
+        num_slices: slices there are in all.
+        gpu: where it runs.
+        parts: real numbers of an element.
+    """
+    configs = _single_configs(p, q, itemsize, num_slices, gpu)
+    if parts > 1 and max(padded(p), padded(q)) > CHAIN_WIDTH:
+        configs = configs[-2:]  # larger blocks of wide factors have no room for parts in shared memory, or spill
+    return _fitting(configs, lambda config: single_shared_memory(config, itemsize, parts), gpu)
+
+
+def _single_configs(p: int, q: int, itemsize: int, num_slices: int, gpu: GPU) -> tuple[SingleConfig, ...]:
+    block_p, block_q = padded(p), padded(q)
+    slices = max(DOT_SIDE, next_power_of_two(num_slices))
+    block_s = min(128, slices)
+    spare = SingleConfig(min(32, slices), min(block_p, 32), min(block_q, 32), 4, 1, 2)
+    if itemsize == 8 and not gpu.has_float64_cores:
+        return (spare,)  # larger blocks spill
+    widest = max(block_p, block_q)
+    if widest <= 64:
+        warps, programs = (4, 3) if itemsize == 2 else (8, 2)
+        return (*[SingleConfig(block_s, block_p, block_q, warps, stages, programs) for stages in (3, 2, 1)], spare)
+    looped = SingleConfig(min(block_s, 64), min(block_p, 32), min(block_q, 64), 4, 3, 2)
+    if itemsize == 8:
+        return (looped, spare)
+    if widest > 128:
+        return (SingleConfig(block_s, 64, min(block_q, 64), 4, 2, 2), looped, spare)
+    # The whole factor stays in shared memory; in three-pass TF32 both halves of it, whose products spill, only where that was measured.
+    if itemsize == 4:
+        return (SingleConfig(block_s, block_p, block_q, 8, 1, 1), looped, spare) if gpu.is_measured else (looped, spare)
+    return (*[SingleConfig(block_s, block_p, block_q, 8, stages, 1) for stages in (3, 2, 1)], looped, spare)
+
+
+def is_chain(launch: Launch, itemsize: int, last: bool) -> bool:
+    """Whether a chain's tile fits on chip: the single statement of the limits of fusion.
+
+    Args:
+        launch: the steps.
+        itemsize: bytes of a real number.
+        last: nothing comes after the launch's modes, so that a slice is one run of memory.
+    """
+    if len(launch.steps) > CHAIN_STEPS or any(s.parts * max(s.p, s.q) > CHAIN_WIDTH for s in launch.steps):
+        return False
+    run = 1 if last else max(1, SECTOR_BYTES // (itemsize * launch.parts))
+    return launch.tile_width * run <= CHAIN_TILE[itemsize]
+
+
+def _cost(launch: Launch, num_slices: float, moved: float) -> float:
+    """The modelled time of a plain launch, in units of moving one element once (fitted to an H100).
+
+    A single step costs a tenth more than its traffic, and two to three times as much beyond a width of 64. In a chain nothing
+    hides the products. Their time grows with P * Q and with all of the tile's padding, and jumps where whole slices are too wide to
+    keep two tiles on a multiprocessor.
+
+    Args:
+        launch: its steps.
+        num_slices: slices there are in all.
+        moved: elements that it reads and writes.
+    """
+    if len(launch.steps) == 1:
+        (step,) = launch.steps
+        return (1.1 if step.parts * max(step.p, step.q) <= CHAIN_WIDTH else 2.6) * moved
+    on_chip = 0.0
+    jump = 1.3 if launch.tile_width > 1024 else 0.0
+    width = math.prod(s.p_pad for s in launch.steps)
+    for s in reversed(launch.steps):
+        on_chip += num_slices * width * (s.parts**2 * s.p_pad * s.q_pad / 1450 + jump)
+        width = width // s.p_pad * s.q_pad
+    return moved + on_chip
+
+
+def _half_share(launch: Launch, half: str, after: int) -> float:
+    """How many times its modelled time a launch takes in this half type, or "".
+
+    The kernels multiply in the half type itself, but in float16 between two steps, where it has too little range.
+
+    Args:
+        launch: its steps.
+        half: the type.
+        after: elements after the launch's modes.
+    """
+    if not half:
+        return 1.0
+    narrow = narrow_half_share(launch, half, after)
+    if narrow is not None or any(s.stop - s.start > 1 for s in launch.steps):
+        return narrow or 1.0
+    is_single, narrowest = len(launch.steps) == 1, min([min(s.p, s.q) for s in launch.steps])
+    least = HALF_CHAIN if not is_single else HALF_BEFORE if after % HALF_VECTOR == 0 else HALF_SINGLE
+    return HALF if (is_single or half == "bfloat16") and narrowest >= least else 1.0
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """One step of any width, or a chain of several where its tile fits on chip."""
+    problem, found = segment.problem, list[Candidate]()
+    outside, moved, merge = float(segment.outside), float(segment.moved), (segment.ps, segment.qs, segment.start, segment.stop)
+    for launch in dict.fromkeys(Launch(merged(*merge, width // problem.parts, problem.parts), name) for width in segment.widths):
+        if len(launch.steps) == 1 or is_chain(launch, problem.itemsize, segment.last):
+            scattered = SCATTERED_CHAIN if segment.in_place and not segment.last and len(launch.steps) > 1 else 1.0
+            found.append((scattered * _half_share(launch, problem.half, segment.after) * _cost(launch, outside, moved), launch))
+    return found or "a chain does not fit on chip"
+
+
+def configs(launch: Launch, itemsize: int, num_slices: int, around: tuple[int, int], gpu: GPU, parts: int = 1) -> tuple[Config, ...]:
+    """The closed form's configurations of a launch with these numbers of elements before and after its modes, the preferred one first."""
+    before, after = around
+    if len(launch.steps) > 1:
+        return chain_configs(launch, itemsize, num_slices, after if after != 1 else before, gpu)
+    return single_configs(parts * launch.p, parts * launch.q, itemsize, num_slices, gpu, parts)
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """A step or a chain by Triton's kernels; of one step, by the kernel for narrow factors, or preferably Hopper's for wide ones."""
+    from fastkron_py.tiling.arithmetic import arithmetic
+
+    launch, parts, common, gpu = problem.launch, problem.parts, problem.common, problem.gpu
+    is_chain = len(launch.steps) > 1
+    compute, acc, precision = arithmetic(problem.dtype, problem.precision, not is_chain and len(problem.factor_shapes) == 1)
+    elements = common | {"ACC": acc, "PARTS": parts, "CONJ": problem.conj}
+    if config is None and not is_chain and narrow.is_narrow(parts * launch.p, parts * launch.q, problem.itemsize):
+        return (narrow.launch_config(problem, elements),)
+    elements |= {"COMPUTE": compute, "PRECISION": precision, "TRANSPOSED": problem.transposed or common["TAIL"]}
+    elements |= _chain_constants(launch, problem.shape[0]) if is_chain else {"P": launch.p, "Q": launch.q}
+    closed = configs(launch, problem.itemsize, problem.num_slices, problem.shape[2:], gpu, parts)
+    own = (config,) if isinstance(config, SingleConfig | ChainConfig) else ()
+    found = tuple([_launch_config(problem, elements, c) for c in (*own, *closed)])
+    return (*wgmma.launch_configs(problem, None), *found) if config is None and one_mode.takes_wgmma(problem) else found
+
+
+def _launch_config(problem: LaunchProblem, common: dict[str, Any], config: SingleConfig | ChainConfig) -> LaunchConfig:
+    """The launch configuration of a kernel for one step, or for a chain."""
+    from fastkron_py.kron.kernels.sliced_multiply import _fused_multiply_fwd_kernel, _sliced_multiply_fwd_kernel
+    from fastkron_py.runtime.launch import LaunchConfig
+
+    batches, launch = problem.shape[0], problem.launch
+    num_tiles = batches * math.ceil(common["num_slices"] / config.block_s)
+    arguments = common | tile_constants(problem.shape, config.block_s) | {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if isinstance(config, SingleConfig):
+        block_p, block_q = (block // problem.parts for block in (config.block_p, config.block_q))
+        num_tiles *= math.ceil(launch.q / block_q)
+        resident = batches == 1 and launch.p <= block_p and launch.q <= block_q
+        arguments |= {"BLOCK_P": block_p, "BLOCK_Q": block_q, "RESIDENT": resident}
+    kernel = _sliced_multiply_fwd_kernel if isinstance(config, SingleConfig) else _fused_multiply_fwd_kernel
+    return LaunchConfig(
+        kernel, (min(num_tiles, problem.gpu.multiprocessors * config.programs_per_sm),), arguments | {"num_tiles": num_tiles}
+    )
+
+
+def _chain_constants(launch: Launch, batches: int) -> dict[str, Any]:
+    """The constants of a chain that do not depend on its configuration."""
+    steps = launch.steps
+    table, rest = [], math.prod(s.p_pad for s in steps)
+    for s in reversed(steps):
+        rest //= s.p_pad
+        table.append((s.start - launch.start, s.stop - launch.start, s.p, s.p_pad, s.q_pad, rest))
+        rest *= s.q_pad
+    return {
+        "STEPS": tuple(table),
+        "RESIDENT": batches == 1,
+        "P_SIZES": tuple(s.p for s in steps),
+        "P_PADS": tuple(s.p_pad for s in steps),
+        "P_TOTAL": math.prod(s.p_pad for s in steps),
+        "Q_SIZES": tuple(s.q for s in steps),
+        "Q_PADS": tuple(s.q_pad for s in steps),
+        "Q_TOTAL": math.prod(s.q_pad for s in steps),
+    }
