@@ -125,7 +125,8 @@ def forced(algorithm: str) -> Iterator[None]:
     Raises:
         NotImplementedError: no kernel has this name.
     """
-    from fastkron_py.kron import backward, forward, launches
+    from fastkron_py.kron import backward, forward
+    from fastkron_py.kron.families import one_mode
     from fastkron_py.kron.hopper import kernels
 
     if algorithm not in ALGORITHMS:
@@ -134,7 +135,7 @@ def forced(algorithm: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(forward, "has_choice", lambda *_: True))
         stack.enter_context(patch.object(forward, "best_algorithm", lambda *_: algorithm if by_torch else "kernels"))
-        stack.enter_context(patch.object(launches, "takes_tensor_cores", lambda _: algorithm == "wgmma"))
+        stack.enter_context(patch.object(one_mode, "takes_wgmma", lambda _: algorithm == "wgmma"))
         stack.enter_context(patch.object(backward, "best_gradient_algorithm", lambda *_: algorithm))
         if algorithm != "chained":
             stack.enter_context(patch.object(kernels, "has_chained", lambda *_: False))

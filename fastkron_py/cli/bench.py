@@ -14,7 +14,7 @@ from rich.markup import escape
 
 import fastkron_py
 from fastkron_py.cli.compare import HAS_GPYTORCH, OURS, Measurement, Settings, compare
-from fastkron_py.cli.display import chosen_device, device_name, fail, table
+from fastkron_py.cli.display import chosen_device, device_name, fail, number, table
 from fastkron_py.cli.shapes import Shape, parse_shapes
 from fastkron_py.cli.text import bytes_text, seconds_text
 from fastkron_py.kron.tune.choice import ITEMSIZE
@@ -46,7 +46,8 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json and the plots; out/benchmarks unless given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases and rounds, to see that it works.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=1.0, max=1e6, help="Limit of one benchmark; with --shapes, of one method on one problem.")
+        float | None,
+        typer.Option(min=1.0, max=1e6, callback=number, help="Limit of one benchmark; with --shapes, of one method on one problem."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one unless given.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="LABEL", help="Cases with this in their label; may be repeated.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,13 @@ def fail(console: Console, message: str) -> NoReturn:
     """Print the error as it stands, without markup, and exit with status 1."""
     console.print(message, style="bold red", markup=False)
     raise typer.Exit(1)
+
+
+def number(value: float | None) -> float | None:
+    """An option's number; older versions of click let NaN through a range."""
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is not a number")
+    return value
 
 
 def make_folder(console: Console, folder: Path) -> None:

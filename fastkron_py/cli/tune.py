@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from fastkron_py.cli.display import chosen_device, fail, make_folder, table
+from fastkron_py.cli.display import chosen_device, fail, make_folder, number, table
 from fastkron_py.cli.shapes import Shape, parse_shapes, problem_text
 from fastkron_py.cli.text import seconds_text
 from fastkron_py.kron.tune import api as tuner
@@ -32,7 +32,7 @@ def tune(
     precision: Annotated[str, typer.Option(help="Of float32: highest, high or medium; torch's setting unless given.")] = "",
     left: Annotated[bool, typer.Option("--left", help="Tune the left form: ROWS is then the number of x's columns.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu (with TRITON_INTERPRET=1, for tests), cuda or cuda:N.")] = "auto",
-    budget: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds for each problem, about.")] = tuner.BUDGET,
+    budget: Annotated[float, typer.Option(min=0.1, max=1e6, callback=number, help="Seconds for each problem, about.")] = tuner.BUDGET,
     list_: Annotated[bool, typer.Option("--list", help="Show the table.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Empty the table first.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the table into this folder, a file a device, as tables ship.")] = None,

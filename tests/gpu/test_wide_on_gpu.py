@@ -7,7 +7,8 @@ import torch
 from canonical_cases import backward, by_factors, multiply, problem
 
 from fastkron_py.kron import backward as backward_module
-from fastkron_py.kron import forward, launches
+from fastkron_py.kron import forward
+from fastkron_py.kron.families import one_mode
 from fastkron_py.kron.hopper import kernels
 from fastkron_py.testing import assert_close
 
@@ -38,7 +39,7 @@ ALGORITHMS = ("wgmma", "matmul", "copying", "looped")
 def choose(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
-    monkeypatch.setattr(launches, "takes_tensor_cores", lambda case: algorithm == "wgmma")
+    monkeypatch.setattr(one_mode, "takes_wgmma", lambda case: algorithm == "wgmma")
 
 
 @pytest.mark.parametrize(
