@@ -31,6 +31,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files: shapes_list
 
 import clean_caches
+from cache_spy import CacheSpy
 from sampling import mark_unsampled
 
 import fastkron_py
@@ -95,6 +96,13 @@ def tried_names() -> None:
 def empty_caches(tried_names: None) -> None:
     """Each test begins with no kept call, program or constant: what an earlier test left there hides a fault in how it is made."""
     clean_caches.empty()
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
+    """Counts the calls that the cache serves, by Triton's kernels."""
+    with fastkron_py.backend("triton"):
+        yield CacheSpy(monkeypatch)
 
 
 @pytest.fixture

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
+from cache_spy import CacheSpy
 from torch import Tensor
 
 from fastkron_py.gated.activations.registry import activation_names
-from fastkron_py.runtime.call_cache import CallCache
 
 ACTIVATIONS = tuple(activation_names())
 LAYOUTS = ("interleaved", "stacked")
@@ -72,22 +69,8 @@ def relative(actual: Tensor, reference: Tensor) -> float:
     return float((actual.detach().double() - reference).norm() / reference.norm())
 
 
-class Served:
-    """Counts the calls that were found in the cache."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._found: Counter[str] = Counter()
-        inner = CallCache.find
-
-        def find(cache: CallCache, key: Any, tensors: Any) -> Any:
-            entry = inner(cache, key, tensors)
-            if entry is not None:
-                self._found["backward" if "backward" in key[0] else "forward"] += key[0].startswith("gated")
-            return entry
-
-        monkeypatch.setattr(CallCache, "find", find)
-
-    def take(self) -> tuple[int, int]:
-        """(forward, backward) since the last time."""
-        found, self._found = self._found, Counter()
-        return found["forward"], found["backward"]
+def served(spy: CacheSpy) -> tuple[int, int]:
+    """(forward, backward) calls of gated layers that the cache served since the last time."""
+    counts = {name: count for name, count in spy.take().items() if name.startswith("gated")}
+    backward = sum(count for name, count in counts.items() if "backward" in name)
+    return sum(counts.values()) - backward, backward

@@ -5,7 +5,7 @@ Helper of several test files: no tests here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -18,3 +18,13 @@ def assert_refused(call: Callable[[], object], error: type[Exception], message: 
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+def assert_all_refused(refusals: Mapping[str, Refusal]) -> None:
+    """Each of them; a failure tells its name."""
+    for name, refusal in refusals.items():
+        try:
+            assert_refused(*refusal)
+        except BaseException as failure:
+            failure.add_note(name)
+            raise

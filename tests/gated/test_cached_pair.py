@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from gated_cases import Served, expected, relative
+from cache_spy import CacheSpy
+from gated_cases import expected, relative, served
 from torch import Tensor
 
 import fastkron_py
@@ -19,14 +20,6 @@ from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 ROWS, HIDDEN, DEPTH = 6, 16, 24
 TOLERANCE = 4e-6  # float32-class, as in `test_cached`
 Given = tuple[Tensor, Tensor, Tensor, Any, Any, Any]
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    CACHE.forget()
-    with fastkron_py.backend("triton"):
-        yield Served(monkeypatch)
-    CACHE.forget()
 
 
 def layer(device: torch.device, frozen: str = "", bias: bool = False, whole: bool = True) -> Given:
@@ -72,43 +65,41 @@ def assert_right(given: Given, y: Tensor, dy: Tensor, **options: Any) -> list[Te
 @pytest.mark.parametrize(
     ("bias", "whole", "frozen"), [(False, True, ""), (True, True, ""), (True, False, ""), (False, True, "24"), (False, True, "012")]
 )
-def test_halves_repeat_bit_for_bit(bias: bool, whole: bool, frozen: str, backward: str, served: Served, device: torch.device) -> None:
+def test_halves_repeat_bit_for_bit(bias: bool, whole: bool, frozen: str, backward: str, spy: CacheSpy, device: torch.device) -> None:
     """On other memory and numbers each time, against float64 and a program of its own."""
     for turn in range(3):
         given = layer(device, frozen, bias, whole)
         y = result(given, backward)
         dy = torch.randn_like(y)
         found = assert_right(given, y, dy)
-        assert served.take() == (turn > 0, turn > 0)
+        assert served(spy) == (turn > 0, turn > 0)
     CACHE.forget()
     again = result(given, backward)
     assert torch.equal(again, y)
     other = torch.autograd.grad(again, [t for t in given if t is not None and t.requires_grad], dy)
     assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
-    served.take()
+    served(spy)
     with torch.no_grad():
         results = [result(given, backward) for _ in range(2)]
-    assert served.take()[0] == 1
+    assert served(spy)[0] == 1
     assert all(torch.equal(r, y) and not r.requires_grad for r in results)
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_halves_in_two_launches(backward: str, served: Served, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_in_two_launches(backward: str, spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some columns in one, the others in another. Each begins in the middle of both halves."""
     small = GemmTile(16, 16, 16, 4, 2)
     monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 16, small), GemmSpan(16, sizes.columns, small)))
-    CACHE.forget()
     for _ in range(3):
         given = layer(device)
         y = result(given, backward)
         assert_right(given, y, torch.randn_like(y))
-    assert served.take() == (2, 2)
-    CACHE.forget()
+    assert served(spy) == (2, 2)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_a_half_that_changes_before_its_gradient_is_an_error(backward: str, number: int, served: Served, device: torch.device) -> None:
+def test_a_half_that_changes_before_its_gradient_is_an_error(backward: str, number: int, spy: CacheSpy, device: torch.device) -> None:
     given = layer(device, frozen="2")
     result(given, backward)
     y = result(given, backward)
@@ -116,11 +107,11 @@ def test_a_half_that_changes_before_its_gradient_is_an_error(backward: str, numb
         given[number].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    assert served.take() == (1, 0)
+    assert served(spy) == (1, 0)
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_weights_that_move(backward: str, served: Served, device: torch.device) -> None:
+def test_weights_that_move(backward: str, spy: CacheSpy, device: torch.device) -> None:
     """Before the forward pass, and before the backward pass, which then reads the weights that there are, as torch's does.
 
     A launch begins at the weight of the lower address; saved projections are read by one that needs no weight.
@@ -134,24 +125,24 @@ def test_weights_that_move(backward: str, served: Served, device: torch.device) 
         y = result(given, backward)
         assert_right(given, y, dy)
     y = result(given, backward)
-    assert served.take() == (2, 1)
+    assert served(spy) == (2, 1)
     gate.data = below.data.copy_(gate.data)
     assert_right(given, y, dy)
-    assert served.take() == (0, backward == "save")
+    assert served(spy) == (0, backward == "save")
     for counts in ((0, 1), (1, 1), (1, 1)):  # calls of another order, cached as well
         assert_right(given, result(given, backward), dy)
-        assert served.take() == counts
+        assert served(spy) == counts
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_kept_graphs_and_further_derivatives(backward: str, served: Served, device: torch.device) -> None:
+def test_kept_graphs_and_further_derivatives(backward: str, spy: CacheSpy, device: torch.device) -> None:
     given = layer(device)
     dy = torch.randn(2, 3, DEPTH, device=device)
     result(given, backward)
     y = result(given, backward)
     kept = assert_right(given, y, dy, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(kept, assert_right(given, y, dy), strict=True))
-    assert served.take() == (1, backward == "recompute")  # else the second pass is the first one that overwrites what was saved
+    assert served(spy) == (1, backward == "recompute")  # else the second pass is the first one that overwrites what was saved
 
     def second(y: Tensor, leaves: list[Any]) -> tuple[Tensor, ...]:
         gradients = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
@@ -161,11 +152,11 @@ def test_kept_graphs_and_further_derivatives(backward: str, served: Served, devi
     found = second(result(given, backward), [t for t in given if t is not None])
     for f, e in zip(found, second(right, [w for w in wide if w is not None]), strict=True):
         assert relative(f, e) < 1e-5
-    assert served.take()[0] == 1
+    assert served(spy)[0] == 1
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_saved_projections_are_overwritten_unless_the_graph_is_kept(keeps: bool, served: Served, device: torch.device) -> None:
+def test_saved_projections_are_overwritten_unless_the_graph_is_kept(keeps: bool, spy: CacheSpy, device: torch.device) -> None:
     """And say so by their version; read again, they would be gradients."""
     given = layer(device)
     for _ in range(2):
@@ -177,10 +168,10 @@ def test_saved_projections_are_overwritten_unless_the_graph_is_kept(keeps: bool,
         assert_right(given, y, torch.randn_like(y), retain_graph=keeps)
         assert torch.equal(pairs, before) is keeps
         assert (pairs._version == version) is keeps
-    assert served.take() == (1, 1)
+    assert served(spy) == (1, 1)
 
 
-def test_nobody_overwrites_what_the_operator_returned(served: Served, device: torch.device) -> None:
+def test_nobody_overwrites_what_the_operator_returned(spy: CacheSpy, device: torch.device) -> None:
     x, up, gate, *_ = layer(device, whole=False)
     y, pairs = torch.ops.fastkron.gated_linear_saving(x, up, gate, None, None, None, "silu", "stacked", None, "triton")
     before = pairs.clone()
@@ -194,64 +185,61 @@ def _strided(t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_what_hooks_of_saved_tensors_give_back(backward: str, served: Served, device: torch.device) -> None:
+def test_what_hooks_of_saved_tensors_give_back(backward: str, spy: CacheSpy, device: torch.device) -> None:
     """Tensors of other strides or addresses than those of the forward pass."""
     given = layer(device)
     dy = torch.randn(2, 3, DEPTH, device=device)
     for _ in range(2):
         assert_right(given, result(given, backward), dy)
-    for unpack in (_strided, lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)):
-        for _ in range(2):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
-                y = result(given, backward)
-            assert_right(given, y, dy)
-            # Of x alone.
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: t, lambda t, unpack=unpack: unpack(t) if t.shape == (2, 3, DEPTH) else t
-            ):
-                y = result(given, backward)
-            assert_right(given, y, dy)
+    for unpack, _ in product((_strided, lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)), range(2)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
+            y = result(given, backward)
+        assert_right(given, y, dy)
+        # Of x alone.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t, unpack=unpack: unpack(t) if t.shape == (2, 3, DEPTH) else t):
+            y = result(given, backward)
+        assert_right(given, y, dy)
 
 
 @pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_gradients_of_other_strides(backward: str, served: Served, device: torch.device) -> None:
+def test_gradients_of_other_strides(backward: str, spy: CacheSpy, device: torch.device) -> None:
     """Of the gated result itself, which the kernel reads as it comes; each a program of its own."""
     given = layer(device, whole=False)
     dy = torch.randn(2, 3, HIDDEN, device=device)
     for d in (dy, dy, _strided(dy), torch.ones((), device=device).expand_as(dy), dy.transpose(0, 1).contiguous().transpose(0, 1), dy):
         assert_right(given, result(given, backward), d)
-    assert served.take() == (5, 2)
+    assert served(spy) == (5, 2)
 
 
-def test_settings_that_change_before_the_backward_pass(served: Served, device: torch.device) -> None:
+def test_settings_that_change_before_the_backward_pass(spy: CacheSpy, device: torch.device) -> None:
     """Programs that were forgotten are built anew; torch's precision is that of the backward pass."""
     given = layer(device, whole=False)
     dy = torch.randn(2, 3, HIDDEN, device=device)
     for _ in range(2):
         assert_right(given, result(given, "recompute"), dy)
-    assert served.take() == (1, 1)
+    assert served(spy) == (1, 1)
     y, again = (result(given, "recompute") for _ in range(2))
     CACHE.forget()
     assert_right(given, y, dy)
-    assert served.take() == (2, 0)
+    assert served(spy) == (2, 0)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         torch.autograd.grad(again, given[:3], dy)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert served.take() == (0, 0)
+    assert served(spy) == (0, 0)
     for turn in range(2):
         assert_right(given, result(given, "recompute", "highest"), dy)
-        assert served.take() == (turn, turn)
+        assert served(spy) == (turn, turn)
 
 
-def test_not_by_other_means(served: Served, device: torch.device) -> None:
+def test_not_by_other_means(spy: CacheSpy, device: torch.device) -> None:
     """Autocast, transforms and another backend are other calls."""
     given = layer(device)
     for _ in range(2):
         y = result(given)
-    served.take()
+    served(spy)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert result(given).dtype == torch.bfloat16
     x, *rest = given
@@ -259,6 +247,6 @@ def test_not_by_other_means(served: Served, device: torch.device) -> None:
     assert relative(batch[1], y.detach()) < TOLERANCE
     with fastkron_py.backend("torch"):
         assert relative(result(given), y.detach()) < TOLERANCE
-    assert served.take() == (0, 0)
+    assert served(spy) == (0, 0)
     assert torch.equal(result(given), y)
-    assert served.take() == (1, 0)
+    assert served(spy) == (1, 0)

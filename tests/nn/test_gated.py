@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
+from itertools import product
 
 import pytest
 import torch
 from gated_cases import LAYOUTS, act, pack
-from refusals import Refusal, assert_refused
+from refusals import Refusal, assert_all_refused
 from torch import Tensor, nn
 
 import fastkron_py
@@ -34,66 +34,65 @@ class Llama(nn.Module):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")], ids=str)
-def test_loads_unpacked_states(layout: str, bias: bool, names: tuple[str, str, str], backend_name: str, device: torch.device) -> None:
-    theirs = Llama(16, 24, bias, names).to(device)
-    mine = GatedMLP(16, 24, bias=bias, layout=layout, precision="highest", device=device)
-    state = theirs.state_dict()
-    kept = dict(state)
-    mine.load_state_dict(state)
-    assert state.keys() == kept.keys()  # a caller's own is left as it is
-    gate, up = getattr(theirs, names[0]).weight, getattr(theirs, names[1]).weight
-    assert torch.equal(mine.up_gate_weight, pack(up, gate, layout))
-    for key, tensor in mine.unpacked_state_dict(names).items():
-        assert torch.equal(tensor, state[key])
-    x = torch.randn(3, 5, 16, device=device)
-    assert_close(mine(x).detach(), theirs.double()(x.double()).detach(), rms_tol=2e-6, max_tol=1e-5)
-    inside, outside = nn.Sequential(nn.Identity(), GatedMLP(16, 24, bias=bias, layout=layout)), nn.Sequential(nn.Identity(), theirs.float())
-    inside.load_state_dict(outside.state_dict())
-    assert torch.equal(inside[1].up_gate_weight.to(device), mine.up_gate_weight)
+def test_loads_unpacked_states(layout: str, backend_name: str, device: torch.device) -> None:
+    for bias, names in product([False, True], [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")]):
+        theirs = Llama(16, 24, bias, names).to(device)
+        mine = GatedMLP(16, 24, bias=bias, layout=layout, precision="highest", device=device)
+        state = theirs.state_dict()
+        kept = dict(state)
+        mine.load_state_dict(state)
+        assert state.keys() == kept.keys()  # a caller's own is left as it is
+        gate, up = getattr(theirs, names[0]).weight, getattr(theirs, names[1]).weight
+        assert torch.equal(mine.up_gate_weight, pack(up, gate, layout))
+        for key, tensor in mine.unpacked_state_dict(names).items():
+            assert torch.equal(tensor, state[key])
+        x = torch.randn(3, 5, 16, device=device)
+        assert_close(mine(x).detach(), theirs.double()(x.double()).detach(), rms_tol=2e-6, max_tol=1e-5)
+        inside = nn.Sequential(nn.Identity(), GatedMLP(16, 24, bias=bias, layout=layout))
+        inside.load_state_dict(nn.Sequential(nn.Identity(), theirs.float()).state_dict())
+        assert torch.equal(inside[1].up_gate_weight.to(device), mine.up_gate_weight)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(layout: str, backend_name: str, device: torch.device) -> None:
-    theirs = Llama(16, 24, True).to(device)
-    for backward in ("save", "recompute"):
-        mine = GatedMLP(16, 24, bias=True, layout=layout, backward=backward, precision="highest", device=device)
-        mine.load_state_dict(theirs.state_dict())
-        x = torch.randn(5, 16, device=device)
-        dy = torch.randn(5, 16, device=device)
-        wide = copy.deepcopy(theirs).double()
-        mine(x).backward(dy)
-        wide(x.double()).backward(dy.double())
-        for kind, packed in (("weight", mine.up_gate_weight), ("bias", mine.up_gate_bias)):
-            assert packed is not None
-            assert packed.grad is not None
-            up, gate = unpack_gated(packed.grad, layout)
-            assert_close(up, getattr(wide.up_proj, kind).grad, rms_tol=2e-6, max_tol=1e-5)
-            assert_close(gate, getattr(wide.gate_proj, kind).grad, rms_tol=2e-6, max_tol=1e-5)
-        assert_close(mine.down_proj.weight.grad, wide.down_proj.weight.grad, rms_tol=2e-6, max_tol=1e-5)
+def test_gradients(backend_name: str, device: torch.device) -> None:
+    for layout in LAYOUTS:
+        theirs = Llama(16, 24, True).to(device)
+        for backward in ("save", "recompute"):
+            mine = GatedMLP(16, 24, bias=True, layout=layout, backward=backward, precision="highest", device=device)
+            mine.load_state_dict(theirs.state_dict())
+            x = torch.randn(5, 16, device=device)
+            dy = torch.randn(5, 16, device=device)
+            wide = copy.deepcopy(theirs).double()
+            mine(x).backward(dy)
+            wide(x.double()).backward(dy.double())
+            for kind, packed in (("weight", mine.up_gate_weight), ("bias", mine.up_gate_bias)):
+                assert packed is not None
+                assert packed.grad is not None
+                up, gate = unpack_gated(packed.grad, layout)
+                assert_close(up, getattr(wide.up_proj, kind).grad, rms_tol=2e-6, max_tol=1e-5)
+                assert_close(gate, getattr(wide.gate_proj, kind).grad, rms_tol=2e-6, max_tol=1e-5)
+            assert_close(mine.down_proj.weight.grad, wide.down_proj.weight.grad, rms_tol=2e-6, max_tol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backward", "kept"), [("save", [40, 2 * 5 * 24]), ("recompute", [40])])
 def test_what_is_kept_for_backward(
-    layout: str, backward: str, kept: list[int], backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backward: str, kept: list[int], backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elements of tensors that are no parameters: x ``[5, 8]``, and, saving, both projections ``[5, 48]``; never y."""
     monkeypatch.setattr(program, "_SMALL", 0)  # autograd keeps more of a small layer on a CPU
-    layer = GatedMLP(8, 24, layout=layout, backward=backward, device=device)
-    own = {p.data_ptr() for p in layer.parameters()}
-    found: list[int] = []
+    for layout in LAYOUTS:
+        layer = GatedMLP(8, 24, layout=layout, backward=backward, device=device)
+        own = {p.data_ptr() for p in layer.parameters()}
+        found: list[int] = []
 
-    def pack_hook(t: Tensor) -> Tensor:
-        if t.data_ptr() not in own:
-            found.append(t.numel())
-        return t
+        def pack_hook(t: Tensor, own: set[int] = own, found: list[int] = found) -> Tensor:
+            if t.data_ptr() not in own:
+                found.append(t.numel())
+            return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t):
-        y = layer(torch.randn(5, 8, device=device, requires_grad=True))
-    assert sorted(found) == kept
-    y.sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t):
+            y = layer(torch.randn(5, 8, device=device, requires_grad=True))
+        assert sorted(found) == kept
+        y.sum().backward()
 
 
 def test_what_replaces_the_down_projection_is_called(device: torch.device) -> None:
@@ -116,35 +115,24 @@ def test_what_replaces_the_down_projection_is_called(device: torch.device) -> No
     assert_close(layer(x).detach(), plain.relu())
 
 
-@pytest.mark.parametrize(
-    ("name", "activation"),
-    [(alias, name) for name in activation_names() for alias in find_activation(name).aliases],
-)
-def test_aliases(name: str, activation: str) -> None:
-    layer = GatedMLP(6, 8, 3, name, dtype=torch.float64)
-    assert layer.activation == activation
-    x = torch.randn(4, 6, dtype=torch.float64)
-    up, gate = unpack_gated(layer.up_gate_weight)
-    assert_close(layer(x).detach(), ((x @ up.mT) * act(activation, x @ gate.mT) @ layer.down_proj.weight.mT).detach())
+def test_aliases() -> None:
+    for alias, activation in [(alias, name) for name in activation_names() for alias in find_activation(name).aliases]:
+        layer = GatedMLP(6, 8, 3, alias, dtype=torch.float64)
+        assert layer.activation == activation
+        x = torch.randn(4, 6, dtype=torch.float64)
+        up, gate = unpack_gated(layer.up_gate_weight)
+        assert_close(layer(x).detach(), ((x @ up.mT) * act(activation, x @ gate.mT) @ layer.down_proj.weight.mT).detach())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_state_dict(layout: str) -> None:
-    """Through a file, without pickled code; a copy; and with keys that strict loading counts."""
-    first, second = GatedMLP(6, 8, bias=True, layout=layout), GatedMLP(6, 8, bias=True, layout=layout)
-    assert sorted(first.state_dict()) == ["_extra_state", "down_proj.bias", "down_proj.weight", "up_gate_bias", "up_gate_weight"]
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    x = torch.randn(4, 6)
-    assert torch.equal(first(x), second(x))
-    third = copy.deepcopy(first)
-    assert torch.equal(third(x), first(x))
-    third.load_state_dict(GatedMLP(6, 8, bias=True, layout=layout).unpacked_state_dict())
-    assert not torch.equal(third(x), first(x))
+def test_keys_of_states() -> None:
+    """Those that strict loading counts."""
+    layer, x = GatedMLP(6, 8, bias=True), torch.randn(4, 6)
+    assert sorted(layer.state_dict()) == ["_extra_state", "down_proj.bias", "down_proj.weight", "up_gate_bias", "up_gate_weight"]
+    before = layer(x)
+    layer.load_state_dict(GatedMLP(6, 8, bias=True).unpacked_state_dict())
+    assert not torch.equal(layer(x), before)
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*up_gate_weight.*Unexpected key.*up_proj\.weight"):
-        second.load_state_dict({"up_proj.weight": torch.randn(8, 6)})
+        layer.load_state_dict({"up_proj.weight": torch.randn(8, 6)})
 
 
 def test_another_layout_is_refused() -> None:
@@ -169,17 +157,15 @@ def test_another_layout_is_refused() -> None:
     assert_close(second(torch.ones(1, 6)).detach(), first(torch.ones(1, 6)).detach())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(5, 3), (5,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_packing_is_exact(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    up, gate = torch.randn(2, *shape).to(dtype)
-    up.view(-1)[0] = torch.nan
-    packed = pack_gated(up, gate, layout)
-    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
-    assert torch.equal(packed.view(bits), pack(up, gate, layout).view(bits))
-    for given, back in zip((up, gate), unpack_gated(packed, layout), strict=True):
-        assert torch.equal(back.contiguous().view(bits), given.view(bits))
+def test_packing_is_exact() -> None:
+    for layout, shape, dtype in product(LAYOUTS, [(5, 3), (5,)], [torch.bfloat16, torch.float32]):
+        up, gate = torch.randn(2, *shape).to(dtype)
+        up.view(-1)[0] = torch.nan
+        packed = pack_gated(up, gate, layout)
+        bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+        assert torch.equal(packed.view(bits), pack(up, gate, layout).view(bits))
+        for given, back in zip((up, gate), unpack_gated(packed, layout), strict=True):
+            assert torch.equal(back.contiguous().view(bits), given.view(bits))
 
 
 def test_from_projections() -> None:
@@ -204,29 +190,6 @@ def test_begins_like_linear_layers() -> None:
         assert 0.9 < float(t.detach().std()) * 20 * 3**0.5 < 1.1
     assert repr(layer).startswith("GatedMLP(\n  400, 300, 400, activation='silu', bias=True, layout='interleaved'\n")
     assert "backward='recompute'" in repr(GatedMLP(4, 3, backward="recompute"))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TensorFloat32 tensor cores.*:UserWarning")
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-def test_compiles_in_one_graph(backward: str) -> None:
-    torch.compiler.reset()
-    layer = GatedMLP(6, 8, bias=True, backward=backward)
-    x = torch.randn(4, 6)
-    y = torch.compile(layer, fullgraph=True)(x)
-    assert_close(y.detach(), layer(x).detach())
-    found = torch.autograd.grad(y.sum(), list(layer.parameters()))
-    for a, e in zip(found, torch.autograd.grad(layer(x).sum(), list(layer.parameters())), strict=True):
-        assert_close(a, e)
-
-
-def test_autocast(device: torch.device) -> None:
-    layer = GatedMLP(6, 8, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        y = layer(torch.randn(4, 6, device=device))
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert layer.up_gate_weight.grad is not None
-    assert layer.up_gate_weight.grad.dtype == torch.float32
 
 
 BAD: dict[str, Refusal] = {
@@ -266,9 +229,8 @@ BAD: dict[str, Refusal] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    assert_refused(*BAD[name])
+def test_bad_input() -> None:
+    assert_all_refused(BAD)
 
 
 def test_is_found_in_the_package() -> None:
