@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from fastkron_py.kan.api import own_bounds
 from fastkron_py.kan.bases.table import table_error_bound
 from fastkron_py.kan.config import Split, Tile
 from fastkron_py.kan.problem import Stored, stored
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 HAS_GPU = torch.cuda.is_available()
@@ -49,22 +48,17 @@ def assert_gradients(actual: list[Tensor], expected: list[Tensor], dtype: torch.
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every product for a large one: degree 0 apart, operands transposed."""
     monkeypatch.setattr(tuning, "LARGE_PRODUCTS", 1)
     monkeypatch.setattr(tuning, "LARGE_ROWS", 1)
-    CACHE.forget()
-    yield
-    CACHE.forget()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_shapes(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    x, c, dy = problem(*shape, dtype, device, generator)
-    assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
+def test_shapes(shape: tuple[int, int, int, int], backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for dtype in [torch.float64, torch.float32]:
+        x, c, dy = problem(*shape, dtype, device, generator)
+        assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
 
 
 @pytest.mark.full
@@ -85,14 +79,14 @@ def test_bases(basis: str, backend_name: str, device: torch.device, generator: t
     assert_gradients(gradients(x, c, dy, **options), layer_gradients(x, c, dy, basis), torch.float64, factor=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types(dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, c, dy = problem(19, 20, 17, 6, dtype, device, generator)
-    assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype)
+def test_half_types(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for dtype in [torch.bfloat16, torch.float16]:
+        x, c, dy = problem(19, 20, 17, 6, dtype, device, generator)
+        assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), dtype)
 
 
 @pytest.fixture
-def shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Every reduction over several programs, degrees too, in small tiles; the shapes of the partial sums that are added up."""
     # Two blocks of inputs in three groups of degrees; of outputs two blocks and what is left; of rows one each.
     monkeypatch.setattr(tuning, "forward", lambda sizes: (Tile(16, 16, 16, 4, 2), Split(2, 2, 3)))
@@ -106,9 +100,7 @@ def shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]
         return found
 
     monkeypatch.setattr(launches, "stored", noted)
-    CACHE.forget()
-    yield seen
-    CACHE.forget()
+    return seen
 
 
 # Of nine degrees three a program and dx's, without the first, four pairs; of six two, and two pairs and a half.
@@ -129,15 +121,13 @@ def test_shared_out(
     assert len(shared_out) == 5  # the forward pass has one program, the gradients have three
 
 
-@pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_as_large_products(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, large: None, device: torch.device, generator: torch.Generator
-) -> None:
-    x, c, dy = problem(*shape, dtype, device, generator)
-    with fastkron_py.backend("triton"):
-        actual = gradients(x, c, dy)
-    assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
+def test_as_large_products(dtype: torch.dtype, large: None, device: torch.device, generator: torch.Generator) -> None:
+    for shape in LARGE_SHAPES:
+        x, c, dy = problem(*shape, dtype, device, generator)
+        with fastkron_py.backend("triton"):
+            actual = gradients(x, c, dy)
+        assert_gradients(actual, layer_gradients(x, c, dy, "chebyshev"), dtype, factor=2)
 
 
 @pytest.mark.parametrize("basis", ["bspline", "fourier"])
@@ -179,16 +169,14 @@ def test_nothing(backend_name: str, device: torch.device) -> None:
     assert [g.shape for g in torch.autograd.grad(y.sum(), (x, c))] == [x.shape, c.shape]
 
 
-@pytest.mark.parametrize("normalization", ["tanh", "clamp", "minmax", "layer_norm"])
-def test_far_arguments_have_finite_gradients(
-    normalization: str, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    _, c, dy = problem(9, 6, 4, 8, torch.float32, device, generator)
-    x = torch.linspace(-100, 100, 54, device=device).reshape(9, 6)
-    for t in gradients(x, c, dy, normalization=normalization):
-        assert bool(t.isfinite().all())
-    if normalization == "tanh":
-        assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), torch.float32, factor=3)
+def test_far_arguments_have_finite_gradients(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for normalization in ["tanh", "clamp", "minmax", "layer_norm"]:
+        _, c, dy = problem(9, 6, 4, 8, torch.float32, device, generator)
+        x = torch.linspace(-100, 100, 54, device=device).reshape(9, 6)
+        for t in gradients(x, c, dy, normalization=normalization):
+            assert bool(t.isfinite().all())
+        if normalization == "tanh":
+            assert_gradients(gradients(x, c, dy), layer_gradients(x, c, dy, "chebyshev"), torch.float32, factor=3)
 
 
 def test_normalizations_are_what_they_say(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -216,13 +204,12 @@ def test_nan_stays_in_its_row(as_large: bool, backend_name: str, device: torch.d
     if as_large:
         request.getfixturevalue("large")
     c = torch.randn(4, 5, 7, device=device, requires_grad=True)
-    for basis in ("chebyshev", "bspline", "fourier", "rbf"):
-        for normalization in ("tanh", "clamp", "minmax", "layer_norm", "none"):
-            x = torch.rand(6, 7, device=device) * 2 - 1
-            x[2, 3] = math.nan
-            y = poly_kan(x, c, basis=basis, normalization=normalization)
-            assert y.isnan().all(1).tolist() == [False, False, True, False, False, False]
-            assert int(y.isnan().sum()) == 5
+    for basis, normalization in product(("chebyshev", "bspline", "fourier", "rbf"), ("tanh", "clamp", "minmax", "layer_norm", "none")):
+        x = torch.rand(6, 7, device=device) * 2 - 1
+        x[2, 3] = math.nan
+        y = poly_kan(x, c, basis=basis, normalization=normalization)
+        assert y.isnan().all(1).tolist() == [False, False, True, False, False, False]
+        assert int(y.isnan().sum()) == 5
 
 
 def test_infinity_stays_in_its_row(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -237,24 +224,23 @@ def test_infinity_stays_in_its_row(backend_name: str, device: torch.device, gene
     assert_close(poly_kan(x, c, normalization="minmax"), poly_kan(finite, c, normalization="minmax", bounds=bounds))
 
 
-@pytest.mark.parametrize("normalization", ["minmax", "layer_norm"])
-@pytest.mark.parametrize("case", ["wide", "1990", "offset"])
-def test_normalizes_before_rounding(case: str, normalization: str, generator: torch.Generator) -> None:
+def test_normalizes_before_rounding(generator: torch.Generator) -> None:
     """Ranges wider than float16's half, and under autocast numbers that are close to one another."""
-    _, c, _ = problem(1, 3, 4, 5, torch.float32, torch.device("cpu"), generator)
-    x = {
-        "wide": torch.linspace(-4e4, 4e4, 30).reshape(10, 3),
-        "1990": torch.linspace(1990, 2025, 24).reshape(8, 3),
-        "offset": 100 + 0.01 * torch.randn(50, 3, generator=generator),
-    }[case]
-    if case == "wide":
-        y = poly_kan(x.half(), c.half(), normalization=normalization)
-        x, c = x.half(), c.half()
-    else:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = poly_kan(x, c, normalization=normalization)
-        c = c.bfloat16()
-    assert_close(y, poly_kan(x.double(), c.double(), normalization=normalization), steps=3)
+    for normalization, case in product(["minmax", "layer_norm"], ["wide", "1990", "offset"]):
+        _, c, _ = problem(1, 3, 4, 5, torch.float32, torch.device("cpu"), generator)
+        x = {
+            "wide": torch.linspace(-4e4, 4e4, 30).reshape(10, 3),
+            "1990": torch.linspace(1990, 2025, 24).reshape(8, 3),
+            "offset": 100 + 0.01 * torch.randn(50, 3, generator=generator),
+        }[case]
+        if case == "wide":
+            y = poly_kan(x.half(), c.half(), normalization=normalization)
+            x, c = x.half(), c.half()
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = poly_kan(x, c, normalization=normalization)
+            c = c.bfloat16()
+        assert_close(y, poly_kan(x.double(), c.double(), normalization=normalization), steps=3)
 
 
 def test_bounds_leave_nan_and_infinities_out() -> None:
@@ -264,19 +250,19 @@ def test_bounds_leave_nan_and_infinities_out() -> None:
     assert high.tolist() == [3.0, 5.0]
 
 
-@pytest.mark.parametrize("basis", ["chebyshev", "bspline"])
-def test_table(basis: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+def test_table(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """The table's result differs from the recurrence's by its bound at most, for every coefficient at its largest."""
-    degree, size = 6, 129
-    x, c, dy = problem(8, 5, 4, degree, torch.float64, device, generator)
-    exact = gradients(x, c, dy, basis=basis, normalization="tanh")
-    lines = gradients(x, c, dy, basis=basis, normalization="tanh", evaluation="lut", lut_size=size)
-    bound = table_error_bound(basis, degree, size) * c.abs().sum((0, 2))
-    assert bool(((lines[0] - exact[0]).abs() <= bound).all())
-    assert not torch.equal(lines[0], exact[0])
-    # Slopes err by h / 2 of the second derivative: 1 / 60 of a curve with a few turns.
-    assert_close(lines[1], exact[1], rms_tol=0.2, max_tol=0.5)
-    assert_close(lines[2], exact[2], rms_tol=0.05, max_tol=0.2)
+    for basis in ["chebyshev", "bspline"]:
+        degree, size = 6, 129
+        x, c, dy = problem(8, 5, 4, degree, torch.float64, device, generator)
+        exact = gradients(x, c, dy, basis=basis, normalization="tanh")
+        lines = gradients(x, c, dy, basis=basis, normalization="tanh", evaluation="lut", lut_size=size)
+        bound = table_error_bound(basis, degree, size) * c.abs().sum((0, 2))
+        assert bool(((lines[0] - exact[0]).abs() <= bound).all())
+        assert not torch.equal(lines[0], exact[0])
+        # Slopes err by h / 2 of the second derivative: 1 / 60 of a curve with a few turns.
+        assert_close(lines[1], exact[1], rms_tol=0.2, max_tol=0.5)
+        assert_close(lines[2], exact[2], rms_tol=0.05, max_tol=0.2)
 
 
 def test_table_gradients_are_of_the_table(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -292,20 +278,6 @@ def test_table_gradients_are_of_the_table(backend_name: str, device: torch.devic
         moved[i, 1] += step
         slope = (total(moved) - total(x.detach())) / step
         assert float(slope - dx[i, 1]) == pytest.approx(0, abs=1e-6)
-
-
-def test_repeats_bit_for_bit(device: torch.device, generator: torch.Generator) -> None:
-    """Also where the reduction is split over programs, whose sums are added afterwards."""
-    x, c, dy = problem(33, 140, 20, 3, torch.float32, device, generator)
-    with fastkron_py.backend("triton"):
-        first, second = gradients(x, c, dy), gradients(x, c, dy)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_a_wrong_layout_is_seen(device: torch.device, generator: torch.Generator) -> None:
-    x, c, dy = problem(6, 5, 5, 3, torch.float64, device, generator)
-    with pytest.raises(AssertionError, match=r"RMS|largest"):
-        assert_gradients(gradients(x, c.mT.contiguous(), dy), layer_gradients(x, c, dy, "chebyshev"), torch.float64)
 
 
 def test_numpy_arrays(generator: torch.Generator) -> None:

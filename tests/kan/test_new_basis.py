@@ -38,11 +38,6 @@ def _slope(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
     return d.to(state[0].dtype) * state[2]
 
 
-@triton.jit
-def _wrong_slope(state, d, table_ptr, TERMS: tl.constexpr, PARAMS: tl.constexpr):
-    return state[2]
-
-
 def _values(t: Tensor, terms: int, parameters: tuple[float, ...]) -> Iterator[Tensor]:
     return (t**d for d in range(terms))
 
@@ -95,18 +90,6 @@ def test_values_and_gradients(dtype: torch.dtype, powers: str, backend_name: str
     assert max(errors(powers, problem(dtype, device))) < TOLERANCES[dtype]
 
 
-def test_the_comparison_can_fail(device: torch.device) -> None:
-    """A slope that lacks a factor of d makes a wrong gradient of x, and of x alone."""
-    wrong = register_basis(replace(POWERS, name="wrong", derivative_prologue=(_start, _step, _wrong_slope)))
-    try:
-        with fastkron_py.backend("triton"):
-            y, dx, dc, dbias = errors(wrong.name, problem(torch.float32, device))
-        assert dx > 0.1
-        assert max(y, dc, dbias) < TOLERANCES[torch.float32]
-    finally:
-        unregister_basis("wrong")
-
-
 def test_without_device_functions(device: torch.device) -> None:
     """The basis runs in torch, whichever backend is asked for."""
     plain = register_basis(Basis("plain powers", _values, _slopes))
@@ -115,12 +98,6 @@ def test_without_device_functions(device: torch.device) -> None:
             assert max(errors(plain.name, problem(torch.float32, device))) < TOLERANCES[torch.float32]
     finally:
         unregister_basis("plain powers")
-
-
-def test_derivatives_of_every_order(powers: str, device: torch.device) -> None:
-    given = [t[:2].requires_grad_() for t in problem(torch.float64, device)[:2]]
-    assert torch.autograd.gradcheck(lambda x, c: poly_kan(x, c, basis=powers), given, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(lambda x, c: poly_kan(x, c, basis=powers), given)
 
 
 def test_layers(powers: str, backend_name: str, device: torch.device) -> None:
@@ -148,11 +125,11 @@ def test_a_normalization_of_its_own_and_no_frequencies() -> None:
         unregister_basis("local powers")
 
 
-def test_removed(device: torch.device) -> None:
+def test_removed(backend_name: str, device: torch.device) -> None:
     """Its name is unknown, to calls like those before too, and free for another basis."""
     given = problem(torch.float32, device)
     first = register_basis(POWERS)
-    y = poly_kan(*given[:2], basis="powers")
+    y, _ = (poly_kan(*given[:2], basis="powers") for _ in range(2))
     unregister_basis("powers")
     for call in (lambda: poly_kan(*given[:2], basis="powers"), lambda: PolyKANLinear(3, 4, 4, "powers")):
         with pytest.raises(ValueError, match=f"basis: expected one of {', '.join(basis_names())}; got 'powers'"):

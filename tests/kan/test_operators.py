@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from poly_kan_cases import BASES, PARAMETERS, layer, parameters_of, problem
+from poly_kan_cases import BASES, PARAMETERS, parameters_of, problem
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import fastkron_py
 from fastkron_py import poly_kan
 from fastkron_py.kan.layer_config import describe
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 # Torch's own, in forward mode and where it first compiles.
@@ -39,23 +39,23 @@ def options(basis: str, backend: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_gradcheck(basis: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+def test_gradcheck(basis: str, device: torch.device, generator: torch.Generator) -> None:
     x, c, bias, _ = sample(device, generator)
 
     def call(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
         return poly_kan(x, c, bias=bias, basis=basis, basis_parameters=PARAMETERS.get(basis), normalization="tanh")
 
-    fast = backend_name == "triton"
-    assert torch.autograd.gradcheck(call, (x, c, bias), fast_mode=fast)
-    if basis in ("chebyshev", "bspline") or not fast:
+    with fastkron_py.backend("torch"):  # whose operations are also what derives the gradients of both; contracts have the kernels'
+        assert torch.autograd.gradcheck(call, (x, c, bias))
         assert torch.autograd.gradgradcheck(call, (x, c, bias), fast_mode=True)
 
 
-@pytest.mark.parametrize("normalization", ["clamp", "layer_norm", "none"])
-def test_gradcheck_of_normalizations(normalization: str, device: torch.device, generator: torch.Generator) -> None:
-    x, c, _, _ = sample(device, generator)
-    assert torch.autograd.gradcheck(lambda x, c: poly_kan(x, c, normalization=normalization), (x, c))
-    assert torch.autograd.gradgradcheck(lambda x, c: poly_kan(x, c, normalization=normalization), (x, c), fast_mode=True)
+def test_gradcheck_of_normalizations(device: torch.device, generator: torch.Generator) -> None:
+    for normalization in ["clamp", "layer_norm", "none"]:
+        x, c, _, _ = sample(device, generator)
+        call = partial(poly_kan, normalization=normalization)
+        assert torch.autograd.gradcheck(call, (x, c))
+        assert torch.autograd.gradgradcheck(call, (x, c), fast_mode=True)
 
 
 def test_registered_operator_has_derivatives(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -82,29 +82,26 @@ def test_third_derivative(device: torch.device) -> None:
         assert_close(y.detach(), torch.full_like(x, expected).detach(), rms_tol=1e-12, max_tol=1e-12)
 
 
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False), (False, False, True)])
-def test_opcheck(needs: tuple[bool, bool, bool], backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, c, bias, dy = sample(device, generator)
-    described = options("chebyshev", backend_name)
-    torch.library.opcheck(
-        FORWARD, tuple([t.detach().requires_grad_(need) for t, need in zip((x, c, bias), needs, strict=True)]) + described
-    )
-    torch.library.opcheck(BACKWARD, (dy, x, c, *needs, *described))
+def test_opcheck(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for needs in [(True, True, True), (True, False, True), (False, True, False), (False, False, True)]:
+        x, c, bias, dy = sample(device, generator)
+        described = options("chebyshev", backend_name)
+        torch.library.opcheck(
+            FORWARD, tuple([t.detach().requires_grad_(need) for t, need in zip((x, c, bias), needs, strict=True)]) + described
+        )
+        torch.library.opcheck(BACKWARD, (dy, x, c, *needs, *described))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-@pytest.mark.parametrize("basis", ["legendre", "rbf"])
-@pytest.mark.parametrize("normalization", ["tanh", "minmax"])
-def test_compiles_in_one_graph(
-    basis: str, normalization: str, compiler: str, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(("basis", "normalization"), [("legendre", "minmax"), ("rbf", "tanh")])
+def test_compiles_in_one_graph(basis: str, normalization: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     torch.compiler.reset()
     x, c, bias, dy = sample(device, generator)
 
     def call(x: Tensor, c: Tensor, bias: Tensor) -> Tensor:
         return poly_kan(x, c, basis=basis, bias=bias, normalization=normalization)
 
-    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True, backend=compiler)
+    compiled: Callable[..., Tensor] = torch.compile(call, fullgraph=True)
     wanted = (x, c, bias)
     y = compiled(*wanted)
     assert_close(y, call(*wanted).detach())
@@ -147,23 +144,6 @@ def test_exports_with_any_batch(generator: torch.Generator) -> None:
             assert_close(a, e)
 
 
-def test_vmap_and_torch_func(device: torch.device, generator: torch.Generator) -> None:
-    x, c, _, _ = (t.detach() for t in sample(device, generator))
-    expected = layer(x, c, "chebyshev")
-    assert_close(torch.vmap(lambda row: poly_kan(row, c))(x), expected)
-    several = torch.stack([c, 2 * c])
-    assert_close(torch.vmap(lambda k: poly_kan(x, k))(several), torch.stack([expected, 2 * expected]))
-
-    def hessian(call: Callable[..., Tensor]) -> Tensor:
-        second: Tensor = torch.func.jacrev(torch.func.jacrev(lambda row: call(row).sum()))(x[0])
-        return second
-
-    assert_close(hessian(lambda t: poly_kan(t, c)), hessian(lambda t: layer(t, c, "chebyshev")), rms_tol=1e-12, max_tol=1e-12)
-    tangent = torch.ones_like(x)
-    _, forward_mode = torch.func.jvp(lambda t: poly_kan(t, c), (x,), (tangent,))
-    assert_close(forward_mode, torch.func.jvp(lambda t: layer(t, c, "chebyshev"), (x,), (tangent,))[1], rms_tol=1e-12, max_tol=1e-12)
-
-
 def test_vmap_of_the_operators(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """The rules that a compiled graph uses."""
     x, c, bias, dy = (t.detach() for t in sample(device, generator))
@@ -178,23 +158,3 @@ def test_vmap_of_the_operators(backend_name: str, device: torch.device, generato
             assert_close(y[i], FORWARD(a, b, bias, *described), rms_tol=1e-13, max_tol=1e-13)
             for mine, alone in zip(found, BACKWARD(dys[i], a, b, True, True, True, *described), strict=True):
                 assert_close(mine[i], alone, rms_tol=1e-13, max_tol=1e-13)
-
-
-def test_autocast(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, c, _, _ = (t.detach().float() for t in sample(device, generator))
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        y = poly_kan(x, c)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, poly_kan(x.bfloat16(), c.bfloat16()))
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert poly_kan(x.double(), c.double()).dtype == torch.float64
-
-
-def test_triton_is_refused_where_it_cannot_be(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastkron_py.runtime import backend as backends
-
-    x, c, _, _ = sample(device, generator)
-    CACHE.forget()
-    monkeypatch.setattr(backends, "triton_obstacle", lambda x: "it is Sunday")
-    with fastkron_py.backend("triton"), pytest.raises(ValueError, match="backend 'triton', but it is Sunday"):
-        poly_kan(x, c)
