@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from cache_spy import CacheSpy
 from torch import Tensor
 
 import fastkron_py
@@ -62,6 +63,12 @@ def step(function: Callable[..., Tensor], x: Tensor, a: Tensor, b: Tensor, dy: T
     leaves = [t.detach().requires_grad_() for t in (x, a, b)]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def served(spy: CacheSpy) -> tuple[int, int]:
+    """(forward, backward) calls of the rational function that the cache served since the last time."""
+    counts = spy.take()
+    return counts.get("rational", 0), counts.get("rational_backward", 0)
 
 
 def ours(p: Problem, version: str = "B") -> list[Tensor]:

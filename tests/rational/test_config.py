@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from fastkron_py.rational.config import LANES, Preference, Runs, Walk, find_runs, vector_width, walk
+from fastkron_py.rational.config_linear import fuses, linear_tile
+from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.tiling.gemm_config import GemmSizes
 
 
 def runs_of(t: Tensor, groups: int) -> Runs | None:
@@ -78,10 +81,9 @@ def is_valid(walk: Walk, runs: Runs) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "preference", [Preference(1, 4, 48, True), Preference(2, 4, 4), Preference(1, 1, 3, True), Preference(4, 8, 1)], ids=str
-)
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
+PREFERENCES = [Preference(1, 4, 48, True), Preference(2, 4, 4), Preference(1, 1, 3, True), Preference(4, 8, 1)]
+
+
 @pytest.mark.parametrize(
     ("outer", "groups", "length"),
     [
@@ -96,32 +98,16 @@ def is_valid(walk: Walk, runs: Runs) -> bool:
         (300, 2, 3 * 128),
     ],
 )
-def test_every_vector_once(outer: int, groups: int, length: int, itemsize: int, preference: Preference) -> None:
-    runs = Runs(outer, groups, length, (groups * length,))
-    for multiprocessors in (2, 132):
-        w = walk(runs, itemsize, multiprocessors, preference)
-        assert is_valid(w, runs)
-        assert sorted(taken(w)) == list(range(w.total))
-        assert w.iterations <= preference.iterations
-        if w.mode == "rows" and w.phases > 1:  # a thread stays on its columns
-            assert w.phases * w.block % w.per_run == 0
-
-
-def test_invalid_walks_are_told() -> None:
-    runs = Runs(512, 8, 96, (768,))
-    good = walk(runs, 4, 132, Preference(1, 4, 48))
-    assert is_valid(good, runs)
-    for wrong in (
-        {"phases": good.phases + 1},
-        {"mode": "flat"},
-        {"block": 96},
-        {"block": 16},
-        {"vector": 8},
-        {"chunks": 0},
-        {"total": good.total + 1},
-        {"mode": "wrap"},
-    ):
-        assert not is_valid(dataclasses.replace(good, **wrong), runs), wrong
+def test_every_vector_once(outer: int, groups: int, length: int) -> None:
+    for itemsize, preference in product([2, 4, 8], PREFERENCES):
+        runs = Runs(outer, groups, length, (groups * length,))
+        for multiprocessors in (2, 132):
+            w = walk(runs, itemsize, multiprocessors, preference)
+            assert is_valid(w, runs)
+            assert sorted(taken(w)) == list(range(w.total))
+            assert w.iterations <= preference.iterations
+            if w.mode == "rows" and w.phases > 1:  # a thread stays on its columns
+                assert w.phases * w.block % w.per_run == 0
 
 
 def test_the_kat_s_layers_have_whole_vectors_and_full_tiles() -> None:
@@ -144,3 +130,16 @@ def test_the_last_programs_are_short() -> None:
     assert lengths == sorted(lengths, reverse=True)
     assert set(lengths) == {48, 12}
     assert 0.7 < sum(n for n in lengths if n == 48) / sum(lengths) < 0.8
+
+
+def test_which_linear_layers_are_fused() -> None:
+    """Large products hide no more than they did, and what takes less time than the fused call's Python gains nothing."""
+    kat_t, kat_b, wide = (512 * 197, 768, 192), (128 * 197, 3072, 768), (16384, 16384, 4096)
+    assert not fuses(*kat_t, 2, True, HOPPER)
+    assert fuses(*kat_b, 2, False, HOPPER)
+    assert not fuses(*wide, 2, False, HOPPER)
+    tile = linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, True), True)
+    assert tile.programs == 2
+    assert 768 // 8 % (tile.block_n // tile.parts) == 0  # pieces of KAT-T's tiles lie within a group
+    assert linear_tile(GemmSizes(64, 32, 768, 2, 1, 2, False, HOPPER, True), True).block_n <= 64
+    assert linear_tile(GemmSizes(*kat_b, 2, 1, 2, False, HOPPER, False), False).programs == 1  # by pointers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from fastkron_py.rational.api_layer_norm import layer_norm_rational
 from fastkron_py.rational.api_linear import rational_linear
 from fastkron_py.rational.denominators import host
 from fastkron_py.rational.denominators.registry import find_denominator, unregister_denominator
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.tiling import cpu_slices
 
 BLOCK = 100  # elements: fewer than a row of the larger cases has
@@ -29,17 +29,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of few elements."""
     for constant in ("SLICE_ELEMENTS", "GPU_SLICE_ELEMENTS"):
         monkeypatch.setattr(cpu_slices, constant, BLOCK * torch_backend.INTERMEDIATES)
-    CACHE.forget()
     with fastkron_py.backend("torch"):
         yield
-    CACHE.forget()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF_TOLERANCES], ids=str)
-def test_versions_and_dtypes(version: str, dtype: torch.dtype) -> None:
-    p = problem((13, 7, 24), 3, version=version, dtype=dtype)
-    assert_right(ours(p, version), p, version)
+def test_versions_and_dtypes(version: str) -> None:
+    for dtype in [torch.float32, torch.float64, *HALF_TOLERANCES]:
+        p = problem((13, 7, 24), 3, version=version, dtype=dtype)
+        assert_right(ours(p, version), p, version)
 
 
 LAYOUTS: dict[str, Callable[[Problem], Problem]] = {
@@ -56,20 +54,19 @@ LAYOUTS: dict[str, Callable[[Problem], Problem]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("shape", "groups"), [((5, 3, 8), 2), ((3, 11, 42), 7), ((2, 3, 360), 3), ((3, 40, 12), 1)], ids=str)
-def test_layouts(shape: tuple[int, ...], groups: int, layout: str) -> None:
+def test_layouts(layout: str) -> None:
     """Blocks of rows, of some groups, and of parts of a run."""
-    p = LAYOUTS[layout](problem(shape, groups))
-    found = ours(p)
-    assert_right(found, p)
-    assert found[1].stride() == torch.empty_like(p.x).stride()
+    for shape, groups in [((5, 3, 8), 2), ((3, 11, 42), 7), ((2, 3, 360), 3), ((3, 40, 12), 1)]:
+        p = LAYOUTS[layout](problem(shape, groups))
+        found = ours(p)
+        assert_right(found, p)
+        assert found[1].stride() == torch.empty_like(p.x).stride()
 
 
-@pytest.mark.parametrize("groups", [(1, 6), (6, 1), (1, 1), (24, 24), (24, 1)], ids=str)
-@pytest.mark.parametrize("degrees", [(0, 1), (1, 2), (2, 3), (7, 6)], ids=str)
-def test_groups_and_degrees(groups: tuple[int, int], degrees: tuple[int, int]) -> None:
-    p = problem((37, 24), groups, degrees)
-    assert_right(ours(p), p)
+def test_groups_and_degrees() -> None:
+    for groups, degrees in product([(1, 6), (6, 1), (1, 1), (24, 24), (24, 1)], [(0, 1), (1, 2), (2, 3), (7, 6)]):
+        p = problem((37, 24), groups, degrees)
+        assert_right(ours(p), p)
 
 
 def _square(b: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -101,40 +98,18 @@ def test_own_denominator(groups: int | tuple[int, int]) -> None:
         fastkron_py.testing.assert_close(f, w, rms_tol=3e-6, max_tol=3e-5)
 
 
-@pytest.mark.parametrize("missing", [0, -1])
-def test_a_block_that_is_left_out_is_seen(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem((13, 7, 24), 3)
-    inner = torch_backend._blocks
-
-    def some(*given: object) -> list[object]:
-        blocks = list(inner(*given))  # type: ignore[arg-type]
-        assert len(blocks) > 3
-        del blocks[missing]
-        return blocks
-
-    y, *gradients = ours(p)
-    monkeypatch.setattr(torch_backend, "_blocks", some)
-    CACHE.forget()
-    wrong = ours(p)
-    for i, name in enumerate(("y", "dx", "da", "db")):
-        found = [y, *gradients]
-        found[i] = wrong[i]
-        with pytest.raises(AssertionError, match=name):
-            assert_right(found, p)
-
-
-@pytest.mark.parametrize("version", WITHOUT_NOISE)
-def test_infinities_and_poles(version: str) -> None:
+def test_infinities_and_poles() -> None:
     """They are where they were without blocks."""
-    x = torch.linspace(-3, 3, 240).view(20, 12)
-    x[3, 4], x[7, 1], x[12, 9] = torch.nan, torch.inf, -torch.inf
-    a, b = torch.randn(2, 4), torch.tensor([[1.0, 0.0], [-0.5, 0.0]])
-    x[5, 2], x[6, 8] = -1.0, 2.0  # zeros of 1 + b_1 x
-    for c in (a, torch.tensor([[0.0, 1.0, 0.0, 0.0]])):
-        t = x.view(20, 2, 6)
-        q = find_denominator(version).host_value([bj.unsqueeze(-1) for bj in b.unbind(1)], t)
-        want = host.host_polynomial([ci.unsqueeze(-1) for ci in c.expand(2, 4).unbind(1)], t) / q
-        torch.testing.assert_close(rational(x, c, b, version=version), want.view(20, 12), equal_nan=True)
+    for version in WITHOUT_NOISE:
+        x = torch.linspace(-3, 3, 240).view(20, 12)
+        x[3, 4], x[7, 1], x[12, 9] = torch.nan, torch.inf, -torch.inf
+        a, b = torch.randn(2, 4), torch.tensor([[1.0, 0.0], [-0.5, 0.0]])
+        x[5, 2], x[6, 8] = -1.0, 2.0  # zeros of 1 + b_1 x
+        for c in (a, torch.tensor([[0.0, 1.0, 0.0, 0.0]])):
+            t = x.view(20, 2, 6)
+            q = find_denominator(version).host_value([bj.unsqueeze(-1) for bj in b.unbind(1)], t)
+            want = host.host_polynomial([ci.unsqueeze(-1) for ci in c.expand(2, 4).unbind(1)], t) / q
+            torch.testing.assert_close(rational(x, c, b, version=version), want.view(20, 12), equal_nan=True)
 
 
 def test_fused_layers() -> None:
