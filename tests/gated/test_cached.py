@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +9,12 @@ import pytest
 import torch
 from cache_spy import CacheSpy
 from gated_cases import LAYOUTS, expected, expected_gradients, pack, problem, relative, served
-from modes import Functions, Operators
 from torch import Tensor
 
 import fastkron_py
 from fastkron_py import gated_linear
 from fastkron_py.functional import gated_mlp
-from fastkron_py.gated.activations.registry import find_activation, register_activation, unregister_activation
 from fastkron_py.runtime.call_cache import CACHE
-from fastkron_py.tiling import gemm_config as tuning
-from fastkron_py.tiling.gemm_config import GemmSpan, GemmTile
 
 ROWS, HIDDEN, DEPTH = 5, 16, 24
 
@@ -67,33 +61,6 @@ def test_gated_repeats_bit_for_bit(layout: str, backward: str, spy: CacheSpy, ge
             assert relative(f, e) < 4e-6
     CACHE.forget()
     assert all(torch.equal(f, again) for f, again in zip(found, step(), strict=True))
-    assert served(spy)[0] == 0
-
-
-@pytest.mark.parametrize("backward", ["save", "recompute"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_launches_repeat_bit_for_bit(
-    layout: str, backward: str, spy: CacheSpy, generator: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer whose columns are divided between two launches, on other memory each time."""
-    small = GemmTile(16, 32, 16, 4, 2)
-    monkeypatch.setattr(tuning, "gemm_spans", lambda sizes: (GemmSpan(0, 64, small), GemmSpan(64, sizes.columns, small)))
-    hidden = 40
-    for turn in range(3):
-        x, up, gate, dy = problem(ROWS, hidden, DEPTH, torch.float32, device, generator)
-        leaves = [x.requires_grad_(), pack(up, gate, layout).requires_grad_(), torch.randn(2 * hidden, generator=generator).to(device)]
-        bias = leaves[2] = leaves[2] if layout == "interleaved" else leaves[2].view(2, hidden)
-        y = gated_linear(*leaves[:2], bias=bias, layout=layout, backward=backward)
-        assert served(spy)[0] == (turn > 0)
-        biases = (bias[0::2], bias[1::2]) if layout == "interleaved" else (bias[0], bias[1])
-        wide = [t.detach().double().requires_grad_() for t in (x, up, gate)]
-        right = expected(*wide, "silu", biases)
-        dx, dw = torch.autograd.grad(y, leaves[:2], dy)
-        halves = dw if layout == "stacked" else (dw[0::2], dw[1::2])
-        for f, e in zip((y, dx, *halves), (right.detach(), *torch.autograd.grad(right, wide, dy.double())), strict=True):
-            assert relative(f, e) < 4e-6
-    CACHE.forget()
-    assert torch.equal(y, gated_linear(*leaves[:2], bias=bias, layout=layout, backward=backward))
     assert served(spy)[0] == 0
 
 
@@ -174,89 +141,3 @@ def test_other_options_are_other_calls(spy: CacheSpy, given: tuple[Tensor, Tenso
     assert served(spy)[0] == 0
     stacked(x, weight)
     assert served(spy)[0] == 1
-
-
-def test_what_watches_sees_every_call(spy: CacheSpy, given: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture) -> None:
-    x, weight = given
-    warm(spy, x, weight)
-    with Operators() as operators:
-        stacked(x, weight)
-    assert any("gated_linear" in name for name in operators.names)
-    with Functions():
-        stacked(x, weight)
-    with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
-        stacked(x, weight)
-    assert "backend triton" in caplog.text
-    assert served(spy)[0] == 0
-
-
-def test_transforms_see_the_call(spy: CacheSpy, given: tuple[Tensor, Tensor]) -> None:
-    x, weight = given
-    warm(spy, x, weight)
-    y = torch.func.vmap(lambda x: stacked(x, weight))(x.expand(2, ROWS, DEPTH))
-    assert_right(y[1], x, weight)
-    torch.func.grad(lambda x: stacked(x, weight).sum())(x)
-    torch.func.jvp(lambda x: stacked(x, weight), (x,), (x,))
-    assert served(spy)[0] == 0
-    compiled = torch.compile(stacked, fullgraph=True, backend="eager")
-    assert_right(compiled(x, weight), x, weight)
-    assert served(spy)[0] == 0
-
-
-def test_second_order_through_a_cached_call(spy: CacheSpy, given: tuple[Tensor, Tensor]) -> None:
-    x, weight = (t.requires_grad_() for t in given)
-
-    def second() -> list[Tensor]:
-        y = stacked(x, weight)
-        gradients = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
-        return list(torch.autograd.grad(sum(g.square().sum() for g in gradients), (x, weight)))
-
-    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    y = expected(wide[0], wide[1][0], wide[1][1], "silu")
-    gradients = torch.autograd.grad(y.square().sum(), wide, create_graph=True)
-    right = torch.autograd.grad(sum(g.square().sum() for g in gradients), wide)
-    for turn in range(2):
-        assert all(relative(f, e) < 1e-5 for f, e in zip(second(), right, strict=True))
-        assert served(spy)[0] == turn
-
-
-def test_errors_are_raised_as_before(spy: CacheSpy, given: tuple[Tensor, Tensor]) -> None:
-    x, weight = given
-    warm(spy, x, weight)
-    bad: list[tuple[Any, Any, dict[str, Any], type[Exception]]] = [
-        (x, weight[:, :, 1:], {}, ValueError),
-        (x, weight.double(), {}, TypeError),
-        (x, None, {}, TypeError),
-        (x, weight, {"activation": ["silu"]}, TypeError),
-        (x, weight, {"activation": "none"}, ValueError),
-        (x, weight, {"precision": "none"}, ValueError),
-        (x, weight, {"backward": None}, TypeError),
-        (None, weight, {}, TypeError),
-    ]
-    for x, weight, options, error in bad:
-        with pytest.raises(error):
-            stacked(x, weight, **options)
-    assert served(spy)[0] == 0
-
-
-def test_another_activation_of_the_same_name(spy: CacheSpy, given: tuple[Tensor, Tensor]) -> None:
-    results = []
-    for like in ("relu", "silu"):
-        register_activation(dataclasses.replace(find_activation(like), name="tried"))
-        try:
-            results += [stacked(*given, activation="tried") for _ in range(2)]
-        finally:
-            unregister_activation("tried")
-    assert served(spy)[0] == 2
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[2], results[3])
-    assert not torch.equal(results[0], results[2])
-
-
-def test_memory_of_other_alignment_is_another_call(spy: CacheSpy, given: tuple[Tensor, Tensor]) -> None:
-    """A program that was built for pointers does not serve what descriptors could reach, nor the other way round."""
-    x, weight = given
-    unaligned = CHANGES["address"](x, weight)
-    for tensors in (unaligned, given, unaligned, given):
-        assert_right(stacked(*tensors), *given)
-    assert served(spy)[0] == 2

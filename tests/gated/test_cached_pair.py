@@ -11,7 +11,6 @@ from cache_spy import CacheSpy
 from gated_cases import expected, relative, served
 from torch import Tensor
 
-import fastkron_py
 from fastkron_py.functional import gated_linear, gated_mlp
 from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.tiling import gemm_config as tuning
@@ -232,21 +231,3 @@ def test_settings_that_change_before_the_backward_pass(spy: CacheSpy, device: to
     for turn in range(2):
         assert_right(given, result(given, "recompute", "highest"), dy)
         assert served(spy) == (turn, turn)
-
-
-def test_not_by_other_means(spy: CacheSpy, device: torch.device) -> None:
-    """Autocast, transforms and another backend are other calls."""
-    given = layer(device)
-    for _ in range(2):
-        y = result(given)
-    served(spy)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert result(given).dtype == torch.bfloat16
-    x, *rest = given
-    batch = torch.func.vmap(lambda x: result((x, *rest)))(x.expand(2, 2, 3, DEPTH))
-    assert relative(batch[1], y.detach()) < TOLERANCE
-    with fastkron_py.backend("torch"):
-        assert relative(result(given), y.detach()) < TOLERANCE
-    assert served(spy) == (0, 0)
-    assert torch.equal(result(given), y)
-    assert served(spy) == (1, 0)

@@ -187,19 +187,6 @@ def test_autocast(backend_name: str, device: torch.device, generator: torch.Gene
     assert weight.grad.dtype == torch.float32
 
 
-def test_checkpointed_and_hooked(device: torch.device, generator: torch.Generator) -> None:
-    """Under torch's own checkpointing, and with saved tensors that are moved away and back."""
-    x, weight, _, dy = sample(device, generator, "interleaved")
-    reference = torch.autograd.grad(gated_linear(x, weight), (x, weight), dy)
-    y = torch.utils.checkpoint.checkpoint(gated_linear, x, weight, use_reentrant=False)
-    for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
-        assert torch.equal(a, e)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        y = gated_linear(x, weight)
-    for a, e in zip(torch.autograd.grad(y, (x, weight), dy), reference, strict=True):
-        assert torch.equal(a, e)
-
-
 def test_triton_is_refused_where_it_cannot_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastkron_py.runtime import backend as backends
 

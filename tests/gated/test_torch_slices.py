@@ -50,4 +50,4 @@ def test_every_row(activation: str, dtype: torch.dtype, sliced: None, device: to
         tolerance = {torch.float64: 2e-14, torch.float32: 2e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
         wanted = expected_gradients(x, up, gate, dy, activation)
         for name, a, e in zip(("y alone", "y", "dx", "dup", "dgate"), found, [wanted[0], *wanted], strict=True):
-            assert_close(a, e, rms_tol=tolerance, max_tol=8 * tolerance, name=name)
+            assert_close(a, e, rms_tol=tolerance, max_tol=8 * tolerance, name=f"{name} of {rows}, {layout}, {backward}")
