@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,22 +36,14 @@ def magnitude(x: Tensor, w1: Any, w2: Any, base: Tensor) -> Tensor:
 
 
 @ALL
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(case: LoKrCase, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(case, dtype, device, generator)
-    got = lokr_linear(x, w1, w2, base=base, scale=0.5)
-    assert got.is_contiguous()
-    options: dict[str, Any] = {"magnitude": magnitude(x, w1, w2, base), "steps": STEPS, "rms_tol": None}
-    assert_close(got, expected(x, w1, w2, base, 0.5), **options)
-    assert_close(lokr_linear(x, w1, w2), expected(x, w1, w2, None, 1.0), **options)
-
-
-def test_a_wrong_order_is_seen(device: torch.device, generator: torch.Generator) -> None:
-    """The control: kron(w2, w1) and a missing base are far outside the tolerances of every dtype."""
-    x, w1, w2, base = lokr_problem(LoKrCase((5,), (4, 4), (4, 4)), torch.bfloat16, device, generator)
-    for wrong in (lokr_linear(x, w2, w1, base=base), lokr_linear(x, w1, w2)):
-        with pytest.raises(AssertionError):
-            assert_close(wrong, expected(x, w1, w2, base, 1.0), magnitude=magnitude(x, w1, w2, base), steps=STEPS)
+def test_values(case: LoKrCase, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for dtype in DTYPES:
+        x, w1, w2, base = lokr_problem(case, dtype, device, generator)
+        got = lokr_linear(x, w1, w2, base=base, scale=0.5)
+        assert got.is_contiguous()
+        options: dict[str, Any] = {"magnitude": magnitude(x, w1, w2, base), "steps": STEPS, "rms_tol": None}
+        assert_close(got, expected(x, w1, w2, base, 0.5), **options)
+        assert_close(lokr_linear(x, w1, w2), expected(x, w1, w2, None, 1.0), **options)
 
 
 @ALL
@@ -76,25 +67,23 @@ def test_gradients_of_both_orders(case: LoKrCase, backend_name: str, device: tor
 
 
 @ALL
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_float32_factors_beside_a_half_x(
-    case: LoKrCase, dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+def test_float32_factors_beside_a_half_x(case: LoKrCase, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """As trainers keep them: results in x's dtype, gradients of the factors in float32."""
-    x, w1, w2, base = lokr_problem(case, dtype, device, generator, factor_dtype=torch.float32)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-    got = lokr_linear(x, w1, w2, base=base, scale=0.5)
-    # One more rounding: of the factors.
-    assert_close(got, expected(x, w1, w2, base, 0.5).detach(), magnitude=magnitude(x, w1, w2, base).detach(), steps=STEPS + 1)
-    dy = torch.randn(got.shape, device=device).to(dtype)
-    doubles = [t.detach().double().requires_grad_() for t in leaves]
-    first = doubles[1] if case.rank1 is None else (doubles[1], doubles[2])
-    second = doubles[-2] if case.rank2 is None else (doubles[-3], doubles[-2])
-    want = reference.lokr_linear(doubles[0], first, second, base=doubles[-1], scale=0.5)
-    for g, w, leaf in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, doubles, dy.double()), leaves, strict=True):
-        assert g.dtype == leaf.dtype
-        # Sums may cancel, so the error is measured against the largest element; each of the products before rounds once.
-        assert_close(g.to(dtype), w, steps=3 * STEPS)
+    for dtype in [torch.float16, torch.bfloat16]:
+        x, w1, w2, base = lokr_problem(case, dtype, device, generator, factor_dtype=torch.float32)
+        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+        got = lokr_linear(x, w1, w2, base=base, scale=0.5)
+        # One more rounding: of the factors.
+        assert_close(got, expected(x, w1, w2, base, 0.5).detach(), magnitude=magnitude(x, w1, w2, base).detach(), steps=STEPS + 1)
+        dy = torch.randn(got.shape, device=device).to(dtype)
+        doubles = [t.detach().double().requires_grad_() for t in leaves]
+        first = doubles[1] if case.rank1 is None else (doubles[1], doubles[2])
+        second = doubles[-2] if case.rank2 is None else (doubles[-3], doubles[-2])
+        want = reference.lokr_linear(doubles[0], first, second, base=doubles[-1], scale=0.5)
+        for g, w, leaf in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, doubles, dy.double()), leaves, strict=True):
+            assert g.dtype == leaf.dtype
+            # Sums may cancel, so the error is measured against the largest element; each of the products before rounds once.
+            assert_close(g.to(dtype), w, steps=3 * STEPS)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -141,27 +130,27 @@ def test_second_order_of_float32_factors_beside_a_half_x(backend_name: str, devi
         assert relative(got, want) < 8 * torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-def test_the_operators_take_float32_factors_beside_a_half_x(left: bool, device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, _ = lokr_problem(LoKrCase((6,), (2, 3), (4, 5)), torch.bfloat16, device, generator, factor_dtype=torch.float32)
-    x = (x.mT if left else x).requires_grad_()
-    factors = [w.requires_grad_() if left else w.mT.detach().requires_grad_() for w in (w1, w2)]
-    torch.library.opcheck(torch.ops.fastkron.kron_matmul, (x, factors, None, 0.5, 0.0, None, "", left))
+def test_the_operators_take_float32_factors_beside_a_half_x(device: torch.device, generator: torch.Generator) -> None:
+    for left in [False, True]:
+        x, w1, w2, _ = lokr_problem(LoKrCase((6,), (2, 3), (4, 5)), torch.bfloat16, device, generator, factor_dtype=torch.float32)
+        x = (x.mT if left else x).requires_grad_()
+        factors = [w.requires_grad_() if left else w.mT.detach().requires_grad_() for w in (w1, w2)]
+        torch.library.opcheck(torch.ops.fastkron.kron_matmul, (x, factors, None, 0.5, 0.0, None, "", left))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=case_id)
-def test_autocast(case: LoKrCase, device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-    with torch.autocast(device.type, torch.bfloat16):
-        got = lokr_linear(x, w1, w2, base=base, scale=0.5)
-    assert got.dtype == torch.bfloat16
-    assert_close(got, expected(x, w1, w2, base, 0.5).detach(), magnitude=magnitude(x, w1, w2, base).detach(), steps=STEPS + 2)
-    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(got.sum(), leaves))
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    for case in [CASES[0], CASES[3]]:
+        x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+        with torch.autocast(device.type, torch.bfloat16):
+            got = lokr_linear(x, w1, w2, base=base, scale=0.5)
+        assert got.dtype == torch.bfloat16
+        assert_close(got, expected(x, w1, w2, base, 0.5).detach(), magnitude=magnitude(x, w1, w2, base).detach(), steps=STEPS + 2)
+        assert all(g.dtype == torch.float32 for g in torch.autograd.grad(got.sum(), leaves))
 
 
-@ALL
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", [CASES[3], CASES[4]], ids=case_id)
 def test_compiles_to_one_graph(case: LoKrCase, dynamic: bool, device: torch.device, generator: torch.Generator) -> None:
     torch._dynamo.reset()
     x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
@@ -177,20 +166,20 @@ def test_compiles_to_one_graph(case: LoKrCase, dynamic: bool, device: torch.devi
         torch.testing.assert_close(g, w)
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=case_id)
-def test_vmap_over_adapters_and_over_x(case: LoKrCase, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    problems = [lokr_problem(case, torch.float64, device, generator) for _ in range(3)]
-    stacked: list[Any] = []
-    for parts in zip(*problems, strict=True):
-        stacked.append(tuple(map(torch.stack, zip(*parts, strict=True))) if isinstance(parts[0], tuple) else torch.stack(parts))
+def test_vmap_over_adapters_and_over_x(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for case in CASES[:4]:
+        problems = [lokr_problem(case, torch.float64, device, generator) for _ in range(3)]
+        stacked: list[Any] = []
+        for parts in zip(*problems, strict=True):
+            stacked.append(tuple(map(torch.stack, zip(*parts, strict=True))) if isinstance(parts[0], tuple) else torch.stack(parts))
 
-    def call(x: Tensor, w1: Any, w2: Any, base: Tensor) -> Tensor:
-        return lokr_linear(x, w1, w2, base=base, scale=2.0)
+        def call(x: Tensor, w1: Any, w2: Any, base: Tensor) -> Tensor:
+            return lokr_linear(x, w1, w2, base=base, scale=2.0)
 
-    _, w1, w2, _ = problems[0]
-    torch.testing.assert_close(vmap(call)(*stacked), torch.stack([call(*p) for p in problems]))
-    got = vmap(call, in_dims=(0, None, None, 0))(stacked[0], w1, w2, stacked[3])
-    torch.testing.assert_close(got, torch.stack([call(p[0], w1, w2, p[3]) for p in problems]))
+        _, w1, w2, _ = problems[0]
+        torch.testing.assert_close(vmap(call)(*stacked), torch.stack([call(*p) for p in problems]))
+        got = vmap(call, in_dims=(0, None, None, 0))(stacked[0], w1, w2, stacked[3])
+        torch.testing.assert_close(got, torch.stack([call(p[0], w1, w2, p[3]) for p in problems]))
 
 
 def test_gradients_of_each_sample(device: torch.device) -> None:
@@ -223,64 +212,41 @@ class _Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("rank", [None, 4], ids=["matrix", "pair"])
-def test_no_tensor_of_the_weights_size(rank: int | None, generator: torch.Generator) -> None:
-    case = LoKrCase((3,), (8, 8), (16, 16), rank2=rank)
-    leaves = [t.requires_grad_() for t in leaves_of(*lokr_problem(case, torch.float32, torch.device("cpu"), generator))]
-    x, w1, *w2, base = leaves
-    with _Largest() as seen:
-        y = lokr_linear(x, w1, w2[0] if rank is None else tuple(w2), base=base)
-        torch.autograd.grad(y.sum(), leaves)
-    assert 128 * 3 <= seen.elements < 128 * 128 / 4
-    with _Largest() as seen:  # the control
-        reference.lokr_linear(x, w1, w2[0] if rank is None else tuple(w2), base=base)
-    assert seen.elements >= 128 * 128
+def test_no_tensor_of_the_weights_size(generator: torch.Generator) -> None:
+    for rank in [None, 4]:
+        case = LoKrCase((3,), (8, 8), (16, 16), rank2=rank)
+        leaves = [t.requires_grad_() for t in leaves_of(*lokr_problem(case, torch.float32, torch.device("cpu"), generator))]
+        x, w1, *w2, base = leaves
+        with _Largest() as seen:
+            y = lokr_linear(x, w1, w2[0] if rank is None else tuple(w2), base=base)
+            torch.autograd.grad(y.sum(), leaves)
+        assert 128 * 3 <= seen.elements < 128 * 128 / 4
+        with _Largest() as seen:  # the control
+            reference.lokr_linear(x, w1, w2[0] if rank is None else tuple(w2), base=base)
+        assert seen.elements >= 128 * 128
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t: t.mT.contiguous().mT, lambda t: t.repeat_interleave(2, -1)[..., ::2]], ids=["column", "strided"]
-)
-@ALL
-def test_strides(case: LoKrCase, change: Callable[[Tensor], Tensor], device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
-    want = lokr_linear(x, w1, w2, base=base)
-    changed = [t if t.ndim < 2 else change(t) for t in (x, base)]
-    torch.testing.assert_close(lokr_linear(changed[0], mapped(change, w1), mapped(change, w2), base=changed[1]), want)
+def test_strides(device: torch.device, generator: torch.Generator) -> None:
+    """Columns, and every other element."""
+    for case in CASES:
+        x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+        want = lokr_linear(x, w1, w2, base=base)
+        for change in (lambda t: t.mT.contiguous().mT, lambda t: t.repeat_interleave(2, -1)[..., ::2]):
+            changed = [t if t.ndim < 2 else change(t) for t in (x, base)]
+            torch.testing.assert_close(lokr_linear(changed[0], mapped(change, w1), mapped(change, w2), base=changed[1]), want)
 
 
-@pytest.mark.parametrize("case", [LoKrCase((0,), (2, 3), (4, 5)), LoKrCase((2, 0), (2, 3), (4, 5), rank2=1)], ids=case_id)
-def test_no_tokens(case: LoKrCase, device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-    y = lokr_linear(x, w1, w2, base=base)
-    assert y.shape == base.shape
-    assert all(not g.count_nonzero() for g in torch.autograd.grad(y.sum(), leaves))
+def test_no_tokens(device: torch.device, generator: torch.Generator) -> None:
+    for case in [LoKrCase((0,), (2, 3), (4, 5)), LoKrCase((2, 0), (2, 3), (4, 5), rank2=1)]:
+        x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+        y = lokr_linear(x, w1, w2, base=base)
+        assert y.shape == base.shape
+        assert all(not g.count_nonzero() for g in torch.autograd.grad(y.sum(), leaves))
 
 
-def test_several_adapters(device: torch.device, generator: torch.Generator) -> None:
-    """The result of one adapter is the base of the next."""
-    x, w1, w2, base = lokr_problem(CASES[1], torch.float64, device, generator)
-    _, v1, v2, _ = lokr_problem(CASES[1], torch.float64, device, generator)
-    got = lokr_linear(x, v1, v2, base=lokr_linear(x, w1, w2, base=base, scale=2.0), scale=-1.0)
-    assert_close(got, expected(x, w1, w2, base, 2.0) + expected(x, v1, v2, None, -1.0), steps=8)
-
-
-@pytest.mark.parametrize("scale", [0.5, np.float32(0.5), torch.tensor(0.5), 2], ids=["float", "numpy", "tensor", "integer"])
-def test_scales(scale: Any, device: torch.device, generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(CASES[1], torch.float32, device, generator)
-    got = lokr_linear(x, w1, w2, base=base, scale=scale)
-    assert_close(got, expected(x, w1, w2, base, float(scale)), magnitude=magnitude(x, w1, w2, base))
-
-
-def test_numpy_arrays(generator: torch.Generator) -> None:
-    x, w1, w2, base = lokr_problem(CASES[3], torch.float32, torch.device("cpu"), generator)
-    got = lokr_linear(x.numpy(), mapped(Tensor.numpy, w1), mapped(Tensor.numpy, w2), base=base.numpy(), scale=0.5)
-    assert isinstance(got, np.ndarray)
-    assert_close(got, expected(x, w1, w2, base, 0.5), magnitude=magnitude(x, w1, w2, base))
-
-
-def test_tensors_without_memory() -> None:
-    x, w1, w2 = torch.ones(3, 6, device="meta"), torch.ones(2, 3, device="meta"), torch.ones(5, 2, device="meta")
-    y = lokr_linear(x, w1, w2, base=torch.ones(3, 10, device="meta"))
-    assert y.is_meta
-    assert y.shape == (3, 10)
+def test_scales(device: torch.device, generator: torch.Generator) -> None:
+    for scale in [0.5, np.float32(0.5), torch.tensor(0.5), 2]:
+        x, w1, w2, base = lokr_problem(CASES[1], torch.float32, device, generator)
+        got = lokr_linear(x, w1, w2, base=base, scale=scale)
+        assert_close(got, expected(x, w1, w2, base, float(scale)), magnitude=magnitude(x, w1, w2, base))

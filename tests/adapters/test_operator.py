@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from adapter_cases import CASES, LoKrCase, case_id, leaves_of, lokr_problem
+from adapter_cases import CASES, LoKrCase, leaves_of, lokr_problem
 from cache_spy import CacheSpy
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -17,20 +18,10 @@ from fastkron_py import lokr_linear
 from fastkron_py.adapters import composed, operator, program
 from fastkron_py.adapters.factor import Factor
 from fastkron_py.adapters.plan import Plan
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.precision import torch_products
 from fastkron_py.testing import assert_close
 
-PLANS = pytest.mark.parametrize("is_dense", [True, False], ids=["expanded", "pair"])
 PAIRS = [CASES[1], CASES[3], LoKrCase((4,), (3, 2), (5, 4), rank1=2)]
-
-
-@pytest.fixture(autouse=True)
-def no_programs_of_other_plans() -> Iterator[None]:
-    """Plans are no part of a program's key."""
-    CACHE.forget()
-    yield
-    CACHE.forget()
 
 
 def factors(w1: Any, w2: Any) -> tuple[Factor, Factor]:
@@ -42,75 +33,53 @@ def planned(monkeypatch: pytest.MonkeyPatch, is_dense: bool) -> None:
     monkeypatch.setattr(composed, "best_plan", lambda w1, w2, *_: Plan(is_dense or w1.rank is None, is_dense or w2.rank is None))
 
 
-@PLANS
-@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
-@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_composed_products_numbers(
-    case: LoKrCase,
-    is_dense: bool,
-    factor_dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-    backend_name: str,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
+@pytest.fixture(params=[True, False], ids=["expanded", "pair"])
+def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(monkeypatch, request.param)
+
+
+def test_the_composed_products_numbers(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """Results bit by bit: the same multiplies on the same operands. A pair's gradients within a rounding: here the matrix's gradient lies
     in memory as the matrix does, there transposed, and torch may then sum in another order."""
-    planned(monkeypatch, is_dense)
-    x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, factor_dtype)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-    dy = torch.randn(base.shape, generator=generator).to(device, torch.bfloat16)
-    got, want = lokr_linear(x, w1, w2, base=base, scale=0.5), composed.add_product(x, *factors(w1, w2), base, 0.5, None)
-    assert torch.equal(got, want)
-    for g, w in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
-        assert_close(g, w.double(), steps=1)
-        assert g.dtype == w.dtype
-    with torch.no_grad():
-        assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.5), want)
+    for case, factor_dtype in product([CASES[0], *PAIRS], [torch.bfloat16, torch.float32]):
+        x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, factor_dtype)
+        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+        dy = torch.randn(base.shape, generator=generator).to(device, torch.bfloat16)
+        got, want = lokr_linear(x, w1, w2, base=base, scale=0.5), composed.add_product(x, *factors(w1, w2), base, 0.5, None)
+        assert torch.equal(got, want)
+        for g, w in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
+            assert_close(g, w.double(), steps=1)
+            assert g.dtype == w.dtype
+        with torch.no_grad():
+            assert torch.equal(lokr_linear(x, w1, w2, base=base, scale=0.5), want)
 
 
-@PLANS
-@pytest.mark.parametrize("case", PAIRS, ids=case_id)
-@pytest.mark.parametrize("wanted", range(6), ids=str)
-def test_some_gradients(
-    case: LoKrCase,
-    is_dense: bool,
-    wanted: int,
-    monkeypatch: pytest.MonkeyPatch,
-    backend_name: str,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
-    planned(monkeypatch, is_dense)
-    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
-    given = leaves_of(x, w1, w2, base)
-    leaf = given[wanted % len(given)].requires_grad_()
-    found = [
-        torch.autograd.grad(y.square().sum(), leaf)[0]
-        for y in (lokr_linear(x, w1, w2, base=base, scale=2.0), composed.add_product(x, *factors(w1, w2), base, 2.0, None))
-    ]
-    torch.testing.assert_close(*found)
+def test_some_gradients(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for case, wanted in product(PAIRS, range(6)):
+        x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+        given = leaves_of(x, w1, w2, base)
+        leaf = given[wanted % len(given)].requires_grad_()
+        found = [
+            torch.autograd.grad(y.square().sum(), leaf)[0]
+            for y in (lokr_linear(x, w1, w2, base=base, scale=2.0), composed.add_product(x, *factors(w1, w2), base, 2.0, None))
+        ]
+        torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
-def test_one_node(case: LoKrCase, device: torch.device, generator: torch.Generator) -> None:
+def test_one_node(device: torch.device, generator: torch.Generator) -> None:
     """By Triton; on a CPU autograd records torch's products."""
-    x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, torch.float32)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-    with fastkron_py.backend("triton"):
-        y = lokr_linear(x, w1, w2, base=base)
-    assert y.grad_fn is not None
-    reached = [node.variable for node, _ in y.grad_fn.next_functions if hasattr(node, "variable")]
-    assert [id(t) for t in reached] == [id(t) for t in leaves]
+    for case in [CASES[0], *PAIRS]:
+        x, w1, w2, base = lokr_problem(case, torch.bfloat16, device, generator, torch.float32)
+        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+        with fastkron_py.backend("triton"):
+            y = lokr_linear(x, w1, w2, base=base)
+        assert y.grad_fn is not None
+        reached = [node.variable for node, _ in y.grad_fn.next_functions if hasattr(node, "variable")]
+        assert [id(t) for t in reached] == [id(t) for t in leaves]
 
 
-@PLANS
-@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
-def test_torchs_checks(
-    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    planned(monkeypatch, is_dense)
-    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+def test_torchs_checks(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    x, w1, w2, base = lokr_problem(CASES[3], torch.float64, device, generator)
     leaves_of(*[t.requires_grad_() for t in leaves_of(x, w1, w2, base)])
     tensors = (x, *[t for w in factors(w1, w2) for t in w])
     torch.library.opcheck(operator.lokr_linear.registered, (*tensors, base, 0.5, 1.0, None, ""))
@@ -134,28 +103,21 @@ def test_cached_calls(monkeypatch: pytest.MonkeyPatch, backend_name: str, device
             assert lokr_linear(x, w1, w2, base=base, scale=0.5).dtype == dtype
 
 
-@PLANS
-@pytest.mark.parametrize("case", PAIRS, ids=case_id)
 def test_autocast_rounds_no_pair_inside_of_transforms(
-    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator
+    plans: None, backend_name: str, device: torch.device, generator: torch.Generator
 ) -> None:
     """A float32 pair is multiplied out in float32 there as well: the same numbers as of an eager call."""
-    planned(monkeypatch, is_dense)
-    x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
-    with torch.autocast(device.type, torch.bfloat16):
-        want = lokr_linear(x, w1, w2, base=base)
-        got, _ = torch.func.jvp(lambda x: lokr_linear(x, w1, w2, base=base), (x,), (x,))
-    assert torch.equal(got, want)
+    for case in PAIRS:
+        x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+        with torch.autocast(device.type, torch.bfloat16):
+            want = lokr_linear(x, w1, w2, base=base)
+            got, _ = torch.func.jvp(partial(lokr_linear, w1=w1, w2=w2, base=base), (x,), (x,))
+        assert torch.equal(got, want)
 
 
-@PLANS
-@pytest.mark.parametrize("case", PAIRS, ids=case_id)
-def test_autocast_rounds_no_second_derivative(
-    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device, generator: torch.Generator
-) -> None:
+def test_autocast_rounds_no_second_derivative(plans: None, device: torch.device, generator: torch.Generator) -> None:
     """By Triton; torch's own products are rounded in backward passes under autocast."""
-    planned(monkeypatch, is_dense)
-    x, w1, w2, base = lokr_problem(case, torch.float32, device, generator)
+    x, w1, w2, base = lokr_problem(CASES[3], torch.float32, device, generator)
     leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2)]
 
     def second(autocast: bool) -> tuple[Tensor, ...]:
@@ -169,23 +131,19 @@ def test_autocast_rounds_no_second_derivative(
         torch.testing.assert_close(got, want)
 
 
-@PLANS
-@pytest.mark.parametrize("case", [CASES[0], *PAIRS], ids=case_id)
-def test_forward_mode_through_a_backward_pass(
-    case: LoKrCase, is_dense: bool, monkeypatch: pytest.MonkeyPatch, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
+def test_forward_mode_through_a_backward_pass(plans: None, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """Of a product that was recorded outside of it: a tangent of dy reaches the gradients, which are linear in dy."""
-    planned(monkeypatch, is_dense)
-    x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
-    leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
-    y = lokr_linear(x, w1, w2, base=base, scale=0.5)
-    dy, tangent = torch.randn(2, *y.shape, generator=generator, dtype=torch.float64).to(device)
-    want = torch.autograd.grad(y, leaves, tangent, retain_graph=True)
-    with forward_ad.dual_level():
-        found = torch.autograd.grad(y, leaves, forward_ad.make_dual(dy, tangent))
-        tangents = [forward_ad.unpack_dual(g).tangent for g in found]
-    for got, w in zip(tangents, want, strict=True):
-        torch.testing.assert_close(got, w)
+    for case in [CASES[0], *PAIRS]:
+        x, w1, w2, base = lokr_problem(case, torch.float64, device, generator)
+        leaves = [t.requires_grad_() for t in leaves_of(x, w1, w2, base)]
+        y = lokr_linear(x, w1, w2, base=base, scale=0.5)
+        dy, tangent = torch.randn(2, *y.shape, generator=generator, dtype=torch.float64).to(device)
+        want = torch.autograd.grad(y, leaves, tangent, retain_graph=True)
+        with forward_ad.dual_level():
+            found = torch.autograd.grad(y, leaves, forward_ad.make_dual(dy, tangent))
+            tangents = [forward_ad.unpack_dual(g).tangent for g in found]
+        for got, w in zip(tangents, want, strict=True):
+            torch.testing.assert_close(got, w)
 
 
 def test_a_pair_is_multiplied_out_in_the_precision_that_is_asked_for(
