@@ -168,21 +168,21 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.fastkron.running_range, (own, running, after, layer._calls.handle))
 
 
-@pytest.mark.parametrize(("most", "most_bytes", "kept"), [(150, 2**20, 150), (4096, 128 * 100 + 1, 100), (4096, 1, 64), (4096, 2**20, 170)])
-def test_how_many_calls_are_remembered(most: int, most_bytes: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond them the nearest are taken."""
-    monkeypatch.setattr(running_range, "MOST_CALLS", most)
-    monkeypatch.setattr(running_range, "MOST_BYTES", most_bytes)
-    calls = Calls()
-    own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
-    running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
-    given = [calls.follow(t, running, 0.5)[0] for t in own]
-    monkeypatch.setattr(running_range, "is_second_run", lambda: True)
-    for age in (1, kept // 2, kept):
-        bounds, after = calls.follow(own[-age], running, 0.5)
-        assert torch.equal(bounds, given[-age])
-        assert torch.equal(after, running)
-    assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
+    for most, most_bytes, kept in [(150, 2**20, 150), (4096, 128 * 100 + 1, 100), (4096, 1, 64), (4096, 2**20, 170)]:
+        monkeypatch.setattr(running_range, "MOST_CALLS", most)
+        monkeypatch.setattr(running_range, "MOST_BYTES", most_bytes)
+        calls = Calls()
+        own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
+        running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
+        given = [calls.follow(t, running, 0.5)[0] for t in own]
+        monkeypatch.setattr(running_range, "is_second_run", lambda: True)
+        for age in (1, kept // 2, kept):
+            bounds, after = calls.follow(own[-age], running, 0.5)
+            assert torch.equal(bounds, given[-age])
+            assert torch.equal(after, running)
+        assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
 
 
 def test_gradients_of_many_calls_in_checkpoints() -> None:
@@ -231,20 +231,16 @@ def test_infinities_are_left_out() -> None:
     assert splines.centre.tolist() == [2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("layer", "x"),
-    [
+def test_a_call_that_fails_moves_nothing() -> None:
+    for layer, x in [
         (PolyKANLinear(3, 2, 4, "bspline"), torch.randn(5, 3, dtype=torch.float64)),
         (PolyKANLinear(3, 2, 4, "bspline"), torch.randn(5, 1)),
         (PolyKANConv2d(3, 2, 1, 4, "bspline"), torch.randn(1, 3, 5, 5, dtype=torch.float64)),
-    ],
-    ids=["dtype", "shape", "convolution"],
-)
-def test_a_call_that_fails_moves_nothing(layer: PolyKANLinear, x: Tensor) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"coefficients: expected x's dtype|x: expected a last dimension of 3"):
-        layer(x)
-    assert layer.low is not None
-    assert bool(layer.low.isposinf().all())
+    ]:
+        with pytest.raises((TypeError, ValueError), match=r"coefficients: expected x's dtype|x: expected a last dimension of 3"):
+            layer(x)
+        assert layer.low is not None
+        assert bool(layer.low.isposinf().all())
 
 
 def test_half_ranges() -> None:
@@ -263,12 +259,12 @@ def test_half_ranges() -> None:
     assert_close(splines(x).detach(), wide(x.double()).detach(), steps=3)
 
 
-@pytest.mark.parametrize("normalization", ["minmax", "layer_norm"])
-def test_autocast_rounds_what_is_normalized(normalization: str) -> None:
-    layer = PolyKANConv2d(3, 4, 1, 5, normalization=normalization)
-    x = 100 + 0.01 * torch.randn(2, 3, 5, 5)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    c = layer.coefficients.detach().bfloat16().double()[..., 0, 0]
-    expected = poly_kan(x.movedim(1, -1).double(), c, normalization=normalization).movedim(-1, 1)
-    assert_close(y.detach(), expected, steps=3)
+def test_autocast_rounds_what_is_normalized() -> None:
+    for normalization in ["minmax", "layer_norm"]:
+        layer = PolyKANConv2d(3, 4, 1, 5, normalization=normalization)
+        x = 100 + 0.01 * torch.randn(2, 3, 5, 5)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        c = layer.coefficients.detach().bfloat16().double()[..., 0, 0]
+        expected = poly_kan(x.movedim(1, -1).double(), c, normalization=normalization).movedim(-1, 1)
+        assert_close(y.detach(), expected, steps=3)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fastkron_py import KroneckerProduct
 from fastkron_py.nn import KAN, GatedMLP, LoKrConv2d, LoKrLinear, PolyKANLinear
-from fastkron_py.runtime.call_cache import CACHE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"),
@@ -42,27 +41,26 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["with gradients", "without"])
 @pytest.mark.parametrize("name", TRACED)
-def test_torch_traces_the_same_twice(name: str, trains: bool) -> None:
+def test_torch_traces_the_same_twice(name: str) -> None:
     """It traces again without gradients, and compares the graphs."""
-    CACHE.forget()
-    make, shape = TRACED[name]
-    layer, x = make(), torch.randn(shape)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    layer(x)
-    layer.eval()
-    with torch.set_grad_enabled(trains):
-        traced = torch.jit.trace(layer, (x,))
-    others = torch.randn(shape)
-    torch.testing.assert_close(traced(others), layer(others), rtol=1e-5, atol=1e-5)
-    wanted, found = (
-        torch.autograd.grad(module(others).square().sum(), [p for p in module.parameters() if p.requires_grad])
-        for module in (layer, traced)
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for trains in [True, False]:
+        make, shape = TRACED[name]
+        layer, x = make(), torch.randn(shape)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+        layer(x)
+        layer.eval()
+        with torch.set_grad_enabled(trains):
+            traced = torch.jit.trace(layer, (x,))
+        others = torch.randn(shape)
+        torch.testing.assert_close(traced(others), layer(others), rtol=1e-5, atol=1e-5)
+        wanted, found = (
+            torch.autograd.grad(module(others).square().sum(), [p for p in module.parameters() if p.requires_grad])
+            for module in (layer, traced)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 EXPORTED: dict[str, Callable[[], nn.Module]] = {
@@ -72,20 +70,19 @@ EXPORTED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", EXPORTED)
-def test_regions_without_gradients_have_a_result(name: str, training: bool) -> None:
+def test_regions_without_gradients_have_a_result(name: str) -> None:
     """torch.export.save refuses one that has none, depending on what the process has traced before."""
-    CACHE.forget()
-    layer, x = EXPORTED[name]().train(), torch.randn(5, 8)
-    layer(x)
-    program = torch.export.export(layer.train(training), (x,))
-    regions = [node for node in program.graph.nodes if "set_grad_enabled" in str(node.target)]
-    assert all(node.users for node in regions)
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    torch.testing.assert_close(torch.export.load(file).module()(x), layer(x))
+    for training in [True, False]:
+        layer, x = EXPORTED[name]().train(), torch.randn(5, 8)
+        layer(x)
+        program = torch.export.export(layer.train(training), (x,))
+        regions = [node for node in program.graph.nodes if "set_grad_enabled" in str(node.target)]
+        assert all(node.users for node in regions)
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        torch.testing.assert_close(torch.export.load(file).module()(x), layer(x))
 
 
 class Product(nn.Module):
@@ -109,10 +106,9 @@ CALLS: dict[str, Callable[[KroneckerProduct, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", CALLS)
-def test_operators_are_exported(name: str, strict: bool) -> None:
-    CACHE.forget()
-    torch.compiler.reset()
-    module, x = Product(CALLS[name]), torch.randn(5, 12)
-    torch.testing.assert_close(torch.export.export(module, (x,), strict=strict).module()(x), module(x))
+def test_operators_are_exported(name: str) -> None:
+    for strict in [True, False]:
+        torch.compiler.reset()
+        module, x = Product(CALLS[name]), torch.randn(5, 12)
+        torch.testing.assert_close(torch.export.export(module, (x,), strict=strict).module()(x), module(x))
