@@ -177,12 +177,13 @@ def test_how_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         own = torch.randn(170, 2, 4, dtype=torch.float64).cumsum(0)
         running = torch.tensor([[-1.0], [3.0]], dtype=torch.float64).expand(2, 4)
         given = [calls.follow(t, running, 0.5)[0] for t in own]
-        monkeypatch.setattr(running_range, "is_second_run", lambda: True)
-        for age in (1, kept // 2, kept):
-            bounds, after = calls.follow(own[-age], running, 0.5)
-            assert torch.equal(bounds, given[-age])
-            assert torch.equal(after, running)
-        assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
+        with monkeypatch.context() as second:
+            second.setattr(running_range, "is_second_run", lambda: True)
+            for age in (1, kept // 2, kept):
+                bounds, after = calls.follow(own[-age], running, 0.5)
+                assert torch.equal(bounds, given[-age])
+                assert torch.equal(after, running)
+            assert torch.equal(calls.follow(own[0], running, 0.5)[0], given[0]) == (kept == len(own))
 
 
 def test_gradients_of_many_calls_in_checkpoints() -> None:
