@@ -99,13 +99,6 @@ def empty_caches(tried_names: None) -> None:
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
-    """Counts the calls that the cache serves, by Triton's kernels."""
-    with fastkron_py.backend("triton"):
-        yield CacheSpy(monkeypatch)
-
-
-@pytest.fixture
 def device() -> torch.device:
     """CUDA where there is a GPU, else the CPU (where Triton kernels are interpreted)."""
     return torch.device("cuda" if HAS_GPU else "cpu")
@@ -130,6 +123,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 def generator(seed: int) -> torch.Generator:
     """A CPU generator of the test's own."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
+    """What the call cache serves, in a test of the backend triton."""
+    with fastkron_py.backend("triton"):
+        yield CacheSpy(monkeypatch)
 
 
 @pytest.fixture
