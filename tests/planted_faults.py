@@ -170,12 +170,7 @@ FAULTS = [
         "fastkron_py/rational/denominators/version_a.py",
         "return v, with_sign(v, x)",
         "return v, v",
-        (
-            "tests/contracts -k rational",
-            "tests/rational/test_denominators.py",
-            "tests/rational/test_kernels.py",
-            "tests/rational/test_api.py",
-        ),
+        ("tests/rational/test_api.py", "tests/contracts -k rational", "tests/rational/test_denominators.py"),
     ),
     Fault(
         "fastkron_py/rational/program_layer_norm.py",

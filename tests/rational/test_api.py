@@ -19,6 +19,7 @@ from fastkron_py.reference_rational import FORMULAS
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.sampled(ways=2)  # each version's kernels
 @pytest.mark.parametrize("version", VERSIONS)
 def test_versions(version: str, backend_name: str, device: torch.device) -> None:
     for shape, groups in [((2, 4, 8), 4), ((5, 7, 96), 1)]:

@@ -44,6 +44,7 @@ def found(given: list[Tensor], version: str = "B") -> tuple[list[Tensor], Tensor
     return [y.detach(), *torch.autograd.grad(y, given, cotangent)], cotangent
 
 
+@pytest.mark.sampled(ways=2)  # each version's kernels
 @pytest.mark.parametrize("version", WITHOUT_NOISE)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_equals_the_formula(name: str, version: str) -> None:
