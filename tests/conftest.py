@@ -31,6 +31,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of several test files: shapes_list
 
 import clean_caches
+from cache_spy import CacheSpy
 from sampling import mark_unsampled
 
 import fastkron_py
@@ -122,6 +123,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 def generator(seed: int) -> torch.Generator:
     """A CPU generator of the test's own."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
+    """What the call cache serves, in a test of the backend triton."""
+    with fastkron_py.backend("triton"):
+        yield CacheSpy(monkeypatch)
 
 
 @pytest.fixture
