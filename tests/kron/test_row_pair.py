@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,17 +63,18 @@ def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     plan.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [pytest.param(s, id=n, marks=pytest.mark.full if n in LARGE else ()) for n, s in SHAPES.items()])
-def test_products(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device, paired: list[str]) -> None:
-    torch.manual_seed(0)
-    x, factors = problem(dtype, device, *shape)
-    wanted = dense(x, factors)
-    z = torch.randn(wanted.shape, device=device).to(dtype)
-    steps = 3 * len(factors)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
-    assert_close(multiply(x, factors), wanted, steps=steps)
-    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
-    assert "_row_pair_fwd_kernel" in paired
+def test_products(shape: tuple[Any, ...], device: torch.device, paired: list[str]) -> None:
+    for dtype in DTYPES:
+        paired.clear()
+        torch.manual_seed(0)
+        x, factors = problem(dtype, device, *shape)
+        wanted = dense(x, factors)
+        z = torch.randn(wanted.shape, device=device).to(dtype)
+        steps = 3 * len(factors)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+        assert_close(multiply(x, factors), wanted, steps=steps)
+        assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps + 1)
+        assert "_row_pair_fwd_kernel" in paired
 
 
 def test_nothing_between_two_steps_overflows(device: torch.device) -> None:
@@ -88,71 +90,68 @@ def test_nothing_between_two_steps_overflows(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ps", SIDES, ids=str)
-def test_infinities_stay_in_their_slices(ps: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    x, factors = problem(dtype, device, 1, 3, ps, ps, 1)
-    x[0, 1, 7] = float("inf")
-    y = multiply(x, factors)
-    assert not y[0, 1].isfinite().any()
-    assert_close(y[:, ::2], dense(x[:, ::2], factors), steps=6)
+def test_infinities_stay_in_their_slices(ps: tuple[int, ...], device: torch.device) -> None:
+    for dtype in DTYPES:
+        x, factors = problem(dtype, device, 1, 3, ps, ps, 1)
+        x[0, 1, 7] = float("inf")
+        y = multiply(x, factors)
+        assert not y[0, 1].isfinite().any()
+        assert_close(y[:, ::2], dense(x[:, ::2], factors), steps=6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ps", SIDES, ids=str)
-def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_an_infinity_of_a_factor_stays_in_its_place(ps: tuple[int, ...], device: torch.device) -> None:
     """Also where the tile is padded: 0 times an infinity is NaN."""
-    x, factors = problem(dtype, device, 1, 2, ps, ps, 1)
-    for n, (factor, size) in enumerate(zip(factors, ps, strict=True)):
-        finite = factor.clone()
-        row, column = min(3, size - 1), min(5, size - 1)
-        factor[0, row, column] = float("inf")
-        y = multiply(x, factors).view(2, *ps).movedim(1 + n, -1)
-        others = torch.arange(size, device=device) != column
-        left = [f[..., others] if i == n else f for i, f in enumerate(factors)]
-        assert not y[..., column].isfinite().any()
-        assert_close(y[..., others], dense(x, left).view(2, *[f.shape[2] for f in left]).movedim(1 + n, -1), steps=6)
-        factor.copy_(finite)
+    for dtype in DTYPES:
+        x, factors = problem(dtype, device, 1, 2, ps, ps, 1)
+        for n, (factor, size) in enumerate(zip(factors, ps, strict=True)):
+            finite = factor.clone()
+            row, column = min(3, size - 1), min(5, size - 1)
+            factor[0, row, column] = float("inf")
+            y = multiply(x, factors).view(2, *ps).movedim(1 + n, -1)
+            others = torch.arange(size, device=device) != column
+            left = [f[..., others] if i == n else f for i, f in enumerate(factors)]
+            assert not y[..., column].isfinite().any()
+            assert_close(y[..., others], dense(x, left).view(2, *[f.shape[2] for f in left]).movedim(1 + n, -1), steps=6)
+            factor.copy_(finite)
 
 
-@pytest.mark.parametrize(
-    ("ps", "count"),
-    [
-        ((64, 64), 1),
-        ((112, 128), 1),
-        ((86, 128), 1),
-        ((8, 8, 8, 8), 1),
-        ((64, 64, 64), 2),
-        ((8,) * 5, 1),
-        ((32,) * 3, 2),
-        ((16, 100), 1),
-        ((128, 16), 1),
-        ((172, 64), 1),
-        ((256, 128), 1),
-        ((128, 2, 128), 1),
-        ((8, 8, 2, 2, 8, 8), 1),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_the_plan_takes_it(ps: tuple[int, ...], count: int, half: str) -> None:
-    launches = plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half))
-    assert len(launches) == count
-    assert any(launch.kernel == "row_pair" for launch in launches)
+def test_the_plan_takes_it() -> None:
+    for (ps, count), half in itertools.product(
+        [
+            ((64, 64), 1),
+            ((112, 128), 1),
+            ((86, 128), 1),
+            ((8, 8, 8, 8), 1),
+            ((64, 64, 64), 2),
+            ((8,) * 5, 1),
+            ((32,) * 3, 2),
+            ((16, 100), 1),
+            ((128, 16), 1),
+            ((172, 64), 1),
+            ((256, 128), 1),
+            ((128, 2, 128), 1),
+            ((8, 8, 2, 2, 8, 8), 1),
+        ],
+        ["bfloat16", "float16"],
+    ):
+        launches = plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half))
+        assert len(launches) == count
+        assert any(launch.kernel == "row_pair" for launch in launches)
 
 
-@pytest.mark.parametrize(("ps", "rows", "is_taken"), [((98, 167), 2, False), ((98, 167), 200, True), ((96, 160), 2, True)], ids=str)
-def test_few_slices_do_not_wait_for_odd_wide_factors(ps: tuple[int, ...], rows: int, is_taken: bool) -> None:
+def test_few_slices_do_not_wait_for_odd_wide_factors() -> None:
     """Rows of 167 elements are loaded one element at a time, before the first slice."""
-    launches = plan(ps, ps, PlanProblem(2, rows, 1, True, 1, "bfloat16"))
-    assert any(launch.kernel == "row_pair" for launch in launches) is is_taken
+    for ps, rows, is_taken in [((98, 167), 2, False), ((98, 167), 200, True), ((96, 160), 2, True)]:
+        launches = plan(ps, ps, PlanProblem(2, rows, 1, True, 1, "bfloat16"))
+        assert any(launch.kernel == "row_pair" for launch in launches) is is_taken
 
 
-@pytest.mark.parametrize("ps", [(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ids=str)
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_what_it_does_not_take(ps: tuple[int, ...], half: str) -> None:
-    assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
+def test_what_it_does_not_take() -> None:
+    for ps, half in itertools.product([(300, 64), (200, 32), (200, 200), (2, 300), (64, 7), (7, 64)], ["bfloat16", "float16"]):
+        assert not any(launch.kernel == "row_pair" for launch in plan(ps, ps, PlanProblem(2, 4096, 1, True, 1, half)))
 
 
 PAIRS = [
@@ -174,24 +173,24 @@ NARROW = [(16, 16), (16, 100), (31, 128), (128, 16), (20, 40), (8, 8)]
 TRIPLES = [(64, 4, 64), (64, 8, 64), (128, 4, 128), (64, 2, 128), (128, 4, 64), (112, 2, 64), (128, 2, 128), (100, 2, 100)]
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "axpby", *QUANTIZING])
-@pytest.mark.parametrize("shape", [*PAIRS, *NARROW, *TRIPLES], ids=str)
-def test_shared_memory_suffices(shape: tuple[int, ...], epilogue: str) -> None:
+def test_shared_memory_suffices() -> None:
     """By the model, which `tests/compile` holds against the compiler."""
-    assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
+    for shape, epilogue in itertools.product([*PAIRS, *NARROW, *TRIPLES], ["plain", "axpby", *QUANTIZING]):
+        assert_fits(tuple([Step(i, i + 1, p, p) for i, p in enumerate(shape)]), epilogue)
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "axpby", *QUANTIZING])
-@pytest.mark.parametrize(("ps", "qs"), [((60, 100), (140, 100)), ((100, 64), (200, 128)), ((33, 65), (129, 33))], ids=str)
-def test_sums_behind_a_wide_first_step_stay_in_registers(ps: tuple[int, ...], qs: tuple[int, ...], epilogue: str) -> None:
-    assert_fits(tuple([Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]), epilogue)
+def test_sums_behind_a_wide_first_step_stay_in_registers() -> None:
+    for (ps, qs), epilogue in itertools.product(
+        [((60, 100), (140, 100)), ((100, 64), (200, 128)), ((33, 65), (129, 33))], ["plain", "axpby", *QUANTIZING]
+    ):
+        assert_fits(tuple([Step(i, i + 1, p, q) for i, (p, q) in enumerate(zip(ps, qs, strict=True))]), epilogue)
 
 
-@pytest.mark.parametrize("shape", TRIPLES, ids=str)
-def test_z_takes_no_stage_of_several_matrices(shape: tuple[int, ...]) -> None:
+def test_z_takes_no_stage_of_several_matrices() -> None:
     """It is loaded after the last of them, so nothing of it is ahead."""
-    steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
-    assert row_pair_config(steps, "axpby", HOPPER) == row_pair_config(steps, "plain", HOPPER)
+    for shape in TRIPLES:
+        steps = [Step(i, i + 1, p, p) for i, p in enumerate(shape)]
+        assert row_pair_config(steps, "axpby", HOPPER) == row_pair_config(steps, "plain", HOPPER)
 
 
 def assert_fits(steps: tuple[Step, ...], epilogue: str) -> None:
