@@ -32,7 +32,7 @@ EXIT_PAUSE: Final = 0.05
 PART: Final = "fastkron_py/part"
 """Key under which rank 0 names the part of the store that ranks meet in."""
 LOOK: Final = 0.05
-"""Seconds between two looks at it."""
+"""Seconds between two looks at it, at first."""
 FAREWELL: Final = 10.0
 """Seconds that rank 0, after an error, leaves at most for the other ranks to learn of it."""
 
@@ -219,23 +219,23 @@ def _verdict(store: dist.Store, own: Report, seconds: float) -> dict[str, Any]:
 
 def _answer(launch: Launch, own: Report, seconds: float) -> tuple[dist.Store, dict[str, Any]]:
     """Rank 0's answer to this rank's report, and the part of the store that it is in."""
-    until, part, other = time.monotonic() + seconds, b"", ""
-    while time.monotonic() < until and _arrives(launch.store, PART, seconds):
+    began, part, other = time.monotonic(), b"", ""
+    while (waited := time.monotonic() - began) < seconds and _arrives(launch.store, PART, seconds):
         try:
             part, before = launch.store.get(PART), part
             store = dist.PrefixStore(part.decode(), launch.store)
             if part != before:
                 store.set(f"report/{launch.rank}", json.dumps(own))
-            if not _arrives(store, "verdict", 10 * LOOK):  # this rank wakes when it does
-                continue
-            verdict = json.loads(store.get("verdict"))
+            verdict = json.loads(store.get("verdict")) if store.check(["verdict"]) else {"reports": []}
         except dist.DistError:
             break
         if own["token"] in [report["token"] for report in verdict["reports"] if report]:
             return store, verdict
         size = len(verdict["reports"])
-        other = f"; it answered {size} ranks, and WORLD_SIZE is {launch.world_size} here" if size != launch.world_size else ""
-        time.sleep(LOOK)
+        other = f"; it answered {size} ranks, and WORLD_SIZE is {launch.world_size} here" if size not in (0, launch.world_size) else ""
+        time.sleep(
+            min(LOOK + waited / 20, 1.0)
+        )  # not by waiting for a key in the store, since torch warns each time that one does not come
     raise RuntimeError(f"init_process_group: rank 0 has ended, or did not answer rank {launch.rank} within {seconds:g} s{other}")
 
 

@@ -119,7 +119,8 @@ class LoKrLayer(Configured):
 
     def _read_alpha(self) -> None:
         """Read alpha if it was written to since: each reading waits for a GPU."""
-        alpha, (read, version) = self.alpha, self._read
+        alpha: Any = self._buffers["alpha"]  # self.alpha takes longer
+        read, version = self._read
         now = 0 if alpha.is_inference() else alpha._version
         if (alpha is not read or now != version) and has_memory(alpha) and not (transforms_active() or is_watching()):
             self._scale, self._read = float(alpha) / self.options.rank, (alpha, now)
@@ -227,7 +228,7 @@ class LoKrLayer(Configured):
         if self.is_merged or (self.training and o.module_dropout > 0 and bool(torch.rand(1) < o.module_dropout)):
             return base
         if not (self.training and (o.dropout or o.rank_dropout)):
-            fits = base.dtype == result_dtype(x)  # else a quantised layer's, added as torch adds
+            fits = base.dtype == x.dtype or base.dtype == result_dtype(x)  # else a quantised layer's, added as torch adds
             return self._adapted(x, base) if fits else base + self._adapted(x, None)
         return base + nn.functional.dropout(self._adapted(x, None) * self._kept_rows(base), o.dropout)
 

@@ -73,7 +73,9 @@ def _check_points(t: Tensor, dim: int, count: int, name: str) -> None:
 
 def _spread(s: Tensor, index: Tensor, size: int) -> Tensor:
     """The vector at these indices of one of this size, with its median elsewhere: only preconditioners read that."""
-    return s.detach().real.median(-1, keepdim=True).values.to(s.dtype).expand(*s.shape[:-1], size).index_copy(-1, index, s)
+    ordered = s.detach().real.sort(-1).values  # torch's median on a GPU is not deterministic
+    median = ordered[..., (s.shape[-1] - 1) // 2, None].to(s.dtype)
+    return median.expand(*s.shape[:-1], size).index_copy(-1, index, s)
 
 
 class MaskedKroneckerProduct(LazyOperator):

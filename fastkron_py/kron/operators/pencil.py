@@ -133,7 +133,7 @@ def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name
         parts = per_factor(matrices, "eigenvectors", torch.linalg.eigh)
         inverses, conditions = [q.mH for _, q in parts], []
     else:
-        parts = per_factor(matrices, "eigenvectors", torch.linalg.eig)
+        parts = per_factor(matrices, "eigenvectors", _eig)
         inverses = [torch.linalg.inv_ex(q).inverse for _, q in parts]
         conditions = [torch.linalg.cond(q).amax() if q.numel() else torch.ones((), device=q.device) for _, q in parts]
     vectors = [q for _, q in parts]
@@ -141,6 +141,12 @@ def eigenbasis(factors: Sequence[Tensor], masses: Sequence[Tensor] = (), *, name
 
 
 @torch.no_grad()
+def _eig(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a copy: on GPUs, torch 2.11 overwrites matrices whose columns are runs of memory."""
+    values, vectors = torch.linalg.eig(a.clone(memory_format=torch.contiguous_format))
+    return values, vectors
+
+
 def schur_basis(factors: Sequence[Tensor], masses: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Upper triangular T_i and matrices with ``left_i A_i right_i = T_i`` and ``left_i M_i right_i = I``: T, right and left."""
     matrices, lowers = reduced(factors, masses, "masses")

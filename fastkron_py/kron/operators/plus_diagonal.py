@@ -110,7 +110,7 @@ class KroneckerPlusDiagonal(LazyOperator):
     def _multiply(self, x: Any, left: bool) -> Any:
         if isinstance(x, LazyOperator):
             raise type_error("x", "an array", type_name(x))
-        verb: Callable[..., Any] = kron_matmul_left if left else lambda factors, x, **options: kron_matmul(x, factors, **options)
+        verb: Any = kron_matmul_left if left else lambda factors, x, **options: kron_matmul(x, factors, **options)
         if self._number is not None:
             return verb(self._factors, x, beta=self._number, z=x)
 

@@ -263,8 +263,8 @@ class _LogForm(NamedTuple):
                 inverses = torch.linalg.inv_ex(matrices).inverse
                 total = total + (inverses if self.sums else o * inverses).sum(-3)
             found.append(cotangent[..., None, None] * total.mH)
-        own = [shift, *factors]
-        return tuple([(t if p.is_complex() else t.real).sum_to_size(p.shape) for t, p in zip(found, own, strict=True)])
+        pairs = zip(found, [shift, *factors], strict=True)
+        return tuple([(t if p.is_complex() else t.real).sum_to_size(p.shape) for t, p in pairs])
 
     def _others(self, values: Sequence[Tensor], i: int) -> Tensor:
         """Sums or products of the eigenvalues of all modes but one, ``[*batch, o]``; those of a share."""

@@ -99,6 +99,14 @@ def test_columns_that_are_not_finite_spoil_no_others(device):
     assert (found[:, 2] == 0).all()
 
 
+def test_singular_sums_raise(device):
+    """Where rounding makes a nilpotent factor's eigenvalues 1e-5, x would be 1e16."""
+    factor = rotated(jordan(3, 0.0)).to(device)
+    for s in (KroneckerSum([factor, factor]), KroneckerSum([jordan(3, 0.0).to(device)] * 2)):
+        with pytest.raises(torch.linalg.LinAlgError, match="factors: expected an invertible matrix for solve; got "):
+            s.solve(torch.randn(9, dtype=torch.float64, device=device))
+
+
 def test_inverse_quadratic_forms_and_determinants(factors):
     n = math.prod([f.shape[-1] for f in factors])
     dense = kron_dense(factors) + 0.5 * torch.eye(n, dtype=torch.float64, device=factors[0].device)
@@ -212,3 +220,13 @@ def test_back_substitution(device):
         dense = dense + shift[..., None, None] * torch.eye(dense.shape[-1], device=device)
         x = torch.randn(*dense.shape[:-1], 3, dtype=torch.complex128, device=device)
         near(solve_triangular(ts, shift, dense @ x, sums), x)
+
+
+def test_factors_whose_columns_are_runs_of_memory_stay_as_they_are(device: torch.device) -> None:
+    """torch.linalg.eig of torch 2.11 writes to such a matrix on a GPU: the factors were overwritten, and the solution was another one's."""
+    for dtype in (torch.float32, torch.float64, torch.complex128):
+        factors = [(torch.eye(n, dtype=dtype) + torch.randn(n, n, dtype=dtype) / (2 * n)).to(device).mT for n in (3, 4)]
+        before, b = [f.clone() for f in factors], torch.randn(12, 2, dtype=dtype, device=device)
+        x = KroneckerSum(factors).solve(b)
+        assert all(torch.equal(f, was) for f, was in zip(factors, before, strict=True))
+        assert (dense_sum(before) @ x - b).abs().max() <= 1e3 * torch.finfo(dtype).eps

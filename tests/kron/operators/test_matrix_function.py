@@ -76,3 +76,54 @@ def test_what_is_refused_beside_a_function():
     for product in (lambda: root @ root, lambda: root @ KroneckerProduct([torch.eye(6)])):
         with pytest.raises(TypeError, match="x: expected an array; got"):
             product()
+
+
+def singular(dtype, device):
+    """A covariance of rank 6 of 400 but for rounding, which leaves negative eigenvalues."""
+    x = torch.linspace(0, 1, 20, dtype=torch.float64, device=device)
+    line = torch.exp(-0.1 * (x - x[:, None]) ** 2).to(dtype)
+    return KroneckerProduct([line, line])
+
+
+def test_square_roots_of_singular_products(dtype, device):
+    k = singular(dtype, device)
+    assert (k.eigvalsh() < 0).any()
+    z = torch.randn(400, 2, dtype=dtype, device=device)
+    near(k.sqrt() @ (k.sqrt() @ z), k @ z)
+    near(k.apply_function(torch.sqrt) @ (k.apply_function(torch.sqrt) @ z), k @ z)
+    assert k.add_diagonal(0.0).sample((3,)).isfinite().all()
+    for s in (0.3, torch.tensor(0.3, dtype=dtype, device=device), torch.full((2, 1), 0.3, dtype=dtype, device=device)):
+        root = k.add_diagonal(s).sqrt()
+        near(root @ (root @ z), (k.add_diagonal(s) @ z).expand(root.shape[:-2] + z.shape))
+
+
+def test_gradients_of_square_roots(dtype):
+    """Of a singular product they are finite, and those of the regular part."""
+    factors = [torch.diag(torch.tensor(d, dtype=torch.float64)).to(dtype).requires_grad_() for d in ([0.0, 1.0, 4.0], [1.0, 9.0])]
+    (k := KroneckerProduct(factors)).sqrt().to_dense().sum().real.backward()
+    near(factors[0].grad[1:, 1:].diagonal(), torch.tensor([2.0, 1.0], dtype=dtype))  # 4 / (2 sqrt(f))
+    assert all(f.grad.isfinite().all() for f in k.factors)
+    regular = [f.detach() for f in hermitian(random_factors([(2, 2), (3, 3)], dtype, "cpu", dominant=False))]
+    s = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda s: KroneckerProduct(regular).add_diagonal(s.to(dtype)).sqrt().to_dense(), s)
+    with pytest.raises(ValueError, match="factors: expected a positive semi-definite matrix for a square root; got an eigenvalue of -1"):
+        KroneckerProduct([-torch.eye(2), torch.eye(2)]).sqrt() @ torch.ones(4)
+    with pytest.raises(ValueError, match="s: expected one number"):
+        KroneckerProduct([torch.eye(2)]).add_diagonal(torch.ones(2)).sqrt()
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0, 3)])
+def test_backward_passes_of_empty_factors(sizes, dtype):
+    """Of functions, samples and estimated determinants: gradients of 0, of the factors' shapes."""
+    shift = [torch.ones(p, dtype=dtype, requires_grad=True) for p in (0, *sizes)]
+    for function in (
+        lambda k: k.apply_function(torch.exp) @ torch.ones(0, 2, dtype=dtype),
+        lambda k: k.sqrt() @ torch.ones(0, 2, dtype=dtype),
+        lambda k: k.add_diagonal(1.0).sample((2,)),
+        lambda k: k.add_diagonal(shift[0]).sample((2,)),
+        lambda k: k.add_diagonal(shift[1:]).sample((2,)),
+        lambda k: k.add_diagonal(shift[0]).logdet(probes=2),
+    ):
+        factors = [torch.eye(p, dtype=dtype, requires_grad=True) for p in sizes]
+        function(KroneckerProduct(factors)).sum().real.backward()
+        assert all(f.grad is not None and f.grad.shape == f.shape and (f.grad == 0).all() for f in factors)

@@ -68,7 +68,7 @@ REFUSED = {
     "a sample of what is indefinite": (
         lambda: K.add_diagonal(-2.0).sample(),
         ValueError,
-        "factors, s: expected a positive definite matrix for sample; got an eigenvalue of -1",
+        "factors, s: expected a positive semi-definite matrix for sample; got an eigenvalue of -1",
     ),
     "a sample of what is not symmetric": (
         lambda: KroneckerProduct([SKEW, F[1]]).add_diagonal(1.0).sample(),
