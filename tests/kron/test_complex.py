@@ -13,7 +13,7 @@ from canonical_cases import backward_program, in_double, multiply_program, watch
 from torch import Tensor
 
 import fastkron_py
-from fastkron_py import KroneckerProduct, kron_matmul, kron_matmul_left, mode_matmul
+from fastkron_py import kron_matmul, kron_matmul_left, mode_matmul
 from fastkron_py.testing import assert_close
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
@@ -92,21 +92,6 @@ def test_conjugate_views(left: bool, dtype: torch.dtype, device: torch.device) -
         assert_close(y, expected, steps=2)
         for got, want in zip(found, wanted, strict=True):
             assert_close(got.resolve_conj(), want, steps=8)
-
-
-def test_negative_views_of_real_numbers(device: torch.device) -> None:
-    """The imaginary part of a conjugate is a real tensor whose memory has the other sign."""
-    x, f = drawn(torch.complex64, device, 3, 6).conj().imag, torch.randn(6, 6, device=device)
-    assert x.is_neg()
-    with fastkron_py.backend("triton"):
-        assert_close(kron_matmul(x, [f]), x.double() @ f.double())
-
-
-def test_adjoint_of_a_product(device: torch.device) -> None:
-    factors, x = [drawn(torch.complex128, device, 3, 4), drawn(torch.complex128, device, 4, 2)], drawn(torch.complex128, device, 12, 5)
-    k = KroneckerProduct(factors)
-    with fastkron_py.backend("triton"):
-        assert_close(k.mT.conj() @ x, torch.kron(*factors).mH @ x, steps=2)
 
 
 def test_a_backward_pass_copies_nothing(device: torch.device) -> None:

@@ -15,7 +15,6 @@ from shapes_list import (
     assert_same,
     backend_pairs,
     call,
-    expected,
     ids,
     on_backends,
     power,
@@ -410,25 +409,6 @@ def test_vector_and_empty(left: bool, backend_name: str, device: torch.device, g
         y = call(left)(x, factors)
         for t, g in zip([x, *factors], torch.autograd.grad(y.sum(), [x, *factors]), strict=True):
             assert_same(g, torch.zeros_like(t))
-
-
-def test_parameters_learn(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Gradient descent on nn.Parameter factors recovers a Kronecker product from its action."""
-    _, truth = problem(power(1, 3, 3, 2), torch.float64, device, generator)
-    parameters = torch.nn.ParameterList([f + 0.1 * torch.randn_like(f) for f in truth])
-    x = torch.randn(20, 9, dtype=torch.float64, device=device)
-    wanted = expected(x, truth)
-    optimizer = torch.optim.LBFGS(parameters.parameters(), max_iter=50, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = (kron_matmul(x, list(parameters)) - wanted).square().mean()
-        value.backward()
-        return value
-
-    start = loss().item()
-    optimizer.step(loss)
-    assert loss().item() < 1e-6 * start
 
 
 def test_negative_control(device: torch.device, generator: torch.Generator) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastkron_py
@@ -95,19 +94,11 @@ def test_gradients(device: torch.device) -> None:
     assert_close(dx, torch.ones_like(x) @ matrix(24).to(device).T)
 
 
-def test_transforms_modes_and_arrays(device: torch.device) -> None:
-    x = torch.randn(4, 5, 12, device=device)
-    assert_close(torch.func.vmap(hadamard)(x), x.double() @ matrix(12).to(device))
-    assert torch.equal(torch.func.jvp(hadamard, (x,), (x,))[1], hadamard(x))
+def test_factors_that_were_made_in_inference_mode_are_saved_for_gradients(device: torch.device) -> None:
     with torch.inference_mode():
         hadamard(torch.randn(2, 40, device=device))
     y = torch.randn(2, 40, device=device, requires_grad=True)
-    hadamard(y).sum().backward()  # the factors were made in inference mode, and are saved now
-    with FakeTensorMode():
-        assert hadamard(torch.empty(3, 16)).shape == (3, 16)
-    array = np.random.default_rng(0).standard_normal((3, 20))
-    assert isinstance(hadamard(array), np.ndarray)
-    np.testing.assert_allclose(hadamard(array), array @ matrix(20).numpy(), rtol=0, atol=1e-12)
+    hadamard(y).sum().backward()
 
 
 def test_refusals() -> None:
@@ -169,10 +160,11 @@ def test_out(device: torch.device) -> None:
             assert hadamard(source, scale=0.5, out=out) is out
             assert_close(out, wanted)
         factor = torch.randn(3, n, device=device, requires_grad=True)
-        product = (factor * x).sum()
-        hadamard(x, out=x)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            product.backward()
+        for source in (x, torch.randn(3, n, device=device)):  # by way of memory of its own, and straight
+            product = (factor * x).sum()
+            hadamard(source, out=x)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
 
 
 def test_outs_that_are_refused() -> None:

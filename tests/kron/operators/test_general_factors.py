@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from kronecker_cases import near, random_factors
+from kronecker_cases import dense_sum, near, random_factors
 
 from fastkron_py import KroneckerProduct, KroneckerSum
 from fastkron_py.kron.operators.schur import schur, solve_triangular
@@ -57,11 +57,6 @@ def dtype(request):
 
 def wide(t):
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
-
-
-def dense_sum(factors, masses=None):
-    units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
-    return sum(kron_dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors))
 
 
 def check_solve(operator, dense):

@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kronecker_cases import definite
 
 from fastkron_py import KroneckerProduct, KroneckerSum
 from fastkron_py.testing import assert_close
 
 ORDERS = [(2, "a", 3), ("a", 4, "b"), ("a", 2), (2, 3, "a", "b", 1)]
-
-
-def definite(n: int) -> torch.Tensor:
-    a = torch.randn(n, n, dtype=torch.float64)
-    return a @ a.mT / n + torch.eye(n)
 
 
 def built(factors: Any) -> list[torch.Tensor]:

@@ -13,23 +13,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from kronecker_cases import SQUARE, hermitian, near, near_by_elements, random_factors
+from kronecker_cases import SQUARE, dense_sum, hermitian, near, near_by_elements, random_factors
 from refusals import assert_refused
 
 from fastkron_py import KroneckerProduct, KroneckerSum
 from fastkron_py.kron.operators import modes
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
-
-
-@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
-def dtype(request):
-    return request.param
-
-
-def dense_sum(factors, masses=None):
-    units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
-    return sum(kron_dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors))
 
 
 def drawn(shapes, dtype, device, kind):
@@ -245,15 +235,6 @@ def test_transforms():
     for jacobian in (torch.func.jacrev, torch.func.jacfwd):
         near(jacobian(s.solve)(b[:, 0]), inverse)
     near(torch.func.vmap(s.solve)(torch.stack([b, 2 * b])), torch.stack([inverse @ b, 2 * inverse @ b]))
-
-
-def test_compiled_products():
-    factors, _ = drawn([(2, 2), (3, 3)], torch.float64, "cpu", "general")
-    x = torch.randn(6, 6, dtype=torch.float64)
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: (KroneckerSum(factors) @ x, x @ KroneckerSum(factors)), fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(x), (dense_sum(factors) @ x, x @ dense_sum(factors)), strict=True):
-        near(got, want)
 
 
 def test_backward_passes_do_not_import_the_compiler():

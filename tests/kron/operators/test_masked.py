@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kronecker_cases import definite
 
 from fastkron_py import KroneckerProduct
 from fastkron_py.testing import assert_close
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
-
-
-def definite(n: int) -> torch.Tensor:
-    a = torch.randn(n, n, dtype=torch.float64)
-    return a @ a.mT / n + torch.eye(n)
 
 
 def rectangular(dtype: torch.dtype, device: torch.device) -> tuple[KroneckerProduct, torch.Tensor]:

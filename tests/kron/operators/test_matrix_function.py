@@ -11,11 +11,6 @@ from fastkron_py import KroneckerProduct
 from fastkron_py.reference import kron_dense
 
 
-@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
-def dtype(request):
-    return request.param
-
-
 def test_functions(dtype, device):
     for shapes in SQUARE:
         factors = hermitian(random_factors(shapes, dtype, device, dominant=False))

@@ -23,11 +23,6 @@ FORMS = ["number", "0-dimensional", "one for each matrix", "Kronecker", "operato
 EXACT = {"tolerance": 1e-13}
 
 
-@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
-def dtype(request):
-    return request.param
-
-
 def positive(*shape, dtype, device):
     return (torch.rand(shape, dtype=torch.float64, device=device) + 0.5).to(dtype)
 

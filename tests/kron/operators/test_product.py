@@ -14,19 +14,12 @@ import pytest
 import torch
 from kronecker_cases import SQUARE, hermitian, near, random_factors
 
-import fastkron_py
 from fastkron_py import KroneckerProduct
 from fastkron_py.kron.operators.lazy import DENSE_LIMIT
 from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
-DTYPES = [torch.float64, torch.complex128]
 RECTANGULAR = [((3, 2),), ((2, 3), (4, 1)), ((2, 3), (3, 2)), ((5, 2), (2, 5), (1, 1)), ((2, 2, 3), (6, 4))]
-
-
-@pytest.fixture(params=DTYPES, ids=["real", "complex"])
-def dtype(request):
-    return request.param
 
 
 def test_what_it_says_of_itself(dtype, device):
@@ -344,15 +337,6 @@ def test_functions_that_an_operator_does_not_have_are_refused():
             function()
     with pytest.raises(TypeError, match="object is not iterable"):
         iter(k)
-
-
-def test_autocast_and_backend_reach_the_products(device):
-    k = KroneckerProduct([torch.randn(4, 4, device=device)] * 2)
-    x = torch.randn(16, 2, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert (k @ x).dtype == torch.bfloat16
-    with fastkron_py.backend("torch"):
-        assert_close(k @ x, kron_dense([f.double() for f in k.factors]) @ x.double())
 
 
 # ---- extremes --------------------------------------------------------------------------------------------------------------------------
