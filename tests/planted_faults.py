@@ -108,7 +108,7 @@ FAULTS = [
         SLICED,
         "t = tl.where(tl.arange(0, P_PAD)[None, :] < P, t, 0.0)",
         "t = t",
-        ("tests/kron/test_specials.py", "tests/kron/test_matmul.py", *KRON),
+        ("tests/kron/test_forward.py",),
     ),
     Fault(
         SLICED,

@@ -1,12 +1,11 @@
 """Malformed calls: each has to raise, and to say which argument, what was expected and what came."""
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from refusals import assert_refused, value, wrong_type
 
 import fastkron_py
 from fastkron_py import KroneckerProduct, gekmm, gemkm, kron_matmul, kron_matmul_left
@@ -38,20 +37,6 @@ BACKENDS = "one of auto, triton, torch"
 CHAIN = "one by one the columns of this operator's"
 REAL = "a real number, since x is of torch.float32"
 DENSE = "a dense (strided) tensor"
-
-
-class Bad(NamedTuple):
-    call: Callable[[], object]
-    error: type[Exception]
-    message: str  # all of it
-
-
-def value(call, message):
-    return Bad(call, ValueError, message)
-
-
-def wrong_type(call, message):
-    return Bad(call, TypeError, message)
 
 
 CASES = {
@@ -361,11 +346,8 @@ def with_triton(call):
 
 
 def assert_all_refused():
-    for name, bad in CASES.items():
-        with pytest.raises(bad.error) as error:
-            bad.call()
-        assert type(error.value) is bad.error, name
-        assert str(error.value) == bad.message, name
+    for refusal in CASES.values():
+        assert_refused(*refusal)
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning", "ignore:.*nested tensors.*:UserWarning", "ignore:.*quantize.*")
@@ -387,7 +369,9 @@ def test_malformed_calls_after_good_ones():
 
 def test_messages_name_an_argument_an_expectation_and_what_came():
     """All but the last."""
-    assert sum(re.fullmatch(r"[\w\[\], .]+: expected .+; got .+", bad.message) is not None for bad in CASES.values()) == len(CASES) - 1
+    assert (
+        sum(re.fullmatch(r"[\w\[\], .]+: expected .+; got .+", message) is not None for _, _, message in CASES.values()) == len(CASES) - 1
+    )
 
 
 def test_failures_of_a_factorisation_name_the_factor():

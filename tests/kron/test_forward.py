@@ -123,6 +123,19 @@ def test_lower_precision_is_asked_for_by_name(device, precision):
     assert arithmetic(torch.float64, precision, True).precision == "ieee"
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter
+def test_an_infinity_of_a_factor_stays_out_of_the_padding(device):
+    """Digits of 11 and 13 in tiles of 16: 0 times the infinity is NaN there, which the next factor's step would sum up."""
+    for n in range(2):
+        x = torch.rand(1, 3, 143, 1, dtype=torch.float64, device=device) + 0.5
+        factors = [torch.rand(1, p, p, dtype=torch.float64, device=device) for p in (11, 13)]
+        factors[n][0, 3, 5] = torch.inf
+        y, wanted = (t.view(3, 11, 13).movedim(1 + n, 0) for t in (multiply(x, factors), dense(x, [f.clamp(max=2.0) for f in factors])))
+        others = torch.arange(len(y), device=device) != 5
+        assert (y[5] == torch.inf).all()
+        assert_close(y[others], wanted[others], steps=4)
+
+
 def test_negative_control(device):
     """The comparison notices factors in the wrong order."""
     x, factors = problem(torch.float64, device, 1, 5, (6, 6), (6, 6), 1)

@@ -18,7 +18,7 @@ from fastkron_py.kron.hadamard import operator
 from fastkron_py.kron.hadamard_factors import factor_sizes, has_additions, padded_matrix, split
 from fastkron_py.kron.hadamard_matrices import hadamard_matrix
 from fastkron_py.kron.plan.plan import PlanProblem, plan
-from fastkron_py.runtime.call_cache import CACHE
+from fastkron_py.runtime.call_cache import CallCache
 from fastkron_py.testing import assert_close
 
 # Those that language models' rows need, and one of each construction.
@@ -122,7 +122,6 @@ def test_refusals() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_traced(device: torch.device) -> None:
     for n in [16, 24]:
-        CACHE.forget()
         x, others = (torch.randn(3, n, dtype=torch.float64, device=device) for _ in range(2))
         wanted = others @ matrix(n).to(device)
         graphs: list[Any] = [torch.jit.trace(hadamard, (x,))]
@@ -135,7 +134,6 @@ def test_traced(device: torch.device) -> None:
 @pytest.mark.parametrize("dynamic", [None, True], ids=str)
 def test_compiled_for_lengths_that_change(dynamic: bool | None, device: torch.device) -> None:
     """Also of a scale with a gradient; a graph is one of its length."""
-    CACHE.forget()
     torch.compiler.reset()
     compiled = torch.compile(lambda x, scale: hadamard(x, scale=scale), dynamic=dynamic, fullgraph=True, backend="aot_eager")
     for rows, n in ((3, 16), (4, 16), (3, 24), (5, 32)):
@@ -165,6 +163,17 @@ def test_out(device: torch.device) -> None:
             hadamard(source, out=x)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.backward()
+
+
+def test_what_the_kernel_writes_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By autograd, as torch's own writes are: a launch into a tensor's memory tells torch nothing. This one writes nothing."""
+    monkeypatch.setattr(hadamard_factors, "has_additions", lambda *given: True)
+    monkeypatch.setattr(CallCache, "program", lambda _cache, _key, build: lambda *given: None)
+    x = torch.randn(3, 16, device=device)
+    product = (torch.randn(3, 16, device=device, requires_grad=True) * x).sum()
+    hadamard(x, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 def test_outs_that_are_refused() -> None:

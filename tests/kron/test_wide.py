@@ -60,64 +60,64 @@ def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4)
 
 def test_the_fastest_measured_algorithm_is_chosen() -> None:
     """The algorithms that were the fastest on an H200."""
-    for sizes, itemsize, algorithm in [
-        ((1024, 256, 256, 256), 4, "wgmma"),
-        ((262144, 1, 256, 256), 4, "wgmma"),
-        ((2000, 7, 300, 200), 4, "wgmma"),
-        ((1024, 256, 256, 256), 2, "matmul"),
-        ((72, 1, 1033, 1033), 2, "matmul"),
-        ((40, 1, 1500, 1500), 4, "matmul"),
-        ((2000, 7, 300, 200), 8, "copying"),
-        ((755, 10, 94, 94), 4, "wgmma"),
-        ((96, 3, 2127, 1166), 4, "copying"),
-        ((1449, 8, 82, 477), 4, "wgmma"),
-        ((252, 1, 381, 381), 4, "matmul"),
-        ((179, 2, 111, 102), 2, "wgmma"),
-        ((1, 4080, 443, 304), 2, "matmul"),
-        ((173, 2, 321, 313), 2, "copying"),
-        ((258, 2, 1019, 347), 8, "copying"),
-        ((1512, 1, 370, 370), 8, "matmul"),
-        ((2, 9, 212, 536), 2, "matmul"),
-        ((37, 7, 234, 111), 4, "matmul"),
-        ((96, 8, 90, 510), 4, "wgmma"),
-        ((8, 26, 300, 70), 8, "matmul"),
-        ((5, 13, 1014, 1014), 2, "copying"),
-        ((1149, 1, 99, 99), 4, "matmul"),
-        ((15657, 6, 41, 41), 2, "looped"),
-        ((1, 3, 646, 508), 2, "matmul"),
-        ((1, 71, 841, 841), 2, "matmul"),
-        ((5, 1, 559, 559), 2, "matmul"),
-        ((1, 1004, 2418, 2418), 2, "copying"),
-    ]:
-        assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
+    measured = {
+        ("wgmma", 4): [
+            (1024, 256, 256, 256),
+            (262144, 1, 256, 256),
+            (2000, 7, 300, 200),
+            (755, 10, 94, 94),
+            (1449, 8, 82, 477),
+            (96, 8, 90, 510),
+        ],
+        ("matmul", 2): [
+            (1024, 256, 256, 256),
+            (72, 1, 1033, 1033),
+            (1, 4080, 443, 304),
+            (2, 9, 212, 536),
+            (1, 3, 646, 508),
+            (1, 71, 841, 841),
+            (5, 1, 559, 559),
+        ],
+        ("matmul", 4): [(40, 1, 1500, 1500), (252, 1, 381, 381), (37, 7, 234, 111), (1149, 1, 99, 99)],
+        ("copying", 8): [(2000, 7, 300, 200), (258, 2, 1019, 347)],
+        ("copying", 4): [(96, 3, 2127, 1166)],
+        ("wgmma", 2): [(179, 2, 111, 102)],
+        ("copying", 2): [(173, 2, 321, 313), (5, 13, 1014, 1014), (1, 1004, 2418, 2418)],
+        ("matmul", 8): [(1512, 1, 370, 370), (8, 26, 300, 70)],
+        ("looped", 2): [(15657, 6, 41, 41)],
+    }
+    for (algorithm, itemsize), problems in measured.items():
+        for sizes in problems:
+            assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
 
 
 def test_the_chained_kernel_is_chosen_where_it_was_measured_the_fastest() -> None:
     """The faster of it and of torch's product on an H200."""
-    for sizes, itemsize, algorithm in [
-        ((664, 1, 112, 112), 2, "matmul"),
-        ((12000, 1, 128, 128), 2, "matmul"),
-        ((700, 1, 128, 128), 4, "matmul"),
-        ((3000, 1, 80, 80), 4, "matmul"),
-        ((12000, 1, 64, 64), 4, "chained"),
-        ((40000, 1, 112, 112), 4, "chained"),
-    ]:
-        assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, is_chained=True, is_alone=True) == algorithm
+    measured = {
+        ("matmul", 2): [(664, 1, 112, 112), (12000, 1, 128, 128)],
+        ("matmul", 4): [(700, 1, 128, 128), (3000, 1, 80, 80)],
+        ("chained", 4): [(12000, 1, 64, 64), (40000, 1, 112, 112)],
+    }
+    for (algorithm, itemsize), problems in measured.items():
+        for sizes in problems:
+            assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, is_chained=True, is_alone=True) == algorithm
 
 
 def test_the_fastest_measured_algorithm_of_a_gradient_is_chosen() -> None:
     """The algorithms that were the fastest on an H200, by a quarter and more."""
-    for sizes, itemsize, algorithm in [
-        ((145, 5, 305, 1161), 4, "copying"),
-        ((972, 1, 2144, 2144), 4, "wgmma"),
-        ((1, 395, 2, 1489), 4, "matmul"),
-        ((6, 337, 1009, 1009), 2, "copying"),
-        ((1, 116, 395, 278), 2, "matmul"),
-        ((189, 4, 181, 172), 2, "looped"),
-        ((1851, 2, 1436, 1436), 8, "copying"),
-        ((137, 1, 345, 1211), 8, "matmul"),
-    ]:
-        assert best_gradient_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
+    measured = {
+        ("copying", 4): [(145, 5, 305, 1161)],
+        ("wgmma", 4): [(972, 1, 2144, 2144)],
+        ("matmul", 4): [(1, 395, 2, 1489)],
+        ("copying", 2): [(6, 337, 1009, 1009)],
+        ("matmul", 2): [(1, 116, 395, 278)],
+        ("looped", 2): [(189, 4, 181, 172)],
+        ("copying", 8): [(1851, 2, 1436, 1436)],
+        ("matmul", 8): [(137, 1, 345, 1211)],
+    }
+    for (algorithm, itemsize), problems in measured.items():
+        for sizes in problems:
+            assert best_gradient_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
 
 
 def test_other_gpus_take_torchs_products_or_plain_triton() -> None:
