@@ -55,7 +55,7 @@ def test_permuted_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
         copies.extend([t.shape] if t.numel() and found.data_ptr() != t.data_ptr() else [])
         return found
 
-    for dims, order in itertools.product([(0,), (1, 2), (0, 3)], [(3, 2, 1, 0), (1, 0, 3, 2), (0, 2, 1, 3)]):
+    for dims, order in itertools.product([(0,), (1, 2), (0, 3)], [(3, 2, 1, 0), (1, 0, 3, 2), (2, 0, 1, 3)]):
         x, factors = drawn(dims, torch.float64, torch.device("cpu"))
         permuted = x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
         assert permuted.stride() != x.stride()
