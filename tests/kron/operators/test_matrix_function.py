@@ -44,7 +44,12 @@ def test_gradients_of_functions(equal, dtype):
     def function(x, s, *fs):
         return KroneckerProduct([(f + f.mH) / 2 for f in fs]).apply_function(lambda v: (v + s).log()) @ x
 
+    def turned(x, s, *fs):
+        return KroneckerProduct([(f + f.mH) / 2 for f in fs]).apply_function(lambda v: torch.polar(torch.ones_like(v), s * v)) @ x
+
     assert torch.autograd.gradcheck(function, (x, s, *factors))
+    if dtype.is_complex:
+        assert torch.autograd.gradcheck(turned, (x, s, *factors))
     (g,) = torch.autograd.grad(function(x, s, *factors).abs().sum(), factors[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="apply_function: factors have derivatives of the first order"):
         g.abs().sum().backward()
