@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from canonical_cases import backward, dense, expected_gradients, multiply, problem, watch_kernels
 
 from fastkron_py.kron.plan.narrow import is_narrow, is_narrow_gradient, narrow_config, narrow_gradient_config
-from fastkron_py.runtime.gpu import HOPPER
+from fastkron_py.runtime import device as devices
+from fastkron_py.runtime.gpu import ADA, HOPPER
 from fastkron_py.testing import assert_close
 
 # (batches, rows, P, Q, R)
@@ -58,6 +60,16 @@ def test_every_width(p: int, dtype: torch.dtype, device: torch.device) -> None:
         dx, (df,) = backward(dy, x, [f])
         assert_close(dx, dense(dy, [f.mT]), steps=4)
         assert_close(df, torch.einsum("blpr,blqr->bpq", x.double(), dy.double()), steps=4)
+
+
+def test_programs_that_take_several_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a small GPU."""
+    monkeypatch.setattr(devices, "gpu_of", lambda device: replace(ADA, multiprocessors=1, has_approximations=False))
+    x, factors = problem(torch.float64, device, 1, 40_000, (3,), (2,), 1)
+    dy = torch.randn(1, 40_000, 2, 1, dtype=torch.float64, device=device)
+    dx, dfs = backward(dy, x, factors)
+    for got, want in zip([dx, *dfs], expected_gradients(dy, x, factors), strict=True):
+        assert_close(got, want, steps=4)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # in padding, which is not stored
