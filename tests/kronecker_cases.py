@@ -2,6 +2,7 @@
 
 import torch
 
+from fastkron_py.reference import kron_dense
 from fastkron_py.testing import assert_close
 
 SQUARE = [((3, 3),), ((2, 2), (3, 3)), ((1, 1), (4, 4), (3, 3)), ((2, 3, 3), (2, 2)), ((2, 1, 2, 2), (3, 4, 4), (1, 1))]
@@ -26,6 +27,18 @@ def random_factors(shapes, dtype, device, *, dominant=True):
 def hermitian(factors):
     """Positive definite matrices, from any."""
     return [f @ f.mH + torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+
+
+def definite(n: int) -> torch.Tensor:
+    """A symmetric positive definite matrix."""
+    a = torch.randn(n, n, dtype=torch.float64)
+    return a @ a.mT / n + torch.eye(n)
+
+
+def dense_sum(factors, masses=None):
+    """A Kronecker sum."""
+    units = masses or [torch.eye(f.shape[-1], dtype=f.dtype, device=f.device) for f in factors]
+    return sum(kron_dense([*units[:i], f, *units[i + 1 :]]) for i, f in enumerate(factors))
 
 
 def near(actual, expected):

@@ -73,33 +73,31 @@ def apart(t: Tensor, parts: int, gap: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("name", [*SHAPES, "launches of the closed form"])
-def test_blocks(
-    name: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, launches_one_by_one: Callable[[], None]
-) -> None:
-    sizes, parts, expected = SHAPES.get(name, (WIDE, 4, InBlocks(True, True)))
-    if name in SHAPES:
-        launches_one_by_one()
-    ps, qs = zip(*sizes, strict=True)
-    rows, gap = (3, 1) if name == "unaligned blocks" else (2, 0)
-    wide = torch.complex64 if dtype.is_complex else torch.float32
-    x = torch.randn(rows, math.prod(ps), generator=generator, dtype=wide).to(device, dtype)
-    factors = [(torch.randn(q, p, generator=generator, dtype=wide) / p**0.5).to(device, dtype).mT for p, q in sizes]
-    able = in_blocks(ps, qs, parts, dtype, device)
-    if name in SHAPES or device.type != "cuda":  # there, the closed form has another kernel
-        assert able == (expected._replace(writes=False) if dtype == torch.bfloat16 and expected.reads else expected)
-    blocks = apart(x, parts, gap) if able.reads else [x]
-    y = x.new_full((rows, math.prod(qs)), torch.nan)
-    outs = apart(y, parts, gap) if able.writes else [y]
-    multiply_into(blocks, factors, outs, -1.5, "highest")
-    wanted = -1.5 * product(x, factors)
-    assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
-    assert all(torch.equal(a, b) for a, b in zip(blocks, x.chunk(parts, 1) if able.reads else [x], strict=True))
-    if able.reads:
-        multiply_into([*blocks[1:], blocks[0]], factors, outs, -1.5, "highest")
-        with pytest.raises(AssertionError):
-            assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
+def test_blocks(name: str, device: torch.device, generator: torch.Generator, launches_one_by_one: Callable[[], None]) -> None:
+    for dtype in [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]:
+        sizes, parts, expected = SHAPES.get(name, (WIDE, 4, InBlocks(True, True)))
+        if name in SHAPES:
+            launches_one_by_one()
+        ps, qs = zip(*sizes, strict=True)
+        rows, gap = (3, 1) if name == "unaligned blocks" else (2, 0)
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        x = torch.randn(rows, math.prod(ps), generator=generator, dtype=wide).to(device, dtype)
+        factors = [(torch.randn(q, p, generator=generator, dtype=wide) / p**0.5).to(device, dtype).mT for p, q in sizes]
+        able = in_blocks(ps, qs, parts, dtype, device)
+        if name in SHAPES or device.type != "cuda":  # there, the closed form has another kernel
+            assert able == (expected._replace(writes=False) if dtype == torch.bfloat16 and expected.reads else expected)
+        blocks = apart(x, parts, gap) if able.reads else [x]
+        y = x.new_full((rows, math.prod(qs)), torch.nan)
+        outs = apart(y, parts, gap) if able.writes else [y]
+        multiply_into(blocks, factors, outs, -1.5, "highest")
+        wanted = -1.5 * product(x, factors)
+        assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
+        assert all(torch.equal(a, b) for a, b in zip(blocks, x.chunk(parts, 1) if able.reads else [x], strict=True))
+        if able.reads:
+            multiply_into([*blocks[1:], blocks[0]], factors, outs, -1.5, "highest")
+            with pytest.raises(AssertionError):
+                assert_close(torch.cat(outs, 1), wanted, steps=len(sizes) + 1)
 
 
 def test_a_16_bit_product_reads_blocks_by_launches_that_transpose(device: torch.device, generator: torch.Generator) -> None:
@@ -120,30 +118,26 @@ def pair_first(ps: tuple[int, ...], qs: tuple[int, ...], setting: PlanProblem) -
     return Launch((steps[-2], steps[-1]), "slice_pair"), *[Launch((step,)) for step in steps[-3::-1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", [((4, 6), (3, 2), (40, 36), (36, 40)), ((8, 4), (40, 36), (36, 40))], ids=len)
 def test_two_steps_on_one_slice(
-    sizes: tuple[tuple[int, int], ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[tuple[int, int], ...], device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They read blocks of the operand; with three launches the last one writes blocks of the result."""
-    monkeypatch.setattr(kron_blocks, "plan", pair_first)
-    names = watch_kernels(monkeypatch)
-    forget()
-    ps, qs = zip(*sizes, strict=True)
-    x = torch.randn(2, math.prod(ps), generator=generator).to(device, dtype)
-    factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device, dtype) for p, q in sizes]
-    assert in_blocks(ps, qs, 2, dtype, device) == InBlocks(True, len(sizes) == 4)
-    y = x.new_full((2, math.prod(qs)), torch.nan)
-    outs = apart(y, 2, 0) if len(sizes) == 4 else [y]
-    multiply_into(apart(x, 2, 0), factors, outs, 1.0, None)
-    forget()
-    assert "_row_pair_fwd_kernel" in names
-    # The interpreter truncates to bfloat16, which errs twice as much as rounding.
-    assert_close(torch.cat(outs, 1), product(x, factors), steps=3 * len(sizes))
+    for dtype in [torch.bfloat16, torch.float16]:
+        monkeypatch.setattr(kron_blocks, "plan", pair_first)
+        names = watch_kernels(monkeypatch)
+        forget()
+        ps, qs = zip(*sizes, strict=True)
+        x = torch.randn(2, math.prod(ps), generator=generator).to(device, dtype)
+        factors = [(torch.randn(p, q, generator=generator) / p**0.5).to(device, dtype) for p, q in sizes]
+        assert in_blocks(ps, qs, 2, dtype, device) == InBlocks(True, len(sizes) == 4)
+        y = x.new_full((2, math.prod(qs)), torch.nan)
+        outs = apart(y, 2, 0) if len(sizes) == 4 else [y]
+        multiply_into(apart(x, 2, 0), factors, outs, 1.0, None)
+        forget()
+        assert "_row_pair_fwd_kernel" in names
+        # The interpreter truncates to bfloat16, which errs twice as much as rounding.
+        assert_close(torch.cat(outs, 1), product(x, factors), steps=3 * len(sizes))
 
 
 def test_views_whose_memory_holds_other_numbers(device: torch.device, generator: torch.Generator) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
 
@@ -24,27 +24,14 @@ from fastkron_py.runtime import call_cache
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.call_cache import CACHE
 
-SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 
-
-class Spy(CacheSpy):
-    """Counts multiplies and backward passes that an entry served."""
-
-    def take_both(self) -> tuple[int, int]:
-        """The counts (multiplies, backward passes) since the last time."""
-        counts = self.take()
-        return counts.get("kron_matmul", 0), counts.get("kron_matmul_backward", 0)
+def took(spy: CacheSpy) -> tuple[int, int]:
+    """The counts (multiplies, backward passes) since the last time."""
+    counts = spy.take()
+    return counts.get("kron_matmul", 0), counts.get("kron_matmul_backward", 0)
 
 
 SERVED = (1, 1)
-
-
-@pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    CACHE.forget()
-    with fastkron_py.backend("triton"):
-        yield Spy(monkeypatch)
-    CACHE.forget()
 
 
 def draw(device: torch.device, *, left: bool = False, dtype: torch.dtype = torch.float32, needs: str = "x12") -> list[Tensor]:
@@ -87,50 +74,47 @@ def assert_gradients(tensors: list[Tensor], dy: Tensor, left: bool = False, alph
             assert_near(t.grad, want, scale=4)  # sums over rows of products with the other factors
 
 
-def warm(device: torch.device, spy: Spy, **options: Any) -> None:
+def warm(device: torch.device, spy: CacheSpy, **options: Any) -> None:
     """Make a first call and its backward pass, after which calls like it are served."""
     y = multiply(draw(device, **options), options.get("left", False))
     y.backward(torch.randn_like(y))
-    assert spy.take_both() == (0, 0)
+    assert took(spy) == (0, 0)
 
 
-@SIDES
-@pytest.mark.parametrize("alpha", [1.0, -2.5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_the_second_call_is_served(dtype: torch.dtype, alpha: float, left: bool, spy: Spy, device: torch.device) -> None:
-    for counts in ((0, 0), SERVED, SERVED):
-        tensors = draw(device, left=left, dtype=dtype)
-        y = multiply(tensors, left, alpha=alpha)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        assert spy.take_both() == counts
-        assert_gradients(tensors, dy, left, alpha)
+def test_the_second_call_is_served(spy: CacheSpy, device: torch.device) -> None:
+    for dtype, alpha, left in itertools.product([torch.float32, torch.bfloat16, torch.float64], [1.0, -2.5], (False, True)):
+        for counts in ((0, 0), SERVED, SERVED):
+            tensors = draw(device, left=left, dtype=dtype)
+            y = multiply(tensors, left, alpha=alpha)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert took(spy) == counts
+            assert_gradients(tensors, dy, left, alpha)
 
 
-def test_alpha_may_change(spy: Spy, device: torch.device) -> None:
+def test_alpha_may_change(spy: CacheSpy, device: torch.device) -> None:
     """One program for all but 1 and, backward, 0."""
     for i, alpha in enumerate((3.0, 2.0, -0.5, 1e-3, 7.0, 0.0, 0.0)):
         tensors = draw(device)
         y = multiply(tensors, alpha=alpha)
         dy = torch.randn_like(y)
         y.backward(dy)
-        assert spy.take_both() == {0: (0, 0), 5: (1, 0)}.get(i, SERVED)
+        assert took(spy) == {0: (0, 0), 5: (1, 0)}.get(i, SERVED)
         assert_gradients(tensors, dy, alpha=alpha)
 
 
-@pytest.mark.parametrize("needs", ["x", "1", "2", "12", "x1", "x2"])
-@SIDES
-def test_only_what_is_needed(needs: str, left: bool, spy: Spy, device: torch.device) -> None:
-    for counts in ((0, 0), SERVED):
-        tensors = draw(device, left=left, needs=needs)
-        y = multiply(tensors, left)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        assert spy.take_both() == counts
-        assert_gradients(tensors, dy, left)
+def test_only_what_is_needed(spy: CacheSpy, device: torch.device) -> None:
+    for needs, left in itertools.product(["x", "1", "2", "12", "x1", "x2"], (False, True)):
+        for counts in ((0, 0), SERVED):
+            tensors = draw(device, left=left, needs=needs)
+            y = multiply(tensors, left)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert took(spy) == counts
+            assert_gradients(tensors, dy, left)
 
 
-def test_needs_are_told_apart(spy: Spy, device: torch.device) -> None:
+def test_needs_are_told_apart(spy: CacheSpy, device: torch.device) -> None:
     for _ in range(3):
         for needs in ("x", "12", "x12", ""):
             tensors = draw(device, needs=needs)
@@ -140,7 +124,7 @@ def test_needs_are_told_apart(spy: Spy, device: torch.device) -> None:
                 dy = torch.randn_like(y)
                 y.backward(dy)
                 assert_gradients(tensors, dy)
-    assert spy.take_both() == (8, 6)
+    assert took(spy) == (8, 6)
 
 
 SHAPES = {
@@ -154,55 +138,46 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("x_shape", "factor_shapes"), SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "one by one"])
-@SIDES
-def test_other_shapes(
-    x_shape: tuple[int, ...],
-    factor_shapes: list[tuple[int, ...]],
-    left: bool,
-    pooled: bool,
-    spy: Spy,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_shapes(pooled: bool, spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if not pooled:  # as where buffers are large
         monkeypatch.setattr(Builder, "__init__", partialmethod(Builder.__init__, shared=0))
-    if left:
-        x_shape = x_shape if len(x_shape) == 1 else (*x_shape[:-2], x_shape[-1], x_shape[-2])
-        factor_shapes = [(*s[:-2], s[-1], s[-2]) for s in factor_shapes]
-    for _ in range(3):
-        tensors = [torch.randn(s, device=device, requires_grad=True) for s in (x_shape, *factor_shapes)]
-        y = multiply(tensors, left)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        assert_gradients(tensors, dy, left)
-    assert spy.take_both() == (2, 2)
+    for (x_shape, factor_shapes), left in itertools.product(SHAPES.values(), (False, True)):
+        if left:
+            x_shape = x_shape if len(x_shape) == 1 else (*x_shape[:-2], x_shape[-1], x_shape[-2])
+            factor_shapes = [(*s[:-2], s[-1], s[-2]) for s in factor_shapes]
+        for _ in range(3):
+            tensors = [torch.randn(s, device=device, requires_grad=True) for s in (x_shape, *factor_shapes)]
+            y = multiply(tensors, left)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert_gradients(tensors, dy, left)
+        assert took(spy) == (2, 2)
 
 
-@SIDES
-def test_broadcast_batches(left: bool, spy: Spy, device: torch.device) -> None:
+def test_broadcast_batches(spy: CacheSpy, device: torch.device) -> None:
     """Gradients are sums over dimensions that were broadcast, which torch calls: steps of the program too."""
-    shapes = [(12, 5), (2, 1, 2, 3), (3, 3, 4)] if left else [(5, 12), (2, 1, 3, 2), (3, 4, 3)]
-    for _ in range(3):
-        tensors = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
-        y = multiply(tensors, left)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        assert_gradients(tensors, dy, left)
-    assert spy.take_both() == (2, 2)
+    for left in (False, True):
+        shapes = [(12, 5), (2, 1, 2, 3), (3, 3, 4)] if left else [(5, 12), (2, 1, 3, 2), (3, 4, 3)]
+        for _ in range(3):
+            tensors = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
+            y = multiply(tensors, left)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert_gradients(tensors, dy, left)
+        assert took(spy) == (2, 2)
 
 
 @pytest.mark.parametrize(
     "change", ["same factor twice", "transposed factors", "strided x", "x with strided rows", "offset x", "overlapping", "Parameter"]
 )
-def test_operands_of_the_same_shapes(change: str, spy: Spy, device: torch.device) -> None:
+def test_operands_of_the_same_shapes(change: str, spy: CacheSpy, device: torch.device) -> None:
     def ordinary() -> list[Tensor]:
         return [torch.randn(s, device=device, requires_grad=True) for s in ((5, 16), (4, 4), (4, 4))]
 
     for _ in range(2):
         multiply(ordinary()).sum().backward()
-    assert spy.take_both() == SERVED
+    assert took(spy) == SERVED
     for _ in range(3):
         tensors = ordinary()
         given = list(tensors)
@@ -230,7 +205,7 @@ def test_operands_of_the_same_shapes(change: str, spy: Spy, device: torch.device
         want = torch.autograd.grad(reference.kron_matmul(x64, fs64), list(wide.values()), dy.double())
         for t, w in zip(distinct, want, strict=True):
             assert_near(got[id(t)], w)
-    forward, backward = spy.take_both()
+    forward, backward = took(spy)
     assert forward == (3 if change == "offset x" else 2)
     assert backward >= 2
 
@@ -247,19 +222,19 @@ DYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", DYS)
-@SIDES
-def test_incoming_gradients_of_any_layout(kind: str, left: bool, spy: Spy, device: torch.device) -> None:
-    warm(device, spy, left=left)
-    for _ in range(3):
-        tensors = draw(device, left=left)
-        y = multiply(tensors, left)
-        dy = DYS[kind](y.detach())
-        y.backward(dy)
-        assert_gradients(tensors, dy, left)
-    assert spy.take_both() == (3, {"unaligned": 3, "negated lazily": 0}.get(kind, 2))
+def test_incoming_gradients_of_any_layout(kind: str, spy: CacheSpy, device: torch.device) -> None:
+    for left in (False, True):
+        warm(device, spy, left=left)
+        for _ in range(3):
+            tensors = draw(device, left=left)
+            y = multiply(tensors, left)
+            dy = DYS[kind](y.detach())
+            y.backward(dy)
+            assert_gradients(tensors, dy, left)
+        assert took(spy) == (3, {"unaligned": 3, "negated lazily": 0}.get(kind, 2))
 
 
-def test_a_tensor_changed_in_place_is_refused(spy: Spy, device: torch.device) -> None:
+def test_a_tensor_changed_in_place_is_refused(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     for which in range(3):
         tensors = draw(device)
@@ -268,20 +243,20 @@ def test_a_tensor_changed_in_place_is_refused(spy: Spy, device: torch.device) ->
             tensors[which].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-    assert spy.take_both() == (3, 0)
+    assert took(spy) == (3, 0)
 
 
-def test_the_result_may_be_changed_in_place(spy: Spy, device: torch.device) -> None:
+def test_the_result_may_be_changed_in_place(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors, weight = draw(device), torch.randn(5, 6, device=device)
     y = multiply(tensors)
     y.mul_(weight)
     y.backward(torch.ones_like(y))
     assert_gradients(tensors, weight)
-    assert spy.take_both() == SERVED
+    assert took(spy) == SERVED
 
 
-def test_a_graph_used_twice(spy: Spy, device: torch.device) -> None:
+def test_a_graph_used_twice(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     y = multiply(tensors)
@@ -291,20 +266,20 @@ def test_a_graph_used_twice(spy: Spy, device: torch.device) -> None:
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(y, tensors, dy)
-    assert spy.take_both() == (1, 2)
+    assert took(spy) == (1, 2)
 
 
-def test_gradients_accumulate(spy: Spy, device: torch.device) -> None:
+def test_gradients_accumulate(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     dys = torch.randn(2, 5, 6, device=device)
     for dy in dys:
         multiply(tensors).backward(dy)
     assert_gradients(tensors, dys.sum(0))
-    assert spy.take_both() == (2, 2)
+    assert took(spy) == (2, 2)
 
 
-def test_some_inputs_only(spy: Spy, device: torch.device) -> None:
+def test_some_inputs_only(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     y = multiply(tensors)
@@ -314,7 +289,7 @@ def test_some_inputs_only(spy: Spy, device: torch.device) -> None:
     assert all(t.grad is None for t in tensors)
 
 
-def test_hooks(spy: Spy, device: torch.device) -> None:
+def test_hooks(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     seen: list[Tensor] = []
@@ -330,30 +305,28 @@ def test_hooks(spy: Spy, device: torch.device) -> None:
     for t, w, scale in zip(tensors, want, (1, 2, 1), strict=True):
         assert w is not None
         assert_near(t.grad, scale * w)
-    assert spy.take_both() == SERVED
+    assert took(spy) == SERVED
 
 
-@pytest.mark.parametrize(
-    "unpack",
-    [lambda t: t.clone(), lambda t: t.mT.contiguous().mT, lambda t: t.double().to(t.dtype).detach(), lambda t: t[:]],
-    ids=["copies", "other strides", "detached", "views"],
-)
-def test_saved_tensors_hooks(unpack: Callable[[Tensor], Tensor], spy: Spy, device: torch.device) -> None:
-    warm(device, spy)
-    packed = []
-    for _ in range(3):
-        tensors = draw(device)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.detach(), unpack):
-            y = multiply(tensors)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        assert_gradients(tensors, dy)
-    assert packed == [t.shape for t in draw(device)] * 3
-    assert spy.take_both()[0] == 3
+def test_saved_tensors_hooks(spy: CacheSpy, device: torch.device) -> None:
+    packed: list[torch.Size] = []
+    for unpack in [lambda t: t.clone(), lambda t: t.mT.contiguous().mT, lambda t: t.double().to(t.dtype).detach(), lambda t: t[:]]:
+        CACHE.forget()
+        warm(device, spy)
+        packed.clear()
+        for _ in range(3):
+            tensors = draw(device)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.detach(), unpack):
+                y = multiply(tensors)
+            dy = torch.randn_like(y)
+            y.backward(dy)
+            assert_gradients(tensors, dy)
+        assert packed == [t.shape for t in draw(device)] * 3
+        assert took(spy)[0] == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant: bool, spy: Spy, device: torch.device) -> None:
+def test_checkpoint(use_reentrant: bool, spy: CacheSpy, device: torch.device) -> None:
     """The first run is not served and its repetition is: both save the same."""
     for _ in range(4):
         tensors = draw(device)
@@ -361,10 +334,10 @@ def test_checkpoint(use_reentrant: bool, spy: Spy, device: torch.device) -> None
         dy = torch.randn_like(y)
         y.backward(dy)
         assert_gradients(tensors, dy * reference.kron_matmul(tensors[0].double(), [f.double() for f in tensors[1:]]).cos())
-    assert spy.take_both()[1] >= 2
+    assert took(spy)[1] >= 2
 
 
-def test_second_derivatives_through_a_checkpoint(spy: Spy, device: torch.device) -> None:
+def test_second_derivatives_through_a_checkpoint(spy: CacheSpy, device: torch.device) -> None:
     """Which lets a backward pass read what was saved once, and no more."""
 
     def found(function: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -378,21 +351,21 @@ def test_second_derivatives_through_a_checkpoint(spy: Spy, device: torch.device)
         want = found(lambda *ts: product(list(ts)), tensors)
         for g, w in zip(got, want, strict=True):
             assert_near(g, w, scale=20)  # sums of products of four rounded factors
-    assert spy.take_both()[1] >= 1
+    assert took(spy)[1] >= 1
 
 
 @pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.full)], ids=["right", "left"])
-def test_gradcheck(left: bool, spy: Spy, device: torch.device) -> None:
+def test_gradcheck(left: bool, spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy, left=left, dtype=torch.float64)
     tensors = draw(device, left=left, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda *ts: multiply(list(ts), left, alpha=1.0), tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *ts: multiply(list(ts), left, alpha=1.0), tensors, fast_mode=True)
-    forward, backward = spy.take_both()
+    forward, backward = took(spy)
     assert forward > 0
     assert backward > 0
 
 
-def test_second_derivatives(spy: Spy, device: torch.device) -> None:
+def test_second_derivatives(spy: CacheSpy, device: torch.device) -> None:
     """With create_graph, the backward pass is one that can be derived; without, the next call is served again."""
 
     def penalty(ts: list[Tensor], product: Callable[[Tensor, list[Tensor]], Tensor]) -> Tensor:
@@ -410,10 +383,10 @@ def test_second_derivatives(spy: Spy, device: torch.device) -> None:
     spy.take()
     y = multiply(draw(device, dtype=torch.float64))
     y.backward(torch.randn_like(y))
-    assert spy.take_both() == SERVED
+    assert took(spy) == SERVED
 
 
-def test_transforms_of_cached_calls(spy: Spy, device: torch.device) -> None:
+def test_transforms_of_cached_calls(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     dy = torch.randn(5, 6, device=device)
@@ -428,11 +401,11 @@ def test_transforms_of_cached_calls(spy: Spy, device: torch.device) -> None:
         for g, w in zip(vector, wanted(tensors, dy), strict=True):
             assert w is not None
             assert_near(g, w)
-    assert spy.take_both() == (0, 0)
+    assert took(spy) == (0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward mode
-def test_forward_mode(spy: Spy, device: torch.device) -> None:
+def test_forward_mode(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     tangent = torch.randn(5, 12, device=device)
@@ -446,10 +419,10 @@ def test_forward_mode(spy: Spy, device: torch.device) -> None:
     with torch.autograd.forward_ad.dual_level():
         y.backward(dy)
     assert_gradients(tensors, dy)
-    assert spy.take_both() == (1, 0)
+    assert took(spy) == (1, 0)
 
 
-def test_autocast(spy: Spy, device: torch.device) -> None:
+def test_autocast(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -461,7 +434,7 @@ def test_autocast(spy: Spy, device: torch.device) -> None:
         assert w is not None
         assert t.grad is not None
         assert_near(t.grad.bfloat16(), w)
-    assert spy.take_both() == (0, 0)
+    assert took(spy) == (0, 0)
     # Forward outside, backward inside.
     tensors = draw(device)
     y = multiply(tensors)
@@ -469,10 +442,10 @@ def test_autocast(spy: Spy, device: torch.device) -> None:
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y.backward(dy)
     assert_gradients(tensors, dy)
-    assert spy.take_both() == (1, 0)
+    assert took(spy) == (1, 0)
 
 
-def test_modes_see_the_operators(spy: Spy, device: torch.device) -> None:
+def test_modes_see_the_operators(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     y = multiply(tensors)
@@ -481,14 +454,14 @@ def test_modes_see_the_operators(spy: Spy, device: torch.device) -> None:
         y.backward(dy)
     if device.type == "cpu":  # elsewhere autograd's thread has no modes of this one in torch 2.11
         assert "fastkron.kron_matmul_backward.default" in operators.names
-        assert spy.take_both() == (1, 0)
+        assert took(spy) == (1, 0)
     assert_gradients(tensors, dy)
     with Operators() as operators:
         multiply(draw(device))
     assert "fastkron.kron_matmul.default" in operators.names
 
 
-def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_between_forward_and_backward(spy: CacheSpy, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     warm(device, spy)
     tensors = draw(device)
     y = multiply(tensors)
@@ -496,7 +469,7 @@ def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, c
     torch.set_float32_matmul_precision("high")
     try:
         y.backward(dy)
-        assert spy.take_both() == (1, 0)  # of another precision: a program of its own
+        assert took(spy) == (1, 0)  # of another precision: a program of its own
     finally:
         torch.set_float32_matmul_precision("highest")
     for t, want in zip(tensors, wanted(tensors, dy), strict=True):  # in TF32 on a GPU: eleven bits, in two products one after the other
@@ -508,17 +481,17 @@ def test_settings_between_forward_and_backward(spy: Spy, device: torch.device, c
     with fastkron_py.backend("torch"):  # the backward pass is the forward's backend's
         y.backward(dy)
     assert_gradients(tensors, dy)
-    assert spy.take_both()[0] == 1
+    assert took(spy)[0] == 1
     tensors = draw(device)
     y = multiply(tensors)
     with caplog.at_level(logging.DEBUG, logger="fastkron_py"):
         y.backward(dy)
     assert "backend triton" in caplog.text
     assert_gradients(tensors, dy)
-    assert spy.take_both() == (1, 0)
+    assert took(spy) == (1, 0)
 
 
-def test_torchs_backend_is_served_too(spy: Spy, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_torchs_backend_is_served_too(spy: CacheSpy, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Where its products are not so small that autograd records them."""
     monkeypatch.setattr(torch_small, "is_small", lambda problem: False)
     with fastkron_py.backend("torch"):
@@ -528,10 +501,10 @@ def test_torchs_backend_is_served_too(spy: Spy, monkeypatch: pytest.MonkeyPatch,
             dy = torch.randn_like(y)
             y.backward(dy)
             assert_gradients(tensors, dy)
-    assert spy.take_both() == (2, 2)
+    assert took(spy) == (2, 2)
 
 
-def test_added_tensors_and_scalars_with_gradients(spy: Spy, device: torch.device) -> None:
+def test_added_tensors_and_scalars_with_gradients(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     for _ in range(2):
         tensors, z = draw(device), torch.randn(6, device=device, requires_grad=True)
@@ -544,10 +517,10 @@ def test_added_tensors_and_scalars_with_gradients(spy: Spy, device: torch.device
         assert_near(beta.grad, (dy.double() * z.detach().double()).sum())
         product = reference.kron_matmul(tensors[0].detach().double(), [f.detach().double() for f in tensors[1:]])
         assert_near(alpha.grad, (dy.double() * product).sum())
-    assert spy.take_both() == (1, 2)  # the operator's calls, without the scalars
+    assert took(spy) == (1, 2)  # the operator's calls, without the scalars
 
 
-def test_a_compiled_graph_holds_the_operator(spy: Spy, device: torch.device) -> None:
+def test_a_compiled_graph_holds_the_operator(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     tensors = draw(device)
     torch.compiler.reset()
@@ -559,37 +532,14 @@ def test_a_compiled_graph_holds_the_operator(spy: Spy, device: torch.device) -> 
 
     y = torch.compile(lambda *ts: multiply(list(ts)), backend=backend, fullgraph=True)(*tensors)
     assert any("fastkron.kron_matmul" in str(node.target) for node in graphs[0].graph.nodes)
-    assert spy.take_both() == (0, 0)
+    assert took(spy) == (0, 0)
     dy = torch.randn_like(y)
     y.backward(dy)
     assert_gradients(tensors, dy)
     torch.compiler.reset()
 
 
-def test_modules_copied_and_trained(spy: Spy, device: torch.device) -> None:
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factors = torch.nn.ParameterList([torch.randn(3, 2, device=device), torch.randn(4, 3, device=device)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return kron_matmul(x, list(self.factors))
-
-    layer = Layer()
-    for _ in range(3):
-        twin = copy.deepcopy(layer)
-        x = torch.randn(5, 12, device=device)
-        twin(x).square().sum().backward()
-        optimiser = torch.optim.SGD(twin.parameters(), lr=0.1)
-        optimiser.step()
-        want = [f.detach().double().requires_grad_() for f in layer.factors]
-        reference.kron_matmul(x.double(), want).square().sum().backward()
-        for f, w in zip(twin.factors, want, strict=True):
-            assert_near(f.grad, w.grad)
-    assert spy.take_both() == (2, 2)
-
-
-def test_threads_at_once(spy: Spy, device: torch.device) -> None:
+def test_threads_at_once(spy: CacheSpy, device: torch.device) -> None:
     """Programs are shared: threads run one at once, each on its own operands, and with its own alpha."""
     failures: list[BaseException] = []
 
@@ -617,7 +567,7 @@ def test_threads_at_once(spy: Spy, device: torch.device) -> None:
     assert not failures
 
 
-def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded(spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_ENTRIES", 2)
     warm(device, spy)
     for stride in range(7, 12):
@@ -626,11 +576,11 @@ def test_bounded(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch
         dy = torch.randn(5, stride, device=device)[:, :6]
         y.backward(dy)
         assert_gradients(tensors, dy)
-    assert spy.take_both() == (5, 0)
+    assert took(spy) == (5, 0)
     assert max(len(entries) for entries in CACHE._calls.values()) == 2
 
 
-def test_nothing_is_kept_alive(spy: Spy, device: torch.device) -> None:
+def test_nothing_is_kept_alive(spy: CacheSpy, device: torch.device) -> None:
     warm(device, spy)
     import weakref
 
@@ -642,7 +592,7 @@ def test_nothing_is_kept_alive(spy: Spy, device: torch.device) -> None:
     assert all(ref() is None for ref in alive)
 
 
-def test_without_torchs_guards(spy: Spy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchs_guards(spy: CacheSpy, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_guards(monkeypatch):
         for _ in range(3):
             tensors = draw(device)
@@ -650,4 +600,4 @@ def test_without_torchs_guards(spy: Spy, device: torch.device, monkeypatch: pyte
             dy = torch.randn_like(y)
             y.backward(dy)
             assert_gradients(tensors, dy)
-    assert spy.take_both() == (0, 0)
+    assert took(spy) == (0, 0)

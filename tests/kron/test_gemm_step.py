@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from canonical_cases import dense, multiply, problem, watch_kernels
@@ -26,25 +28,24 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["", "factors transposed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_products(shape: tuple, dtype: torch.dtype, is_transposed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "best_algorithm", _algorithm)
-    names = watch_kernels(monkeypatch)
-    torch.manual_seed(0)
-    x, factors = problem(dtype, device, *shape)
-    if is_transposed:
-        factors = [f.mT.contiguous().mT for f in factors]
-    wanted = dense(x, factors)
-    z = torch.randn(wanted.shape, device=device).to(dtype)
-    steps = 3 * len(factors) + 1  # the interpreter truncates to bfloat16, which errs twice as much as rounding
-    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps)
-    assert_close(multiply(x, factors, z, 1.0, 1.0), wanted + z.double(), steps=steps)
-    assert_close(multiply(x, factors, z[:, :1].expand_as(z), 1.0, -1.0), wanted - z[:, :1].double(), steps=steps)
-    assert "_gemm_kernel" in names
-    with pytest.raises(AssertionError):
-        assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.5 * z.double(), steps=steps)
+def test_products(shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype, is_transposed in itertools.product([torch.bfloat16, torch.float16], [False, True]):
+        monkeypatch.setattr(forward, "best_algorithm", _algorithm)
+        names = watch_kernels(monkeypatch)
+        torch.manual_seed(0)
+        x, factors = problem(dtype, device, *shape)
+        if is_transposed:
+            factors = [f.mT.contiguous().mT for f in factors]
+        wanted = dense(x, factors)
+        z = torch.randn(wanted.shape, device=device).to(dtype)
+        steps = 3 * len(factors) + 1  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+        assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * z.double(), steps=steps)
+        assert_close(multiply(x, factors, z, 1.0, 1.0), wanted + z.double(), steps=steps)
+        assert_close(multiply(x, factors, z[:, :1].expand_as(z), 1.0, -1.0), wanted - z[:, :1].double(), steps=steps)
+        assert "_gemm_kernel" in names
+        with pytest.raises(AssertionError):
+            assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.5 * z.double(), steps=steps)
 
 
 def test_z_decides() -> None:

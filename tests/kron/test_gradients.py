@@ -15,7 +15,6 @@ from shapes_list import (
     assert_same,
     backend_pairs,
     call,
-    expected,
     ids,
     on_backends,
     power,
@@ -80,18 +79,18 @@ def test_gradcheck(case: Case, left: bool, backend_name: str, device: torch.devi
 
 
 @pytest.mark.parametrize("case", [TINY[2], TINY_BATCHES[2]], ids=ids)
-@SIDES
-def test_gradcheck_every_entry(case: Case, left: bool, device: torch.device, generator: torch.Generator) -> None:
+def test_gradcheck_every_entry(case: Case, device: torch.device, generator: torch.Generator) -> None:
     """The slow mode, every entry of every Jacobian, on the torch backend; numbers for alpha and beta."""
-    x, factors = double(case, device, generator, left)
-    z = torch.randn_like(call(left)(x, factors)).requires_grad_()
+    for left in (False, True):
+        x, factors = double(case, device, generator, left)
+        z = torch.randn_like(call(left)(x, factors)).requires_grad_()
 
-    def function(x: Tensor, z: Tensor, *factors: Tensor) -> Tensor:
-        return call(left)(x, factors, alpha=0.7, beta=-1.3, z=z)
+        def function(x: Tensor, z: Tensor, *factors: Tensor, left: bool = left) -> Tensor:
+            return call(left)(x, factors, alpha=0.7, beta=-1.3, z=z)
 
-    with fastkron_py.backend("torch"):
-        assert torch.autograd.gradcheck(function, [x, z, *factors])
-        assert torch.autograd.gradgradcheck(function, [x, z, *factors])
+        with fastkron_py.backend("torch"):
+            assert torch.autograd.gradcheck(function, [x, z, *factors])
+            assert torch.autograd.gradgradcheck(function, [x, z, *factors])
 
 
 COMPLEX = [power(2, 2, 2, 2), Case(2, ((2, 3), (3, 1)))]
@@ -204,48 +203,41 @@ def gradients_and_reference(x: Tensor, factors: list[Tensor], left: bool, **opti
     return y, list(grads), list(wanted)
 
 
-@pytest.mark.parametrize("dtype", REAL, ids=ids)
 @backend_pairs("case", GRADIENT_CASES, INTERPRETED)
 @SIDES
-def test_against_reference(
-    case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    x, factors = problem(case, dtype, device, generator, left=left)
-    inputs = [x.requires_grad_(), *(f.requires_grad_() for f in factors)]
-    _, grads, wanted = gradients_and_reference(x, factors, left, alpha=0.5)
-    for t, got, want in zip(inputs, grads, wanted, strict=True):
-        assert got.dtype == dtype
-        assert got.device == t.device
-        assert got.is_contiguous() or backend_name == "torch"  # of small products, which autograd records, they may be transposed
-        assert_near(got, want, scale=GRADIENT_SCALE)
+def test_against_reference(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for dtype in REAL:
+        x, factors = problem(case, dtype, device, generator, left=left)
+        inputs = [x.requires_grad_(), *(f.requires_grad_() for f in factors)]
+        _, grads, wanted = gradients_and_reference(x, factors, left, alpha=0.5)
+        for t, got, want in zip(inputs, grads, wanted, strict=True):
+            assert got.dtype == dtype
+            assert got.device == t.device
+            assert got.is_contiguous() or backend_name == "torch"  # of small products, which autograd records, they may be transposed
+            assert_near(got, want, scale=GRADIENT_SCALE)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=ids)
 @on_backends([power(3, 8, 8, 2), power(5, 2, 2, 7), Case(3, ((7, 5), (11, 13), (3, 2))), *BATCHES])
 @SIDES
-def test_complex_against_reference(
-    case: Case, dtype: torch.dtype, left: bool, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    x, factors = problem(case, dtype, device, generator, left=left)
-    x.requires_grad_()
-    [f.requires_grad_() for f in factors]
-    _, grads, wanted = gradients_and_reference(x, factors, left, alpha=0.5 + 1j)
-    for got, want in zip(grads, wanted, strict=True):
-        assert_near(got, want, scale=GRADIENT_SCALE)
+def test_complex_against_reference(case: Case, left: bool, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for dtype in [torch.complex64, torch.complex128]:
+        x, factors = problem(case, dtype, device, generator, left=left)
+        x.requires_grad_()
+        [f.requires_grad_() for f in factors]
+        _, grads, wanted = gradients_and_reference(x, factors, left, alpha=0.5 + 1j)
+        for got, want in zip(grads, wanted, strict=True):
+            assert_near(got, want, scale=GRADIENT_SCALE)
 
 
-@pytest.mark.parametrize("z_shape", [(1,), (24,), (5, 1), (2, 1, 1), (1, 5, 24), (3, 2, 5, 24)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=ids)
-def test_gradient_of_z(
-    z_shape: tuple[int, ...], dtype: torch.dtype, backend_name: str, device: torch.device, generator: torch.Generator
-) -> None:
-    x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (3, 1), (2,)), dtype, device, generator)
-    z = torch.randn(z_shape, device=device).to(dtype)
-    for t in (x, *factors, z):
-        t.requires_grad_()
-    _, grads, wanted = gradients_and_reference(x, factors, False, alpha=-0.5, beta=2.0, z=z)
-    for got, want in zip(grads, wanted, strict=True):
-        assert_near(got, want, scale=GRADIENT_SCALE)
+def test_gradient_of_z(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for z_shape, dtype in itertools.product([(1,), (24,), (5, 1), (2, 1, 1), (1, 5, 24), (3, 2, 5, 24)], [torch.float32, torch.float16]):
+        x, factors = problem(Case(5, ((2, 3), (5, 2), (6, 4)), (3, 1), (2,)), dtype, device, generator)
+        z = torch.randn(z_shape, device=device).to(dtype)
+        for t in (x, *factors, z):
+            t.requires_grad_()
+        _, grads, wanted = gradients_and_reference(x, factors, False, alpha=-0.5, beta=2.0, z=z)
+        for got, want in zip(grads, wanted, strict=True):
+            assert_near(got, want, scale=GRADIENT_SCALE)
 
 
 @on_backends([power(13, 3, 3, 1), power(3, 4, 4, 3), Case(16, ((2, 3), (5, 2), (6, 4))), BATCHES[3], BATCHES[4]])
@@ -303,33 +295,25 @@ class Recorder(TorchDispatchMode):
         return [args for called, args in self.calls if called == name]
 
 
-@pytest.mark.parametrize("wanted", [(), ("x",), ("f1",), ("z",), ("x", "z"), ("f0", "f1")], ids=ids)
-def test_only_what_is_needed(wanted: tuple[str, ...], backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+def test_only_what_is_needed(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
     """Unneeded gradients are not computed: the backward operator is asked for the others only, or not called."""
-    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
-    arguments = {"x": x, "f0": factors[0], "f1": factors[1], "z": torch.ones(1, device=device)}
-    for name in wanted:
-        arguments[name].requires_grad_()
-    with Recorder() as recorder:
-        y = kron_matmul(x, factors, beta=1.0, z=arguments["z"])
-        assert y.requires_grad == bool(wanted)
-        if wanted:
-            y.sum().backward()
-    assert len(recorder.named("kron_matmul")) == 1
-    backward = [(args[4], list(args[5])) for args in recorder.named("kron_matmul_backward")]
-    if set(wanted) & {"x", "f0", "f1"}:
-        assert backward == [("x" in wanted, ["f0" in wanted, "f1" in wanted])]
-    else:
-        assert backward == []
-    assert [name for name, t in arguments.items() if t.grad is not None] == [n for n in arguments if n in wanted]
-
-
-def test_no_grad_and_detached(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
-    x.requires_grad_()
-    with torch.no_grad():
-        assert not kron_matmul(x, factors).requires_grad
-    assert not kron_matmul(x.detach(), factors).requires_grad
+    for wanted in [(), ("x",), ("f1",), ("z",), ("x", "z"), ("f0", "f1")]:
+        x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+        arguments = {"x": x, "f0": factors[0], "f1": factors[1], "z": torch.ones(1, device=device)}
+        for name in wanted:
+            arguments[name].requires_grad_()
+        with Recorder() as recorder:
+            y = kron_matmul(x, factors, beta=1.0, z=arguments["z"])
+            assert y.requires_grad == bool(wanted)
+            if wanted:
+                y.sum().backward()
+        assert len(recorder.named("kron_matmul")) == 1
+        backward = [(args[4], list(args[5])) for args in recorder.named("kron_matmul_backward")]
+        if set(wanted) & {"x", "f0", "f1"}:
+            assert backward == [("x" in wanted, ["f0" in wanted, "f1" in wanted])]
+        else:
+            assert backward == []
+        assert [name for name, t in arguments.items() if t.grad is not None] == [n for n in arguments if n in wanted]
 
 
 def test_retain_graph_and_accumulation(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -349,15 +333,15 @@ def test_retain_graph_and_accumulation(backend_name: str, device: torch.device, 
         y.sum().backward()
 
 
-@pytest.mark.parametrize("changed", ["x", "f0", "f1"])
-def test_in_place_changes_are_detected(changed: str, backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
-    leaves = {"x": x.requires_grad_(), "f0": factors[0].requires_grad_(), "f1": factors[1].requires_grad_()}
-    used = {name: t * 1 for name, t in leaves.items()}
-    y = kron_matmul(used["x"], [used["f0"], used["f1"]])
-    used[changed].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+def test_in_place_changes_are_detected(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
+    for changed in ["x", "f0", "f1"]:
+        x, factors = problem(power(3, 4, 4, 2), torch.float32, device, generator)
+        leaves = {"x": x.requires_grad_(), "f0": factors[0].requires_grad_(), "f1": factors[1].requires_grad_()}
+        used = {name: t * 1 for name, t in leaves.items()}
+        y = kron_matmul(used["x"], [used["f0"], used["f1"]])
+        used[changed].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 def test_result_may_change_in_place(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
@@ -425,25 +409,6 @@ def test_vector_and_empty(left: bool, backend_name: str, device: torch.device, g
         y = call(left)(x, factors)
         for t, g in zip([x, *factors], torch.autograd.grad(y.sum(), [x, *factors]), strict=True):
             assert_same(g, torch.zeros_like(t))
-
-
-def test_parameters_learn(backend_name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Gradient descent on nn.Parameter factors recovers a Kronecker product from its action."""
-    _, truth = problem(power(1, 3, 3, 2), torch.float64, device, generator)
-    parameters = torch.nn.ParameterList([f + 0.1 * torch.randn_like(f) for f in truth])
-    x = torch.randn(20, 9, dtype=torch.float64, device=device)
-    wanted = expected(x, truth)
-    optimizer = torch.optim.LBFGS(parameters.parameters(), max_iter=50, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = (kron_matmul(x, list(parameters)) - wanted).square().mean()
-        value.backward()
-        return value
-
-    start = loss().item()
-    optimizer.step(loss)
-    assert loss().item() < 1e-6 * start
 
 
 def test_negative_control(device: torch.device, generator: torch.Generator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from gluon_on_numpy import launch
@@ -33,28 +35,27 @@ def expected(x: torch.Tensor, scale: float) -> torch.Tensor:
     return fastkron_py.hadamard(x.double(), scale=scale)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE, HALF], ids=str)
 @pytest.mark.parametrize("bits", [0, 1, 3, 6, 10, 11, 13, 14])
-def test_powers_of_two(bits: int, dtype: torch.dtype, rows: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(rows, 1 << bits).to(dtype)
-    y = transformed(x, 1, bits, 0.7)
-    assert_close(y, expected(x, 0.7), steps=2)
-    if bits:
-        with pytest.raises(AssertionError):  # a control
-            assert_close(y, expected(x.flip(-1), 0.7), steps=2)
+def test_powers_of_two(bits: int) -> None:
+    for dtype, rows in itertools.product([SINGLE, DOUBLE, HALF], [1, 5]):
+        torch.manual_seed(0)
+        x = torch.randn(rows, 1 << bits).to(dtype)
+        y = transformed(x, 1, bits, 0.7)
+        assert_close(y, expected(x, 0.7), steps=2)
+        if bits:
+            with pytest.raises(AssertionError):  # a control
+                assert_close(y, expected(x.flip(-1), 0.7), steps=2)
 
 
-@pytest.mark.parametrize("bits", [2, 5, 8])
 @pytest.mark.parametrize("m", [12, 20, 28])
-def test_other_lengths(m: int, bits: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, m << bits)
-    assert_close(transformed(x, m, bits, 0.7), expected(x, 0.7), steps=3)
-    back = torch.zeros(x.shape, dtype=DOUBLE, requires_grad=True)
-    (gradient,) = torch.autograd.grad(fastkron_py.hadamard(back, scale=0.7), back, x.double())
-    assert_close(transformed(x, m, bits, 0.7, transposed=True), gradient, steps=3)
+def test_other_lengths(m: int) -> None:
+    for bits in [2, 5, 8]:
+        torch.manual_seed(0)
+        x = torch.randn(5, m << bits)
+        assert_close(transformed(x, m, bits, 0.7), expected(x, 0.7), steps=3)
+        back = torch.zeros(x.shape, dtype=DOUBLE, requires_grad=True)
+        (gradient,) = torch.autograd.grad(fastkron_py.hadamard(back, scale=0.7), back, x.double())
+        assert_close(transformed(x, m, bits, 0.7, transposed=True), gradient, steps=3)
 
 
 def test_rows_with_gaps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -47,48 +48,45 @@ def product(x: torch.Tensor, factors: list[Any], left: bool, **options: Any) -> 
     return kron_matmul_left(factors, x, **options) if left else kron_matmul(x, factors, **options)
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("batch", [(), (5,)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", LISTS + BATCHES, ids=str)
-def test_values(sizes: Sizes, dtype: torch.dtype, batch: tuple[int, ...], left: bool, backend_name: str, device: torch.device) -> None:
-    factors = drawn(sizes, dtype, device)
-    matrix = dense(factors).to(device)
-    shape = (matrix.shape[-1], 3) if left else (3, matrix.shape[-2])
-    x = torch.randn(*batch, *shape, device=device).to(dtype)
-    wanted = matrix @ x.double() if left else x.double() @ matrix
-    z = torch.randn(wanted.shape[-2:], device=device).to(dtype)
-    y = product(x, factors, left)
-    assert y.dtype == dtype
-    assert y.is_contiguous()
-    assert_close(y, wanted, steps=4)
-    scaled = product(x, factors, left, alpha=-2.0, beta=0.5, z=z)
-    assert_close(scaled, -2 * wanted + 0.5 * z.double(), steps=8)
-    if y.numel():
-        with pytest.raises(AssertionError):
-            assert_close(y * 1.1, wanted, steps=4)
+def test_values(sizes: Sizes, backend_name: str, device: torch.device) -> None:
+    for dtype, batch, left in itertools.product(DTYPES, [(), (5,)], [False, True]):
+        factors = drawn(sizes, dtype, device)
+        matrix = dense(factors).to(device)
+        shape = (matrix.shape[-1], 3) if left else (3, matrix.shape[-2])
+        x = torch.randn(*batch, *shape, device=device).to(dtype)
+        wanted = matrix @ x.double() if left else x.double() @ matrix
+        z = torch.randn(wanted.shape[-2:], device=device).to(dtype)
+        y = product(x, factors, left)
+        assert y.dtype == dtype
+        assert y.is_contiguous()
+        assert_close(y, wanted, steps=4)
+        scaled = product(x, factors, left, alpha=-2.0, beta=0.5, z=z)
+        assert_close(scaled, -2 * wanted + 0.5 * z.double(), steps=8)
+        if y.numel():
+            with pytest.raises(AssertionError):
+                assert_close(y * 1.1, wanted, steps=4)
 
 
-@pytest.mark.parametrize("sizes", [(2, (2, 4), 3), ((2, 4), 3, (5, 2)), (6,)], ids=str)
-def test_complex_numbers(sizes: Sizes, device: torch.device) -> None:
-    factors = drawn(sizes, torch.complex64, device)
-    matrix = dense(factors).to(device, torch.complex128)
-    x = torch.randn(3, matrix.shape[0], device=device, dtype=torch.complex64)
-    y = kron_matmul(x.conj(), factors, alpha=2j, beta=1j, z=x[:, :1])
-    assert_close(y, 2j * x.conj().to(torch.complex128) @ matrix + 1j * x[:, :1].to(torch.complex128))
+def test_complex_numbers(device: torch.device) -> None:
+    for sizes in [(2, (2, 4), 3), ((2, 4), 3, (5, 2)), (6,)]:
+        factors = drawn(sizes, torch.complex64, device)
+        matrix = dense(factors).to(device, torch.complex128)
+        x = torch.randn(3, matrix.shape[0], device=device, dtype=torch.complex64)
+        y = kron_matmul(x.conj(), factors, alpha=2j, beta=1j, z=x[:, :1])
+        assert_close(y, 2j * x.conj().to(torch.complex128) @ matrix + 1j * x[:, :1].to(torch.complex128))
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("sizes", [(2, (2, 4), 3), ((2, 4), 3, (5, 2)), (6,)], ids=str)
-def test_vectors_and_strided_operands(sizes: Sizes, left: bool, device: torch.device) -> None:
-    factors = drawn(sizes, torch.float64, device)
-    matrix = dense(factors).to(device)
-    matrix = matrix if left else matrix.mT
-    wide = torch.randn(matrix.shape[-1], 4, device=device, dtype=torch.float64)
-    assert_close(product(wide[:, 0], factors, left), matrix @ wide[:, 0])
-    for x in (wide.mT.contiguous().mT, wide[:, ::2], wide[:, :1].expand(-1, 4), wide.flip(1)):
-        y = product(x if left else x.mT, factors, left)
-        assert_close(y if left else y.mT, matrix @ x)
+def test_vectors_and_strided_operands(device: torch.device) -> None:
+    for sizes, left in itertools.product([(2, (2, 4), 3), ((2, 4), 3, (5, 2)), (6,)], [False, True]):
+        factors = drawn(sizes, torch.float64, device)
+        matrix = dense(factors).to(device)
+        matrix = matrix if left else matrix.mT
+        wide = torch.randn(matrix.shape[-1], 4, device=device, dtype=torch.float64)
+        assert_close(product(wide[:, 0], factors, left), matrix @ wide[:, 0])
+        for x in (wide.mT.contiguous().mT, wide[:, ::2], wide[:, :1].expand(-1, 4), wide.flip(1)):
+            y = product(x if left else x.mT, factors, left)
+            assert_close(y if left else y.mT, matrix @ x)
 
 
 def test_no_identity_is_built(device: torch.device) -> None:
@@ -121,17 +119,17 @@ def test_gradients_of_both_orders(sizes: Sizes, left: bool) -> None:
     assert torch.autograd.gradgradcheck(function, (x, z, alpha, *tensors), fast_mode=True)
 
 
-@pytest.mark.parametrize("sizes", [(2, (2, 3), 3), ((2, 3), 2, (3, 2))], ids=str)
-def test_gradients_of_each_backend(sizes: Sizes, backend_name: str, device: torch.device) -> None:
-    factors = drawn(sizes, torch.float32, device)
-    tensors = [f.requires_grad_() for f in factors if isinstance(f, torch.Tensor)]
-    matrix = dense(factors)
-    x = torch.randn(4, matrix.shape[0], device=device, requires_grad=True)
-    dy = torch.randn(4, matrix.shape[1], device=device)
-    found = torch.autograd.grad(kron_matmul(x, factors), (x, *tensors), dy)
-    wanted = torch.autograd.grad(x.double() @ matrix, (x, *tensors), dy.double())
-    for gradient, reference in zip(found, wanted, strict=True):
-        assert_close(gradient, reference.double())
+def test_gradients_of_each_backend(backend_name: str, device: torch.device) -> None:
+    for sizes in [(2, (2, 3), 3), ((2, 3), 2, (3, 2))]:
+        factors = drawn(sizes, torch.float32, device)
+        tensors = [f.requires_grad_() for f in factors if isinstance(f, torch.Tensor)]
+        matrix = dense(factors)
+        x = torch.randn(4, matrix.shape[0], device=device, requires_grad=True)
+        dy = torch.randn(4, matrix.shape[1], device=device)
+        found = torch.autograd.grad(kron_matmul(x, factors), (x, *tensors), dy)
+        wanted = torch.autograd.grad(x.double() @ matrix, (x, *tensors), dy.double())
+        for gradient, reference in zip(found, wanted, strict=True):
+            assert_close(gradient, reference.double())
 
 
 def test_transforms() -> None:
@@ -194,19 +192,15 @@ def test_calls_with_matrices_and_identities_take_turns() -> None:
         assert_close(kron_matmul(x[0], [a, 6]), x[0].double() @ dense([a, 6]))
 
 
-@pytest.mark.parametrize(
-    ("factors", "error", "text"),
-    [
+def test_refusals() -> None:
+    for factors, error, text in [
         ([True, (8, 8)], TypeError, r"factors\[0\]: expected a matrix, or an integer n for the identity I_n; got bool"),
         ([(8, 8), -2], ValueError, r"factors\[1\]: expected .*integer n of 0 or more.*; got -2"),
         ([(8, 8), 2.0], TypeError, r"factors\[1\]: expected a torch tensor, like x; got float"),
         ([(8, 8), 2], ValueError, r"x: expected dimension -1 of size 16 = 8 \* 2.*got size 24"),
         ([25], ValueError, r"x: expected dimension -1 of size 25.*got size 24"),
         (24, TypeError, r"factors: expected a list or tuple of matrices; got int"),
-    ],
-    ids=str,
-)
-def test_refusals(factors: Any, error: type[Exception], text: str) -> None:
-    given = [torch.ones(f) if isinstance(f, tuple) else f for f in factors] if isinstance(factors, list) else factors
-    with pytest.raises(error, match=text):
-        kron_matmul(torch.ones(3, 24), given)
+    ]:
+        given = [torch.ones(f) if isinstance(f, tuple) else f for f in factors] if isinstance(factors, list) else factors
+        with pytest.raises(error, match=text):
+            kron_matmul(torch.ones(3, 24), given)

@@ -12,7 +12,6 @@ import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import multiply, torch_backend
 from fastkron_py.runtime import cpu, torch_internals
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import cpu_costs, cpu_products
 from fastkron_py.tiling.cpu_costs import takes_onednn
@@ -40,9 +39,7 @@ def taken(monkeypatch):
 
     monkeypatch.setattr(torch_internals, "onednn_product", lambda: noted)
     monkeypatch.setattr(cpu_products, "takes_onednn", lambda p, q, n, is_last: p * q * n > 0)
-    CACHE.forget()
-    yield shapes
-    CACHE.forget()
+    return shapes
 
 
 PROBLEMS = {
@@ -123,8 +120,7 @@ def test_long_sums_round_as_float32_does(taken):
     assert taken
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_one_factor_in_the_precision_that_is_asked_for(left, monkeypatch):
+def test_one_factor_in_the_precision_that_is_asked_for(monkeypatch):
     """Whatever torch's setting for the process is."""
     asked, products = [], multiply.torch_products
 
@@ -133,10 +129,11 @@ def test_one_factor_in_the_precision_that_is_asked_for(left, monkeypatch):
         return products(x, precision)
 
     monkeypatch.setattr(multiply, "torch_products", noted)
-    x, f = torch.randn(8, 8), torch.randn(8, 8)
-    y = fastkron_py.kron_matmul_left([f], x, precision="highest") if left else fastkron_py.kron_matmul(x, [f], precision="highest")
-    assert_close(y, f.double() @ x.double() if left else x.double() @ f.double())
-    assert asked == ["highest"]
+    for left in (False, True):
+        x, f = torch.randn(8, 8), torch.randn(8, 8)
+        y = fastkron_py.kron_matmul_left([f], x, precision="highest") if left else fastkron_py.kron_matmul(x, [f], precision="highest")
+        assert_close(y, f.double() @ x.double() if left else x.double() @ f.double())
+    assert asked == ["highest"] * 2
 
 
 def test_the_model():
@@ -179,17 +176,14 @@ def test_a_product_that_fails_is_not_taken(monkeypatch):
         assert_close(product(a, b), a.double() @ b.double())
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+def test_the_cpu_is_told_apart(monkeypatch):
+    for text, wanted in [
         ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n\nprocessor\t: 1\n", 5),
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t: avx2 avx512f\n", 4),
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t: avx2\n", 0),  # Zen 3
         ("vendor_id\t: GenuineIntel\ncpu family\t: 26\n", 0),
         ("CPU implementer\t: 0x41\n", 0),
         ("", 0),
-    ],
-)
-def test_the_cpu_is_told_apart(text, wanted, monkeypatch):
-    monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(text))
-    assert cpu.zen.__wrapped__() == wanted
+    ]:
+        monkeypatch.setattr("builtins.open", lambda *_, text=text, **__: io.StringIO(text))
+        assert cpu.zen.__wrapped__() == wanted

@@ -6,6 +6,7 @@ intermediates are rounded to 8 or 11 bits, which is about a step of int8 where t
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -71,28 +72,28 @@ def assert_nearest(found: Quantized, wanted: torch.Tensor, dtype: torch.dtype, k
     assert ((got - wanted.clamp(-limit, limit)).abs() <= 0.501 * step + error).all()
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
-def test_values(shapes: list[tuple[int, int]], dtype: torch.dtype, kind: Any, backend_name: str, device: torch.device) -> None:
-    x, factors, wanted = problem(shapes, dtype, device)
-    assert_nearest(kron_quantize(x, factors, kind), wanted, dtype, kind)
+def test_values(shapes: list[tuple[int, int]], dtype: torch.dtype, backend_name: str, device: torch.device) -> None:
+    for kind in FORMATS:
+        x, factors, wanted = problem(shapes, dtype, device)
+        assert_nearest(kron_quantize(x, factors, kind), wanted, dtype, kind)
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("shapes", [SHAPES["a launch"], SHAPES["small"]], ids=["a launch", "small"])
-def test_clipping(shapes: list[tuple[int, int]], kind: Any, backend_name: str, device: torch.device) -> None:
-    x, factors, wanted = problem(shapes, torch.float16, device)
-    assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.6), wanted, torch.float16, kind, 0.6)
-    assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.7), wanted, torch.float16, kind, 0.7)  # of the same program
+def test_clipping(shapes: list[tuple[int, int]], backend_name: str, device: torch.device) -> None:
+    for kind in FORMATS:
+        x, factors, wanted = problem(shapes, torch.float16, device)
+        assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.6), wanted, torch.float16, kind, 0.6)
+        assert_nearest(kron_quantize(x, factors, kind, clip_ratio=0.7), wanted, torch.float16, kind, 0.7)  # of the same program
 
 
-@pytest.mark.parametrize("shapes", [[(40, 64), (40, 65)], [(70, 66), (34, 35)], [(8, 24), (31, 17)], [(8, 8), (8, 5), (9, 9)]], ids=str)
-def test_odd_columns_of_the_second_step(shapes: list[tuple[int, int]], backend_name: str, device: torch.device) -> None:
+def test_odd_columns_of_the_second_step(backend_name: str, device: torch.device) -> None:
     """Two of int4 are in a byte, also where one ends a row of a slice and one begins the next."""
-    x, factors, wanted = problem(shapes, torch.float16, device)
-    for kind in ("int4", torch.int8):
-        assert_nearest(kron_quantize(x, factors, kind), wanted, torch.float16, kind)
+    for shapes in [[(40, 64), (40, 65)], [(70, 66), (34, 35)], [(8, 24), (31, 17)], [(8, 8), (8, 5), (9, 9)]]:
+        x, factors, wanted = problem(shapes, torch.float16, device)
+        for kind in ("int4", torch.int8):
+            assert_nearest(kron_quantize(x, factors, kind), wanted, torch.float16, kind)
 
 
 def test_the_control_fails(device: torch.device) -> None:
@@ -104,60 +105,57 @@ def test_the_control_fails(device: torch.device) -> None:
         assert_nearest(found._replace(values=values), wanted, torch.float32, torch.int8)
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_formats(kind: Any, backend_name: str, device: torch.device) -> None:
+def test_formats(backend_name: str, device: torch.device) -> None:
     """Known rows: the largest number, ties to even, zeros, and the order of int4's halves."""
-    x = torch.tensor([[7.0, -7.0, 0.5, 1.5, -2.5, 3.0], [0.0] * 6], device=device)
-    found = kron_quantize(x, [torch.eye(6, device=device)], kind)
-    most = LARGEST[kind]
-    assert found.scales[:, 0].tolist() == pytest.approx([7 / most, 1.0])
-    assert not found.dequantize()[1].any()
-    if kind == "int4":
-        assert found.values.dtype == torch.uint8
-        assert found.values[0].tolist() == [7 + 16 * 9, 0 + 16 * 2, 14 + 16 * 3]  # -7 is 9, -2 is 14
-        assert found.dequantize()[0].tolist() == [7.0, -7.0, 0.0, 2.0, -2.0, 3.0]
-    else:
-        assert found.values.dtype == kind
-        assert found.values[0, :2].float().tolist() == [most, -most]
+    for kind in FORMATS:
+        x = torch.tensor([[7.0, -7.0, 0.5, 1.5, -2.5, 3.0], [0.0] * 6], device=device)
+        found = kron_quantize(x, [torch.eye(6, device=device)], kind)
+        most = LARGEST[kind]
+        assert found.scales[:, 0].tolist() == pytest.approx([7 / most, 1.0])
+        assert not found.dequantize()[1].any()
+        if kind == "int4":
+            assert found.values.dtype == torch.uint8
+            assert found.values[0].tolist() == [7 + 16 * 9, 0 + 16 * 2, 14 + 16 * 3]  # -7 is 9, -2 is 14
+            assert found.dequantize()[0].tolist() == [7.0, -7.0, 0.0, 2.0, -2.0, 3.0]
+        else:
+            assert found.values.dtype == kind
+            assert found.values[0, :2].float().tolist() == [most, -most]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:All-NaN")
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("shapes", [SHAPES[name] for name in NOT_FINITE], ids=NOT_FINITE)
-def test_rows_that_are_not_finite_have_no_scale(shapes: list[tuple[int, int]], kind: Any, backend_name: str, device: torch.device) -> None:
-    x, factors, wanted = problem(shapes, torch.bfloat16, device, (4,))
-    x[0, 1], x[2, 3] = float("nan"), float("inf")
-    found = kron_quantize(x, factors, kind)
-    assert found.scales[[0, 2]].isnan().all()
-    assert found.dequantize()[[0, 2]].isnan().all()
-    assert_nearest(Quantized(found.values[1::2], found.scales[1::2]), wanted[1::2], torch.bfloat16, kind)
+def test_rows_that_are_not_finite_have_no_scale(shapes: list[tuple[int, int]], backend_name: str, device: torch.device) -> None:
+    for kind in FORMATS:
+        x, factors, wanted = problem(shapes, torch.bfloat16, device, (4,))
+        x[0, 1], x[2, 3] = float("nan"), float("inf")
+        found = kron_quantize(x, factors, kind)
+        assert found.scales[[0, 2]].isnan().all()
+        assert found.dequantize()[[0, 2]].isnan().all()
+        assert_nearest(Quantized(found.values[1::2], found.scales[1::2]), wanted[1::2], torch.bfloat16, kind)
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tiny_rows(dtype: torch.dtype, kind: Any, backend_name: str, device: torch.device) -> None:
+def test_tiny_rows(backend_name: str, device: torch.device) -> None:
     """A scale is a normal number: half of it is the error at most, where the row's own would be smaller."""
-    shapes = SHAPES["a launch"]
-    x = torch.full((2, 64 * 32), 2.0**-126, device=device, dtype=dtype)
-    x[1] = 2.0**-120
-    factors = [torch.eye(p, device=device, dtype=dtype) for p, _ in shapes]
-    found = kron_quantize(x, factors, kind)
-    assert (found.scales >= 2.0**-126).all()
-    assert ((found.dequantize().double() - x.double()).abs() <= 0.501 * found.scales.double()).all()
+    for dtype, kind in itertools.product([torch.bfloat16, torch.float32], FORMATS):
+        shapes = SHAPES["a launch"]
+        x = torch.full((2, 64 * 32), 2.0**-126, device=device, dtype=dtype)
+        x[1] = 2.0**-120
+        factors = [torch.eye(p, device=device, dtype=dtype) for p, _ in shapes]
+        found = kron_quantize(x, factors, kind)
+        assert (found.scales >= 2.0**-126).all()
+        assert ((found.dequantize().double() - x.double()).abs() <= 0.501 * found.scales.double()).all()
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["a launch", "two launches"])
-@pytest.mark.parametrize("shapes", [SHAPES["a launch"], SHAPES["small"], SHAPES["multiplied out"]], ids=str)
-def test_small_numbers_of_float16(
-    shapes: list[tuple[int, int]], fused: bool, backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_numbers_of_float16(fused: bool, backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that float16 has few bits for is rounded once, to the values."""
-    if not fused:
-        monkeypatch.setattr(kernels, "half_of", lambda device, dtype: "")
-    x, factors, _ = problem(shapes, torch.float16, device)
-    x = x * 1e-6
-    wanted = reference.kron_matmul(x.double(), [f.double() for f in factors])
-    assert_nearest(kron_quantize(x, factors, torch.int8), wanted, torch.float16, torch.int8)
+    for shapes in [SHAPES["a launch"], SHAPES["small"], SHAPES["multiplied out"]]:
+        if not fused:
+            monkeypatch.setattr(kernels, "half_of", lambda device, dtype: "")
+        x, factors, _ = problem(shapes, torch.float16, device)
+        x = x * 1e-6
+        wanted = reference.kron_matmul(x.double(), [f.double() for f in factors])
+        assert_nearest(kron_quantize(x, factors, torch.int8), wanted, torch.float16, torch.int8)
 
 
 def test_autocast(backend_name: str, device: torch.device) -> None:
@@ -171,21 +169,21 @@ def test_autocast(backend_name: str, device: torch.device) -> None:
     assert_nearest(doubled, wanted, torch.float64, torch.int8)
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_rows_beyond_float32(kind: Any, backend_name: str, device: torch.device) -> None:
+def test_rows_beyond_float32(backend_name: str, device: torch.device) -> None:
     """A row of float64 may be larger than float32's numbers, while its scale is not."""
-    x, factors, _ = problem(SHAPES["small"], torch.float64, device)
-    x *= torch.tensor([[1.0], [3e38], [1e45]], dtype=torch.float64, device=device)
-    wanted = reference.kron_matmul(x, factors)
-    assert wanted[1].abs().max() > torch.finfo(torch.float32).max
-    found = kron_quantize(x, factors, kind)
-    found = found._replace(scales=found.scales.double())  # for a product that is not in float32
-    assert found.scales[:2].isfinite().all()
-    assert found.scales[2].isnan()
-    if kind != "int4":
-        ratio = found.values[:2].double() * found.scales[:2] / wanted[:2].abs().amax(-1, keepdim=True)
-        wanted_ratio = wanted[:2] / wanted[:2].abs().amax(-1, keepdim=True)
-        torch.testing.assert_close(ratio, wanted_ratio, rtol=0, atol=0.04 if kind == torch.float8_e4m3fn else 0.51 / 127)
+    for kind in FORMATS:
+        x, factors, _ = problem(SHAPES["small"], torch.float64, device)
+        x *= torch.tensor([[1.0], [3e38], [1e45]], dtype=torch.float64, device=device)
+        wanted = reference.kron_matmul(x, factors)
+        assert wanted[1].abs().max() > torch.finfo(torch.float32).max
+        found = kron_quantize(x, factors, kind)
+        found = found._replace(scales=found.scales.double())  # for a product that is not in float32
+        assert found.scales[:2].isfinite().all()
+        assert found.scales[2].isnan()
+        if kind != "int4":
+            ratio = found.values[:2].double() * found.scales[:2] / wanted[:2].abs().amax(-1, keepdim=True)
+            wanted_ratio = wanted[:2] / wanted[:2].abs().amax(-1, keepdim=True)
+            torch.testing.assert_close(ratio, wanted_ratio, rtol=0, atol=0.04 if kind == torch.float8_e4m3fn else 0.51 / 127)
 
 
 def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
@@ -206,12 +204,6 @@ def test_shapes_and_strides(backend_name: str, device: torch.device) -> None:
         assert empty.scales.shape == (*rows, 1)
 
 
-def test_gradients_stop(device: torch.device) -> None:
-    x, factors, _ = problem(SHAPES["small"], torch.float32, device)
-    found = kron_quantize(x.requires_grad_(), [f.requires_grad_() for f in factors], torch.int8)
-    assert not found.scales.requires_grad
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compile_and_vmap(device: torch.device) -> None:
     x, factors, wanted = problem(SHAPES["small"], torch.float32, device, (2, 3))
@@ -220,11 +212,6 @@ def test_compile_and_vmap(device: torch.device) -> None:
     assert_nearest(compiled(x), wanted, torch.float32, "int4")
     mapped = torch.vmap(lambda x: tuple(kron_quantize(x, factors, torch.int8)), in_dims=1, out_dims=1)(x)
     assert_nearest(Quantized(*mapped), wanted, torch.float32, torch.int8)
-
-
-def test_opcheck(device: torch.device) -> None:
-    x, factors, _ = problem(SHAPES["small"], torch.float32, device)
-    torch.library.opcheck(torch.ops.fastkron.kron_quantize.default, (x, factors, 1 / 127, "int8", None, "torch"))
 
 
 def test_half_types_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,11 +254,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"x": torch.zeros(3, 12), "factors": [torch.zeros(3, 4), torch.zeros(4, 5)], "dtype": torch.int8}
-    with pytest.raises(error, match=re.escape(message)):
-        kron_quantize(**arguments | given)
+def test_refusals() -> None:
+    for given, error, message in REFUSED.values():
+        arguments: dict[str, Any] = {"x": torch.zeros(3, 12), "factors": [torch.zeros(3, 4), torch.zeros(4, 5)], "dtype": torch.int8}
+        with pytest.raises(error, match=re.escape(message)):
+            kron_quantize(**arguments | given)
 
 
 def test_the_formats_are_torch_s() -> None:

@@ -5,6 +5,7 @@ In float64 and float32 both ways err by rounding only; in half types the interme
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -78,22 +79,23 @@ def test_the_setting_of_precision_changes_before_the_backward_pass(device: torch
         assert_close(g, w, rms_tol=5e-3, max_tol=5e-2)  # those of TF32
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
-def test_numbers(shapes: list[tuple[int, int]], left: bool, dtype: torch.dtype, device: torch.device, cuts: list[Cut]) -> None:
-    (x, *factors, z), verb = problem(shapes, left, dtype, device)
-    x64, *f64, z64 = (t.detach().double().requires_grad_() for t in (x, *factors, z))
-    for given, options in (((), {}), ((z,), {"alpha": 0.5, "beta": 2.0})):
-        y = verb(*((x, factors) if verb is kron_matmul else (factors, x)), z=given[0] if given else None, **options)
-        wanted = reference.kron_matmul(x64, f64, z=z64 if given else None, left=left, **options)
-        assert_close(y, wanted, steps=4 * len(shapes))
-        dy = torch.randn_like(wanted).to(dtype)
-        got = torch.autograd.grad(y, [x, *factors, *given], dy)
-        want = torch.autograd.grad(wanted, [x64, *f64, *([z64] if given else [])], dy.double())
-        for g, w in zip(got, want, strict=True):
-            assert_close(g, w, steps=6 * len(shapes))
-    assert cuts
+def test_numbers(shapes: list[tuple[int, int]], left: bool, device: torch.device, cuts: list[Cut]) -> None:
+    for dtype in DTYPES:
+        cuts.clear()
+        (x, *factors, z), verb = problem(shapes, left, dtype, device)
+        x64, *f64, z64 = (t.detach().double().requires_grad_() for t in (x, *factors, z))
+        for given, options in (((), {}), ((z,), {"alpha": 0.5, "beta": 2.0})):
+            y = verb(*((x, factors) if verb is kron_matmul else (factors, x)), z=given[0] if given else None, **options)
+            wanted = reference.kron_matmul(x64, f64, z=z64 if given else None, left=left, **options)
+            assert_close(y, wanted, steps=4 * len(shapes))
+            dy = torch.randn_like(wanted).to(dtype)
+            got = torch.autograd.grad(y, [x, *factors, *given], dy)
+            want = torch.autograd.grad(wanted, [x64, *f64, *([z64] if given else [])], dy.double())
+            for g, w in zip(got, want, strict=True):
+                assert_close(g, w, steps=6 * len(shapes))
+        assert cuts
 
 
 @pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.full)], ids=["right", "left"])
@@ -138,11 +140,11 @@ def whole(*shapes: tuple[int, int], rows: int = 64, itemsize: int = 4) -> Whole:
     return Whole(shapes, rows, 1, Numbers(itemsize, 1), 3 if itemsize == 4 else 1)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_wide_factors_save_an_intermediate_of_the_size_of_x(itemsize: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WORTH", 0.95)
-    assert find_cut(whole((300, 300), (300, 300), itemsize=itemsize), HOPPER) is not None
-    assert find_cut(whole((300, 300), itemsize=itemsize), HOPPER) is None
+def test_wide_factors_save_an_intermediate_of_the_size_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
+    for itemsize in [2, 4, 8]:
+        monkeypatch.setattr(plan, "WORTH", 0.95)
+        assert find_cut(whole((300, 300), (300, 300), itemsize=itemsize), HOPPER) is not None
+        assert find_cut(whole((300, 300), itemsize=itemsize), HOPPER) is None
 
 
 def test_others_save_small_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,32 +184,27 @@ def test_where_x_would_be_copied(device: torch.device, cuts: list[Cut]) -> None:
     assert not cuts
 
 
-@pytest.mark.parametrize("shapes", [[(40, 2), (3, 0)], [(4, 0), (8, 64), (2, 16)]], ids=["two", "three"])
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-def test_a_result_without_elements(shapes: list[tuple[int, int]], left: bool, device: torch.device, cuts: list[Cut]) -> None:
-    (x, *factors, _), verb = problem(shapes, left, torch.float32, device)
-    y = verb(factors, x) if left else verb(x, factors)
-    assert y.numel() == 0
-    assert all((t == 0).all() for t in torch.autograd.grad(y.sum(), [x, *factors]))
-    assert not cuts
+def test_a_result_without_elements(device: torch.device, cuts: list[Cut]) -> None:
+    for shapes, left in itertools.product([[(40, 2), (3, 0)], [(4, 0), (8, 64), (2, 16)]], [False, True]):
+        (x, *factors, _), verb = problem(shapes, left, torch.float32, device)
+        y = verb(factors, x) if left else verb(x, factors)
+        assert y.numel() == 0
+        assert all((t == 0).all() for t in torch.autograd.grad(y.sum(), [x, *factors]))
+        assert not cuts
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shapes", "rows", "cut"),
-    [
+def test_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shapes, rows, cut in [
         (((4, 12), (512, 2)), 1 << 14, Cut(1, True)),
         (((512, 2), (4, 12)), 1 << 14, Cut(1, False)),
         (((512, 512), (4, 4)), 1 << 14, None),  # nothing narrows x
         (((512, 200), (4, 4)), 1 << 14, None),  # by less than 4
         (((8, 1), (8, 8)), 1 << 17, None),  # one launch has both gradients
         (((512, 2),), 1 << 14, None),
-    ],
-    ids=str,
-)
-def test_cuts(shapes: tuple[tuple[int, int], ...], rows: int, cut: Cut | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert find_cut(Whole(shapes, rows, 1, Numbers(4), 3), HOPPER) == cut
-    assert find_cut(Whole(shapes, 4, 1, Numbers(4), 3), HOPPER) is None  # small
+    ]:
+        monkeypatch.undo()
+        assert find_cut(Whole(shapes, rows, 1, Numbers(4), 3), HOPPER) == cut
+        assert find_cut(Whole(shapes, 4, 1, Numbers(4), 3), HOPPER) is None  # small

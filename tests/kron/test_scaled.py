@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -28,39 +29,38 @@ def _divisor(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return (z + z / z.abs()).to(dtype)
 
 
-@pytest.mark.parametrize("along", ["n", "columns", "everything"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_launches(case: str, dtype: torch.dtype, along: str, device: torch.device) -> None:
+def test_launches(case: str, dtype: torch.dtype, device: torch.device) -> None:
     """Every kernel and every place of a mode, with z along the modes, along the rows and columns, or along both."""
-    torch.manual_seed(0)
-    x, factors = problem(dtype, device, *CASES[case])
-    wanted = dense(x, factors)
-    _, rows, n, columns = wanted.shape
-    z = _divisor(*{"n": (n, 1), "columns": (rows, 1, columns), "everything": wanted.shape}[along], dtype=dtype).to(device)
-    magnitude = dense(x.abs(), [f.abs() for f in factors])
-    for divides in (False, True):
-        y = multiply(x, factors, z.expand(wanted.shape), epilogue="over" if divides else "times")
-        own, size = _scaled(wanted, in_double(z), divides), _scaled(magnitude, in_double(z).abs(), divides)
-        assert_close(y, own, magnitude=size.abs(), steps=rounding_steps(dtype, len(factors)))
+    for along in ["n", "columns", "everything"]:
+        torch.manual_seed(0)
+        x, factors = problem(dtype, device, *CASES[case])
+        wanted = dense(x, factors)
+        _, rows, n, columns = wanted.shape
+        z = _divisor(*{"n": (n, 1), "columns": (rows, 1, columns), "everything": wanted.shape}[along], dtype=dtype).to(device)
+        magnitude = dense(x.abs(), [f.abs() for f in factors])
+        for divides in (False, True):
+            y = multiply(x, factors, z.expand(wanted.shape), epilogue="over" if divides else "times")
+            own, size = _scaled(wanted, in_double(z), divides), _scaled(magnitude, in_double(z).abs(), divides)
+            assert_close(y, own, magnitude=size.abs(), steps=rounding_steps(dtype, len(factors)))
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-def test_operator(dtype: torch.dtype, divides: bool, left: bool, backend_name: str, device: torch.device) -> None:
+def test_operator(dtype: torch.dtype, backend_name: str, device: torch.device) -> None:
     """Batches of x and of factors that z varies over or not, real z beside complex x, and z with no view in canonical form."""
-    factors = [torch.randn(3, 1, 4, 5, dtype=dtype, device=device), torch.randn(6, 3, dtype=dtype, device=device)]
-    x = torch.randn(2, *((15, 7) if left else (7, 24)), dtype=dtype, device=device)
-    k = kron_dense([in_double(f) for f in factors])
-    wanted = k @ in_double(x) if left else in_double(x) @ k
-    m, n = wanted.shape[-2:]
-    shapes: list[tuple[int, ...]] = [(), (n,), (m, 1), (2, 1, 1), (3, 1, m, 1), (3, 2, m, n), (2, m, n)]
-    for shape in shapes:
-        for z in (_divisor(*shape, dtype=dtype).to(device), _divisor(*shape, dtype=torch.float32).to(device)):
-            y = kron_scaled(x, factors, z, divides, None, backend_name, left)
-            assert y.shape == wanted.shape
-            assert_close(y, _scaled(wanted, in_double(z), divides), steps=4)
+    for divides, left in itertools.product([False, True], [False, True]):
+        factors = [torch.randn(3, 1, 4, 5, dtype=dtype, device=device), torch.randn(6, 3, dtype=dtype, device=device)]
+        x = torch.randn(2, *((15, 7) if left else (7, 24)), dtype=dtype, device=device)
+        k = kron_dense([in_double(f) for f in factors])
+        wanted = k @ in_double(x) if left else in_double(x) @ k
+        m, n = wanted.shape[-2:]
+        shapes: list[tuple[int, ...]] = [(), (n,), (m, 1), (2, 1, 1), (3, 1, m, 1), (3, 2, m, n), (2, m, n)]
+        for shape in shapes:
+            for z in (_divisor(*shape, dtype=dtype).to(device), _divisor(*shape, dtype=torch.float32).to(device)):
+                y = kron_scaled(x, factors, z, divides, None, backend_name, left)
+                assert y.shape == wanted.shape
+                assert_close(y, _scaled(wanted, in_double(z), divides), steps=4)
 
 
 def test_scaling_takes_no_pass_of_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,21 +103,21 @@ def test_gradients(dtype: torch.dtype, divides: bool, device: torch.device) -> N
         assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
 
 
-@pytest.mark.parametrize("divides", [False, True], ids=["times", "over"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_gradients_by_triton(dtype: torch.dtype, divides: bool, device: torch.device) -> None:
+def test_gradients_by_triton(dtype: torch.dtype, device: torch.device) -> None:
     """Of x, z and the factors: those of the dense formula."""
-    x, z = torch.randn(2, 6, 2, dtype=dtype, device=device), _divisor(2, 6, dtype=dtype).to(device)
-    leaves = [x, z, *[torch.randn(*shape, dtype=dtype, device=device) for shape in ((2, 2), (2, 3, 3))]]
-    for t in leaves:
-        t.requires_grad_()
-    dy = torch.randn_like(x)
-    with fastkron_py.backend("triton"):
-        found = torch.autograd.grad(multiply_scaled(leaves[2:], leaves[0], leaves[1], divides=divides), leaves, dy)
-    x, z, first, second = leaves
-    product = torch.einsum("ij,bkl->bikjl", first, second).reshape(2, 6, 6) @ x
-    for gradient, wanted in zip(found, torch.autograd.grad(_scaled(product, z[..., None], divides), leaves, dy), strict=True):
-        assert_close(gradient, wanted, steps=4)
+    for divides in [False, True]:
+        x, z = torch.randn(2, 6, 2, dtype=dtype, device=device), _divisor(2, 6, dtype=dtype).to(device)
+        leaves = [x, z, *[torch.randn(*shape, dtype=dtype, device=device) for shape in ((2, 2), (2, 3, 3))]]
+        for t in leaves:
+            t.requires_grad_()
+        dy = torch.randn_like(x)
+        with fastkron_py.backend("triton"):
+            found = torch.autograd.grad(multiply_scaled(leaves[2:], leaves[0], leaves[1], divides=divides), leaves, dy)
+        x, z, first, second = leaves
+        product = torch.einsum("ij,bkl->bikjl", first, second).reshape(2, 6, 6) @ x
+        for gradient, wanted in zip(found, torch.autograd.grad(_scaled(product, z[..., None], divides), leaves, dy), strict=True):
+            assert_close(gradient, wanted, steps=4)
 
 
 def test_transforms_and_graphs() -> None:

@@ -1,7 +1,5 @@
 """The shape rules against torch's own: a batched matmul with the dense product has the shape they promise."""
 
-import ast
-import inspect
 import math
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkron_py.kron import shapes
 from fastkron_py.kron.shapes import broadcast_batch, check_factor_shapes, result_shape
 from fastkron_py.reference import kron_dense
 
@@ -60,10 +57,3 @@ def test_errors_use_the_callers_names():
 
 def test_sizes_may_be_beyond_64_bits():
     assert result_shape((8**40,), [(8, 9)] * 40) == (9**40,)
-
-
-def test_the_rules_need_no_torch():
-    tree = ast.parse(inspect.getsource(shapes))
-    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert imported == {"__future__", "math", "collections.abc", "fastkron_py.runtime.errors"}

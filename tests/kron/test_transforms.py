@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,10 @@ import pytest
 import torch
 from shapes_list import assert_near, call, power, problem
 from torch import Tensor
-from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from fastkron_py import kron_matmul, reference
 
-SIDES = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 # torch itself scripts some decompositions when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 B = 3  # size of the mapped dimension
@@ -49,63 +49,64 @@ def draw(shape: tuple[int, ...], dim: int | None, device: torch.device, *more: i
     return torch.randn((B, *more, *shape), dtype=DOUBLE, device=device).movedim(0, dim)
 
 
+def affine(left: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """A function of (x, f1, f2, z), by the library and by the definition."""
+
+    def of(multiply: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        return lambda x, f1, f2, z: multiply(x, [f1, f2], alpha=0.5, beta=2.0, z=z, **options)
+
+    return of(call(left)), of(reference.kron_matmul, left=left)
+
+
 def looped(function: Callable[..., Any], in_dims: tuple[int | None, ...], arguments: list[Tensor]) -> Tensor:
     """What vmap means."""
     return torch.stack([function(*(t if d is None else t.select(d, i) for t, d in zip(arguments, in_dims, strict=True))) for i in range(B)])
 
 
 @pytest.mark.parametrize("dims", IN_DIMS)
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["plain", "batched"])
-@SIDES
-def test_vmap(dims: str, batch: tuple[int, ...], left: bool, backend_name: str, device: torch.device) -> None:
-    in_dims = IN_DIMS[dims]
-    arguments = [draw(shape, d, device, *batch) for shape, d in zip(shapes(left), in_dims, strict=True)]
-
-    def function(x: Tensor, f1: Tensor, f2: Tensor, z: Tensor) -> Tensor:
-        return call(left)(x, [f1, f2], alpha=0.5, beta=2.0, z=z)
-
-    assert_near(vmap(function, in_dims)(*arguments), looped(function, in_dims, arguments))
-    assert_near(vmap(function, in_dims, out_dims=-1)(*arguments), looped(function, in_dims, arguments).movedim(0, -1))
+def test_vmap(dims: str, backend_name: str, device: torch.device) -> None:
+    for batch, left in itertools.product([(), (2,)], (False, True)):
+        in_dims = IN_DIMS[dims]
+        arguments = [draw(shape, d, device, *batch) for shape, d in zip(shapes(left), in_dims, strict=True)]
+        function, _ = affine(left)
+        assert_near(vmap(function, in_dims)(*arguments), looped(function, in_dims, arguments))
+        assert_near(vmap(function, in_dims, out_dims=-1)(*arguments), looped(function, in_dims, arguments).movedim(0, -1))
 
 
-@pytest.mark.parametrize("z_dims", [0, None], ids=["mapped_z", "shared_z"])
-@pytest.mark.parametrize("z_shape", [(), (1,), (6,), (3, 1), (1, 6)], ids=str)
-def test_vmap_with_broadcast_z(z_shape: tuple[int, ...], z_dims: int | None, backend_name: str, device: torch.device) -> None:
-    x, f1, f2 = (draw(shape, d, device) for shape, d in zip(shapes(False)[:3], (0, None, 0), strict=True))
-    z = draw(z_shape, z_dims, device)
-    in_dims = (0, None, 0, z_dims)
+def test_vmap_with_broadcast_z(backend_name: str, device: torch.device) -> None:
+    for z_shape, z_dims in itertools.product([(), (1,), (6,), (3, 1), (1, 6)], [0, None]):
+        x, f1, f2 = (draw(shape, d, device) for shape, d in zip(shapes(False)[:3], (0, None, 0), strict=True))
+        z = draw(z_shape, z_dims, device)
+        in_dims = (0, None, 0, z_dims)
 
-    def function(x: Tensor, f1: Tensor, f2: Tensor, z: Tensor) -> Tensor:
-        return kron_matmul(x, [f1, f2], beta=2.0, z=z)
+        def function(x: Tensor, f1: Tensor, f2: Tensor, z: Tensor) -> Tensor:
+            return kron_matmul(x, [f1, f2], beta=2.0, z=z)
 
-    assert_near(vmap(function, in_dims)(x, f1, f2, z), looped(function, in_dims, [x, f1, f2, z]))
+        assert_near(vmap(function, in_dims)(x, f1, f2, z), looped(function, in_dims, [x, f1, f2, z]))
 
 
-@SIDES
-def test_vmap_of_vectors(left: bool, backend_name: str, device: torch.device) -> None:
-    f = [torch.randn(2, 2, dtype=DOUBLE, device=device) for _ in range(2)]
+def test_vmap_of_vectors(backend_name: str, device: torch.device) -> None:
+    """Of each x, and pairwise: every x with every pair of factors."""
     x = torch.randn(B, 4, dtype=DOUBLE, device=device)
-    assert_near(vmap(lambda v: call(left)(v, f))(x), torch.stack([call(left)(v, f) for v in x]))
-    # Pairwise: every x with every pair of factors.
     many = [torch.randn(5, 2, 2, dtype=DOUBLE, device=device) for _ in range(2)]
-    got = vmap(lambda v: vmap(lambda a, b: call(left)(v, [a, b]))(*many))(x)
-    want = torch.stack([torch.stack([call(left)(v, [a, b]) for a, b in zip(*many, strict=True)]) for v in x])
-    assert_near(got, want)
+    for multiply in map(call, (False, True)):
+        f = [m[0] for m in many]
+        assert_near(vmap(multiply, (0, None))(x, f), torch.stack([multiply(v, f) for v in x]))
+        got = vmap(vmap(multiply, (None, 0)), (0, None))(x, many)
+        want = torch.stack([torch.stack([multiply(v, list(pair)) for pair in zip(*many, strict=True)]) for v in x])
+        assert_near(got, want)
 
 
-@SIDES
-def test_vmap_nested(left: bool, backend_name: str, device: torch.device) -> None:
-    x_shape, f1_shape, f2_shape, _ = shapes(left)
-    x = torch.randn(B, 2, *x_shape, dtype=DOUBLE, device=device)
-    f1 = torch.randn(2, *f1_shape, dtype=DOUBLE, device=device)
-    f2 = torch.randn(B, *f2_shape, dtype=DOUBLE, device=device)
-
-    def function(x: Tensor, f1: Tensor, f2: Tensor) -> Tensor:
-        return call(left)(x, [f1, f2])
-
-    got = vmap(vmap(function, (0, 0, None)), (0, None, 0))(x, f1, f2)
-    want = torch.stack([torch.stack([function(x[i, j], f1[j], f2[i]) for j in range(2)]) for i in range(B)])
-    assert_near(got, want)
+def test_vmap_nested(backend_name: str, device: torch.device) -> None:
+    for left in (False, True):
+        x_shape, f1_shape, f2_shape, _ = shapes(left)
+        x = torch.randn(B, 2, *x_shape, dtype=DOUBLE, device=device)
+        f1 = torch.randn(2, *f1_shape, dtype=DOUBLE, device=device)
+        f2 = torch.randn(B, *f2_shape, dtype=DOUBLE, device=device)
+        multiply = call(left)
+        got = vmap(vmap(multiply, (0, [0, None])), (0, [None, 0]))(x, [f1, f2])
+        want = torch.stack([torch.stack([multiply(x[i, j], [f1[j], f2[i]]) for j in range(2)]) for i in range(B)])
+        assert_near(got, want)
 
 
 def test_vmap_of_a_list_argument(backend_name: str, device: torch.device) -> None:
@@ -144,11 +145,8 @@ def tensors(device: torch.device, left: bool = False) -> tuple[Tensor, Tensor, T
 
 def losses(left: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """A function of (x, f1, f2, z) that is not multilinear, by the library and by the definition."""
-
-    def of(multiply: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-        return lambda x, f1, f2, z: multiply(x, [f1, f2], alpha=0.5, beta=2.0, z=z, **options).sin().sum()
-
-    return of(call(left)), of(reference.kron_matmul, left=left)
+    ours, definition = affine(left)
+    return lambda *a: ours(*a).sin().sum(), lambda *a: definition(*a).sin().sum()
 
 
 def assert_all_near(got: Any, want: Any, scale: float = 10.0) -> None:
@@ -158,62 +156,53 @@ def assert_all_near(got: Any, want: Any, scale: float = 10.0) -> None:
         torch.testing.assert_close(g, w, rtol=1e-14 * scale, atol=1e-13 * scale)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, 2, 3, (0, 1, 2, 3)], ids=str)
-@SIDES
-def test_grad(argnums: Any, left: bool, backend_name: str, device: torch.device) -> None:
-    ours, definition = losses(left)
-    arguments = tensors(device, left)
-    assert_all_near(grad(ours, argnums)(*arguments), grad(definition, argnums)(*arguments))
-    gradient, value = grad_and_value(ours, argnums)(*arguments)
-    assert_all_near((gradient, value), grad_and_value(definition, argnums)(*arguments))
+def test_grad(backend_name: str, device: torch.device) -> None:
+    for argnums, left in itertools.product([0, 1, 2, 3, (0, 1, 2, 3)], (False, True)):
+        ours, definition = losses(left)
+        arguments = tensors(device, left)
+        assert_all_near(grad(ours, argnums)(*arguments), grad(definition, argnums)(*arguments))
+        gradient, value = grad_and_value(ours, argnums)(*arguments)
+        assert_all_near((gradient, value), grad_and_value(definition, argnums)(*arguments))
 
 
-@SIDES
-def test_grad_of_grad(left: bool, backend_name: str, device: torch.device) -> None:
-    ours, definition = losses(left)
-    arguments = tensors(device, left)
+def test_grad_of_grad(backend_name: str, device: torch.device) -> None:
+    for left in (False, True):
+        arguments = tensors(device, left)
 
-    def second(loss: Callable[..., Tensor]) -> Any:
-        inner = lambda *a: sum(g.square().sum() for g in grad(loss, (0, 1, 2))(*a))  # noqa: E731
-        return grad(inner, (0, 1, 2, 3))(*arguments)
+        def second(loss: Callable[..., Tensor], arguments: Any = arguments) -> Any:
+            inner = lambda *a: sum(g.square().sum() for g in grad(loss, (0, 1, 2))(*a))  # noqa: E731
+            return grad(inner, (0, 1, 2, 3))(*arguments)
 
-    assert_all_near(second(ours), second(definition), scale=100)
-
-
-@pytest.mark.parametrize("transform", [jacrev, jacfwd], ids=lambda t: t.__name__)
-@SIDES
-def test_jacobians(transform: Callable[..., Any], left: bool, backend_name: str, device: torch.device) -> None:
-    arguments = tensors(device, left)[:3]
-
-    def of(multiply: Callable[..., Tensor], **options: Any) -> Any:
-        return transform(lambda x, f1, f2: multiply(x, [f1, f2], **options), (0, 1, 2))(*arguments)
-
-    assert_all_near(of(call(left)), of(reference.kron_matmul, left=left))
+        got, want = map(second, losses(left))
+        assert_all_near(got, want, scale=100)
 
 
-@SIDES
-def test_hessian(left: bool, backend_name: str, device: torch.device) -> None:
+def test_jacobians(backend_name: str, device: torch.device) -> None:
+    for transform, left in itertools.product([jacrev, jacfwd], (False, True)):
+        arguments = tensors(device, left)
+        got, want = (transform(f, (0, 1, 2))(*arguments) for f in affine(left))
+        assert_all_near(got, want)
+
+
+def test_hessian(backend_name: str, device: torch.device) -> None:
     """hessian is jacfwd over jacrev: forward mode through the derivative."""
-    ours, definition = losses(left)
-    arguments = tensors(device, left)
-    for argnums in (1, (1, 2)):
-        assert_all_near(hessian(ours, argnums)(*arguments), hessian(definition, argnums)(*arguments), scale=100)
+    for left in (False, True):
+        ours, definition = losses(left)
+        arguments = tensors(device, left)
+        for argnums in (1, (0, 1, 2)):
+            assert_all_near(hessian(ours, argnums)(*arguments), hessian(definition, argnums)(*arguments), scale=100)
 
 
-@SIDES
-def test_jvp_and_vjp(left: bool, backend_name: str, device: torch.device) -> None:
-    arguments, tangents = tensors(device, left), tensors(device, left)
-
-    def of(multiply: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-        return lambda x, f1, f2, z: multiply(x, [f1, f2], alpha=0.5, beta=2.0, z=z, **options)
-
-    ours, definition = of(call(left)), of(reference.kron_matmul, left=left)
-    assert_all_near(jvp(ours, arguments, tangents), jvp(definition, arguments, tangents))
-    y, pullback = vjp(ours, *arguments)
-    wanted, definition_pullback = vjp(definition, *arguments)
-    assert_all_near(y, wanted)
-    dy = torch.randn_like(y)
-    assert_all_near(pullback(dy), definition_pullback(dy))
+def test_jvp_and_vjp(backend_name: str, device: torch.device) -> None:
+    for left in (False, True):
+        arguments, tangents = tensors(device, left), tensors(device, left)
+        ours, definition = affine(left)
+        assert_all_near(jvp(ours, arguments, tangents), jvp(definition, arguments, tangents))
+        y, pullback = vjp(ours, *arguments)
+        wanted, definition_pullback = vjp(definition, *arguments)
+        assert_all_near(y, wanted)
+        dy = torch.randn_like(y)
+        assert_all_near(pullback(dy), definition_pullback(dy))
 
 
 def test_forward_mode_of_autograd(backend_name: str, device: torch.device) -> None:
@@ -242,25 +231,6 @@ def test_per_sample_gradients(backend_name: str, device: torch.device) -> None:
     got, want = of(kron_matmul), of(reference.kron_matmul)
     assert [g.shape for g in got] == [(B, *f.shape) for f in (f1, f2)]
     assert_all_near(got, want)
-
-
-def test_ensemble_of_modules(backend_name: str, device: torch.device) -> None:
-    """torch.func.functional_call with stacked parameters: the usual way to train many models at once."""
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.f1 = torch.nn.Parameter(torch.randn(2, 3, dtype=DOUBLE, device=device))
-            self.f2 = torch.nn.Parameter(torch.randn(2, 2, dtype=DOUBLE, device=device))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return kron_matmul(x, [self.f1, self.f2])
-
-    layers = [Layer() for _ in range(B)]
-    parameters, buffers = torch.func.stack_module_state(layers)
-    x = torch.randn(3, 4, dtype=DOUBLE, device=device)
-    got = vmap(lambda p: functional_call(layers[0], (p, buffers), (x,)))(parameters)
-    assert_near(got, torch.stack([layer(x) for layer in layers]))
 
 
 def test_transforms_keep_dtypes(backend_name: str, device: torch.device, generator: torch.Generator) -> None:

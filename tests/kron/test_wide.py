@@ -9,9 +9,9 @@ import pytest
 import torch
 from canonical_cases import backward, dense, expected_gradients, in_double, multiply, problem
 
+from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.families.one_mode import best_algorithm, best_gradient_algorithm
 from fastkron_py.kron.families.wgmma import gradient_config, multiply_config, ring_stages
-from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.runtime import device as devices
 from fastkron_py.runtime.gpu import HOPPER, nvidia
 from fastkron_py.testing import assert_close
@@ -28,145 +28,130 @@ SHAPES = {
 ALGORITHMS = ("matmul", "copying", "looped")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_is_right(
-    algorithm: str, shape: tuple, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_algorithm_is_right(algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastkron_py.kron import backward as backward_module  # imports Triton, which reads TRITON_INTERPRET
     from fastkron_py.kron import forward
 
     monkeypatch.setattr(forward, "best_algorithm", lambda *_: algorithm)
     monkeypatch.setattr(backward_module, "best_gradient_algorithm", lambda mode, has_wgmma: algorithm)
     groups, rows, ps, qs, columns = shape
-    torch.manual_seed(0)
-    x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
-    wanted = dense(x, factors)
-    z, dy = (torch.randn_like(wanted).to(dtype) for _ in range(2))
-    steps = 4 * len(ps)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
-    assert_close(multiply(x, factors), wanted, steps=steps)
-    assert_close(multiply(x, factors, alpha=3.0), 3 * wanted, steps=steps)
-    assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * in_double(z), steps=steps + 1)
-    slopes = expected_gradients(dy, x, factors)
-    dx, dfs = backward(dy, x, factors)
-    for got, slope in zip([dx, *dfs], slopes, strict=True):
-        assert_close(got, slope, steps=steps)
-    dx, dfs = backward(dy, x, factors, alpha=-2.0)
-    for got, slope in zip([dx, *dfs], slopes, strict=True):
-        assert_close(got, -2 * slope, steps=steps)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128):
+        torch.manual_seed(0)
+        x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
+        wanted = dense(x, factors)
+        z, dy = (torch.randn_like(wanted).to(dtype) for _ in range(2))
+        steps = 4 * len(ps)  # the interpreter truncates to bfloat16, which errs twice as much as rounding
+        assert_close(multiply(x, factors), wanted, steps=steps)
+        assert_close(multiply(x, factors, alpha=3.0), 3 * wanted, steps=steps)
+        assert_close(multiply(x, factors, z, 0.5, 2.0), 0.5 * wanted + 2.0 * in_double(z), steps=steps + 1)
+        slopes = expected_gradients(dy, x, factors)
+        dx, dfs = backward(dy, x, factors)
+        for got, slope in zip([dx, *dfs], slopes, strict=True):
+            assert_close(got, slope, steps=steps)
+        dx, dfs = backward(dy, x, factors, alpha=-2.0)
+        for got, slope in zip([dx, *dfs], slopes, strict=True):
+            assert_close(got, -2 * slope, steps=steps)
 
 
 def mode(batches: int, runs: int, after: int, p: int, q: int, itemsize: int = 4) -> Mode:
     return Mode(batches, runs, after, p, q, itemsize, 3 if itemsize == 4 else 1, HOPPER)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "itemsize", "algorithm"),
-    [
-        ((1024, 256, 256, 256), 4, "wgmma"),
-        ((262144, 1, 256, 256), 4, "wgmma"),
-        ((2000, 7, 300, 200), 4, "wgmma"),
-        ((1024, 256, 256, 256), 2, "matmul"),
-        ((72, 1, 1033, 1033), 2, "matmul"),
-        ((40, 1, 1500, 1500), 4, "matmul"),
-        ((2000, 7, 300, 200), 8, "copying"),
-        ((755, 10, 94, 94), 4, "wgmma"),
-        ((96, 3, 2127, 1166), 4, "copying"),
-        ((1449, 8, 82, 477), 4, "wgmma"),
-        ((252, 1, 381, 381), 4, "matmul"),
-        ((179, 2, 111, 102), 2, "wgmma"),
-        ((1, 4080, 443, 304), 2, "matmul"),
-        ((173, 2, 321, 313), 2, "copying"),
-        ((258, 2, 1019, 347), 8, "copying"),
-        ((1512, 1, 370, 370), 8, "matmul"),
-        ((2, 9, 212, 536), 2, "matmul"),
-        ((37, 7, 234, 111), 4, "matmul"),
-        ((96, 8, 90, 510), 4, "wgmma"),
-        ((8, 26, 300, 70), 8, "matmul"),
-        ((5, 13, 1014, 1014), 2, "copying"),
-        ((1149, 1, 99, 99), 4, "matmul"),
-        ((15657, 6, 41, 41), 2, "looped"),
-        ((1, 3, 646, 508), 2, "matmul"),
-        ((1, 71, 841, 841), 2, "matmul"),
-        ((5, 1, 559, 559), 2, "matmul"),
-        ((1, 1004, 2418, 2418), 2, "copying"),
-    ],
-    ids=str,
-)
-def test_the_fastest_measured_algorithm_is_chosen(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
+def test_the_fastest_measured_algorithm_is_chosen() -> None:
     """The algorithms that were the fastest on an H200."""
-    assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
+    measured = {
+        ("wgmma", 4): [
+            (1024, 256, 256, 256),
+            (262144, 1, 256, 256),
+            (2000, 7, 300, 200),
+            (755, 10, 94, 94),
+            (1449, 8, 82, 477),
+            (96, 8, 90, 510),
+        ],
+        ("matmul", 2): [
+            (1024, 256, 256, 256),
+            (72, 1, 1033, 1033),
+            (1, 4080, 443, 304),
+            (2, 9, 212, 536),
+            (1, 3, 646, 508),
+            (1, 71, 841, 841),
+            (5, 1, 559, 559),
+        ],
+        ("matmul", 4): [(40, 1, 1500, 1500), (252, 1, 381, 381), (37, 7, 234, 111), (1149, 1, 99, 99)],
+        ("copying", 8): [(2000, 7, 300, 200), (258, 2, 1019, 347)],
+        ("copying", 4): [(96, 3, 2127, 1166)],
+        ("wgmma", 2): [(179, 2, 111, 102)],
+        ("copying", 2): [(173, 2, 321, 313), (5, 13, 1014, 1014), (1, 1004, 2418, 2418)],
+        ("matmul", 8): [(1512, 1, 370, 370), (8, 26, 300, 70)],
+        ("looped", 2): [(15657, 6, 41, 41)],
+    }
+    for (algorithm, itemsize), problems in measured.items():
+        for sizes in problems:
+            assert best_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
 
 
-@pytest.mark.parametrize(
-    ("sizes", "itemsize", "algorithm"),
-    [
-        ((664, 1, 112, 112), 2, "matmul"),
-        ((12000, 1, 128, 128), 2, "matmul"),
-        ((700, 1, 128, 128), 4, "matmul"),
-        ((3000, 1, 80, 80), 4, "matmul"),
-        ((12000, 1, 64, 64), 4, "chained"),
-        ((40000, 1, 112, 112), 4, "chained"),
-    ],
-    ids=str,
-)
-def test_the_chained_kernel_is_chosen_where_it_was_measured_the_fastest(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
+def test_the_chained_kernel_is_chosen_where_it_was_measured_the_fastest() -> None:
     """The faster of it and of torch's product on an H200."""
-    assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, family="fragments", is_alone=True) == algorithm
+    measured = {
+        ("matmul", 2): [(664, 1, 112, 112), (12000, 1, 128, 128)],
+        ("matmul", 4): [(700, 1, 128, 128), (3000, 1, 80, 80)],
+        ("chained", 4): [(12000, 1, 64, 64), (40000, 1, 112, 112)],
+    }
+    for (algorithm, itemsize), problems in measured.items():
+        for sizes in problems:
+            assert best_algorithm(mode(1, *sizes, itemsize=itemsize), True, family="fragments", is_alone=True) == algorithm
 
 
-@pytest.mark.parametrize(
-    ("sizes", "itemsize", "algorithm"),
-    [
-        ((145, 5, 305, 1161), 4, "copying"),
-        ((972, 1, 2144, 2144), 4, "wgmma"),
-        ((1, 395, 2, 1489), 4, "matmul"),
-        ((6, 337, 1009, 1009), 2, "copying"),
-        ((1, 116, 395, 278), 2, "matmul"),
-        ((189, 4, 181, 172), 2, "looped"),
-        ((1851, 2, 1436, 1436), 8, "copying"),
-        ((137, 1, 345, 1211), 8, "matmul"),
-    ],
-    ids=str,
-)
-def test_the_fastest_measured_algorithm_of_a_gradient_is_chosen(sizes: tuple[int, ...], itemsize: int, algorithm: str) -> None:
+def test_the_fastest_measured_algorithm_of_a_gradient_is_chosen() -> None:
     """The algorithms that were the fastest on an H200, by a quarter and more."""
-    assert best_gradient_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
+    measured = {
+        ("copying", 4): [(145, 5, 305, 1161)],
+        ("wgmma", 4): [(972, 1, 2144, 2144)],
+        ("matmul", 4): [(1, 395, 2, 1489)],
+        ("copying", 2): [(6, 337, 1009, 1009)],
+        ("matmul", 2): [(1, 116, 395, 278)],
+        ("looped", 2): [(189, 4, 181, 172)],
+        ("copying", 8): [(1851, 2, 1436, 1436)],
+        ("matmul", 8): [(137, 1, 345, 1211)],
+    }
+    for (algorithm, itemsize), problems in measured.items():
+        for sizes in problems:
+            assert best_gradient_algorithm(mode(1, *sizes, itemsize=itemsize), itemsize != 8) == algorithm
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
-def test_other_gpus_take_torchs_products_or_plain_triton(capability: tuple[int, int]) -> None:
-    for sizes, itemsize in itertools.product([(1024, 256, 256, 256), (9, 1, 700, 5), (50, 3, 5, 700)], (2, 4, 8)):
-        m = mode(1, *sizes, itemsize=itemsize)._replace(gpu=nvidia(*capability))
-        assert best_algorithm(m, False) in ALGORITHMS
-        assert best_gradient_algorithm(m, False) in ALGORITHMS
+def test_other_gpus_take_torchs_products_or_plain_triton() -> None:
+    for capability in [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)]:
+        for sizes, itemsize in itertools.product([(1024, 256, 256, 256), (9, 1, 700, 5), (50, 3, 5, 700)], (2, 4, 8)):
+            m = mode(1, *sizes, itemsize=itemsize)._replace(gpu=nvidia(*capability))
+            assert best_algorithm(m, False) in ALGORITHMS
+            assert best_gradient_algorithm(m, False) in ALGORITHMS
 
 
 def test_batches_with_a_tail_are_no_product_of_torch() -> None:
     assert best_algorithm(mode(3, 1024, 256, 256, 256, 2), False) != "matmul"
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_cover_the_product(itemsize: int) -> None:
+def test_tiles_cover_the_product() -> None:
     """Splits cover the reduction and none is empty, the ring fits shared memory, and programs the multiprocessors."""
-    for runs, after, p, q in itertools.product((1, 40, 5000), (1, 7, 256), (5, 130, 2048), (3, 65, 3000)):
-        m = mode(1, runs, after, p, q, itemsize)
-        for (_, config), depth in ((multiply_config(m), p), (gradient_config(m), runs * after)):
-            steps = -(-depth // 32)
-            assert (config.splits - 1) * config.steps < steps <= config.splits * config.steps
-            halves = 2 if itemsize == 4 else 1
-            for left in {1, halves}:  # copied, or stored as the factor is
-                stages = ring_stages(m, config.block_n, left == 1)
-                assert 2 <= stages <= 6
-                assert stages * (128 * left + config.block_n * halves) * 32 * itemsize <= HOPPER.shared_memory
-            assert 1 <= config.programs <= HOPPER.multiprocessors
-        assert multiply_config(m)[1].splits == 1
+    for itemsize in [2, 4]:
+        for runs, after, p, q in itertools.product((1, 40, 5000), (1, 7, 256), (5, 130, 2048), (3, 65, 3000)):
+            m = mode(1, runs, after, p, q, itemsize)
+            for (_, config), depth in ((multiply_config(m), p), (gradient_config(m), runs * after)):
+                steps = -(-depth // 32)
+                assert (config.splits - 1) * config.steps < steps <= config.splits * config.steps
+                halves = 2 if itemsize == 4 else 1
+                for left in {1, halves}:  # copied, or stored as the factor is
+                    stages = ring_stages(m, config.block_n, left == 1)
+                    assert 2 <= stages <= 6
+                    assert stages * (128 * left + config.block_n * halves) * 32 * itemsize <= HOPPER.shared_memory
+                assert 1 <= config.programs <= HOPPER.multiprocessors
+            assert multiply_config(m)[1].splits == 1
 
 
-@pytest.mark.parametrize(
-    ("strides", "p", "after", "copied"),
-    [
+def test_x_is_copied_where_runs_begin_on_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for strides, p, after, copied in [
         ((7, 256, 0, 1, 1), 256, 1, (1, 4)),  # the last mode; of one batch and of nothing after it strides do not matter
         ((7, 260, 0, 1, 1), 256, 1, (1, 4)),
         ((7, 257, 0, 1, 1), 256, 1, None),
@@ -174,29 +159,21 @@ def test_tiles_cover_the_product(itemsize: int) -> None:
         ((7, 255 * 64, 0, 64, 1), 255, 64, (4, 1)),
         ((7, 256 * 63, 0, 63, 1), 256, 63, None),
         ((7, 257 * 70, 0, 1, 257), 256, 70, None),
-    ],
-    ids=str,
-)
-def test_x_is_copied_where_runs_begin_on_16_bytes(
-    strides: tuple[int, ...], p: int, after: int, copied: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fastkron_py.kron.families.wgmma import multiply_launch
-    from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
+    ]:
+        from fastkron_py.kron.hopper import kernels  # imports Triton, which reads TRITON_INTERPRET
+        from fastkron_py.kron.families.wgmma import multiply_launch
 
-    monkeypatch.setattr(kernels, "wide_kernel", object)
-    common = {"x_strides": strides, "y_strides": strides, "z_strides": strides, "before": 1, "after": after, "HEAD": False}
-    common |= {"TAIL": after > 1, "EPILOGUE": None}
-    launch = multiply_launch(mode(1, 100, after, p, 256, 4), common, (0, 256, 1), is_fixed=True)
-    assert launch.arguments["IS_COPIED"] is (copied is not None)
-    assert copied in (None, launch.arguments["VECTORS"][0])
+        monkeypatch.setattr(kernels, "wide_kernel", object)
+        common = {"x_strides": strides, "y_strides": strides, "z_strides": strides, "before": 1, "after": after, "HEAD": False}
+        common |= {"TAIL": after > 1, "EPILOGUE": None}
+        launch = multiply_launch(mode(1, 100, after, p, 256, 4), common, (0, 256, 1), is_fixed=True)
+        assert launch.arguments["IS_COPIED"] is (copied is not None)
+        assert copied in (None, launch.arguments["VECTORS"][0])
 
 
 @pytest.mark.parametrize("shape", [(1, 40, (66,), (70,), 1), (1, 1, (72,), (80,), 30), (1, 14, (3, 66), (2, 72), 1)], ids=str)
 @pytest.mark.parametrize("algorithm", ["matmul", "copying"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_long_sums_of_half_types_are_cut(
-    dtype: torch.dtype, algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_sums_of_half_types_are_cut(algorithm: str, shape: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastkron_py.kron import backward as backward_module
     from fastkron_py.kron import forward, matmul_step
     from fastkron_py.tiling import long_products
@@ -209,15 +186,17 @@ def test_long_sums_of_half_types_are_cut(
     cuts = []
     monkeypatch.setattr(matmul_step, "write_parts", lambda *given, cut: cuts.append(cut) or long_products.write_parts(*given, cut))
     groups, rows, ps, qs, columns = shape
-    torch.manual_seed(0)
-    x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
-    wanted = dense(x, factors)
-    dy = torch.randn_like(wanted).to(dtype)
-    assert_close(multiply(x, factors), wanted, steps=8)
-    dx, dfs = backward(dy, x, factors, alpha=-2.0)
-    for got, slope in zip([dx, *dfs], expected_gradients(dy, x, factors), strict=True):
-        assert_close(got, -2 * slope, steps=8)
-    assert cuts
+    for dtype in (torch.float16, torch.bfloat16):
+        cuts.clear()
+        torch.manual_seed(0)
+        x, factors = problem(dtype, device, groups, rows, ps, qs, columns)
+        wanted = dense(x, factors)
+        dy = torch.randn_like(wanted).to(dtype)
+        assert_close(multiply(x, factors), wanted, steps=8)
+        dx, dfs = backward(dy, x, factors, alpha=-2.0)
+        for got, slope in zip([dx, *dfs], expected_gradients(dy, x, factors), strict=True):
+            assert_close(got, -2 * slope, steps=8)
+        assert cuts
 
 
 def test_float64_takes_wide_factors_in_the_order_of_least_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pages
 import pytest
 import torch
-from kronecker_cases import SQUARE, hermitian, ids, near, near_by_elements, random_factors
+from kronecker_cases import SQUARE, hermitian, near, near_by_elements, random_factors
 
 from fastkron_py import KroneckerProduct
 from fastkron_py.kron.operators import cg, lanczos
@@ -21,11 +21,6 @@ from fastkron_py.testing import assert_close
 
 FORMS = ["number", "0-dimensional", "one for each matrix", "Kronecker", "operator", "vector", "vectors"]
 EXACT = {"tolerance": 1e-13}
-
-
-@pytest.fixture(params=[torch.float64, torch.complex128], ids=["real", "complex"])
-def dtype(request):
-    return request.param
 
 
 def positive(*shape, dtype, device):
@@ -52,37 +47,37 @@ def drawn_diagonal(form, factors):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shapes", SQUARE, ids=ids)
-def test_against_the_dense_matrix(shapes, form, dtype, device):
-    factors = hermitian(random_factors(shapes, dtype, device, dominant=False))
-    s, diagonal = drawn_diagonal(form, factors)
-    a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
-    n, batch = dense.shape[-1], dense.shape[:-2]
-    near_by_elements(a, dense)
-    for b_batch in [(), (2, *[1] * len(batch))]:
-        x = torch.randn(*b_batch, n, 3, dtype=dtype, device=device)
+def test_against_the_dense_matrix(form, dtype, device):
+    for shapes in SQUARE:
+        factors = hermitian(random_factors(shapes, dtype, device, dominant=False))
+        s, diagonal = drawn_diagonal(form, factors)
+        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+        n, batch = dense.shape[-1], dense.shape[:-2]
+        near_by_elements(a, dense)
+        for b_batch in [(), (2, *[1] * len(batch))]:
+            x = torch.randn(*b_batch, n, 3, dtype=dtype, device=device)
+            near(a @ x, dense @ x)
+            near(x.mT @ a, x.mT @ dense)
+            expected = torch.linalg.solve(dense, x.expand(*torch.broadcast_shapes(b_batch, batch), n, 3))
+            near(a.solve(x, **EXACT), expected)
+            quadratic, logdet = a.inv_quad_logdet(x, **EXACT)
+            near(quadratic, (x.conj() * expected).sum((-2, -1)).real)
+            near(logdet, torch.logdet(dense))
+        x = torch.randn(n, dtype=dtype, device=device)
         near(a @ x, dense @ x)
-        near(x.mT @ a, x.mT @ dense)
-        expected = torch.linalg.solve(dense, x.expand(*torch.broadcast_shapes(b_batch, batch), n, 3))
-        near(a.solve(x, **EXACT), expected)
-        quadratic, logdet = a.inv_quad_logdet(x, **EXACT)
-        near(quadratic, (x.conj() * expected).sum((-2, -1)).real)
-        near(logdet, torch.logdet(dense))
-    x = torch.randn(n, dtype=dtype, device=device)
-    near(a @ x, dense @ x)
-    near(torch.matmul(x, a), x @ dense)
-    near(a.solve(x, **EXACT), torch.linalg.solve(dense, x.expand(*batch, n)[..., None])[..., 0])
-    assert (a.convergence is not None) == form.startswith("vector")
+        near(torch.matmul(x, a), x @ dense)
+        near(a.solve(x, **EXACT), torch.linalg.solve(dense, x.expand(*batch, n)[..., None])[..., 0])
+        assert (a.convergence is not None) == form.startswith("vector")
 
 
-@pytest.mark.parametrize("form", FORMS[:5])
-def test_factors_that_are_not_symmetric(form, dtype, device):
-    factors = random_factors([(3, 3), (2, 4, 4)], dtype, device)
-    s, diagonal = drawn_diagonal(form, factors)
-    a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
-    b = torch.randn(12, 2, dtype=dtype, device=device)
-    near(a.solve(b), torch.linalg.solve(dense, b.expand(2, 12, 2)))
-    near(a.logdet(), torch.logdet(dense))
+def test_factors_that_are_not_symmetric(dtype, device):
+    for form in FORMS[:5]:
+        factors = random_factors([(3, 3), (2, 4, 4)], dtype, device)
+        s, diagonal = drawn_diagonal(form, factors)
+        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+        b = torch.randn(12, 2, dtype=dtype, device=device)
+        near(a.solve(b), torch.linalg.solve(dense, b.expand(2, 12, 2)))
+        near(a.logdet(), torch.logdet(dense))
 
 
 def test_drawn_sizes(seed, device):
@@ -108,17 +103,17 @@ def test_equal_shifts_have_eigenvectors(dtype, device):
     near(a.eigvalsh().sort().values, torch.linalg.eigvalsh(dense))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_samples_have_the_covariance(form, dtype, device):
+def test_samples_have_the_covariance(dtype, device):
     """100,000 samples: an element of their covariance errs by about 1/300 of the largest, and 5 times that is allowed."""
-    factors = hermitian(random_factors([(2, 2), (2, 2, 2)], dtype, device, dominant=False))
-    s, diagonal = drawn_diagonal(form, factors)
-    a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
-    x = a.sample((1000, 100), generator=torch.Generator(device).manual_seed(0)).flatten(0, 1)
-    assert x.shape == (100_000, 2, 4)
-    covariance = torch.einsum("sbi,sbj->bij", x, x.conj()) / len(x)
-    assert (covariance - dense).abs().amax() < 5 / 300 * dense.abs().amax()
-    assert a.sample().shape == (2, 4)
+    for form in FORMS:
+        factors = hermitian(random_factors([(2, 2), (2, 2, 2)], dtype, device, dominant=False))
+        s, diagonal = drawn_diagonal(form, factors)
+        a, dense = KroneckerProduct(factors).add_diagonal(s), kron_dense(factors) + torch.diag_embed(diagonal)
+        x = a.sample((1000, 100), generator=torch.Generator(device).manual_seed(0)).flatten(0, 1)
+        assert x.shape == (100_000, 2, 4)
+        covariance = torch.einsum("sbi,sbj->bij", x, x.conj()) / len(x)
+        assert (covariance - dense).abs().amax() < 5 / 300 * dense.abs().amax()
+        assert a.sample().shape == (2, 4)
 
 
 # ---- conjugate gradients ---------------------------------------------------------------------------------------------------------
@@ -306,16 +301,16 @@ def test_estimated_determinants(dtype, device):
     near(k.add_diagonal(d).logdet(probes=2), torch.logdet(dense + torch.diag(d)))
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
-def test_estimated_determinants_of_diagonals_that_span_decades(share, device):
-    a, dense = with_missing_points(torch.float64, device, share)
-    found, exact = a.logdet(probes=200, generator=torch.Generator(device).manual_seed(0)), torch.logdet(dense)
-    assert (found - exact).abs() < 4 * a.standard_error
-    assert a.standard_error < 0.01 * exact.abs()
-    s = torch.where(dense.diagonal() > 2, 1e6, 0.01).double().requires_grad_()
-    value = KroneckerProduct(a.factors).add_diagonal(s).logdet(probes=200, generator=torch.Generator(device).manual_seed(0))
-    (gradient,) = torch.autograd.grad(value, s)
-    assert ((gradient - torch.linalg.inv(dense).diagonal()) * s.detach()).norm() < 30  # of 2e7 with the same matrix for both
+def test_estimated_determinants_of_diagonals_that_span_decades(device):
+    for share in [0.3, 0.7]:
+        a, dense = with_missing_points(torch.float64, device, share)
+        found, exact = a.logdet(probes=200, generator=torch.Generator(device).manual_seed(0)), torch.logdet(dense)
+        assert (found - exact).abs() < 4 * a.standard_error
+        assert a.standard_error < 0.01 * exact.abs()
+        s = torch.where(dense.diagonal() > 2, 1e6, 0.01).double().requires_grad_()
+        value = KroneckerProduct(a.factors).add_diagonal(s).logdet(probes=200, generator=torch.Generator(device).manual_seed(0))
+        (gradient,) = torch.autograd.grad(value, s)
+        assert ((gradient - torch.linalg.inv(dense).diagonal()) * s.detach()).norm() < 30  # of 2e7 with the same matrix for both
 
 
 def test_unfinished_quadratures_count_in_the_error(device):
@@ -395,27 +390,27 @@ DERIVED = {
 }
 
 
-@pytest.mark.parametrize("equal", [False, True], ids=["", "equal eigenvalues"])
 @pytest.mark.parametrize("form", ["0-dimensional", "one for each matrix", "Kronecker", "vector"])
 @pytest.mark.parametrize("name", DERIVED)
-def test_gradients(name, form, equal, dtype):
+def test_gradients(name, form, dtype):
     """With respect to x, both factors and s; at multiples of the identity too, where derivatives of eigenvectors are infinite."""
-    if equal:
-        factors = [1.5 * torch.eye(p, dtype=dtype) for p in (2, 3)]
-    else:
-        factors = hermitian(random_factors([(2, 2), (2, 3, 3)], dtype, "cpu", dominant=False))
-    s, _ = drawn_diagonal(form, factors)
-    s = [t.real.requires_grad_() for t in (s if isinstance(s, list) else [s])]
-    factors = [f.requires_grad_() for f in factors]
-    x = torch.randn(6, 2, dtype=dtype, requires_grad=True)
+    for equal in [False, True]:
+        if equal:
+            factors = [1.5 * torch.eye(p, dtype=dtype) for p in (2, 3)]
+        else:
+            factors = hermitian(random_factors([(2, 2), (2, 3, 3)], dtype, "cpu", dominant=False))
+        s, _ = drawn_diagonal(form, factors)
+        s = [t.real.requires_grad_() for t in (s if isinstance(s, list) else [s])]
+        factors = [f.requires_grad_() for f in factors]
+        x = torch.randn(6, 2, dtype=dtype, requires_grad=True)
 
-    def function(x, f0, f1, *s):  # a symmetric matrix moves as one
-        s = [t.to(dtype) for t in s]
-        return DERIVED[name](KroneckerProduct([(f0 + f0.mH) / 2, (f1 + f1.mH) / 2]).add_diagonal(s if form == "Kronecker" else s[0]), x)
+        def function(x, f0, f1, *s):  # a symmetric matrix moves as one
+            s = [t.to(dtype) for t in s]
+            return DERIVED[name](KroneckerProduct([(f0 + f0.mH) / 2, (f1 + f1.mH) / 2]).add_diagonal(s if form == "Kronecker" else s[0]), x)
 
-    assert torch.autograd.gradcheck(function, (x, *factors, *s), fast_mode=True)
-    if name != "sample":
-        assert torch.autograd.gradgradcheck(function, (x, *factors, *s), fast_mode=True)
+        assert torch.autograd.gradcheck(function, (x, *factors, *s), fast_mode=True)
+        if name != "sample":
+            assert torch.autograd.gradgradcheck(function, (x, *factors, *s), fast_mode=True)
 
 
 def test_third_derivatives_of_solve():
@@ -450,13 +445,13 @@ def test_transforms():
         near(torch.func.grad(likelihood)(shift), torch.autograd.functional.jacobian(likelihood, shift))
 
 
-@pytest.mark.parametrize("sizes", [(0,), (2, 0, 3)])
-def test_empty_factors(sizes, device):
-    k, b = KroneckerProduct([torch.eye(p, device=device) for p in sizes]), torch.ones(0, 2, device=device)
-    for a in (k.add_diagonal(0.5), k.add_diagonal(torch.ones(0, device=device))):
-        assert (a @ b).shape == a.solve(b).shape == (0, 2)
-        assert a.logdet() == 0
-        assert a.sample((3,)).shape == (3, 0)
+def test_empty_factors(device):
+    for sizes in [(0,), (2, 0, 3)]:
+        k, b = KroneckerProduct([torch.eye(p, device=device) for p in sizes]), torch.ones(0, 2, device=device)
+        for a in (k.add_diagonal(0.5), k.add_diagonal(torch.ones(0, device=device))):
+            assert (a @ b).shape == a.solve(b).shape == (0, 2)
+            assert a.logdet() == 0
+            assert a.sample((3,)).shape == (3, 0)
 
 
 # ---- arrays, copies, bad input -------------------------------------------------------------------------------------------------------
