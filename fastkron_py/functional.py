@@ -8,6 +8,7 @@ from fastkron_py.kron.hadamard import hadamard
 from fastkron_py.kron.mode_matmul import mode_matmul
 from fastkron_py.kron.operators.kronecker_sum import KroneckerSum
 from fastkron_py.kron.operators.product import KroneckerProduct
+from fastkron_py.kron.planner import families, kron_plan
 from fastkron_py.kron.quantize import Quantized, kron_quantize
 from fastkron_py.kron.tune.api import tune
 from fastkron_py.rational.api import linear_rational, rational
@@ -18,6 +19,7 @@ __all__ = [
     "KroneckerProduct",
     "KroneckerSum",
     "Quantized",
+    "families",
     "gated_linear",
     "gated_mlp",
     "gekmm",
@@ -25,6 +27,7 @@ __all__ = [
     "hadamard",
     "kron_matmul",
     "kron_matmul_left",
+    "kron_plan",
     "kron_quantize",
     "layer_norm_rational",
     "linear_rational",

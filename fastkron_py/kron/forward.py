@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastkron_py.kron import epilogues
 from fastkron_py.kron.epilogues import AXPBY, SCALE, StoreEpilogue
-from fastkron_py.kron.families.one_mode import WIDE, best_algorithm, has_choice, planned_seconds
+from fastkron_py.kron.families import torch_products, wgmma
+from fastkron_py.kron.families.one_mode import WIDE, best_algorithm, has_choice, planned_seconds, takes_wgmma
 from fastkron_py.kron.families.whole_row import takes_whole_rows
 from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
@@ -24,6 +25,7 @@ from fastkron_py.kron.scale import PLAIN, Scale
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.tuned import tuned
 from fastkron_py.kron.units import lone_units, without_units
+from fastkron_py.runtime.backend import families_in_force
 from fastkron_py.runtime.builder import Builder
 from fastkron_py.runtime.launch import Launcher
 from fastkron_py.runtime.sizes import SECTOR_BYTES
@@ -108,6 +110,7 @@ def plan_problem(problem: MultiplyProblem) -> PlanProblem:
         parts_of(problem.dtype),
         problem.whole_rows,
         kernels.has_small_factors(problem.device, problem.dtype, problem.precision),
+        problem.families,
     )
 
 
@@ -143,6 +146,7 @@ def launch_problem(
         tuple([(s[0] if groups > 1 else 0, s[1], s[2]) for s in problem.factor_strides[span]]),
         problem.device,
         problem.conj,
+        problem.families,
     )
 
 
@@ -154,9 +158,9 @@ def _algorithm(problem: MultiplyProblem, launch: Launch, place: Place, final: bo
     mode = mode_of((groups, rows, *place), launch.p, launch.q, problem.dtype, problem.precision, problem.device)
     mode = mode._replace(adds=final and problem.z is not None)
     is_alone = problem.stop - problem.start == 1
-    if not has_choice(mode, is_alone, launch.family):
+    if not has_choice(mode, is_alone, launch.family, problem.families):
         return "kernels"
-    has_wgmma = kernels.has_wide(problem.device, problem.dtype)
+    has_wgmma = kernels.has_wide(problem.device, problem.dtype) and (not problem.families or wgmma.name in problem.families)
     found = best_algorithm(mode, has_wgmma, launch.family, is_alone)
     if found == "gemm" and problem.epilogue is not AXPBY:  # that main loop adds z, and has no other epilogue
         found = best_algorithm(mode._replace(adds=False), has_wgmma, launch.family, is_alone)
@@ -190,8 +194,23 @@ def _in_order(problem: MultiplyProblem, launches: list[Launch]) -> list[Launch]:
     return best if seconds(best) < worth * seconds(launches) else launches
 
 
-def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:
-    """The launches of a multiply by this choice, or by the closed form.
+class ChosenLaunch(NamedTuple):
+    """A launch of a multiply: its problem, its algorithm as of `_algorithm`, and a tuned configuration."""
+
+    problem: LaunchProblem
+    algorithm: str
+    config: Any
+
+    @property
+    def family(self) -> str:
+        """The family that multiplies: not always the one that planned it."""
+        if self.algorithm != "kernels":
+            return torch_products.name
+        return wgmma.name if self.config is None and takes_wgmma(self.problem) else self.problem.launch.family
+
+
+def choose_launches(problem: MultiplyProblem, choice: Choice | None) -> list[ChosenLaunch]:
+    """The launches of a multiply, in the order in which they run, by a tuned choice or by the closed form.
 
     In a run over all modes from last to first each launch moves its modes to the front, which reads whole runs of
     memory and leaves them in order at the end; other runs multiply in place.
@@ -214,22 +233,30 @@ def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned
     if choice is None:
         algorithms = [_algorithm(problem, launch, place, launch is launches[-1]) for launch, place in zip(launches, in_place, strict=True)]
     transposed = transposes(launches, len(shapes), columns) and set(algorithms) == {"kernels"}
-    found: list[Planned] = []
-    x = problem.x
+    found, x = list[ChosenLaunch](), problem.x
     for i, (launch, (before, after)) in enumerate(zip(launches, places(launches, problem.sizes, columns, transposed), strict=True)):
         width = before * launch.q * after
         y = Rows(rows * width, width, 1)
-        final = i == len(launches) - 1
-        made = launch_problem(problem, launch, (groups, rows, before, after), transposed, before, x, y, final)
-        shape = (groups, rows, width // columns, columns)
-        if algorithms[i] == "gemm":
-            found.append(GemmStep(launch.start, launch.stop, shape))
-        elif algorithms[i] == "kernels":
-            found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, configs[i]))))
-        else:
-            epilogue = problem.epilogue if final else epilogues.PLAIN
-            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithms[i], problem.precision, epilogue))
+        made = launch_problem(problem, launch, (groups, rows, before, after), transposed, before, x, y, i == len(launches) - 1)
+        found.append(ChosenLaunch(made, algorithms[i], configs[i]))
         x = y
+    return found
+
+
+def launches_of(problem: MultiplyProblem, choice: Choice | None) -> list[Planned]:
+    """The launches of a multiply as steps of a program."""
+    columns, found = problem.shape[3], list[Planned]()
+    chosen = choose_launches(problem, choice)
+    for made, algorithm, config in chosen:
+        launch, (groups, rows, before, after) = made.launch, made.shape
+        shape = (groups, rows, before * launch.q * after // columns, columns)
+        if algorithm == "gemm":
+            found.append(GemmStep(launch.start, launch.stop, shape))
+        elif algorithm == "kernels":
+            found.append(MultiplyLaunch(launch.start, launch.stop, shape, Launcher(launch_configs(made, config))))
+        else:
+            epilogue = problem.epilogue if made is chosen[-1].problem else epilogues.PLAIN
+            found.append(MatmulStep(launch.start, launch.stop, shape, after, algorithm, problem.precision, epilogue))
     return found
 
 
@@ -252,13 +279,13 @@ def multiply_problem(
     )
 
 
-def with_whole_rows(build: Builder, x: Tensor, problem: MultiplyProblem) -> MultiplyProblem:
+def with_whole_rows(problem: MultiplyProblem, is_aligned: Callable[[], bool]) -> MultiplyProblem:
     """The problem of a program's x, whose rows may be copied whole; x's address is looked at only where that can matter."""
     if not kernels.has_whole_row(problem.device, problem.dtype) or problem.shape[3] > 1:
         return problem
     ps, qs = ([s[i] for s in problem.factor_shapes[problem.start :]] for i in (-2, -1))
     has_vectors = problem.x.batch % HALF_VECTOR == problem.x.row % HALF_VECTOR == 0
-    return problem._replace(whole_rows=has_vectors and takes_whole_rows(ps, qs) and build.is_aligned(x))
+    return problem._replace(whole_rows=has_vectors and takes_whole_rows(ps, qs) and is_aligned())
 
 
 class Part(NamedTuple):
@@ -301,7 +328,8 @@ def add_multiply(
     if z is not None:
         z, rows = _addend(build, z, epilogue)
     problem = multiply_problem(x, factors, build.device, precision, not scale.is_one, rows, part, epilogue)
-    launches = launches_of(with_whole_rows(build, x, problem), tuned(problem))
+    problem = problem._replace(families=families_in_force.get())
+    launches = launches_of(with_whole_rows(problem, lambda: build.is_aligned(x)), None if problem.families else tuned(problem))
     may_move = part is None and x.dtype != torch.float16  # where the product of two entries may overflow
     units = lone_units([(launch.start, launch.stop) for launch in launches], factors) if may_move else []
     others = without_units(build, factors, units, x.numel()) if units else None

@@ -28,3 +28,4 @@ class MultiplyProblem(NamedTuple):
     conj: bool = False  # the factors are conjugated
     whole_rows: bool = False  # vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them
     epilogue: StoreEpilogue = AXPBY  # of the last launch, where there is a z
+    families: tuple[str, ...] = ()  # that may multiply; none for all

@@ -93,6 +93,7 @@ class LaunchProblem:
         factor_strides: (B, P, Q) of each factor.
         device: of all tensors.
         conj: whether the factors are conjugated.
+        families: as in `MultiplyProblem`.
     """
 
     launch: Launch
@@ -110,6 +111,7 @@ class LaunchProblem:
     factor_strides: tuple[tuple[int, int, int], ...]
     device: torch.device
     conj: bool = False
+    families: tuple[str, ...] = ()
 
     @cached_property
     def mode(self) -> Mode:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastkron_py.kron.multiply import Multiply, backend_of, cast, fitted, scale_of, small_product, wanted
+from fastkron_py.kron.planner import families
 from fastkron_py.runtime.builder import Builder, describe
 from fastkron_py.runtime.program import Program
 
@@ -50,6 +51,7 @@ def gradients(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
     operands = [cast(build, f, x.dtype) for f in factors] if backend == "triton" else factors
     dtype = torch.float32 if torch.float32 in [f.dtype for f in factors] else x.dtype
     call = Multiply(operands, backend, precision, left, scale_of(alpha, False))
-    made = call.add_gradients(build, dy, x, (need_x, *need_factors), dtype, between)
+    with families():  # any of them: autograd's threads would not know those of a forward pass
+        made = call.add_gradients(build, dy, x, (need_x, *need_factors), dtype, between)
     found = [fitted(build, gradient, r) for gradient, r in zip(made, results, strict=True)]
     return build.program(found, [r.shape for r in results])

@@ -15,7 +15,7 @@ from fastkron_py.kron.kernels.quantize import _quantize_rows_kernel
 from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.runtime import device as devices
-from fastkron_py.runtime.backend import is_interpreting
+from fastkron_py.runtime.backend import families_in_force, is_interpreting
 from fastkron_py.runtime.launch import LaunchConfig, Launcher
 from fastkron_py.runtime.sizes import next_power_of_two
 
@@ -41,7 +41,8 @@ def quantizing_launch(problem: Canonical, precision: str, kind: str, device: tor
     """
     x, factors = problem.x, problem.factors
     ps, qs = ([f.shape[i] for f in factors] for i in (1, 2))
-    if not kernels.half_of(device, x.dtype) or not _converts_to(kind, device):
+    asked = families_in_force.get()
+    if (asked and slice_pair.name not in asked) or not kernels.half_of(device, x.dtype) or not _converts_to(kind, device):
         return None
     # A byte has two columns of int4, of one row of a slice.
     pairs = [pair for pair in slice_pair.slice_pairs(ps, qs, 0, len(factors)) if kind != "int4" or pair[1].q % 2 == 0]

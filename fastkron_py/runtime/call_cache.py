@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime import torch_internals
-from fastkron_py.runtime.backend import logger, requested_backend
+from fastkron_py.runtime.backend import families_in_force, logger, requested_backend
 from fastkron_py.runtime.precision import resolved
 from fastkron_py.runtime.program import Program
 
@@ -74,7 +74,7 @@ class CallCache:
     def find(self, key: Hashable, tensors: Sequence[Any]) -> Entry | None:
         """The call of this key that was made on tensors like these, which need not have been checked."""
         try:
-            full = (key, len(tensors), tensors[0].shape, requested_backend(), resolved(None))
+            full = (key, len(tensors), tensors[0].shape, requested_backend(), families_in_force.get(), resolved(None))
             entries = self._calls.get(full)
         except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, a nested one: a check will say so
             return None
@@ -117,7 +117,8 @@ class CallCache:
         # Guards know which tensors require a gradient, but not whether gradients are recorded.
         enabled = torch.is_grad_enabled() if any([t.requires_grad for t in tensors]) else None
         entry = Entry(torch_internals.guard(tensors), enabled, program, call, options, operator)
-        entries = self._calls.setdefault((key, len(tensors), tensors[0].shape, requested_backend(), resolved(None)), [])
+        full = (key, len(tensors), tensors[0].shape, requested_backend(), families_in_force.get(), resolved(None))
+        entries = self._calls.setdefault(full, [])
         entries.append(entry)
         del entries[:-MOST_ENTRIES]
         _shrink(self._calls)
@@ -126,7 +127,7 @@ class CallCache:
         """The program of this key, built if there is none."""
         if logger.isEnabledFor(DEBUG):  # each call says which backend it takes
             return build()
-        full = (key, requested_backend(), resolved(None))
+        full = (key, requested_backend(), families_in_force.get(), resolved(None))
         found = self._programs.get(full)
         if found is None:
             found = self._programs[full] = build()

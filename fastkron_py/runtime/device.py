@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.runtime.backend import is_interpreting
-from fastkron_py.runtime.gpu import AMD, GPU, INTERPRETER, nvidia
+from fastkron_py.runtime.gpu import AMD, GPU, INTERPRETER, NAMED, nvidia
 
 logger = logging.getLogger("fastkron_py")
 
@@ -24,7 +24,9 @@ _GRAPHS_OVERLAP: Final = 12030
 
 @lru_cache(maxsize=64)
 def gpu_of(device: torch.device) -> GPU:
-    """Features and figures of a device, with as many multiprocessors as this one has."""
+    """Features and figures of a device, with as many multiprocessors as this one has; of one of `absent`, its record."""
+    if device.type == "meta" and device.index is not None:
+        return list(NAMED.values())[device.index]
     if device.type != "cuda":
         return INTERPRETER
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -34,6 +36,11 @@ def gpu_of(device: torch.device) -> GPU:
     if is_interpreting():
         return replace(found, multiprocessors=count, has_wgmma=False, has_overlap=False, has_approximations=False)
     return replace(found, multiprocessors=count, has_overlap=found.has_overlap and _driver_version() >= _GRAPHS_OVERLAP)
+
+
+def absent(name: str) -> torch.device:
+    """The device in place of a GPU of this name, one of `gpu.NAMED`, for plans: nothing can be stored or launched there."""
+    return torch.device("meta", list(NAMED).index(name))
 
 
 def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -173,3 +173,16 @@ def nvidia(major: int, minor: int) -> GPU:
     """The record of NVIDIA's GPUs of this compute capability; of an unknown one, that of the newest before it."""
     older = [gpu for gpu in _NVIDIA if gpu.capability is not None and gpu.capability <= (major, minor)]
     return max(older, key=lambda gpu: gpu.capability or (0, 0), default=replace(_BEFORE_AMPERE, capability=(major, minor)))
+
+
+NAMED: Final = {
+    "A100": AMPERE,
+    "H100": HOPPER,
+    "H200": HOPPER,
+    "B200": BLACKWELL,
+    "RTX 3090": AMPERE_RTX,
+    "RTX 4090": ADA,
+    "RTX 5090": BLACKWELL_RTX,
+    "MI300X": AMD,
+}
+"""The records by the names of GPUs, for plans of GPUs that are not there."""

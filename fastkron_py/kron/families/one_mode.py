@@ -6,10 +6,11 @@ The plan's costs (`plan.plan`) know neither torch's products nor Hopper's kernel
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from fastkron_py.kron.families import fragments
+from fastkron_py.kron.families import fragments, torch_products, wgmma
 from fastkron_py.kron.families.torch_products import (
     copying_seconds,
     gemm_seconds,
@@ -71,14 +72,19 @@ def is_wide(p: int, q: int) -> bool:
     return max(p, q) > WIDE
 
 
-def has_choice(mode: Mode, is_alone: bool, family: str = "tile") -> bool:
+def has_choice(mode: Mode, is_alone: bool, family: str = "tile", families: Sequence[str] = ()) -> bool:
     """Whether a multiply chooses among the algorithms.
 
     Args:
         mode: the multiply.
         is_alone: it is of one factor.
         family: that planned it.
+        families: that may multiply; none for all.
     """
+    if family == torch_products.name:
+        return True
+    if family == wgmma.name or (families and torch_products.name not in families):
+        return False
     widest = max(mode.p, mode.q)
     if widest > WIDE or widest <= ALONE:
         return widest > WIDE
@@ -151,8 +157,9 @@ def multiply_times(mode: Mode, has_wgmma: bool, family: str = "tile", is_alone: 
     """
     is_chained = family == fragments.name
     worth = _WORTH_ALONE if is_alone and mode.after == 1 else _WORTH
-    times = {"chained": worth * chained_seconds(mode)} if is_chained else {"looped": looped_seconds(mode)}
-    if has_wgmma and not is_chained:
+    is_by_torch = family == torch_products.name
+    times = {"chained": worth * chained_seconds(mode)} if is_chained else {} if is_by_torch else {"looped": looped_seconds(mode)}
+    if has_wgmma and not is_chained and not is_by_torch:
         times["wgmma"], _ = multiply_config(mode)
     if mode.batches == 1 or mode.after == 1:
         times["matmul"] = matmul_seconds(mode)
@@ -200,6 +207,8 @@ def takes_wgmma(problem: LaunchProblem) -> bool:
     """Whether Hopper's kernel for large factors is faster than the plain one."""
     from fastkron_py.kron.hopper import kernels
 
+    if problem.launch.family != "tile" or (problem.families and wgmma.name not in problem.families):
+        return False
     is_single = len(problem.factor_shapes) == 1 and is_wide(problem.launch.p, problem.launch.q)
     if not is_single or not kernels.has_wide(problem.device, problem.dtype):
         return False

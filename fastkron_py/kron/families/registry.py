@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from fastkron_py.kron.families import fragments, slice_pair, small_factors, tile, wgmma, whole_row
+from fastkron_py.kron.families import fragments, slice_pair, small_factors, tile, torch_products, wgmma, whole_row
 from fastkron_py.kron.plan.steps import Candidate, Launch, PlanProblem, Segment
 
 if TYPE_CHECKING:
@@ -37,15 +37,15 @@ class Family(Protocol):
         """Return the configurations of a launch in order of preference: a tuned one, if there is one, then the closed form's."""
 
 
-FAMILIES: Final[tuple[Family, ...]] = (tile, slice_pair, whole_row, small_factors, fragments, wgmma)
+FAMILIES: Final[tuple[Family, ...]] = (tile, slice_pair, whole_row, small_factors, fragments, wgmma, torch_products)
 """Of offers of equal cost, that of the earlier family is taken."""
 
-_BY_NAME: Final = {family.name: family for family in FAMILIES}
+BY_NAME: Final = {family.name: family for family in FAMILIES}
 
 
 def family_of(launch: Launch) -> Family:
     """Return the family of a launch."""
-    return _BY_NAME[launch.family]
+    return BY_NAME[launch.family]
 
 
 def most_elements(problem: PlanProblem) -> int:

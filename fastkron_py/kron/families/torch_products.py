@@ -5,9 +5,17 @@ Measured on an H200, for modes of 1 to 3,000 rows and columns.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastkron_py.kron.plan.mode import LAUNCH, Mode, ceil, filled
+from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
+
+if TYPE_CHECKING:
+    from fastkron_py.kron.launches import LaunchProblem
+    from fastkron_py.runtime.launch import LaunchConfig
+
+name: Final = "torch_products"
+moves_to_front: Final = False
 
 _MATMUL: Final = 0.95  # of a GPU's rate that they reach
 _TORCH_TILE: Final = {2: 128, 4: 64, 8: 32}  # rows and columns of tiles of torch's products, by bytes of an element
@@ -178,3 +186,19 @@ def gemm_seconds(mode: Mode) -> float:
     waves = ceil(tiles, mode.gpu.multiprocessors) * mode.gpu.multiprocessors / tiles
     work = waves * mode.operations / filled(mode.q, _GEMM_TILE) / (_GEMM * mode.gpu.rate(mode.itemsize))
     return max(work, mode.traffic(_GEMM_PASSES) + mode.result_seconds(1)) + LAUNCH
+
+
+def candidates(segment: Segment) -> list[Candidate] | str:
+    """One factor, where no family is asked whose launches pass to this one once they are planned (`one_mode`)."""
+    problem = segment.problem
+    if not problem.families or {"tile", "fragments"} & {*problem.families}:
+        return "takes over launches of one factor by tile and fragments"
+    if segment.stop - segment.start > 1:
+        return "takes one factor"
+    step = Step(segment.start, segment.stop, segment.ps[segment.start], segment.qs[segment.start], problem.parts)
+    return [(float(segment.moved), Launch((step,), name))]
+
+
+def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:
+    """None: its steps are calls of torch (`kron.matmul_step`)."""
+    return ()

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fastkron_py.kron.plan.mode import BLOCK_K, LAUNCH, Mode, ceil
-from fastkron_py.kron.plan.steps import Candidate, Segment
+from fastkron_py.kron.plan.steps import Candidate, Launch, Segment, Step
 
 if TYPE_CHECKING:
     from fastkron_py.kron.launches import LaunchProblem
@@ -26,6 +26,7 @@ _VECTOR: Final = 16  # bytes that a thread loads at once
 _FLUSH: Final = 2
 _UNUSED: Final = (0, 0, 0, 0, 0)
 
+LEAST: Final = 64  # a factor is wider
 BLOCK_M: Final = 128  # rows of two warpgroups
 _BLOCKS_N: Final = (128, 64, 32)
 _RING: Final = 196_608  # bytes of operands in shared memory
@@ -105,8 +106,16 @@ def gradient_config(mode: Mode) -> tuple[float, WideConfig]:
 
 
 def candidates(segment: Segment) -> list[Candidate] | str:
-    """None: a launch of one mode passes to it, once it is planned, where it takes the least seconds (`one_mode`)."""
-    return "takes over launches of one factor by `tile`"
+    """One large factor, where no family is asked whose launches pass to this one once they are planned (`one_mode`)."""
+    problem = segment.problem
+    if not problem.families or "tile" in problem.families:
+        return "takes over launches of one large factor by tile"
+    if not problem.chained:
+        return "takes a Hopper GPU, and float32 or half precision"
+    step = Step.of(segment.ps, segment.qs, segment.start, segment.stop)
+    if segment.stop - segment.start > 1 or max(step.p, step.q) <= LEAST:
+        return f"takes one factor that is wider than {LEAST}"
+    return [(float(segment.moved), Launch((step,), name))]
 
 
 def launch_configs(problem: LaunchProblem, config: Any) -> tuple[LaunchConfig, ...]:

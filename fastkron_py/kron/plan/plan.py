@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from fastkron_py.kron.families.registry import FAMILIES, family_of, most_elements
 from fastkron_py.kron.plan.steps import Candidate, Launch, PlanProblem, Segment
+from fastkron_py.runtime.errors import value_error
 
 # Neighbours are multiplied out up to this width, in real numbers: beyond it the extra FLOPs cost more than a step.
 MERGE_WIDTH: Final = 64
@@ -21,10 +22,14 @@ MERGE_WIDTH: Final = 64
 COMPLEX_MERGES: Final = (16, 32, 64)
 
 
+def offers(segment: Segment) -> dict[str, list[Candidate] | str]:
+    """The offers of the families that may make some, by name, or what is in their way."""
+    asked = segment.problem.families
+    return {family.name: family.candidates(segment) for family in FAMILIES if not asked or family.name in asked}
+
+
 def _candidates(segment: Segment) -> list[Candidate]:
-    """The offers of all families."""
-    offers = [family.candidates(segment) for family in FAMILIES]
-    return [candidate for offer in offers if not isinstance(offer, str) for candidate in offer]
+    return [candidate for offer in offers(segment).values() if not isinstance(offer, str) for candidate in offer]
 
 
 @lru_cache(maxsize=4096)
@@ -35,8 +40,26 @@ def plan(ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem) -> tupl
         ps: rows of the factors (all positive).
         qs: columns of the factors.
         problem: sizes and dtype besides the factors.
+
+    Raises:
+        ValueError: the families that are asked for cannot multiply the factors.
     """
     return plans(ps, qs, problem)[0][1]
+
+
+def widths_of(problem: PlanProblem) -> tuple[int, ...]:
+    """The widths, in real numbers, up to which neighbours are multiplied out, outside of the register-chained kernel."""
+    return COMPLEX_MERGES if problem.parts > 1 else (MERGE_WIDTH,)
+
+
+def _refusal(ps: tuple[int, ...], qs: tuple[int, ...], problem: PlanProblem) -> ValueError:
+    """The error that says why the families that may make offers cannot multiply: of the first factors that none of them reaches."""
+    for stop in range(1, 1 + len(ps)):
+        segments = [Segment(ps, qs, start, stop, problem, widths_of(problem), bool(problem.half)) for start in range(stop)]
+        if not any([_candidates(segment) for segment in segments]):
+            break
+    reasons = [f"{name} {reason}" for name, reason in offers(segments[0]).items() if isinstance(reason, str)]
+    return value_error("families", f"some that multiply factors {list(zip(ps, qs, strict=True))}", "; ".join(reasons) or problem.families)
 
 
 def plans(
@@ -55,8 +78,10 @@ def plans(
         widths: in real numbers, up to which neighbours may be multiplied out, outside of the register-chained kernel; none for those
             of the closed form.
     """
-    widths = widths or (COMPLEX_MERGES if problem.parts > 1 else (MERGE_WIDTH,))
+    widths = widths or widths_of(problem)
     found = [planned for in_place in sorted({False, bool(problem.half)}) for planned in _planned(ps, qs, problem, keep, widths, in_place)]
+    if not found:
+        raise _refusal(ps, qs, problem)
     best = sorted(found, key=lambda c: (c[0], len(c[1])))[:keep]
     return [(cost, tuple(sorted(reversed(launches), key=lambda launch: launch.q / launch.p))) for cost, launches in best]
 

@@ -117,6 +117,7 @@ class PlanProblem(NamedTuple):
     parts: int = 1  # real numbers of an element
     whole_rows: bool = False  # rows may be copied whole, in half types
     small_factors: bool = False  # the kernel for small factors may be used
+    families: tuple[str, ...] = ()  # that alone make offers; none for all
 
     @property
     def launch_cost(self) -> float:

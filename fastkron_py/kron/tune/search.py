@@ -143,7 +143,7 @@ class Search:
         """The product by a choice, or by the closed form, and its launches."""
         build = Builder((self.x, *self.factors))
         y, *factors = build.inputs
-        launches = launches_of(with_whole_rows(build, y, self.multiply), choice)
+        launches = launches_of(with_whole_rows(self.multiply, lambda: build.is_aligned(y)), choice)
         for launch in launches:
             x, y = y, build.empty(launch.shape, self.x.dtype)
             launch.add(build, x, factors, None, y, Scale())

@@ -236,4 +236,4 @@ def test_rows_are_copied_whole_where_vectors_are_aligned(
     build = Builder([x, *[torch.empty(1, 32, 32, dtype=torch.bfloat16)] * 3])
     x, *factors = build.inputs
     problem = forward.multiply_problem(x, factors, x.device, "highest")
-    assert forward.with_whole_rows(build, x, problem).whole_rows is whole_rows
+    assert forward.with_whole_rows(problem, lambda: build.is_aligned(x)).whole_rows is whole_rows

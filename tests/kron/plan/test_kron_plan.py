@@ -1,0 +1,130 @@
+"""Plans that are printed and forced: what `kron_plan` says is what a program launches, and `families` changes both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fastkron_py
+from benchmarks.kron.programs import pretending
+from fastkron_py import KroneckerProduct, families, kron_matmul, kron_plan
+from fastkron_py.kron import program, quantize_program
+from fastkron_py.kron.families.registry import BY_NAME
+from fastkron_py.runtime.gpu import NAMED
+from fastkron_py.testing import assert_close
+
+KERNELS = {
+    "_sliced_multiply_fwd_kernel": "tile",
+    "_fused_multiply_fwd_kernel": "tile",
+    "_narrow_multiply_fwd_kernel": "tile",
+    "_chained_multiply_fwd_kernel": "fragments",
+    "_row_pair_fwd_kernel": "slice_pair",
+    "_whole_row_fwd_kernel": "whole_row",
+    "_small_factors_fwd_kernel": "small_factors",
+    "_wide_product_kernel": "wgmma",
+}
+PROBLEMS = {  # rows, factors, dtype, GPU, families
+    "fused": (1024, [(64, 64)] * 2, torch.float32, "H100", ["fragments"]),
+    "in place": (4096, [(64, 64)] * 2, torch.bfloat16, "H200", ["slice_pair"]),
+    "rows": (4096, [(32, 32)] * 3, torch.float16, "H100", ["whole_row"]),
+    "small": (1024, [(2, 2)] * 10, torch.float32, "H100", ["small_factors"]),
+    "large": (8192, [(500, 500)], torch.float32, "H100", ["wgmma"]),
+    "by torch": (4096, [(3000, 24)], torch.bfloat16, "A100", ["torch_products"]),
+    "plain": (1024, [(64, 64)] * 2, torch.float32, "A100", ["tile", "tile"]),
+    "mixed": (64, [(500, 400), (30, 20)], torch.float64, "A100", ["tile", "torch_products"]),
+    "narrow": (100000, [(3, 2)], torch.float32, "RTX 4090", ["tile"]),
+}
+
+
+def launched(x: torch.Tensor, factors: list[torch.Tensor], gpu: str, rounds: bool = False) -> list[str]:
+    """The families of a program's launches on a GPU; none for torch's calls."""
+    with pretending(NAMED[gpu]):
+        if rounds:
+            made = quantize_program.program([x, *factors], (1 / 127, "int8", "highest", "triton"))
+        else:
+            made = program.forward([x, *factors, None], (1.0, 0.0, None, "triton", False))
+    names = [step.run.configs[0].kernel.__name__ for step in made._steps if hasattr(step.run, "configs")]
+    return [KERNELS[name] for name in names if name in KERNELS]
+
+
+def operands(rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.empty(rows, math.prod([p for p, _ in shapes]), dtype=dtype), [torch.empty(shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_plan_is_what_a_program_launches(problem: str) -> None:
+    rows, shapes, dtype, gpu, wanted = PROBLEMS[problem]
+    x, factors = operands(rows, shapes, dtype)
+    plan = kron_plan(x, factors, device=gpu)
+    assert [launch.family for launch in plan.launches] == wanted
+    assert launched(x, factors, gpu) == [name for name in wanted if name != "torch_products"]
+    assert kron_plan(x.shape, shapes, device=gpu, dtype=dtype) == plan
+    assert sum([launch.share for launch in plan.launches]) == pytest.approx(1)
+    assert sorted([i for launch in plan.launches for i in range(launch.start, launch.stop)]) == list(range(len(shapes)))
+    for launch in plan.launches:
+        assert {launch.family, *launch.others} <= {*BY_NAME}
+
+
+def test_prints_launches_offers_and_what_was_in_the_way() -> None:
+    text = str(kron_plan((1024, 4096), [(64, 64)] * 2, device="H100"))
+    assert "64 x 64, float32, H100; modes stay in place" in text
+    assert "fragments        100%  tile 3.74x" in text
+    assert "slice_pair takes half precision on a Hopper GPU" in text
+    assert str(kron_plan((4096, 64), [(64, 64)] * 2, device="H100", left=True)).startswith("x [4096, 64] on the right of 64 x 64")
+
+
+@pytest.mark.parametrize("name", ["tile", "fragments", "wgmma", "torch_products"])
+def test_a_forced_family_alone_multiplies(name: str) -> None:
+    x, factors = operands(64, [(128, 128)] * 3, torch.float32)
+    with families(name):
+        assert {launch.family for launch in kron_plan(x, factors, device="H100").launches} == {name}
+        assert {*launched(x, factors, "H100")} == ({name} - {"torch_products"})
+    assert {*launched(x, factors, "H100")} == {"fragments"}
+
+
+@pytest.mark.parametrize("name", ["tile", "torch_products"])
+def test_forced_products_are_right_and_are_not_kept_for_others(name: str) -> None:
+    torch.manual_seed(0)
+    x, factors = torch.randn(5, 12 * 18, requires_grad=True), [torch.randn(12, 17), torch.randn(18, 16)]
+    wanted = x.double() @ KroneckerProduct([f.double() for f in factors]).to_dense()
+    with fastkron_py.backend("triton"):
+        plain = kron_matmul(x, factors)
+        with families(name):
+            for _ in range(2):
+                y = kron_matmul(x, factors)
+                assert_close(y, wanted, steps=2)
+            y.sum().backward()
+        assert torch.equal(kron_matmul(x, factors), plain)
+    assert x.grad is not None
+
+
+def test_rows_are_rounded_by_the_forced_family() -> None:
+    x, factors = operands(4096, [(64, 64)] * 2, torch.bfloat16)
+    assert launched(x, factors, "H100", rounds=True) == ["slice_pair"]
+    with families("slice_pair"):
+        assert launched(x, factors, "H100", rounds=True) == ["slice_pair"]
+    with families("fragments"):
+        assert launched(x, factors, "H100", rounds=True) == ["fragments"]
+
+
+def test_refusals_say_why() -> None:
+    x, factors = operands(64, [(16, 16)] * 3, torch.float32)
+    with families("wgmma"), pytest.raises(ValueError, match="wgmma takes one factor that is wider than 64"):
+        kron_plan(x, factors, device="H100")
+    with (
+        families("slice_pair", "fragments"),
+        pytest.raises(ValueError, match=r"slice_pair takes half precision .*; fragments takes a"),
+    ):
+        kron_plan(x, factors, device="A100")
+    with pytest.raises(ValueError, match=r"names: expected some of tile, .*; got 'tiles'"), families("tiles"):
+        pass
+    with pytest.raises(ValueError, match="device: expected a GPU, or one of A100"):
+        kron_plan(x, factors, device="V100")
+    with pytest.raises(ValueError, match="gradients"):
+        kron_plan(x, factors, device="H100", gradients=True)
+    with pytest.raises(ValueError, match="x: expected"):
+        kron_plan((0, 16), [(16, 16)], device="H100")
+    with pytest.raises(TypeError, match="dtype"):
+        kron_plan(x, factors, device="H100", dtype=torch.float64)
