@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fastkron_py.kron.forward import MultiplyLaunch, launch_problem, plan_problem
-from fastkron_py.kron.forward_problem import MultiplyProblem
-from fastkron_py.kron.launches import Rows, launch_configs
+from fastkron_py.kron.launches import MultiplyProblem, Rows, launch_configs
 from fastkron_py.kron.plan.plan import InBlocks, places, plan, transposes
 from fastkron_py.kron.plan.steps import Launch
 from fastkron_py.kron.scale import Scale

@@ -15,9 +15,8 @@ from fastkron_py.kron.epilogues import AXPBY, SCALE, StoreEpilogue
 from fastkron_py.kron.families import torch_products, wgmma
 from fastkron_py.kron.families.one_mode import WIDE, best_algorithm, has_choice, planned_seconds, takes_wgmma
 from fastkron_py.kron.families.whole_row import takes_whole_rows
-from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
-from fastkron_py.kron.launches import LaunchProblem, Rows, launch_configs, mode_of, parts_of
+from fastkron_py.kron.launches import LaunchProblem, MultiplyProblem, Rows, launch_configs, mode_of, parts_of
 from fastkron_py.kron.matmul_step import BY_TORCH, GemmStep, MatmulStep
 from fastkron_py.kron.plan.plan import Place, places, plan, transposes
 from fastkron_py.kron.plan.steps import HALF_VECTOR, Launch, PlanProblem

@@ -1,4 +1,4 @@
-"""Launch configurations of a multiply: kernels, grids and arguments besides pointers."""
+"""The problems of a multiply and of its launches, as plain values, and launch configurations: grids and arguments besides pointers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkron_py.kron.epilogues import StoreEpilogue
+from fastkron_py.kron.epilogues import AXPBY, StoreEpilogue
 from fastkron_py.kron.families.registry import family_of
 from fastkron_py.kron.plan.mode import Mode
 from fastkron_py.kron.plan.steps import Launch
@@ -71,6 +71,27 @@ def mode_of(shape: tuple[int, int, int, int], p: int, q: int, dtype: torch.dtype
     parts, real = parts_of(dtype), dtype.to_real()
     gpu = devices.gpu_of(device)
     return Mode(groups, rows * before, after, parts * p, parts * q, real.itemsize, passes_of(dtype, precision), gpu)
+
+
+class MultiplyProblem(NamedTuple):
+    """Everything that the launches of a multiply depend on."""
+
+    shape: tuple[int, ...]  # of x, [B, L, K, R]
+    x: Rows
+    z: Rows | None
+    factor_shapes: tuple[tuple[int, ...], ...]
+    factor_strides: tuple[tuple[int, ...], ...]
+    start: int  # factors start to stop are multiplied
+    stop: int
+    sizes: tuple[int, ...]  # current width of every mode
+    scaled: bool  # alpha is not 1
+    precision: str
+    dtype: torch.dtype
+    device: torch.device
+    conj: bool = False  # the factors are conjugated
+    whole_rows: bool = False  # vectors of 16 bytes of x begin at multiples of 16 bytes, as the kernel for whole rows copies them
+    epilogue: StoreEpilogue = AXPBY  # of the last launch, where there is a z
+    families: tuple[str, ...] = ()  # that may multiply; none for all
 
 
 @dataclass(frozen=True)

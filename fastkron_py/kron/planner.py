@@ -115,9 +115,9 @@ def kron_plan(
 ) -> Plan:
     """Return the plan of `kron_matmul` (left: `kron_matmul_left`): which launches multiply which factors, and what other families offered.
 
-    Nothing is multiplied, and no GPU is needed. The modelled costs are what the planner compares. They are in proportion to time for one
-    problem, but are no seconds. A launch of one mode may pass to Hopper's kernel for large factors, or to torch's products, after it is
-    planned; its cost is then that of the family that planned it. Tuned choices are not looked up.
+    Nothing is multiplied, and no GPU is needed, but Triton. The modelled costs are what the planner compares: they are in proportion to
+    time for one problem, but are no seconds. A launch of one mode may pass to Hopper's kernel for large factors, or to torch's products,
+    after it is planned; its cost is then that of the family that planned it. Tuned choices are not looked up.
 
     Args:
         x: ``[*batch, M, K]`` (left: ``[*batch, K, M]``), or its shape.

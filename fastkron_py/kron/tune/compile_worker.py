@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fastkron_py.kron.forward import MultiplyLaunch, launches_of
-from fastkron_py.kron.forward_problem import MultiplyProblem
-from fastkron_py.kron.launches import Rows
+from fastkron_py.kron.launches import MultiplyProblem, Rows
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.entry import choice_from_json, choice_to_json
 

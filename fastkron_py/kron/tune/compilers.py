@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fastkron_py.kron.forward_problem import MultiplyProblem
+from fastkron_py.kron.launches import MultiplyProblem
 from fastkron_py.kron.tune.choice import Choice
 from fastkron_py.kron.tune.compile_worker import task_to_json
 

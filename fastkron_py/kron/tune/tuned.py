@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 import triton
 
-from fastkron_py.kron.forward_problem import MultiplyProblem
 from fastkron_py.kron.hopper import kernels
+from fastkron_py.kron.launches import MultiplyProblem
 from fastkron_py.kron.tune.choice import FACTORS_MOST, INTERPRETER, ITEMSIZE, Choice, Problem, rows_bucket
 from fastkron_py.kron.tune.table import lookup
 
