@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import fastkron_py
 from fastkron_py import reference
 from fastkron_py.kron import matmul
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 from fastkron_py.tiling import cpu_products
 from fastkron_py.tiling.cpu_products import batch_parts
 
-COUNTS = (0, 1, 2, 3, 4, 5, 7, 9)
-DTYPES = (torch.float32, torch.float64, torch.complex64, torch.bfloat16)
 
 
 @pytest.fixture
@@ -22,9 +21,6 @@ def threads(monkeypatch):
     """Four threads, to which the smallest product is worth sharing."""
     monkeypatch.setattr(cpu_products, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    CACHE.forget()
-    yield
-    CACHE.forget()
 
 
 def parts(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[int, int]]:
@@ -32,7 +28,7 @@ def parts(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[int, int
     return [(part.start, part.stop) for part in batch_parts(a, a)]
 
 
-def test_the_last_round_is_cut(threads):
+def test_the_last_round_is_cut(threads, monkeypatch):
     assert parts(4) == [(0, 4)]
     assert parts(6) == [(0, 4), (4, 5), (5, 6)]
     assert parts(3) == [(0, 1), (1, 2), (2, 3)]
@@ -40,30 +36,26 @@ def test_the_last_round_is_cut(threads):
     assert parts(0) == []
     assert parts(6, torch.bfloat16) == [(0, 6)]  # oneDNN shares out a batch
     assert parts(4 * cpu_products.ROUNDS + 1) == [(0, 4 * cpu_products.ROUNDS + 1)]
+    monkeypatch.setattr(cpu_products, "THREAD_WORK", 1 << 30)
+    assert parts(6) == [(0, 6)]  # small products stay together
 
 
-def test_small_products_stay_together():
-    assert parts(torch.get_num_threads() + 1) == [(0, torch.get_num_threads() + 1)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", COUNTS)
-def test_products(count, dtype, threads):
-    torch.manual_seed(count)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    a, b, z = (torch.randn(count, *sides, dtype=wide).to(dtype) for sides in ((6, 5), (5, 7), (6, 7)))
-    truth = a.to(wide) @ b.to(wide)
-    assert_close(matmul.batch_product(a, b), truth)
-    for epilogue, wanted in (
-        (matmul.PLAIN, truth),
-        (matmul.Epilogue(0.5), 0.5 * truth),
-        (matmul.Epilogue(0.5, 2.0, z), 0.5 * truth + 2 * z.to(wide)),
-        (matmul.Epilogue(0.0, 2.0, z.mT.contiguous().mT), 2 * z.to(wide)),
-    ):
-        out = torch.full((count, 6, 7), float("nan"), dtype=dtype)
-        matmul.product(a, b, out, epilogue)
-        # Of a sum with z little may be left.
-        assert_close(out, wanted, magnitude=truth.abs() + 2 * z.to(wide).abs())
+def test_products(threads):
+    for count, dtype in itertools.product((0, 1, 2, 3, 4, 5, 7, 9), (torch.float32, torch.float64, torch.complex64, torch.bfloat16)):
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        a, b, z = (torch.randn(count, *sides, dtype=wide).to(dtype) for sides in ((6, 5), (5, 7), (6, 7)))
+        truth = a.to(wide) @ b.to(wide)
+        assert_close(matmul.batch_product(a, b), truth)
+        for epilogue, wanted in (
+            (matmul.PLAIN, truth),
+            (matmul.Epilogue(0.5), 0.5 * truth),
+            (matmul.Epilogue(0.5, 2.0, z), 0.5 * truth + 2 * z.to(wide)),
+            (matmul.Epilogue(0.0, 2.0, z.mT.contiguous().mT), 2 * z.to(wide)),
+        ):
+            out = torch.full((count, 6, 7), float("nan"), dtype=dtype)
+            matmul.product(a, b, out, epilogue)
+            # Of a sum with z little may be left.
+            assert_close(out, wanted, magnitude=truth.abs() + 2 * z.to(wide).abs())
 
 
 def test_gradients_of_a_recorded_batch(threads):

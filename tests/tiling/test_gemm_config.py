@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, GPU, HOPPER
+from fastkron_py.runtime.gpu import ADA, AMD, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER
 from fastkron_py.tiling.gemm_config import (
     GemmSizes,
     GemmSpan,
@@ -34,9 +34,8 @@ def llama(model: str, rows: int, beside: bool = False) -> GemmSizes:
     return GemmSizes(rows, 2 * hidden, depth, 2, 1, 1, True, HOPPER, True, beside)
 
 
-@pytest.mark.parametrize("gpu", [AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX, AMD], ids=lambda gpu: gpu.name)
-def test_every_choice_is_valid(gpu: GPU) -> None:
-    for sizes in SIZES:
+def test_every_choice_is_valid() -> None:
+    for gpu, sizes in itertools.product((AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX, AMD), SIZES):
         described = sizes.has_descriptors and gpu is not AMD  # which takes none
         stored = sizes._replace(stored=sizes.stored * sizes.itemsize // 2, gpu=gpu, has_descriptors=described)
         tile = gemm_tile(stored)
@@ -72,46 +71,38 @@ def test_llama_in_two_launches() -> None:
     assert gemm_spans(shallow) == ()
 
 
-# Where the first launch's columns end, and where nothing changes with programs beside them.
-@pytest.mark.parametrize(
-    ("model", "rows", "cut"),
-    [
-        *[("8B", 256, 16896), ("8B", 384, 22528), ("8B", 512, 25344), ("8B", 640, 26880), ("8B", 1024, None), ("8B", 4096, 28416)],
-        *[(model, rows, None) for model in LLAMAS for rows in (64, 512, 4096, 16384) if (model, rows) not in (("8B", 512), ("8B", 4096))],
-    ],
-)
-def test_the_second_launch_beside_the_first(model: str, rows: int, cut: int | None) -> None:
-    sizes = llama(model, rows, beside=True)
-    apart = gemm_spans(llama(model, rows))
-    if cut is None:
-        assert gemm_spans(sizes) == apart
-    else:
-        assert gemm_spans(sizes) == (GemmSpan(0, cut, LARGE), GemmSpan(cut, sizes.columns, BESIDE))
-        assert all(span.tile != BESIDE for span in apart)
-        assert shared_memory(LARGE, sizes) + shared_memory(BESIDE, sizes) <= HOPPER.shared_memory
+# Where the first launch's columns end with programs beside them; of other sizes nothing changes.
+CUTS = {("8B", 256): 16896, ("8B", 384): 22528, ("8B", 512): 25344, ("8B", 640): 26880, ("8B", 4096): 28416}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_the_second_launch_beside_the_first() -> None:
+    for model, rows in itertools.chain(CUTS, [("8B", 1024)], itertools.product(LLAMAS, (64, 512, 4096, 16384))):
+        cut, sizes = CUTS.get((model, rows)), llama(model, rows, beside=True)
+        apart = gemm_spans(llama(model, rows))
+        if cut is None:
+            assert gemm_spans(sizes) == apart, (model, rows)
+        else:
+            assert gemm_spans(sizes) == (GemmSpan(0, cut, LARGE), GemmSpan(cut, sizes.columns, BESIDE)), (model, rows)
+            assert all(span.tile != BESIDE for span in apart)
+            assert shared_memory(LARGE, sizes) + shared_memory(BESIDE, sizes) <= HOPPER.shared_memory
+
+
+def test_no_launch_beside_the_first() -> None:
+    for other in (
         {"stored": 3},  # with both of each pair: no room in shared memory
         {"itemsize": 4, "stored": 2},
         {"itemsize": 4, "stored": 2, "passes": 3},
         {"has_descriptors": False},
         {"depth": 256},  # what is between launches is longer
-    ],
-    ids=str,
-)
-def test_no_launch_beside_the_first(other: dict[str, int]) -> None:
-    sizes = llama("8B", 512, beside=True)._replace(**other)
-    assert gemm_spans(sizes) == gemm_spans(sizes._replace(beside=False))
+    ):
+        sizes = llama("8B", 512, beside=True)._replace(**other)
+        assert gemm_spans(sizes) == gemm_spans(sizes._replace(beside=False)), other
 
 
-@pytest.mark.parametrize("rows", [512, 4096, 16384])
-@pytest.mark.parametrize("model", LLAMAS)
-def test_llama(rows: int, model: str) -> None:
+def test_llama() -> None:
     # 3.4 waves of the large tiles would take as long as 4; seven of the small ones are full.
-    assert gemm_tile(llama(model, rows)) == (SMALL if (model, rows) == ("8B", 512) else LARGE)
+    for model, rows in itertools.product(LLAMAS, (512, 4096, 16384)):
+        assert gemm_tile(llama(model, rows)) == (SMALL if (model, rows) == ("8B", 512) else LARGE), (model, rows)
 
 
 def test_few_tiles_become_smaller() -> None:
@@ -120,9 +111,8 @@ def test_few_tiles_become_smaller() -> None:
     assert tiles(gemm_tile(sizes), sizes.rows, sizes.columns) >= 100
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [
+def test_what_is_not_valid() -> None:
+    for tile in (
         GemmTile(8, 64, 16, 4, 2),  # narrower than a tensor core takes
         GemmTile(48, 64, 16, 4, 2),  # no power of two
         GemmTile(512, 64, 16, 8, 2),  # more than a box has
@@ -130,8 +120,5 @@ def test_few_tiles_become_smaller() -> None:
         GemmTile(128, 256, 64, 8, 5),  # more than shared memory
         GemmTile(128, 64, 64, 8, 3, parts=4),  # parts too narrow
         GemmTile(128, 256, 64, 8, 3, programs=2),
-    ],
-    ids=str,
-)
-def test_what_is_not_valid(tile: GemmTile) -> None:
-    assert not is_valid(tile, GemmSizes(4096, 4096, 4096, 2, 1, 1, True, HOPPER, True))
+    ):
+        assert not is_valid(tile, GemmSizes(4096, 4096, 4096, 2, 1, 1, True, HOPPER, True)), tile

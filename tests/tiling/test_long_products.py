@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,43 +13,34 @@ from fastkron_py.tiling import long_products
 from fastkron_py.tiling.long_products import LONG, LONG_ALONG, LONG_WHOLE, Cut, cut, cut_of, cut_product, write_parts
 
 
-@pytest.mark.parametrize("terms", [LONG + 1, 2561, 4034, 93636, 93632, 94144, 264301, 1 << 20])
-@pytest.mark.parametrize("sizes", [(8, 8), (384, 384), (1, 368), (976, 72), (1280, 736)], ids=str)
-@pytest.mark.parametrize("unit", [1, 8])
-def test_parts_are_the_sum(unit: int, sizes: tuple[int, int], terms: int) -> None:
-    found = cut(*sizes, terms, unit)
-    assert found is not None
-    assert found.parts * found.terms + found.rest == terms
-    assert found.parts > 1
-    assert found.terms % unit == 0
-    assert found.rest < found.terms
-    assert found.all_parts == found.parts + bool(found.rest)
-
-
-def test_a_part_is_left_over_where_no_length_divides_the_sum() -> None:
+def test_parts_are_the_sum() -> None:
+    lengths = (LONG + 1, 2561, 4034, 93636, 93632, 94144, 264301, 1 << 20)
+    sizes = ((8, 8), (384, 384), (1, 368), (976, 72), (1280, 736))
+    for (m, n), terms, unit in itertools.product(sizes, lengths, (1, 8)):
+        found = cut(m, n, terms, unit)
+        assert found is not None, (m, n, terms, unit)
+        assert found.parts * found.terms + found.rest == terms, found
+        assert found.parts > 1, found
+        assert found.terms % unit == 0, found
+        assert found.rest < found.terms, found
+        assert found.all_parts == found.parts + bool(found.rest), found
     assert cut(384, 384, 93636) == Cut(17, 5508, 0)
-    assert cut(384, 384, 93637) == Cut(17, 5508, 1)
+    assert cut(384, 384, 93637) == Cut(17, 5508, 1)  # no length divides the sum: a part is left over
     assert cut(384, 384, 93636, 8) == Cut(19, 4928, 4)
 
 
-def test_results_of_many_tiles_are_not_cut() -> None:
-    assert cut(2048, 2048, 8192) is None
-
-
 def test_products_that_are_not_cut() -> None:
+    """A result of many tiles, a short sum, a wide dtype, a batch; and sums that torch computes right: along memory, or of whole steps."""
+    assert cut(2048, 2048, 8192) is None
     a, b = torch.empty(LONG + 1, 8, dtype=torch.bfloat16), torch.empty(LONG + 1, 16, dtype=torch.bfloat16)
     assert cut_of(a.mT, b) is not None
     assert cut_of(a[1:].mT, b[1:]) is None
     assert cut_of(a.float().mT, b.float()) is None
     assert cut_of(a.mT[None], b[None]) is None
-
-
-@pytest.mark.parametrize("terms", [LONG_ALONG - 1, LONG_WHOLE])
-def test_sums_that_torch_computes_right_are_not_cut(terms: int) -> None:
-    """Shorter ones along an operand's memory, and whole steps."""
-    a, b = torch.empty(8, terms, dtype=torch.bfloat16), torch.empty(terms, 8, dtype=torch.bfloat16)
-    assert cut_of(a, b) is None
-    assert cut_of(torch.empty(8, 2 * terms - 1, dtype=torch.bfloat16), torch.empty(2 * terms - 1, 8, dtype=torch.bfloat16)) is not None
+    for terms in (LONG_ALONG - 1, LONG_WHOLE):
+        for length, is_cut in ((terms, False), (2 * terms - 1, True)):
+            a, b = torch.empty(8, length, dtype=torch.bfloat16), torch.empty(length, 8, dtype=torch.bfloat16)
+            assert (cut_of(a, b) is not None) == is_cut
 
 
 def operands(terms: int, dtype: torch.dtype, is_along_sum: bool) -> tuple[Tensor, Tensor]:
@@ -64,18 +57,12 @@ def by_parts(a: Tensor, b: Tensor) -> Tensor:
     return parts.sum(0)
 
 
-@pytest.mark.parametrize("terms", [5121, 5123])
-@pytest.mark.parametrize("is_along_sum", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_parts_add_up_to_the_product(dtype: torch.dtype, is_along_sum: bool, terms: int) -> None:
-    a, b = operands(terms, dtype, is_along_sum)
-    assert_close(by_parts(a, b), a.double() @ b.double(), steps=4)
-
-
-def test_a_sum_without_its_last_terms_is_found_wrong() -> None:
-    a, b = operands(5123, torch.bfloat16, False)
-    with pytest.raises(AssertionError):
-        assert_close(by_parts(a[:, :-3], b[:-3]), a.double() @ b.double(), steps=4)
+def test_parts_add_up_to_the_product() -> None:
+    for dtype, is_along_sum, terms in itertools.product((torch.float16, torch.bfloat16), (False, True), (5121, 5123)):
+        a, b = operands(terms, dtype, is_along_sum)
+        assert_close(by_parts(a, b), a.double() @ b.double(), steps=4)
+        with pytest.raises(AssertionError):  # the control: without the last terms
+            assert_close(by_parts(a[:, :-3], b[:-3]), a.double() @ b.double(), steps=4)
 
 
 def test_other_devices_take_torch_s_product(monkeypatch: pytest.MonkeyPatch) -> None:
