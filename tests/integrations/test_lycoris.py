@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -92,24 +93,23 @@ def modules(net: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("multiplier", [1.0, 0.7])
-def test_results_and_gradients(name: str, training: bool, multiplier: float) -> None:
-    model, net = network(name, multiplier)
-    net.train(training)
-    x = operand()
-    want, grads = run(model, net, x)
-    with use_fastkron(net) as applied:
-        assert len(applied.replaced) == (2 if name == "decomposed_by_inputs" else 5)
-        assert set(applied.left_alone.values()) <= {"the weight of its convolution is decomposed by inputs"}
-        got, fast_grads = run(model, net, x)
-    assert not any(isinstance(m, FastLoKr) for m in modules(net))
-    assert_close(got, want, steps=64)
-    assert fast_grads.keys() == grads.keys()
-    for n, g in grads.items():
-        assert_close(fast_grads[n], g, steps=256, name=n)
-    again, _ = run(model, net, x)
-    assert torch.equal(again, want)
+def test_results_and_gradients(name: str) -> None:
+    for training, multiplier in ((True, 1.0), (True, 0.7), (False, 0.7)):
+        model, net = network(name, multiplier)
+        net.train(training)
+        x = operand()
+        want, grads = run(model, net, x)
+        with use_fastkron(net) as applied:
+            assert len(applied.replaced) == (2 if name == "decomposed_by_inputs" else 5)
+            assert set(applied.left_alone.values()) <= {"the weight of its convolution is decomposed by inputs"}
+            got, fast_grads = run(model, net, x)
+        assert not any(isinstance(m, FastLoKr) for m in modules(net))
+        assert_close(got, want, steps=64)
+        assert fast_grads.keys() == grads.keys()
+        for n, g in grads.items():
+            assert_close(fast_grads[n], g, steps=256, name=n)
+        again, _ = run(model, net, x)
+        assert torch.equal(again, want)
 
 
 def test_the_forward_pass_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,21 +172,20 @@ def test_states_merging_and_copies() -> None:
     torch.testing.assert_close(other_model(x), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["low_rank", "decomposed", "decomposed_by_inputs"])
-def test_half_types(name: str, adapter_dtype: torch.dtype) -> None:
-    model, net = network(name, dtype=torch.float32)
-    x = operand(torch.float32)
-    want = model(x).detach()
-    for p in model.parameters():
-        p.data = p.data.bfloat16()
-    for n, p in net.named_parameters():
-        p.data = p.data.to(adapter_dtype if "dora" not in n else torch.float32)
-    use_fastkron(net)
-    got = model(x.bfloat16())
-    assert got.dtype == torch.bfloat16
-    # Each of five layers rounds its operands, its result and the adapter's.
-    torch.testing.assert_close(got.float(), want, rtol=0, atol=5 * 6 * 2**-8 * want.abs().max().item())
+def test_half_types() -> None:
+    for name, adapter_dtype in itertools.product(("low_rank", "decomposed", "decomposed_by_inputs"), (torch.bfloat16, torch.float32)):
+        model, net = network(name, dtype=torch.float32)
+        x = operand(torch.float32)
+        want = model(x).detach()
+        for p in model.parameters():
+            p.data = p.data.bfloat16()
+        for n, p in net.named_parameters():
+            p.data = p.data.to(adapter_dtype if "dora" not in n else torch.float32)
+        use_fastkron(net)
+        got = model(x.bfloat16())
+        assert got.dtype == torch.bfloat16
+        # Each of five layers rounds its operands, its result and the adapter's.
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=5 * 6 * 2**-8 * want.abs().max().item())
 
 
 def test_compiles_to_one_graph() -> None:

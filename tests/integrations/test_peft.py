@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fastkron_py.integrations.peft import revert_fastkron, use_fastkron
 from fastkron_py.integrations.peft.layers import FastLoKr
 from fastkron_py.nn import LoKrLinear
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:peft", "ignore:Already unmerged:UserWarning")
@@ -52,7 +51,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "scaled_rank_dropout": {"r": 2, "rank_dropout": 0.3, "rank_dropout_scale": True},
     "module_dropout": {"r": 2, "module_dropout": 0.5},
 }
-ALL = pytest.mark.parametrize("name", CONFIGS)
 
 
 def randomised(model: nn.Module) -> Any:
@@ -87,24 +85,24 @@ def layers(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, LoKrLayer)]
 
 
-@ALL
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_results_and_gradients(name: str, training: bool) -> None:
-    model = made(name).train(training)
-    x = operand()
-    want, grads = run(model, x)
-    with use_fastkron(model) as applied:
-        assert len(applied.replaced) >= 4
-        assert all("line" in n for n in applied.left_alone)
-        assert sum(isinstance(m, FastLoKr) for m in layers(model)) == len(applied.replaced)
-        got, fast_grads = run(model, x)
-    assert not any(isinstance(m, FastLoKr) for m in layers(model))
-    assert_close(got, want, steps=16)
-    assert fast_grads.keys() == grads.keys()
-    for n, g in grads.items():
-        assert_close(fast_grads[n], g, steps=64, name=n)
-    again, _ = run(model, x)
-    assert torch.equal(again, want)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_results_and_gradients(name: str) -> None:
+    for training in (True, False):
+        model = made(name).train(training)
+        x = operand()
+        want, grads = run(model, x)
+        with use_fastkron(model) as applied:
+            assert len(applied.replaced) >= 4
+            assert all("line" in n for n in applied.left_alone)
+            assert sum(isinstance(m, FastLoKr) for m in layers(model)) == len(applied.replaced)
+            got, fast_grads = run(model, x)
+        assert not any(isinstance(m, FastLoKr) for m in layers(model))
+        assert_close(got, want, steps=16)
+        assert fast_grads.keys() == grads.keys()
+        for n, g in grads.items():
+            assert_close(fast_grads[n], g, steps=64, name=n)
+        again, _ = run(model, x)
+        assert torch.equal(again, want)
 
 
 def test_a_dropped_adapter_is_seen() -> None:
@@ -286,7 +284,6 @@ def test_states_of_our_layer(both: bool) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_traced() -> None:
     """torch.jit.trace compares two graphs, of calls with gradients and without: no layer may write over its base's result in one."""
-    CACHE.forget()
     model = randomised(get_peft_model(Net(), LoKrConfig(target_modules=TARGETS, **CONFIGS["low_rank"]))).eval()
     x = torch.randn(2, 4, 6, 6)
     expected = model(x)

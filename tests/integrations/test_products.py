@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -29,7 +30,6 @@ from fastkron_py.testing import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # linear_operator's own
 
-DTYPES = [torch.float32, torch.float64]
 GRADIENT = {torch.float32: 2e-5, torch.float64: 1e-13}
 
 
@@ -101,32 +101,49 @@ def make(name: str, dtype: torch.dtype, place: torch.device) -> tuple[KroneckerL
     return operator, reduce(kron, [dense(op).double() for op in operator.linear_ops])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MIXES)
-def test_products(name: str, dtype: torch.dtype, place: torch.device) -> None:
-    operator, reference = make(name, dtype, place)
-    with torch.no_grad():
-        for batch in ((), (4, *reference.shape[:-2]), reference.shape[:-2]):
-            x = torch.randn(*batch, reference.shape[-1], 3, dtype=dtype, device=place)
-            y = operator._matmul(x)
-            assert y.is_contiguous()
-            assert y.data_ptr() != x.data_ptr()
-            assert_close(y, reference @ x.double())
-            x = torch.randn(*batch, reference.shape[-2], 3, dtype=dtype, device=place)
-            assert_close(operator._t_matmul(x), reference.mT @ x.double())
-        vector = torch.randn(reference.shape[-1], dtype=dtype, device=place)
-        assert_close(operator._matmul(vector), reference @ vector.double())
-        columns = torch.randn(3, reference.shape[-1], dtype=dtype, device=place).mT
-        assert_close(operator._matmul(columns), reference @ columns.double())
+@pytest.mark.parametrize("dtype", GRADIENT)
+def test_products(dtype: torch.dtype, place: torch.device) -> None:
+    for name in MIXES:
+        with torch.no_grad(), told(name):
+            check_products(*make(name, dtype, place), dtype, place)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@contextlib.contextmanager
+def told(name: str) -> Iterator[None]:
+    """Adds the mix to an error."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"of the mix {name!r}")
+        raise
+
+
+def check_products(operator: KroneckerLinearOperator, reference: Tensor, dtype: torch.dtype, place: torch.device) -> None:
+    for batch in ((), (4, *reference.shape[:-2]), reference.shape[:-2]):
+        x = torch.randn(*batch, reference.shape[-1], 3, dtype=dtype, device=place)
+        y = operator._matmul(x)
+        assert y.is_contiguous()
+        assert y.data_ptr() != x.data_ptr()
+        assert_close(y, reference @ x.double())
+        x = torch.randn(*batch, reference.shape[-2], 3, dtype=dtype, device=place)
+        assert_close(operator._t_matmul(x), reference.mT @ x.double())
+    vector = torch.randn(reference.shape[-1], dtype=dtype, device=place)
+    assert_close(operator._matmul(vector), reference @ vector.double())
+    columns = torch.randn(3, reference.shape[-1], dtype=dtype, device=place).mT
+    assert_close(operator._matmul(columns), reference @ columns.double())
+
+
+@pytest.mark.parametrize("dtype", GRADIENT)
 @pytest.mark.parametrize("few", [products.FEW_COLUMNS, 0])
-@pytest.mark.parametrize("name", MIXES)
-def test_bilinear_derivative(name: str, few: int, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bilinear_derivative(few: int, dtype: torch.dtype, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few columns take a loop over the factors on a CPU; more, and all on a GPU, the fused backward pass."""
     monkeypatch.setattr(products, "FEW_COLUMNS", few)
-    operator, reference = make(name, dtype, place)
+    for name in MIXES:
+        with told(name):
+            check_derivative(*make(name, dtype, place), dtype, place)
+
+
+def check_derivative(operator: KroneckerLinearOperator, reference: Tensor, dtype: torch.dtype, place: torch.device) -> None:
     tensors = operator.representation()
     batch = reference.shape[:-2]
     for extra in ((), (2,)):
@@ -277,9 +294,9 @@ def test_refuses_devices_that_differ() -> None:
         operator._matmul(torch.randn(6, 1))
 
 
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
+def test_refuses_factors_that_are_not_square() -> None:
+    """Though the product is."""
+    calls: list[tuple[Callable[[Any], Any], str]] = [
         (lambda k: k.inverse(), "inverse"),
         (lambda k: k._solve(torch.ones(6, 1)), "solve"),
         (lambda k: k._logdet(), "logdet"),
@@ -287,13 +304,11 @@ def test_refuses_devices_that_differ() -> None:
         (lambda k: k.cholesky(), "a Cholesky decomposition"),
         (lambda k: k.root_decomposition(), "a root decomposition"),
         (lambda k: k.root_inv_decomposition(), "a root decomposition"),
-    ],
-)
-def test_refuses_factors_that_are_not_square(call: Callable[[Any], Any], what: str) -> None:
-    """Though the product is."""
-    operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(1, 3), torch.randn(3, 1))
-    with pytest.raises(ValueError, match=rf"linear_ops\[1\]: expected a square factor for {what}; got 1 x 3"):
-        call(operator)
+    ]
+    for call, what in calls:
+        operator = KroneckerLinearOperator(torch.randn(2, 2), torch.randn(1, 3), torch.randn(3, 1))
+        with pytest.raises(ValueError, match=rf"linear_ops\[1\]: expected a square factor for {what}; got 1 x 3"):
+            call(operator)
 
 
 def test_indefinite_factors_get_linear_operator_s_error() -> None:

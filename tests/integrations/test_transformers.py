@@ -18,7 +18,6 @@ import fastkron_py
 from fastkron_py.integrations.transformers import apply_to_llama, revert_llama
 from fastkron_py.integrations.transformers.layers import GatedProjections
 from fastkron_py.nn import LoKrLinear
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
 
 pytest.importorskip("transformers", reason="the extra llm is not installed")
@@ -94,33 +93,33 @@ def places(model: Any) -> list[int]:
 # ---- the same numbers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backward", ["save", "recompute"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_computes_the_same_and_comes_back(family: str, backward: str, place: torch.device) -> None:
-    model = tiny(family).to(place)
-    state, classes, parameters = cloned(model.state_dict()), [type(m) for m in mlps(model)], list(model.parameters())
-    logits, gradients, memory = logits_of(model), gradients_of(model), places(model)
-    with apply_to_llama(model, backward=backward) as applied:
+def test_a_model_computes_the_same_and_comes_back(family: str, place: torch.device) -> None:
+    for backward in ("save", "recompute"):
+        model = tiny(family).to(place)
+        state, classes, parameters = cloned(model.state_dict()), [type(m) for m in mlps(model)], list(model.parameters())
+        logits, gradients, memory = logits_of(model), gradients_of(model), places(model)
+        with apply_to_llama(model, backward=backward) as applied:
+            assert places(model) == memory
+            assert applied.replaced == ("model.layers.0.mlp", "model.layers.1.mlp")
+            assert not applied.left_alone
+            assert_applied(model)
+            assert all(isinstance(m, c) for m, c in zip(mlps(model), classes, strict=True))
+            assert_same(model.state_dict(), state)
+            assert_close_model(logits_of(model), logits)
+            found = gradients_of(model)
+            for name, gradient in gradients.items():
+                assert_close_model(found[name], gradient)
+            mlps(model)[0].up_proj.weight.data.neg_()
+            assert (logits_of(model) - logits).norm() > 0.01 * logits.norm()
+            mlps(model)[0].up_proj.weight.data.neg_()
+        assert [type(m) for m in mlps(model)] == classes
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        assert not any(name.startswith("_fastkron") for m in mlps(model) for name in vars(m))
         assert places(model) == memory
-        assert applied.replaced == ("model.layers.0.mlp", "model.layers.1.mlp")
-        assert not applied.left_alone
-        assert_applied(model)
-        assert all(isinstance(m, c) for m, c in zip(mlps(model), classes, strict=True))
         assert_same(model.state_dict(), state)
-        assert_close_model(logits_of(model), logits)
-        found = gradients_of(model)
-        for name, gradient in gradients.items():
-            assert_close_model(found[name], gradient)
-        mlps(model)[0].up_proj.weight.data.neg_()
-        assert (logits_of(model) - logits).norm() > 0.01 * logits.norm()
-        mlps(model)[0].up_proj.weight.data.neg_()
-    assert [type(m) for m in mlps(model)] == classes
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert not any(name.startswith("_fastkron") for m in mlps(model) for name in vars(m))
-    assert places(model) == memory
-    assert_same(model.state_dict(), state)
-    assert torch.equal(logits_of(model), logits)
-    applied.close()
+        assert torch.equal(logits_of(model), logits)
+        applied.close()
 
 
 def test_other_models_of_the_class_are_not_touched() -> None:
@@ -353,21 +352,20 @@ OBSTACLES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reason", OBSTACLES)
-def test_what_does_not_fit_is_left_alone_and_told(reason: str) -> None:
-    model = tiny()
-    change = OBSTACLES[reason]
-    change(mlps(model)[0])
-    kind = type(mlps(model)[0])
-    applied = apply_to_llama(model)
-    assert applied.replaced == ("model.layers.1.mlp",)
-    assert list(applied.left_alone) == ["model.layers.0.mlp"]
-    assert type(mlps(model)[0]) is kind
-    assert repr(applied) == "AppliedToLlama(1 replaced, 1 left alone)"
-    alone = mlps(model)[0]
-    with pytest.raises(ValueError, match=f"model: expected MLPs that can be replaced, of LlamaMLP.*; got it: {reason}") as raised:
-        apply_to_llama(alone)
-    assert applied.left_alone["model.layers.0.mlp"] in str(raised.value)
+def test_what_does_not_fit_is_left_alone_and_told() -> None:
+    for reason, change in OBSTACLES.items():
+        model = tiny()
+        change(mlps(model)[0])
+        kind = type(mlps(model)[0])
+        applied = apply_to_llama(model)
+        assert applied.replaced == ("model.layers.1.mlp",)
+        assert list(applied.left_alone) == ["model.layers.0.mlp"]
+        assert type(mlps(model)[0]) is kind
+        assert repr(applied) == "AppliedToLlama(1 replaced, 1 left alone)"
+        alone = mlps(model)[0]
+        with pytest.raises(ValueError, match=f"model: expected MLPs that can be replaced, of LlamaMLP.*; got it: {reason}") as raised:
+            apply_to_llama(alone)
+        assert applied.left_alone["model.layers.0.mlp"] in str(raised.value)
 
 
 def test_tied_weights() -> None:
@@ -394,9 +392,8 @@ def test_a_model_that_holds_its_patch_is_copied_and_saved() -> None:
     assert_applied(model)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+def test_bad_arguments() -> None:
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: apply_to_llama("model"), TypeError, "model: expected a torch.nn.Module; got str"),  # type: ignore[arg-type]
         (lambda: revert_llama(None), TypeError, "model: expected a torch.nn.Module; got None"),  # type: ignore[arg-type]
         (lambda: apply_to_llama(tiny(), backward="keep"), ValueError, "backward: expected one of save, recompute; got 'keep'"),
@@ -404,11 +401,10 @@ def test_a_model_that_holds_its_patch_is_copied_and_saved() -> None:
         (lambda: apply_to_llama(nn.Linear(2, 2)), ValueError, "got torch.nn.modules.linear.Linear, which has none"),
         (lambda: apply_to_llama(OtherMLP()), ValueError, "got it: its class OtherMLP is not among LlamaMLP"),
         (lambda: apply_to_llama(nn.ModuleList([OtherMLP() for _ in range(5)])), ValueError, "; and 2 more"),
-    ],
-)
-def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+    ]
+    for call, error, message in calls:
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_a_second_time_changes_nothing() -> None:
@@ -449,38 +445,38 @@ LATER: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("change", LATER)
-def test_what_comes_later_is_seen(change: str, backend: str, device: torch.device) -> None:
+def test_what_comes_later_is_seen(change: str, device: torch.device) -> None:
     """After calls that were recorded, too, and gone again where it can go."""
-    mlp = mlps(tiny())[0].to(device)
-    plain = copy.deepcopy(mlp).double()
-    apply_to_llama(mlp)
-    x, dy = torch.randn(2, 3, 16, device=device)
+    for backend in ("torch", "triton"):
+        mlp = mlps(tiny())[0].to(device)
+        plain = copy.deepcopy(mlp).double()
+        apply_to_llama(mlp)
+        x, dy = torch.randn(2, 3, 16, device=device)
 
-    def check() -> Tensor:
-        y, expected = mlp(x), plain(x.double())
-        assert_close(y, expected)
-        parameters = [(dict(mlp.named_parameters())[name], p) for name, p in plain.named_parameters() if p.requires_grad]
-        found, right = (
-            torch.autograd.grad(out, ps, dy.to(out.dtype), allow_unused=True)
-            for out, ps in zip((y, expected), zip(*parameters, strict=True), strict=True)
-        )
-        for a, b in zip(found, right, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None and b is not None:
-                assert_close(a, b)
-        return y.detach()
+        def check(mlp: Any = mlp, plain: Any = plain, x: Tensor = x, dy: Tensor = dy) -> Tensor:
+            y, expected = mlp(x), plain(x.double())
+            assert_close(y, expected)
+            parameters = [(dict(mlp.named_parameters())[name], p) for name, p in plain.named_parameters() if p.requires_grad]
+            found, right = (
+                torch.autograd.grad(out, ps, dy.to(out.dtype), allow_unused=True)
+                for out, ps in zip((y, expected), zip(*parameters, strict=True), strict=True)
+            )
+            for a, b in zip(found, right, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None and b is not None:
+                    assert_close(a, b)
+            return y.detach()
 
-    with fastkron_py.backend(backend):
-        before, _, _ = (check() for _ in range(3))
-        handles = [LATER[change](m) for m in (mlp, plain)]
-        after, _ = (check() for _ in range(2))
-        assert torch.equal(after, before) is (change == "a frozen weight")
-        if hasattr(handles[0], "remove"):
-            for handle in handles:
-                handle.remove()
-            assert torch.equal(check(), before)
+        with fastkron_py.backend(backend):
+            before, _, _ = (check() for _ in range(3))
+            handles = [LATER[change](m) for m in (mlp, plain)]
+            after, _ = (check() for _ in range(2))
+            assert torch.equal(after, before) is (change == "a frozen weight")
+            if hasattr(handles[0], "remove"):
+                for handle in handles:
+                    handle.remove()
+                assert torch.equal(check(), before)
 
 
 def test_down_projections_with_adapters_and_functional_calls() -> None:
@@ -525,7 +521,6 @@ def test_traced(backward: str) -> None:
             logits: Tensor = self.model(ids, use_cache=False).logits
             return logits
 
-    CACHE.forget()
     model = tiny().eval()
     expected = logits_of(model)
     apply_to_llama(model, backward=backward)

@@ -15,7 +15,6 @@ from fastkron_py.tiling import cpu_products
 from fastkron_py.tiling.cpu_products import batch_parts
 
 
-
 @pytest.fixture
 def threads(monkeypatch):
     """Four threads, to which the smallest product is worth sharing."""
