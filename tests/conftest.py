@@ -111,6 +111,13 @@ def backend_name(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSpy]:
+    """Counts the calls that the call cache serves, in Triton's backend."""
+    with fastkron_py.backend("triton"):
+        yield CacheSpy(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed torch's generators from the test's name: the same numbers alone, in order and under xdist."""

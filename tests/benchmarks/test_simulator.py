@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -70,21 +71,18 @@ def test_a_wave_without_lag_takes_longer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert simulate(made, scale=scale).seconds == pytest.approx(6, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "multiply", "beside", "seconds", "hidden", "lost"),
-    [
+def test_multiplies_beside_exchanges() -> None:
+    for exchange, multiply, beside, *wanted in (  # and seconds, hidden and lost ones
         (2, 1, 1.0, 8, 2, 0),  # exchanges all the time: every multiply is hidden
         (2, 1, 0.5, 8, 4, 2),  # multiplies take twice as long, which is still hidden
         (1, 3, 1.0, 8, 2, 0),  # multiplies all the time, but before the first and after the last
         (1, 3, 0.5, 9, 2, 1),  # and longer by half of the exchanges beside them
         (1, 3, 0.0, 10, 2, 2),  # by all of these
-    ],
-)
-def test_multiplies_beside_exchanges(exchange: float, multiply: float, beside: float, seconds: float, hidden: float, lost: float) -> None:
-    made, scale = two_chunks(exchange, multiply, beside=beside)
-    found = simulate(made, scale=scale)
-    usage = found.usages[0]
-    assert [found.seconds, usage.hidden, usage.lost] == pytest.approx([seconds, hidden, lost], **EXACT)
+    ):
+        made, scale = two_chunks(exchange, multiply, beside=beside)
+        found = simulate(made, scale=scale)
+        usage = found.usages[0]
+        assert [found.seconds, usage.hidden, usage.lost] == pytest.approx(wanted, **EXACT)
 
 
 def test_pushes_and_pulls_share_the_links() -> None:
@@ -156,24 +154,27 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize(("m", "sizes", "grid"), [(M, SIZES, (2, 4)), (61, (5, 3, 7), (1, 4)), (96, SIZES, (2, 32))])
-def test_one_chunk_is_the_closed_form(options: dict[str, Any], m: int, sizes: tuple[int, ...], grid: tuple[int, int]) -> None:
+def test_one_chunk_is_the_closed_form() -> None:
     """Where nothing overlaps, times add up, on the rank that has most to do of everything; on several hosts, too."""
     links = replace(Links(), cpu_call=0, cpu_chunk=0, cpu_exchange=0, cpu_message=0, cpu_direct_exchange=0)
-    made = plan(Problem(m, sizes, sizes), grid, chunks=1, links=links, **options)
-    found = simulate(made).seconds
-    # Sizes that do not divide: the rank that multiplies most need not be the one that sends most.
-    assert 0.8 * made.seconds < found <= made.seconds * (1 + 1e-9)
-    if sizes == SIZES:
-        assert found == pytest.approx(made.seconds, **EXACT)
+    problems = ((M, SIZES, (2, 4)), (61, (5, 3, 7), (1, 4)), (96, SIZES, (2, 32)))
+    for options, (m, sizes, grid) in itertools.product(PLANS.values(), problems):
+        made = plan(Problem(m, sizes, sizes), grid, chunks=1, links=links, **options)
+        found = simulate(made).seconds
+        # Sizes that do not divide: the rank that multiplies most need not be the one that sends most.
+        assert 0.8 * made.seconds < found <= made.seconds * (1 + 1e-9)
+        if sizes == SIZES:
+            assert found == pytest.approx(made.seconds, **EXACT)
 
 
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("chunks", [1, 2, 5, 8])
-@pytest.mark.parametrize(("m", "sizes", "parts"), [(M, SIZES, 4), (61, (5, 3, 7), 3)])
-def test_busy_times_are_the_work(options: dict[str, Any], chunks: int, m: int, sizes: tuple[int, ...], parts: int) -> None:
+def test_busy_times_are_the_work() -> None:
     """Whatever overlaps: what is multiplied and copied takes its own time and what exchanges took of it; and no time is counted twice."""
+    for options, chunks in itertools.product(PLANS.values(), (1, 2, 5, 8)):
+        for m, sizes, parts in ((M, SIZES, 4), (61, (5, 3, 7), 3)):
+            check_busy_times(options, chunks, m, sizes, parts)
+
+
+def check_busy_times(options: dict[str, Any], chunks: int, m: int, sizes: tuple[int, ...], parts: int) -> None:
     made = plan(Problem(m, sizes, sizes), (1, parts), chunks=chunks, **options)
     found = simulate(made, slow={1: 1.5}, calls=2)
 
@@ -220,20 +221,17 @@ def test_ranks_that_differ_are_simulated_each() -> None:
     assert len(found.usages) < 100
 
 
-@pytest.mark.parametrize(
-    ("problem", "grid"),
-    [
+def test_local_products_take_one_multiply() -> None:
+    for problem, grid in (
         (Problem(128, SIZES, SIZES), (4, 1)),
         (Problem(16, (8, 4, 4), (8, 4, 4), identities=(0,)), (1, 4)),
         (Problem(2, SIZES, SIZES), (4, 1)),
-    ],
-)
-def test_local_products_take_one_multiply(problem: Problem, grid: tuple[int, int]) -> None:
-    made = plan(problem, grid)
-    found = simulate(made)
-    assert {e.what for e in found.events} == {"multiply"}
-    assert found.seconds == pytest.approx(made.links.cpu_call + made.links.cpu_chunk + found.usages[0].multiplies, **EXACT)
-    assert sum(u.ranks for u in found.usages) == 4
+    ):
+        made = plan(problem, grid)
+        found = simulate(made)
+        assert {e.what for e in found.events} == {"multiply"}
+        assert found.seconds == pytest.approx(made.links.cpu_call + made.links.cpu_chunk + found.usages[0].multiplies, **EXACT)
+        assert sum(u.ranks for u in found.usages) == 4
 
 
 def test_refusals() -> None:
@@ -301,12 +299,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return made
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("chunks", [2, 3, 8])
-@pytest.mark.parametrize("options", [PLANS[name] for name in ("rows, packed", "rows, peer memory", "stages, packed")])
-@pytest.mark.parametrize("sizes", [(8, 8, 8), (6, 5, 5)])  # the second has blocks exchanged for whole slices first
-def test_order_is_the_pipelines(log: Log, options: dict[str, Any], chunks: int, gradients: bool, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["rows, packed", "rows, peer memory", "stages, packed"])
+def test_order_is_the_pipelines(log: Log, name: str) -> None:
     """Real pipelines, without ranks, begin what the simulation issues."""
+    sizes = ((8, 8, 8), (6, 5, 5))  # the second has blocks exchanged for whole slices first
+    for own, chunks, gradients in itertools.product(sizes, (2, 3, 8), (False, True)):
+        log.found.clear()
+        check_order(log, PLANS[name], chunks, gradients, own)
+
+
+def check_order(log: Log, options: dict[str, Any], chunks: int, gradients: bool, sizes: tuple[int, ...]) -> None:
     made = plan(Problem(M, sizes, sizes, gradients=gradients), (1, 2), chunks=chunks, **options)
     channel = LoggedChannel(log) if options["transport"] == "peer memory" else None
     factors = [torch.eye(p).requires_grad_(gradients) for p in sizes]

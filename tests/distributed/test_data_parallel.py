@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,14 +60,13 @@ def gradients(wrapper, shape, replicas, reduction):
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-@pytest.mark.parametrize(("columns", "replicas"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_gradients_are_those_of_the_mean_loss(ranks: RankPool, wrapper: str, columns: int, replicas: int, reduction: str) -> None:
+def test_gradients_are_those_of_the_mean_loss(ranks: RankPool, wrapper: str) -> None:
     """With sums the factors' are as many times as large as a grid has ranks, whatever the wrapper averages again."""
     if ranks.world_size != 4:
         pytest.skip("grids of four ranks")
-    size = ranks.world_size // replicas
-    for found, expected in ranks.run(gradients, wrapper, (size // columns, columns), replicas, reduction):
-        for i, (g, e) in enumerate(zip(found, expected, strict=True)):
-            times = size if reduction == "sum" and i >= 3 else 1
-            torch.testing.assert_close(torch.as_tensor(g), times * torch.as_tensor(e), rtol=1e-12, atol=1e-14)
+    for (columns, replicas), reduction in itertools.product(((1, 1), (2, 1), (4, 1), (2, 2)), ("sum", "mean")):
+        size = ranks.world_size // replicas
+        for found, expected in ranks.run(gradients, wrapper, (size // columns, columns), replicas, reduction):
+            for i, (g, e) in enumerate(zip(found, expected, strict=True)):
+                times = size if reduction == "sum" and i >= 3 else 1
+                torch.testing.assert_close(torch.as_tensor(g), times * torch.as_tensor(e), rtol=1e-12, atol=1e-14)

@@ -313,12 +313,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("which", WRONG)
 @pytest.mark.parametrize("alone", [False, True])
-def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
-    _, kind, message = WRONG[which]
-    for verb in ("kron_matmul", "KroneckerProduct") if which not in ("another size", "another plan") else ("kron_matmul",):
-        assert_refused(ranks.outcomes(refused, verb, which, alone), kind, message, alone)
+def test_every_rank_refuses(ranks: RankPool, alone: bool) -> None:
+    for which, (_, kind, message) in WRONG.items():
+        for verb in ("kron_matmul", "KroneckerProduct") if which not in ("another size", "another plan") else ("kron_matmul",):
+            assert_refused(ranks.outcomes(refused, verb, which, alone), kind, message, alone)
 
 
 def identities_alone():

@@ -55,9 +55,9 @@ def products(shape, left):
             assert found.is_contiguous()
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_products_equal_those_of_one_process(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(products, grid_shape, left)
+def test_products_equal_those_of_one_process(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(products, grid_shape, left)
 
 
 def half_and_single(shape):
@@ -168,9 +168,9 @@ def _gradients(grid, left, recompute, options):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(gradients, grid_shape, left, recompute=False)
+def test_gradients_of_first_and_second_order(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(gradients, grid_shape, left, recompute=False)
 
 
 def test_gradients_with_operands_computed_again(ranks: RankPool) -> None:
@@ -178,10 +178,10 @@ def test_gradients_with_operands_computed_again(ranks: RankPool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs that reach each other's memory, on CPUs")
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("shape", "left"), [((1, 4), False), ((2, 2), True)])
-def test_gradients_by_way_of_slots(own_ranks: RankPool, shape: tuple[int, int], left: bool, recompute: bool, tmp_path: Path) -> None:
-    own_ranks.run(gradients, shape, left, recompute, str(tmp_path))
+def test_gradients_by_way_of_slots(own_ranks: RankPool, shape: tuple[int, int], left: bool, tmp_path: Path) -> None:
+    for recompute in (False, True):
+        own_ranks.run(gradients, shape, left, recompute, str(tmp_path))
 
 
 def learn():
@@ -263,9 +263,9 @@ def dtensors(shape, left):
         assert torch.equal(gradient.cpu(), e.grad)
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_dtensors_in_and_out(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(dtensors, grid_shape, left)
+def test_dtensors_in_and_out(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(dtensors, grid_shape, left)
 
 
 # ---- what is sent ------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ def sent(shape, left):
             assert int(everything) == how.bytes_total
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int], left: bool) -> None:
-    ranks.run(sent, grid_shape, left)
+def test_the_plans_bytes_are_sent(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for left in (False, True):
+        ranks.run(sent, grid_shape, left)
 
 
 def twice_through_one_graph():
@@ -561,36 +561,36 @@ def refuse(what):
     kron_matmul(x, factors, grid=grid, **options)
 
 
-@pytest.mark.parametrize(
-    ("what", "kind", "message"),
-    [
-        ("rows", "ValueError", r"x: expected as many rows on all ranks of a row of the grid; got 4 on rank \d, 3 on rank \d"),
-        ("columns", "ValueError", r"x: expected 8 columns, block 1 of 2 of 16; got shape \(\d, 7\) \(on rank \d\)"),
-        ("dtype", "ValueError", r"dtype of x: expected the same on every rank; got .*float32.* on rank.*float64"),
-        ("factor's dtype", "TypeError", r"factors\[1\]: expected x's dtype torch.float32; got torch.float64"),
-        ("count", "ValueError", r"shapes of factors: expected the same on every rank; got "),
-        ("alpha", "ValueError", r"alpha: expected the same on every rank; got .*1\.0.* on rank.*2\.0"),
-        ("gradients", "ValueError", r"arguments that need gradients: expected the same on every rank"),
-        ("reduction", "ValueError", r'reduction: expected the same on every rank; got "sum" on rank.*; "mean" on rank'),
-        ("another reduction", "ValueError", r"""reduction: expected "sum" or "mean"; got 'max' \(on rank"""),
-        ("z", "ValueError", r"z: expected this rank's block of the result's shape, since beta is not 0; got None"),
-        ("z's shape", "ValueError", r"z: expected this rank's block of the result, \(\d, 8\); got shape \(\d, 7\)"),
-        ("plan", "ValueError", r"plan: expected a plan for factors \(4, 4\) x \(4, 4\), left=False, on a \d x 2 grid; got one for"),
-        ("messages", "ValueError", r"plan: expected the same on every rank; got .*packed.* on rank.*messages"),
-        ("batch", "ValueError", r"factors\[0\]: expected a matrix with rows and columns, without batch dimensions; got shape \(3, 4, 4\)"),
-        ("vector", "ValueError", r"x: expected a matrix; got shape"),
-        ("no grid", "ValueError", r"grid: expected a ProcessGrid, since x is a block; got None"),
-        ("placements", "ValueError", r"x: expected a matrix placed \[Shard\(0\), Shard\(1\)\]; .*got \(Replicate\(\), Shard\(dim=1\)\)"),
-        ("empty factor", "ValueError", r"factors\[1\]: expected a matrix with rows and columns, .*got shape \(4, 0\)"),
-        ("device", "ValueError", r"x: expected a tensor on the grid's device"),
-    ],
-)
-def test_all_ranks_raise_the_same(ranks: RankPool, what: str, kind: str, message: str) -> None:
-    outcomes = ranks.outcomes(refuse, what)
-    assert {o.error for o in outcomes} == {kind}, outcomes[0].trace
-    texts = {o.message for o in outcomes}
-    assert len(texts) == 1 or what in ("no grid", "z's shape"), texts
-    assert re.search(message, outcomes[0].message), outcomes[0].message
+REFUSALS = [
+    ("rows", "ValueError", r"x: expected as many rows on all ranks of a row of the grid; got 4 on rank \d, 3 on rank \d"),
+    ("columns", "ValueError", r"x: expected 8 columns, block 1 of 2 of 16; got shape \(\d, 7\) \(on rank \d\)"),
+    ("dtype", "ValueError", r"dtype of x: expected the same on every rank; got .*float32.* on rank.*float64"),
+    ("factor's dtype", "TypeError", r"factors\[1\]: expected x's dtype torch.float32; got torch.float64"),
+    ("count", "ValueError", r"shapes of factors: expected the same on every rank; got "),
+    ("alpha", "ValueError", r"alpha: expected the same on every rank; got .*1\.0.* on rank.*2\.0"),
+    ("gradients", "ValueError", r"arguments that need gradients: expected the same on every rank"),
+    ("reduction", "ValueError", r'reduction: expected the same on every rank; got "sum" on rank.*; "mean" on rank'),
+    ("another reduction", "ValueError", r"""reduction: expected "sum" or "mean"; got 'max' \(on rank"""),
+    ("z", "ValueError", r"z: expected this rank's block of the result's shape, since beta is not 0; got None"),
+    ("z's shape", "ValueError", r"z: expected this rank's block of the result, \(\d, 8\); got shape \(\d, 7\)"),
+    ("plan", "ValueError", r"plan: expected a plan for factors \(4, 4\) x \(4, 4\), left=False, on a \d x 2 grid; got one for"),
+    ("messages", "ValueError", r"plan: expected the same on every rank; got .*packed.* on rank.*messages"),
+    ("batch", "ValueError", r"factors\[0\]: expected a matrix with rows and columns, without batch dimensions; got shape \(3, 4, 4\)"),
+    ("vector", "ValueError", r"x: expected a matrix; got shape"),
+    ("no grid", "ValueError", r"grid: expected a ProcessGrid, since x is a block; got None"),
+    ("placements", "ValueError", r"x: expected a matrix placed \[Shard\(0\), Shard\(1\)\]; .*got \(Replicate\(\), Shard\(dim=1\)\)"),
+    ("empty factor", "ValueError", r"factors\[1\]: expected a matrix with rows and columns, .*got shape \(4, 0\)"),
+    ("device", "ValueError", r"x: expected a tensor on the grid's device"),
+]
+
+
+def test_all_ranks_raise_the_same(ranks: RankPool) -> None:
+    for what, kind, message in REFUSALS:
+        outcomes = ranks.outcomes(refuse, what)
+        assert {o.error for o in outcomes} == {kind}, (what, outcomes[0].trace)
+        texts = {o.message for o in outcomes}
+        assert len(texts) == 1 or what in ("no grid", "z's shape"), texts
+        assert re.search(message, outcomes[0].message), outcomes[0].message
 
 
 def broken_exchange():

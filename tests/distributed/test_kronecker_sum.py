@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from products import block, counted_bytes, grid_for
 from rank_pool import RankPool, assert_refused
+from sampling import in_full
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,11 +119,11 @@ def operator(shape, kind):
     return float(sign.real)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_methods(ranks: RankPool, grid_shape: tuple[int, int], kind: str) -> None:
-    found = [sign for sign in ranks.run(operator, grid_shape, kind) if sign is not None]
-    assert len(set(found)) == 1
-    assert kind != "indefinite" or found[0] == -1
+def test_methods(ranks: RankPool, grid_shape: tuple[int, int]) -> None:
+    for kind in KINDS:
+        found = {sign for sign in ranks.run(operator, grid_shape, kind) if sign is not None}
+        assert len(found) == 1, kind
+        assert kind != "indefinite" or found == {-1}
 
 
 def gradients(shape, kind, second, reduction):
@@ -177,26 +178,14 @@ def gradients(shape, kind, second, reduction):
     return True
 
 
-@pytest.mark.parametrize(
-    ("kind", "second", "reduction"),
-    [
-        ("symmetric", True, "sum"),
-        ("ring", True, "mean"),
-        ("masses", False, "sum"),
-        ("general", False, "mean"),
-        ("identities", True, "sum"),
-        ("transport", False, "sum"),
-    ],
-)
-def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kind: str, second: bool, reduction: str) -> None:
-    assert set(ranks.run(gradients, grid_shape, kind, second, reduction)) <= {True, None}
+FEW = [("symmetric", True), ("ring", True), ("masses", False), ("general", False), ("identities", True), ("transport", False)]
+MORE = [(kind, True) for kind in ("symmetric", "masses", "general", "identities", "ring")]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["symmetric", "masses", "general", "identities", "ring"])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_every_gradient(ranks: RankPool, grid_shape: tuple[int, int], kind: str, reduction: str) -> None:
-    assert set(ranks.run(gradients, grid_shape, kind, True, reduction)) <= {True, None}
+@pytest.mark.parametrize(("kinds", "reduction"), [(FEW[::2], "sum"), (FEW[1::2], "mean"), *in_full([(MORE, "sum"), (MORE, "mean")])])
+def test_gradients(ranks: RankPool, grid_shape: tuple[int, int], kinds: list[tuple[str, bool]], reduction: str) -> None:
+    for kind, second in kinds:
+        assert set(ranks.run(gradients, grid_shape, kind, second, reduction)) <= {True, None}, kind
 
 
 # ---- what ranks hold and send ---------------------------------------------------------------------
@@ -305,7 +294,6 @@ REFUSALS = {
     "number of masses": ("ValueError", "masses: expected 3 matrices, one for each factor; got 2"),
     "size of a mass": ("ValueError", "masses[0]: expected a matrix [4, 4], as factors[0]; got shape (5, 5)"),
     "zero mass": ("ValueError", "masses[0]: expected a matrix with rows and columns, or a positive integer n for the identity I_n; got 0"),
-    "indefinite mass": ("ValueError", "masses[0]: expected a positive definite matrix; got one that has no Cholesky decomposition"),
     "no tensor": ("TypeError", "factors[0]: expected a torch tensor; got float"),
     "rows": ("ValueError", "b: expected a matrix with "),
     "x": ("ValueError", "x: expected "),
@@ -315,27 +303,22 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("which", REFUSALS)
 @pytest.mark.parametrize("alone", [False, True])
-def test_every_rank_refuses(ranks: RankPool, which: str, alone: bool) -> None:
-    kind, message = REFUSALS[which]
-    assert_refused(ranks.outcomes(refused, which, alone), kind, message, alone)
+def test_every_rank_refuses(ranks: RankPool, alone: bool) -> None:
+    for which, (kind, message) in REFUSALS.items():
+        assert_refused(ranks.outcomes(refused, which, alone), kind, message, alone)
 
 
-@pytest.mark.parametrize(
-    ("which", "kind", "message"),
-    [
+def test_sums_that_cannot_be_solved(ranks: RankPool) -> None:
+    """The first rank decomposes: what it finds, every rank raises."""
+    dtypes = "float32, float64, complex64, complex128"
+    for which, kind, message in (
         ("singular", "_LinAlgError", "factors: expected an invertible matrix for solve; got eigenvalues of 0 to 0 in absolute value"),
-        (
-            "half",
-            "TypeError",
-            "factors: expected a dtype among float32, float64, complex64, complex128 for eigenvectors; got torch.float16",
-        ),
+        ("half", "TypeError", f"factors: expected a dtype among {dtypes} for eigenvectors; got torch.float16"),
         ("expm with masses", "ValueError", "masses: expected none for expm: give factors Mi^-1 Ai, the generator of M u' = S u"),
-    ],
-)
-def test_sums_that_cannot_be_solved(ranks: RankPool, which: str, kind: str, message: str) -> None:
-    assert_refused(ranks.outcomes(refused, which, False), kind, message)
+        ("indefinite mass", "ValueError", "masses[0]: expected a positive definite matrix; got one that has no Cholesky decomposition"),
+    ):
+        assert_refused(ranks.outcomes(refused, which, False), kind, message)
 
 
 def test_ranks_that_differ(ranks: RankPool) -> None:

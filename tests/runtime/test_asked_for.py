@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,16 +12,7 @@ from torch import Tensor
 import fastkron_py
 from fastkron_py.kron import operator, torch_small
 from fastkron_py.runtime import operator as autograd
-from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.testing import assert_close
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Nothing is found in the call cache at first, nor left behind."""
-    CACHE.forget()
-    yield
-    CACHE.forget()
 
 
 def kron(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -41,23 +32,24 @@ def problem(name: str, device: torch.device) -> tuple[Any, Tensor, list[Tensor]]
     return function, torch.randn(6, 8, device=device).requires_grad_(), parameters
 
 
-@pytest.mark.parametrize("calls", [1, 3])  # the second and the third are served by the call cache
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_loss_of_a_derivative(name: str, calls: int, backend_name: str, device: torch.device) -> None:
-    """As equations ask for it: u_x first, whose loss then has gradients for x and every parameter."""
+def test_a_loss_of_a_derivative(name: str, backend_name: str, device: torch.device) -> None:
+    """As equations ask for it: u_x first, whose loss then has gradients for x and every parameter; again by the call cache."""
     function, x, parameters = problem(name, device)
-    for _ in range(calls):
+    results = []
+    for _ in range(3):
         u = function(x, parameters)
         (slope,) = torch.autograd.grad(u.square().sum(), x, create_graph=True)
-        found = torch.autograd.grad(slope.square().sum(), [x, *parameters])
+        results.append((slope, torch.autograd.grad(slope.square().sum(), [x, *parameters])))
     wide = [t.detach().double().requires_grad_() for t in (x, *parameters)]
     with fastkron_py.backend("torch"):
         u = function(wide[0], wide[1:])
         slope_wide, *_ = torch.autograd.grad(u.square().sum(), wide, create_graph=True)
         expected = torch.autograd.grad(slope_wide.square().sum(), wide)
-    assert_close(slope, slope_wide.detach())
-    for f, e in zip(found, expected, strict=True):
-        assert_close(f, e, rms_tol=3e-6, max_tol=2e-5)  # sums of products of several rounded ones
+    for slope, found in results:
+        assert_close(slope, slope_wide.detach())
+        for f, e in zip(found, expected, strict=True):
+            assert_close(f, e, rms_tol=3e-6, max_tol=2e-5)  # sums of products of several rounded ones
 
 
 @pytest.mark.parametrize("recorded_graph", [True, False])

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cache_spy import CacheSpy
 from modes import Functions, Operators
 from torch import Tensor
 
 from fastkron_py import backend
 from fastkron_py.runtime import call_cache
 from fastkron_py.runtime.builder import Builder, describe
-from fastkron_py.runtime.call_cache import CACHE, Entry
+from fastkron_py.runtime.call_cache import CACHE
 from fastkron_py.runtime.operator import Operator, Saved
 from fastkron_py.runtime.program import Program
 
@@ -61,30 +62,18 @@ def verb(x: Any, w: Any, step: Any = 1.0, rows: Any = 1) -> Any:
     return add(x, w, step, rows, key=key)
 
 
-class Spy:
-    """Counts calls that are found."""
+class Spy(CacheSpy):
+    """Of one operator: the number of its calls."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._found = 0
-        inner = Entry.__call__
-
-        def call(entry: Entry, *given: Any) -> Any:
-            self._found += 1
-            return inner(entry, *given)
-
-        monkeypatch.setattr(Entry, "__call__", call)
-
-    def take(self) -> int:
-        found, self._found = self._found, 0
-        return found
+    def take(self) -> int:  # type: ignore[override]
+        return sum(super().take().values())
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
-    CACHE.forget()
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    """In the backend that is chosen, which tests here change."""
     BUILT.clear()
-    yield Spy(monkeypatch)
-    CACHE.forget()
+    return Spy(monkeypatch)
 
 
 def drawn(*shape: int, requires_grad: bool = False) -> Tensor:

@@ -46,18 +46,18 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return capability
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_hopper_takes_its_kernels(capability: list[int], dtype: torch.dtype) -> None:
-    assert kernels.has_chained(GPU, dtype)
-    assert kernels.has_chained_gradients(GPU, dtype) is (dtype == torch.float32)
-    assert kan_kernels.has_pipelined(GPU, dtype)
+def test_hopper_takes_its_kernels(capability: list[int]) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert kernels.has_chained(GPU, dtype)
+        assert kernels.has_chained_gradients(GPU, dtype) is (dtype == torch.float32)
+        assert kan_kernels.has_pipelined(GPU, dtype)
 
 
-@pytest.mark.parametrize("major", [8, 10, 12])
-def test_other_chips_do_not(capability: list[int], major: int) -> None:
-    capability[0] = major
-    assert not kernels.has_chained(GPU, torch.float32)
-    assert not kan_kernels.has_pipelined(GPU, torch.float32)
+def test_other_chips_do_not(capability: list[int]) -> None:
+    for capability[0] in (8, 10, 12):
+        devices.gpu_of.cache_clear()
+        assert not kernels.has_chained(GPU, torch.float32)
+        assert not kan_kernels.has_pipelined(GPU, torch.float32)
 
 
 def test_neither_float64_nor_the_cpu_nor_the_interpreter(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,15 +79,13 @@ def test_a_triton_without_gluon_gets_the_plain_kernels(
     assert kernels.chained_kernel() is None
 
 
-@pytest.mark.parametrize(
-    ("major", "version", "overlaps"), [(9, 12030, True), (9, 12020, False), (9, 0, False), (8, 13000, False), (12, 13000, False)]
-)
-def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(
-    major: int, version: int, overlaps: bool, capability: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capability[0] = major
-    monkeypatch.setattr(devices, "_driver_version", lambda: version)
-    assert gpu_of(GPU).has_overlap is overlaps
+def test_launches_overlap_on_hopper_where_graphs_have_edges_for_it(capability: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for major, version, overlaps in ((9, 12030, True), (9, 12020, False), (9, 0, False), (8, 13000, False), (12, 13000, False)):
+        capability[0] = major
+        monkeypatch.setattr(devices, "_driver_version", lambda version=version: version)
+        devices.gpu_of.cache_clear()
+        assert gpu_of(GPU).has_overlap is overlaps, (major, version)
+    capability[0] = 9
     monkeypatch.setattr(devices, "is_interpreting", lambda: True)
     devices.gpu_of.cache_clear()
     assert not gpu_of(GPU).has_overlap
@@ -155,9 +153,8 @@ def test_kernels_in_gluon_are_not_launched_on_amd(capability: list[int], monkeyp
     assert launched() == [False] * 3
 
 
-@pytest.mark.parametrize(
-    ("major", "minor", "name", "kilobytes"),
-    [
+def test_the_record_of_each_architecture(capability: list[int]) -> None:
+    for major, minor, name, kilobytes in (
         (7, 5, "before Ampere", 64),
         (8, 0, "Ampere", 163),
         (8, 6, "Ampere RTX", 99),
@@ -168,13 +165,12 @@ def test_kernels_in_gluon_are_not_launched_on_amd(capability: list[int], monkeyp
         (10, 3, "Blackwell", 227),
         (12, 0, "Blackwell RTX", 99),
         (12, 1, "Blackwell RTX", 99),
-    ],
-)
-def test_the_record_of_each_architecture(capability: list[int], major: int, minor: int, name: str, kilobytes: int) -> None:
-    capability[:] = major, minor
-    found = gpu_of(GPU)
-    assert (found.name, found.shared_memory, found.multiprocessors) == (name, 1024 * kilobytes, 78)
-    assert found.is_measured is (name == "Hopper")
+    ):
+        capability[:] = major, minor
+        devices.gpu_of.cache_clear()
+        found = gpu_of(GPU)
+        assert (found.name, found.shared_memory, found.multiprocessors) == (name, 1024 * kilobytes, 78)
+        assert found.is_measured is (name == "Hopper")
 
 
 def test_estimates_have_the_share_of_the_data_sheet_that_was_measured() -> None:

@@ -6,7 +6,7 @@ for the order of a sum: 1e-12 is far above rounding and far below a mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,11 +28,8 @@ BUILT: list[str] = []  # names of the operators whose programs were built
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    CACHE.forget()
+def nothing_built() -> None:
     BUILT.clear()
-    yield
-    CACHE.forget()
 
 
 def drawn(*shape: int, requires_grad: bool = True) -> Tensor:
@@ -248,6 +245,30 @@ def test_modes_see_the_registered_operator() -> None:
         same(scaled(*tensors), formula(*tensors))
     assert operators.names[0] == "fastkron.test_product.default"
     assert scaled(*[t.to("meta") for t in tensors]).is_meta
+
+
+def _either(tensors: Sequence[Any], options: tuple[Any, ...]) -> Program:
+    build = Builder(tensors)
+    x, a, b = build.inputs
+    like = describe(x.shape, x.dtype)
+    if a is None:
+        return build.program([build.call(lambda x, b: x * b, (x, b), like)])
+    return build.program([build.call(lambda x, a: x + a, (x, a), like)])
+
+
+either = Operator(
+    "test_either(Tensor x, Tensor? a, Tensor? b) -> Tensor",
+    program=_either,
+    fake=lambda x, a, b: torch.empty_like(x),
+)
+
+
+def test_which_optional_tensor_is_absent() -> None:
+    """Of two that are alike: the same tensors in other places are another call, and another program."""
+    x, t = drawn(3, requires_grad=False), drawn(3, requires_grad=False)
+    for _ in range(2):
+        assert torch.equal(either(x, t, None), x + t)
+        assert torch.equal(either(x, None, t), x * t)
 
 
 # ---- a list of tensors, a result that is kept, another way for transforms --------------------------

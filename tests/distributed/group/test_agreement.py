@@ -179,32 +179,23 @@ def calls(what, dtype="float64", check="1"):
             operator.slogdet()
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ("factors", "factors[1]"),
-        ("alpha", "alpha"),
-        ("operator", "factors[1]"),
-        ("masses", "masses[1]"),
-        ("shift", "shift"),
-        ("scaled", "factors[0]"),
-        ("trained", "factors[1]"),
-    ],
-)
-def test_values_that_differ(ranks: RankPool, what: str, name: str) -> None:
+DIFFERENT = {"factors": "factors[1]", "alpha": "alpha", "operator": "factors[1]", "masses": "masses[1]", "shift": "shift"}
+DIFFERENT |= {"scaled": "factors[0]", "trained": "factors[1]"}
+
+
+def test_values_that_differ(ranks: RankPool) -> None:
     others = rank_text(r for r in range(ranks.world_size) if r != 1)
-    for outcome in ranks.outcomes(calls, what):
-        assert outcome.error == "ValueError", outcome.trace
-        shown = (
-            rf'values of {re.escape(name)}: expected the same on every rank; got "[0-9a-f]{{16}}" on {others}; "[0-9a-f]{{16}}" on rank 1'
-        )
-        assert re.fullmatch(shown, outcome.message), outcome.message
+    for what, name in DIFFERENT.items():
+        for outcome in ranks.outcomes(calls, what):
+            assert outcome.error == "ValueError", outcome.trace
+            shown = rf'values of {re.escape(name)}: expected the same on every rank; got "[0-9a-f]{{16}}" on {others}; "[0-9a-f]{{16}}" on rank 1'
+            assert re.fullmatch(shown, outcome.message), outcome.message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"])
-def test_values_of_every_dtype(ranks: RankPool, dtype: str) -> None:
-    assert {o.message.partition(":")[0] for o in ranks.outcomes(calls, "factors", dtype)} == {"values of factors[1]"}
-    ranks.run(calls, "views", dtype)
+def test_values_of_every_dtype(ranks: RankPool) -> None:
+    for dtype in ("float32", "float64", "float16", "bfloat16", "complex64", "complex128"):
+        assert {o.message.partition(":")[0] for o in ranks.outcomes(calls, "factors", dtype)} == {"values of factors[1]"}
+        ranks.run(calls, "views", dtype)
 
 
 def test_values_are_compared_on_demand(ranks: RankPool) -> None:
@@ -252,14 +243,14 @@ SCALARS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "text"), SCALARS)
-def test_scalars_that_differ(ranks: RankPool, what: str, text: str) -> None:
+def test_scalars_that_differ(ranks: RankPool) -> None:
     others = rank_text(r for r in range(ranks.world_size) if r != 1)
-    first, second = (re.sub(r"[*+()]", r"\\\g<0>", text).format(s) for s in (2.0, 3.0))
-    for outcome in ranks.outcomes(scalars, what):
-        assert outcome.error == "ValueError", outcome.trace
-        shown = f'scalars of the operator: expected the same on every rank; got "{first}" on {others}; "{second}" on rank 1'
-        assert re.fullmatch(shown, outcome.message), outcome.message
+    for what, text in SCALARS:
+        first, second = (re.sub(r"[*+()]", r"\\\g<0>", text).format(s) for s in (2.0, 3.0))
+        for outcome in ranks.outcomes(scalars, what):
+            assert outcome.error == "ValueError", outcome.trace
+            shown = f'scalars of the operator: expected the same on every rank; got "{first}" on {others}; "{second}" on rank 1'
+            assert re.fullmatch(shown, outcome.message), outcome.message
 
 
 def planned_otherwise():

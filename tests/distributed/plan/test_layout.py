@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -169,11 +170,11 @@ def test_sizes_rectangles_and_what_every_rank_holds(problem: tuple) -> None:
         assert details.stages[-1].exchange.target == chunk_offsets(math.prod(qs), parts)
 
 
-@pytest.mark.parametrize(("size", "parts"), [(10, 4), (8, 4), (3, 5), (0, 3), (29791, 4), (1, 1), (5, 4)])
-def test_chunks_are_those_of_torch_and_of_dtensor(size: int, parts: int) -> None:
-    assert widths(chunk_offsets(size, parts)) == [Shard.local_shard_size_and_offset(size, parts, r)[0] for r in range(parts)]
-    chunks = [len(c) for c in torch.arange(size).chunk(parts)] if size else []
-    assert [w for w in widths(chunk_offsets(size, parts)) if w] == chunks
+def test_chunks_are_those_of_torch_and_of_dtensor() -> None:
+    for size, parts in ((10, 4), (8, 4), (3, 5), (0, 3), (29791, 4), (1, 1), (5, 4)):
+        assert widths(chunk_offsets(size, parts)) == [Shard.local_shard_size_and_offset(size, parts, r)[0] for r in range(parts)]
+        chunks = [len(c) for c in torch.arange(size).chunk(parts)] if size else []
+        assert [w for w in widths(chunk_offsets(size, parts)) if w] == chunks
 
 
 @EXPLORE
@@ -216,12 +217,14 @@ class CopiedTypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-@pytest.mark.parametrize(
-    ("start", "width", "pitch", "wide"), [(0, 32, 64, True), (16, 48, 80, True), (1, 32, 64, False), (0, 33, 64, False), (0, 32, 65, False)]
-)
-def test_copies_in_words(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int, width: int, pitch: int, wide: bool) -> None:
+def test_copies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that consist of 16 bytes' multiples go as such, others as they are: every bit, of NaN too, also of what wants gradients."""
+    runs = ((0, 32, 64, True), (16, 48, 80, True), (1, 32, 64, False), (0, 33, 64, False), (0, 32, 65, False))
+    for dtype, run in itertools.product((torch.bfloat16, torch.float32, torch.float64, torch.complex64), runs):
+        check_copies(monkeypatch, dtype, *run)
+
+
+def check_copies(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int, width: int, pitch: int, wide: bool) -> None:
     noise = torch.randint(-128, 128, (5 * pitch * dtype.itemsize,), dtype=torch.int8)
     of = noise.view(dtype).view(5, pitch)[:, start : start + width]
     to = torch.zeros(10, width, dtype=dtype)[::2]

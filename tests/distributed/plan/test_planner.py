@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +35,16 @@ def test_fewer_rows_than_ranks_spread_columns() -> None:
     assert small.grid == (8, 1)  # exchanges would keep the processor busy for longer than one GPU needs for all
 
 
-@pytest.mark.parametrize("stages", [None, "rows", (2, 2)])
-def test_a_grid_of_columns_exchanges_twice(stages: object) -> None:
+def test_a_grid_of_columns_exchanges_twice() -> None:
     """64^4 over 8: the fewest exchanges there can be, of all but an eighth of what a rank has."""
-    found = plan(SIXTY_FOURS, (1, 8), stages=stages)  # type: ignore[arg-type]
-    block = 128 * 64**4 // 8 * 4
-    assert [s.bytes_sent for s in found.steps] == [block * 7 // 8] * 2
-    assert found.bytes_total == 2 * 8 * block * 7 // 8
-    assert [s.messages for s in found.steps] == [7, 7]
-    assert [s.bytes_to_hosts for s in found.steps] == [0, 0]
-    assert found.chunks > 1  # large enough to hide one part behind another
+    for stages in (None, "rows", (2, 2)):
+        found = plan(SIXTY_FOURS, (1, 8), stages=stages)  # type: ignore[arg-type]
+        block = 128 * 64**4 // 8 * 4
+        assert [s.bytes_sent for s in found.steps] == [block * 7 // 8] * 2
+        assert found.bytes_total == 2 * 8 * block * 7 // 8
+        assert [s.messages for s in found.steps] == [7, 7]
+        assert [s.bytes_to_hosts for s in found.steps] == [0, 0]
+        assert found.chunks > 1  # large enough to hide one part behind another
 
 
 def test_rows_are_an_other_way_where_each_rank_gets_one() -> None:
@@ -134,18 +136,18 @@ def test_one_stage_is_for_grids_without_exchange() -> None:
         assert plan(Problem(m, (4, 4, 4), (4, 4, 4)), (1, 4)).by_rows
 
 
-@pytest.mark.parametrize(
-    ("m", "ps", "qs", "grid"),
-    [
+def test_totals_are_sums_over_pairs() -> None:
+    problems = (
         (7, (31,) * 3, (31,) * 3, (1, 4)),
         (3, (2,) * 10, (2,) * 10, (2, 4)),
         (5, (4, 9, 3), (7, 2, 5), (1, 6)),
         (4, (16,) * 4, (16,) * 4, (2, 32)),
-    ],
-)
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("stages", [None, "rows"])
-def test_totals_are_sums_over_pairs(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool, stages: str | None) -> None:
+    )
+    for given, left, stages in itertools.product(problems, (False, True), (None, "rows")):
+        check_totals(*given, left, stages)
+
+
+def check_totals(m: int, ps: tuple, qs: tuple, grid: tuple, left: bool, stages: str | None) -> None:
     problem = Problem(m, qs if left else ps, ps if left else qs, left=left)
     links = Links(ranks_per_host=4)
     found = plan(problem, grid[::-1] if left else grid, links=links, stages=stages, chunks=1)  # type: ignore[arg-type]
@@ -204,15 +206,14 @@ def test_slow_links_between_hosts_keep_exchanges_inside_them() -> None:
     assert plan(replace(SIXTY_FOURS, m=64), (1, 64), links=equal).seconds < across.seconds
 
 
-@pytest.mark.parametrize("world_size", [64, 512, 4096])
-@pytest.mark.parametrize("m", [1, 16, 4096])
-def test_thousands_of_ranks(world_size: int, m: int) -> None:
-    found = plan(replace(SIXTY_FOURS, m=m), world_size=world_size)
-    assert found.world_size == world_size
-    block = m * 64**4 * 4 / world_size
-    for i in range(len(found.legs(0))):
-        assert found.bytes_sent(i, world_size - 1) <= block
-    assert found.peak_memory >= 2 * block
+def test_thousands_of_ranks() -> None:
+    for world_size, m in itertools.product((64, 512, 4096), (1, 16, 4096)):
+        found = plan(replace(SIXTY_FOURS, m=m), world_size=world_size)
+        assert found.world_size == world_size
+        block = m * 64**4 * 4 / world_size
+        for i in range(len(found.legs(0))):
+            assert found.bytes_sent(i, world_size - 1) <= block
+        assert found.peak_memory >= 2 * block
 
 
 def test_the_model_of_exchanges_agrees_with_what_was_measured() -> None:
@@ -223,11 +224,7 @@ def test_the_model_of_exchanges_agrees_with_what_was_measured() -> None:
 
 
 HUNDREDS = Problem(128, (128,) * 3, (128,) * 3)
-
-
 HALVES = replace(SIXTY_FOURS, dtype=torch.bfloat16)
-
-
 FIVES = replace(SIXTY_FOURS, m=512)
 WIDE = Problem(32, (128,) * 4, (128,) * 4)
 
@@ -256,33 +253,25 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "grid", "ways"), MEASURED)
-def test_the_model_agrees_with_what_was_measured(problem: Problem, grid: tuple[int, int], ways: dict[str, tuple[int, float]]) -> None:
+def test_the_model_agrees_with_what_was_measured() -> None:
     """Every way within 15%, and of those that are the plan's choice it chooses one within 5% of the fastest."""
-    for how, (chunks, milliseconds) in ways.items():
-        stages = (2, 2) if how == "stages" else "rows"
-        found = plan(problem, grid, stages=stages, chunks=chunks, direct=how == "direct", messages=how == "messages")
-        assert found.seconds * 1e3 == pytest.approx(milliseconds, rel=0.15), how
-    chosen = plan(problem, grid, direct=False)
-    assert chosen.by_rows
-    own = {how: ms for how, (_, ms) in ways.items() if how in ("messages", "packed")}
-    assert not own or own["messages" if chosen.messages else "packed"] < 1.05 * min(own.values())
-    assert "direct" not in ways or plan(problem, grid).direct
+    for problem, grid, ways in MEASURED:
+        for how, (chunks, milliseconds) in ways.items():
+            stages = (2, 2) if how == "stages" else "rows"
+            found = plan(problem, grid, stages=stages, chunks=chunks, direct=how == "direct", messages=how == "messages")
+            assert found.seconds * 1e3 == pytest.approx(milliseconds, rel=0.15), (problem, grid, how)
+        chosen = plan(problem, grid, direct=False)
+        assert chosen.by_rows
+        own = {how: ms for how, (_, ms) in ways.items() if how in ("messages", "packed")}
+        assert not own or own["messages" if chosen.messages else "packed"] < 1.05 * min(own.values())
+        assert "direct" not in ways or plan(problem, grid).direct
 
 
-@pytest.mark.parametrize(
-    ("problem", "grid", "chunks", "how", "fast", "slow"),
-    [
-        (HUNDREDS, (1, 4), 4, "packed", 1.66, 3.21),
-        (HALVES, (1, 4), 8, "messages", 5.25, 10.98),
-    ],
-)
-def test_the_model_of_the_processor_lies_between_two_hosts(
-    problem: Problem, grid: tuple[int, int], chunks: int, how: str, fast: float, slow: float
-) -> None:
+def test_the_model_of_the_processor_lies_between_two_hosts() -> None:
     """What it took to begin a product, in milliseconds, on two hosts with four H200."""
-    found = plan(problem, grid, stages="rows", chunks=chunks, direct=how == "direct", messages=how == "messages")
-    assert 1.15 * fast < found.cpu_seconds * 1e3 < slow / 1.15
+    for problem, chunks, messages, fast, slow in ((HUNDREDS, 4, False, 1.66, 3.21), (HALVES, 8, True, 5.25, 10.98)):
+        found = plan(problem, (1, 4), stages="rows", chunks=chunks, direct=False, messages=messages)
+        assert 1.15 * fast < found.cpu_seconds * 1e3 < slow / 1.15
 
 
 def test_what_exchanges_take_of_multiplies() -> None:
@@ -336,15 +325,15 @@ def test_a_small_product_is_cut_in_few_chunks() -> None:
     assert large.cpu_seconds < large.seconds
 
 
-@pytest.mark.parametrize("grid", [(2, 2), (1, 4)])
-def test_products_with_gradients_are_cut_in_the_chunks_that_were_fastest(grid: tuple[int, int]) -> None:
+def test_products_with_gradients_are_cut_in_the_chunks_that_were_fastest() -> None:
     """On four H200s 26.5 and 28.3 ms in 8 chunks, 26.6 and 27.8 in 4, 29.2 and 31.2 in 2, 27.8 and 29.3 in 16."""
-    with_gradients = plan(replace(SIXTY_FOURS, gradients=True), grid)
-    assert (plan(SIXTY_FOURS, grid).chunks, with_gradients.chunks) == (8, 8)
-    assert with_gradients.training_seconds > 2 * with_gradients.seconds
-    slow = replace(NVLINK, cpu_gradients=3e-3)
-    assert plan(replace(SIXTY_FOURS, gradients=True), grid, links=slow).chunks < 8
-    assert plan(SIXTY_FOURS, grid, links=slow).chunks == plan(SIXTY_FOURS, grid).chunks
+    for grid in ((2, 2), (1, 4)):
+        with_gradients = plan(replace(SIXTY_FOURS, gradients=True), grid)
+        assert (plan(SIXTY_FOURS, grid).chunks, with_gradients.chunks) == (8, 8)
+        assert with_gradients.training_seconds > 2 * with_gradients.seconds
+        slow = replace(NVLINK, cpu_gradients=3e-3)
+        assert plan(replace(SIXTY_FOURS, gradients=True), grid, links=slow).chunks < 8
+        assert plan(SIXTY_FOURS, grid, links=slow).chunks == plan(SIXTY_FOURS, grid).chunks
 
 
 def test_an_exchange_of_two_ranks_has_its_own_bandwidth() -> None:
@@ -393,9 +382,8 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
     return plan(problem, grid, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
+def test_refusals() -> None:
+    calls: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: call(grid=None), ValueError, "world_size: expected a positive number of ranks, since no grid is given; got None"),
         (lambda: call(grid=None, world_size=0), ValueError, "world_size: expected a positive number"),
         (lambda: call(grid=(2, 3), world_size=8), ValueError, r"grid: expected GM \* GK = 8, the world_size; got 2 \* 3"),
@@ -438,8 +426,7 @@ def call(problem: object = SIXTY_FOURS, grid: object = (1, 8), **options: object
         (lambda: Links(beside_packed=-1.0), ValueError, "beside_packed: expected a share from 0 to 1; got -1"),
         (lambda: Links(latency=math.nan), ValueError, "latency: expected a number of seconds"),
         (lambda: Links(cpu_message=-1.0), ValueError, "cpu_message: expected a number of seconds, not negative; got -1"),
-    ],
-)
-def test_refusals(make: object, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        make()  # type: ignore[operator]
+    ]
+    for make, kind, message in calls:
+        with pytest.raises(kind, match=message):
+            make()

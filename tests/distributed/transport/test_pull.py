@@ -7,6 +7,7 @@ done in an order that is drawn at random, as GPUs that are faster or slower than
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -313,9 +314,8 @@ def results(size: int, chunks: int, blocks: InBlocks | None, seed: int, gradient
 
 
 @pytest.mark.parametrize("blocks", [InBlocks(True, True), InBlocks(False, False)])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_gradients_in_any_order(size: int, blocks: InBlocks) -> None:
-    for seed in range(40):
+def test_gradients_in_any_order(blocks: InBlocks) -> None:
+    for size, seed in itertools.product((2, 3, 4), range(40)):
         for found, expected in results(size, SLOTS + 1, blocks, seed, gradients=True):
             assert torch.equal(found, expected)
 
@@ -324,10 +324,9 @@ WAYS = [InBlocks(True, True), InBlocks(True, False), InBlocks(False, False), Non
 
 
 @pytest.mark.parametrize("blocks", WAYS)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_in_any_order(size: int, blocks: InBlocks | None) -> None:
+def test_in_any_order(blocks: InBlocks | None) -> None:
     """More chunks than slots, and a second product, or the backward pass, behind the first."""
-    for seed in range(40):
+    for size, seed in itertools.product((2, 3, 4), range(40)):
         for found, expected in results(size, SLOTS + 1, blocks, seed):
             assert torch.equal(found, expected)
 
